@@ -1,0 +1,413 @@
+"""GSA: gated slot attention (Zhang et al., "Gated Slot Attention for Efficient Linear-Time Sequence Modeling",
+arXiv 2409.07146, NeurIPS 2024).
+
+Per head, M slots hold a compressed key memory K~ [M,D] and value memory V~ [M,Dv]. With slot decays
+alpha_t = exp(g_t) in (0,1]^M and write strengths s_t = 1 - alpha_t (paper eq. 6, its transposes corrected):
+
+    K~_t = diag(alpha_t) K~_{t-1} + s_t k_t^T        V~_t = diag(alpha_t) V~_{t-1} + s_t v_t^T
+    l_t  = c K~_t q_t        p_t = softmax(l_t)      o_t  = V~_t^T p_t
+
+Chunk form. b is the cumulative sum of g inside a chunk, K_in and V_in the memories that enter it, b_C its last b:
+
+    l_t = c [ e^{b_t} . (K_in q_t) + sum_{i<=t} (q_t.k_i) e^{b_t-b_i} . s_i ]
+    o_t = V_in^T (e^{b_t} . p_t) + sum_{i<=t} ( sum_m p_t[m] e^{b_t-b_i}[m] s_i[m] ) v_i
+    K_out = diag(e^{b_C}) K_in + sum_i (e^{b_C-b_i} . s_i) k_i^T        (V_out alike)
+
+The sums with e^{b_t-b_i} go through scan.py, whose exponents never exceed 0.
+
+Letters: B batch, T time, H query heads, E gate (state) heads, G = H/E, D key dim, Dv value dim, M slots, C chunk,
+N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 stays fp64).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .mixer import Bounds, Mixer, Site, positions
+from .scan import Halving, diagonal_blocks, halvings, into_blocks, into_chunks, scan_states, segment_masks
+
+
+class GSAState(NamedTuple):
+    """Decode state: keys [B,E,M,D], values [B,E,M,Dv] in fp32, and the number of tokens absorbed, [B] int64."""
+
+    keys: Tensor
+    values: Tensor
+    seen: Tensor
+
+
+def gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: GSAState | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, GSAState]:
+    """Gated slot attention, eq. 6, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
+
+    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; g [B,T,E,M] log-gates (natural log, <= 0) with Hkv | E | H: one
+    memory per gate head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at real tokens;
+    others leave the state alone and output 0. `segments` [B,T] int: both memories restart where it changes.
+    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows.
+
+    Raises ValueError for shapes that do not fit. T=1 with a state takes the recurrent step.
+    """
+    check_shapes(q, k, v, g, padding, segments, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cu_seqlens is not None:
+        return _each_sequence(q, k, v, g, scale, cu_seqlens, state, chunk_size)
+    if q.shape[1] == 1 and segments is None:
+        return gsa_step(q, k, v, g, scale=scale, padding=padding, state=state)
+    return _gsa_chunked(q, k, v, g, scale, padding, segments, state, chunk_size)
+
+
+def check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None
+) -> None:
+    """Raise ValueError, with the shapes found, unless the arguments of `gsa` fit together."""
+    (B, T, H, D), Hkv, E = q.shape, k.shape[2], g.shape[2]
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)}"
+    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or g.shape[:2] != (B, T):
+        raise ValueError(f"q, k, v, g must be [B,T,heads,dim] with equal B, T and key dim, found {shapes}")
+    if H % E or E % Hkv:
+        raise ValueError(f"gate heads must divide query heads and be a multiple of key heads, found {shapes}")
+    for name, mask in (("padding", padding), ("segments", segments)):
+        if mask is not None and mask.shape != (B, T):
+            raise ValueError(f"{name} must be [B,T] = {(B, T)}, found {tuple(mask.shape)}")
+    if cu is not None and (B != 1 or padding is not None or segments is not None):
+        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
+
+
+def write_strength(g: Tensor) -> Tensor:
+    """s = 1 - exp(g), as -expm1(g): at g = -1e-4 the direct form has no correct digit left in bf16."""
+    return -torch.expm1(g)
+
+
+def fresh_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> GSAState:
+    """The empty memory for these shapes: zeros, nothing absorbed."""
+    B, (E, M) = q.shape[0], g.shape[2:]
+    dtype = _state_dtype(q)
+    return GSAState(
+        q.new_zeros(B, E, M, k.shape[-1], dtype=dtype),
+        q.new_zeros(B, E, M, v.shape[-1], dtype=dtype),
+        torch.zeros(B, dtype=torch.long, device=q.device),
+    )
+
+
+def _state_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _real_tokens(q: Tensor, padding: Tensor | None) -> Tensor:
+    B, T = q.shape[:2]
+    return torch.full((B,), T, device=q.device) if padding is None else padding.long().sum(1)
+
+
+# ---------------------------------------------------------------- literal reference
+
+
+def gsa_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: GSAState | None = None,
+) -> tuple[Tensor, GSAState]:
+    """Eq. 6 token by token, for checking: same arguments and results as `gsa`, in the dtype of the inputs."""
+    E = g.shape[2]
+    state = fresh_state(q, k, v, g) if state is None else state
+    K, V, outputs = state.keys, state.values, []
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for t in range(q.shape[1]):
+        if segments is not None and t > 0:
+            same = (segments[:, t] == segments[:, t - 1]).to(K.dtype)[:, None, None, None]
+            K, V = K * same, V * same
+        real = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if padding is None else padding[:, t]
+        g_t = torch.where(real[:, None, None], g[:, t].to(K.dtype), 0.0)  # [B,E,M]
+        s_t = write_strength(g_t)
+        k_t, v_t = (_to_gate_heads(y[:, t : t + 1], E)[:, 0].to(K.dtype) for y in (k, v))  # [B,E,D]
+        K = g_t.exp()[..., None] * K + s_t[..., None] * k_t[:, :, None]
+        V = g_t.exp()[..., None] * V + s_t[..., None] * v_t[:, :, None]
+        q_t = q[:, t].unflatten(1, (E, -1)).to(K.dtype)  # [B,E,G,D]
+        p_t = torch.softmax(scale * torch.einsum("bemd,begd->begm", K, q_t), -1)
+        outputs.append((torch.einsum("begm,bemd->begd", p_t, V) * real[:, None, None, None]).flatten(1, 2))
+    o = torch.stack(outputs, 1) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])
+    return o.to(q.dtype), GSAState(K, V, state.seen + _real_tokens(q, padding))
+
+
+def _to_gate_heads(y: Tensor, E: int) -> Tensor:
+    """[B,T,Hkv,D] -> [B,T,E,D]: gate heads of one key head share its keys."""
+    return y if y.shape[2] == E else y.repeat_interleave(E // y.shape[2], dim=2)
+
+
+# ---------------------------------------------------------------- recurrent step
+
+
+def gsa_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float,
+    padding: Tensor | None = None,
+    state: GSAState | None = None,
+) -> tuple[Tensor, GSAState]:
+    """One token, T=1: eq. 6 as it stands. Reads and writes the state once."""
+    E = g.shape[2]
+    K, V, seen = fresh_state(q, k, v, g) if state is None else state
+    g_t = g[:, 0].to(K.dtype)
+    if padding is not None:
+        g_t = torch.where(padding[:, 0, None, None], g_t, 0.0)
+    alpha, s = g_t.exp()[..., None], write_strength(g_t)[..., None]  # [B,E,M,1]
+    k_t, v_t = (_to_gate_heads(y, E)[:, 0, :, None].to(K.dtype) for y in (k, v))  # [B,E,1,D]
+    K, V = alpha * K + s * k_t, alpha * V + s * v_t
+    q_t = q[:, 0].unflatten(1, (E, -1)).to(K.dtype)  # [B,E,G,D]
+    p = torch.softmax(scale * (q_t @ K.mT), -1)  # [B,E,G,M]
+    o = (p @ V).flatten(1, 2)[:, None]  # [B,1,H,Dv]
+    if padding is not None:
+        o = o * padding[:, :, None, None]
+    return o.to(q.dtype), GSAState(K, V, seen + _real_tokens(q, padding))
+
+
+# ---------------------------------------------------------------- chunk form
+
+
+def _gsa_chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    state: GSAState | None,
+    chunk_size: int,
+) -> tuple[Tensor, GSAState]:
+    (B, T, H, _), E = q.shape, g.shape[2]
+    C = min(chunk_size, 1 << max(T - 1, 0).bit_length())
+    K, V, seen = fresh_state(q, k, v, g) if state is None else state
+    if T == 0:
+        return q.new_zeros(B, 0, H, v.shape[-1]), GSAState(K, V, seen)
+    dtype = K.dtype
+
+    def chunks(y: Tensor) -> Tensor:
+        return into_chunks(y, C, E, dtype)  # [B,E,heads per gate head,N,C,dim]
+
+    if padding is not None:
+        g = torch.where(padding[:, :, None, None], g, 0.0)
+    b = chunks(g)[:, :, 0].cumsum(-2)  # [B,E,N,C,M]
+    s = write_strength(chunks(g)[:, :, 0])
+    q_, k_, v_ = chunks(q * scale), chunks(_to_gate_heads(k, E))[:, :, 0], chunks(_to_gate_heads(v, E))[:, :, 0]
+    masks = segment_masks(segments, C)
+
+    to_end = s * (b[..., -1:, :] - b).exp()  # [B,E,N,C,M]
+    decay = b[..., -1, :].exp()  # [B,E,N,M]
+    if masks is not None:
+        to_end, decay = to_end * masks.writes, decay * masks.keeps
+    K_in, K = scan_states(decay, to_end.mT @ k_, K)  # [B,E,N,M,D]
+    V_in, V = scan_states(decay, to_end.mT @ v_, V)
+
+    from_start = b.exp() if masks is None else b.exp() * masks.reads
+    halves = halvings(b, s, masks)
+    scores = q_ @ k_.mT[:, :, None]  # [B,E,G,N,C,C]
+    logits = from_start[:, :, None] * (q_ @ K_in.mT[:, :, None]) + _pass_keys(scores, b, s, halves)
+    p = torch.softmax(logits, -1)
+    o = (p * from_start[:, :, None]) @ V_in[:, :, None] + _pass_values(p, s, v_, halves)
+    o = o.permute(0, 3, 4, 1, 2, 5).reshape(B, -1, H, v.shape[-1])[:, :T]
+    if padding is not None:
+        o = o * padding[:, :, None, None]
+    return o.to(q.dtype), GSAState(K, V, seen + _real_tokens(q, padding))
+
+
+def _pass_keys(scores: Tensor, b: Tensor, s: Tensor, halves: list[Halving]) -> Tensor:
+    """sum_{i<=t} scores_ti e^{b_t-b_i} s_i, the inside of the first pass: [B,E,G,N,C,M]."""
+    out = scores.diagonal(dim1=-2, dim2=-1)[..., None] * s[:, :, None]
+    for half in halves:
+        block = torch.where(half.allowed, diagonal_blocks(scores, half.width), 0.0)
+        inside = half.query_decay[:, :, None] * (block @ half.key_write[:, :, None])
+        out = out + inside.reshape(out.shape)
+    return out
+
+
+def _pass_values(p: Tensor, s: Tensor, v: Tensor, halves: list[Halving]) -> Tensor:
+    """sum_{i<=t} ( sum_m p_t[m] e^{b_t-b_i}[m] s_i[m] ) v_i, the inside of the second pass: [B,E,G,N,C,Dv]."""
+    out = (p * s[:, :, None]).sum(-1, keepdim=True) * v[:, :, None]
+    for half in halves:
+        block = (into_blocks(p, half.width) * half.query_decay[:, :, None]) @ half.key_write[:, :, None].mT
+        inside = torch.where(half.allowed, block, 0.0) @ into_blocks(v, half.width)[:, :, None]
+        out = out + inside.reshape(out.shape)
+    return out
+
+
+def _each_sequence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, cu: Tensor, state: GSAState | None, chunk_size: int
+) -> tuple[Tensor, GSAState]:
+    """`cu_seqlens` as a loop over sequences: the definition; the GPU kernels do it in one launch."""
+    bounds, outputs, states = cu.tolist(), [], []
+    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        part = [y[:, start:end] for y in (q, k, v, g)]
+        own = None if state is None else GSAState(*(x[n : n + 1] for x in state))
+        o, last = _gsa_chunked(*part, scale, None, None, own, chunk_size)
+        outputs.append(o)
+        states.append(last)
+    return torch.cat(outputs, 1), GSAState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+
+
+# ---------------------------------------------------------------- the mixer
+
+
+class GatedSlotAttention(Mixer):
+    """GSA in place of the softmax of one attention module; the only new weights make the slot gates.
+
+    alpha_t = sigmoid(W_f x_t + bias)^{1/damping} (paper section 3.1). The biases start with half-lives spread
+    evenly in log scale: with equal gates every slot would hold the same average, whatever q and k are.
+    """
+
+    title = "Gated slot attention"
+    paper = "arXiv 2409.07146"
+    # What the paper's Mistral-7B conversion code does (flash-linear-attention's GSA layer).
+    published = {
+        "rope": False,
+        "feature_map": "swish",
+        "value_act": "swish",
+        "output_act": "swish",
+        "norm": "hidden",
+        "unit_scale": True,
+        "half_life_min": 0.0,
+        "clock": 0,
+        "gate_heads": "kv",
+    }
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        slots: Annotated[int, Bounds(1, 1024)] = 64,
+        damping: Annotated[float, Bounds(0.1, 1024.0)] = 8.0,
+        gate_heads: Literal["kv", "query"] = "kv",
+        clock: Annotated[int, Bounds(0, 1024)] = 0,
+        rope: bool = True,
+        feature_map: Literal["identity", "swish", "relu"] = "identity",
+        value_act: Literal["identity", "swish"] = "identity",
+        output_act: Literal["identity", "swish"] = "identity",
+        norm: Literal["none", "head", "hidden"] = "none",
+        unit_scale: bool = False,
+        half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 2.0,
+        half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 2048.0,
+        gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
+        chunk_size: Annotated[int, Bounds(16, 256)] = 64,
+    ) -> None:
+        """`slots` M; `damping` tau; `gate_heads`: one memory per key head or per query head; `clock`: how many of
+        the slots take turns, each written at every clock-th token, so that they hold the last `clock` tokens
+        exactly; `rope`: keep the rotary embedding on q and k; `norm`: RMS norm of the output per head or over all
+        heads; `unit_scale`: 1 instead of the architecture's factor on q.k; half-lives in tokens, 0 as minimum for
+        zero biases; `gate_std` of W_f at the start.
+
+        Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two.
+        """
+        super().__init__(site)
+        if clock > slots:
+            raise ValueError(f"clock={clock}: must be <= slots={slots}")
+        if half_life_max < half_life_min:
+            raise ValueError(f"half_life_max={half_life_max}: must be >= half_life_min={half_life_min}")
+        if chunk_size & (chunk_size - 1):
+            raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
+        self.slots, self.damping, self.clock, self.chunk_size = slots, damping, clock, chunk_size
+        self.gate_count = site.heads if gate_heads == "query" else site.kv_heads
+        self.drop_rope = not rope
+        self.feature_map, self.value_act, self.output_act = feature_map, value_act, output_act
+        self.norm, self.scale = norm, 1.0 if unit_scale else site.scale
+        self.half_lives, self.gate_std = (half_life_min, half_life_max), gate_std
+
+        self.forget = nn.Linear(site.hidden, self.gate_count * slots)
+        if clock:
+            self.clock_strength = nn.Parameter(torch.empty(self.gate_count, clock))
+        if norm != "none":
+            self.norm_weight = nn.Parameter(torch.empty(site.heads, site.value_dim))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.normal_(self.forget.weight, 0.0, self.gate_std)
+        init.copy_(self.forget.bias, self._spread_half_lives().to(self.forget.bias))
+        if self.clock:
+            # Decay e^-3 at a slot's turn and next to none between: nearly a ring buffer, yet with gradients.
+            init.constant_(self.clock_strength, 3.0 * self.damping)
+        if self.norm != "none":
+            init.ones_(self.norm_weight)
+
+    def _spread_half_lives(self) -> Tensor:
+        """Biases f with sigmoid(f)^{1/tau} = 2^{-1/half-life}, log-spaced; 0 for slots on the clock. [E*M]."""
+        bias = torch.zeros(self.slots, dtype=torch.float64)
+        free = self.slots - self.clock
+        if self.half_lives[0] > 0 and free:
+            half_life = torch.logspace(*(math.log10(x) for x in self.half_lives), free, dtype=torch.float64)
+            log_sigmoid = -math.log(2.0) * self.damping / half_life
+            bias[self.clock :] = log_sigmoid - torch.log(-torch.expm1(log_sigmoid))
+        return bias.repeat(self.gate_count)
+
+    def gates(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, seen: Tensor | int) -> Tensor:
+        """Log-decays g = log sigmoid(W_f x + bias) / tau, [B,T,E,M] fp32, <= 0."""
+        f = self.forget(x).float().unflatten(-1, (self.gate_count, self.slots))
+        if self.clock:
+            turn = positions(padding, segments, seen, x.shape[:2]).to(x.device) % self.clock
+            own_turn = turn[..., None] == torch.arange(self.clock, device=x.device)  # [B,T,clock]
+            push = torch.where(own_turn[:, :, None], -self.clock_strength.float(), self.clock_strength.float())
+            f = torch.cat([f[..., : self.clock] + push, f[..., self.clock :]], -1)
+        return F.logsigmoid(f) / self.damping
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        *,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        state: GSAState | None,
+        causal: bool,
+    ) -> tuple[Tensor, GSAState]:
+        g = self.gates(x, padding, segments, 0 if state is None else state.seen)
+        q, k, v = _act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act)
+        o, state = gsa(
+            q, k, v, g, scale=self.scale, padding=padding, segments=segments, state=state, chunk_size=self.chunk_size
+        )
+        return self._normalise(_act(o, self.output_act)), state
+
+    def _normalise(self, o: Tensor) -> Tensor:
+        """RMS norm of o [B,T,H,Dv] over one head or over all of them."""
+        if self.norm == "none":
+            return o
+        y = o.float()
+        power = y.square().mean((-1,) if self.norm == "head" else (-2, -1), keepdim=True)
+        return (y * torch.rsqrt(power + 1e-6) * self.norm_weight.float()).to(o.dtype)
+
+    def state_bytes(self, tokens: int) -> int:
+        return 4 * self.gate_count * self.slots * (self.site.key_dim + self.site.value_dim) + 8
+
+    @torch.no_grad()
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o_teacher: Tensor, **context: Any) -> None:
+        """Scale the output norm so that each head's output has the teacher's root mean square."""
+        if self.norm != "none":
+            rms = o_teacher.float().square().mean((0, 1, 3)).sqrt()  # [H]
+            self.norm_weight.copy_(rms[:, None].expand_as(self.norm_weight))
+
+
+def _act(y: Tensor, name: str) -> Tensor:
+    return {"identity": lambda z: z, "swish": F.silu, "relu": F.relu}[name](y)

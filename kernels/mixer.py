@@ -1,0 +1,151 @@
+"""Mixer: what replaces the softmax of one attention module, and the rule by which mechanisms are found.
+
+A mixer owns only the *new* parameters. It is a child named `mixer` of the attention module that it serves;
+projections, norms and rotary embeddings stay with the architecture. The folder is the registry: the mechanism
+`gsa` is the one Mixer subclass that the file `gsa.py` defines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One attention module as the probe saw it: everything a mixer may need to know about its place.
+
+    `path` is the module's name inside the model, `scale` the factor that the architecture applies to q.k,
+    `extras` the keyword arguments of its softmax that a linear op does not reproduce by itself.
+    """
+
+    layer: int
+    path: str
+    kind: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    causal: bool
+    extras: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Site:
+        """The inverse of `dataclasses.asdict`, also for a record that went through JSON."""
+        return cls(**{**record, "extras": tuple(record.get("extras", ()))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Inclusive bounds of a numeric option: `Annotated[int, Bounds(1, 1024)]`."""
+
+    low: float
+    high: float
+
+
+class Mixer(nn.Module):
+    """Base class of every mechanism. A subclass writes `mix` and `state_bytes`; the rest is optional.
+
+    Options are the keyword-only arguments of `__init__`, with types (`int`, `float`, `bool`, `Literal`) and,
+    for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read.
+    """
+
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    causal: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = False
+    # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
+    published: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.site = site
+        # Hand q and k to `mix` without rotary embedding. Read by the seam before the attention module runs.
+        self.drop_rope = False
+        # What the seam's hooks hand over for the duration of one call of the attention module.
+        self.call: Any = None
+        # Who hears the teacher's and the student's output during attention transfer.
+        self.transfer: Any = None
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        *,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        state: Any,
+        causal: bool,
+    ) -> tuple[Tensor, Any]:
+        """Mix tokens: q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv], x [B,T,hidden] -> o [B,T,H,Dv], new state.
+
+        `padding` [B,T] bool is True at real tokens (None: all real); `segments` [B,T] int numbers packed
+        documents (None: one document per row); `state` is None or what an earlier call returned.
+        """
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Write the initial value of every parameter, through `transformers.initialization` (flag-aware)."""
+        raise NotImplementedError
+
+    def state_bytes(self, tokens: int) -> int:
+        """Bytes of decode state per sequence after `tokens` tokens."""
+        raise NotImplementedError
+
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o_teacher: Tensor, **context: Any) -> None:
+        """Set norms or gates from one batch and the softmax output o_teacher [B,T,H,Dv]. Default: nothing."""
+
+
+def own_mixer(module: Any) -> type[Mixer]:
+    """The one Mixer subclass that the Python module `module` itself defines (not what it imports)."""
+    found = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Mixer) and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise TypeError(f"{module.__name__} must define exactly one Mixer subclass, found {len(found)}")
+    return found[0]
+
+
+def option_types(mixer: type[Mixer]) -> dict[str, tuple[Any, Bounds | None, Any]]:
+    """Options of a mechanism, in order: name -> (type, bounds or None, default)."""
+    hints = typing.get_type_hints(mixer.__init__, include_extras=True)
+    options = {}
+    for name, parameter in inspect.signature(mixer.__init__).parameters.items():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        kind, bounds = hints[name], None
+        if typing.get_origin(kind) is typing.Annotated:
+            kind, bounds = typing.get_args(kind)
+        options[name] = (kind, bounds, parameter.default)
+    return options
+
+
+def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | int, shape: tuple[int, int]) -> Tensor:
+    """Index of each token within its own document, counting real tokens only: [B,T] int64.
+
+    `seen` (a number or [B]) is how many tokens the state has absorbed. Padding repeats the index of the token
+    before it, so left padding does not shift a row.
+    """
+    B, T = shape
+    if padding is None:
+        device = segments.device if segments is not None else seen.device if isinstance(seen, Tensor) else None
+        index = torch.arange(T, device=device).expand(B, T)
+    else:
+        index = padding.long().cumsum(1) - 1
+    if segments is not None:
+        starts = torch.ones_like(segments, dtype=torch.bool)
+        starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+        index = index - torch.where(starts, index, 0).cummax(1).values
+    offset = seen[:, None] if isinstance(seen, Tensor) else seen
+    return index + offset

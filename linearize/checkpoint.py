@@ -1,0 +1,289 @@
+"""The delta writer: source shards untouched, one shard of mixers, an index, code, and provenance.
+
+Everything goes to a temporary sibling of the output, is synced, verified there, and renamed into place last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from . import __version__, card
+from .errors import Exit, LinearizeError
+from .mechanisms import build_mixer
+from .plan import Plan
+from .render import Natives, auto_map, code_files
+from .source import DTYPES, FOREIGN, WEIGHTS, Source, read_header
+
+MANIFEST = "linearize.json"
+MIXER_SHARD = "model-mixers.safetensors"
+SINGLE_SHARD = "model-source.safetensors"
+INDEX = "model.safetensors.index.json"
+# Files of the source that are rewritten or do not belong to a model folder.
+NOT_COPIED = ("config.json", "README.md", MANIFEST, ".gitattributes", *WEIGHTS, *FOREIGN)
+
+
+@contextlib.contextmanager
+def output_folder(output: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder that becomes `output` when the block ends well, and vanishes when it does not.
+
+    Raises LinearizeError: 2 when `output` is in the way, 4 for a full disk or a folder that cannot be written.
+    """
+    check_output(output, overwrite)
+    work = output.parent / f".{output.name[:100]}.{os.getpid()}.tmp"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir()
+        yield work
+        _sync(work)
+        _move_into_place(work, output)
+    except OSError as error:
+        raise _resource_error(error, output) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuse (exit 2) an output that is a file, or a folder with anything that linearize did not write."""
+    if output.exists() and not output.is_dir():
+        raise LinearizeError(f"{output} is a file; choose another -o")
+    files = {f.relative_to(output).as_posix() for f in output.rglob("*") if not f.is_dir()} if output.exists() else set()
+    if not files:
+        return
+    if not overwrite:
+        raise LinearizeError(
+            f"{output} has {len(files)} files. --overwrite replaces only what linearize wrote; or choose another -o"
+        )
+    ours = set()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        ours = set(json.loads((output / MANIFEST).read_text("utf-8"))["files"])
+    foreign = sorted(files - ours)
+    if foreign:
+        raise LinearizeError(
+            f"{output} holds files that linearize did not write ({', '.join(foreign[:3])}"
+            f"{', ...' if len(foreign) > 3 else ''}). Move them away or choose another -o"
+        )
+
+
+def _resource_error(error: OSError, output: Path) -> LinearizeError:
+    if error.errno == errno.ENOSPC:
+        return LinearizeError(f"no space left on the disk of {output.parent}; nothing was written", Exit.RESOURCE)
+    return LinearizeError(f"cannot write {output}: {error.strerror or error} ({error.filename})", Exit.RESOURCE)
+
+
+def _move_into_place(work: Path, output: Path) -> None:
+    """Rename; an old output steps aside first and is removed last."""
+    old = work.with_suffix(".old")
+    if output.exists():
+        output.rename(old)
+    try:
+        work.rename(output)
+    except OSError:
+        if old.exists():
+            old.rename(output)
+        raise
+    _sync_folder(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        # A hard link shares its bytes with the source, which is on disk already.
+        if path.is_file() and path.stat().st_nlink == 1:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives, seed: int) -> None:
+    """Write the whole converted model into the empty `folder`."""
+    tied = natives.config.from_dict(source.config).get_text_config().tie_word_embeddings
+    shards = write_source_shards(folder, source, plan, tied)
+    shards[MIXER_SHARD] = write_mixers(folder / MIXER_SHARD, plan, seed)
+    write_index(folder, shards)
+    _copy_small_files(folder, source)
+    for name, text in code_files(plan, natives).items():
+        (folder / name).write_text(text, "utf-8")
+    write_json(folder / "config.json", converted_config(source.config, plan, natives))
+    (folder / "README.md").write_text(card.model_card(plan, source), "utf-8")
+    write_json(folder / MANIFEST, manifest(folder, plan))
+
+
+def converted_config(config: dict[str, Any], plan: Plan, natives: Natives) -> dict[str, Any]:
+    """The source's config.json with our model type, classes and plan."""
+    changed = {
+        **config,
+        "model_type": "linearized_" + natives.model_type,
+        "architectures": ["Linearized" + natives.head.__name__],
+        "auto_map": auto_map(natives),
+        "linearize": plan.spec(),
+    }
+    changed.pop("torch_dtype", None)
+    changed["dtype"] = plan.dtype
+    return changed
+
+
+def manifest(folder: Path, plan: Plan) -> dict[str, Any]:
+    """What linearize.json says: who wrote this folder, from what, by which plan, and which files."""
+    import transformers
+
+    files = sorted({*(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()), MANIFEST})
+    versions = {"linearize": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {"linearize": __version__, "versions": versions, "plan": plan.to_json(), "files": files}
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+# ---------------------------------------------------------------- weights
+
+
+def write_source_shards(folder: Path, source: Source, plan: Plan, tied: bool) -> dict[str, list[str]]:
+    """Link, or rewrite where the format or dtype changes; returns shard name -> tensor names."""
+    shards: dict[str, list[str]] = {}
+    for shard in source.shards:
+        name = SINGLE_SHARD if len(source.shards) == 1 else shard.name.replace(".bin", ".safetensors")
+        if source.pickled:
+            tensors = _cast(load_pickle(shard), plan)
+            save_file(_independent(tensors, tied), folder / name, {"format": "pt"})
+            shards[name] = list(read_header(folder / name))
+        elif plan.cast:
+            with safe_open(shard, "pt") as file:
+                tensors = _cast({key: file.get_tensor(key) for key in file.keys()}, plan)
+            save_file(tensors, folder / name, {"format": "pt"})
+            shards[name] = list(tensors)
+        else:
+            shards[name] = list(read_header(shard))
+            link_or_copy(shard.resolve(), folder / name)
+    return shards
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link, or a byte-for-byte copy where the file system does not allow one."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
+            raise
+        shutil.copyfile(source, target)
+
+
+def load_pickle(shard: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a `.bin` shard, read with weights_only. Raises LinearizeError (exit 3) for anything but tensors."""
+    try:
+        tensors = torch.load(shard, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:
+        tensors = _load_legacy_pickle(shard)
+    except Exception as error:
+        raise _pickle_error(shard, error) from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise LinearizeError(f"{shard} does not hold a plain mapping of names to tensors", Exit.INCOMPATIBLE)
+    return tensors
+
+
+def _load_legacy_pickle(shard: Path) -> Any:
+    """Files from before torch 1.6 cannot be mapped into memory."""
+    try:
+        return torch.load(shard, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _pickle_error(shard, error) from error
+
+
+def _pickle_error(shard: Path, error: Exception) -> LinearizeError:
+    return LinearizeError(
+        f"{shard} is not a plain pickle of tensors ({type(error).__name__}: {str(error).splitlines()[0]}). It was not "
+        "executed. Use a safetensors version of the model",
+        Exit.INCOMPATIBLE,
+    )
+
+
+def _cast(tensors: dict[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+    if not plan.cast:
+        return tensors
+    dtype = getattr(torch, plan.dtype)
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def _independent(tensors: dict[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
+    """Contiguous tensors without shared memory; a tied output embedding is dropped, transformers ties it again."""
+    kept: dict[str, torch.Tensor] = {}
+    seen: dict[tuple[int, torch.Size], str] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and key in seen:
+            if tied:
+                continue
+            tensor = tensor.clone()
+        seen[key] = name
+        kept[name] = tensor.contiguous()
+    return kept
+
+
+def write_mixers(path: Path, plan: Plan, seed: int) -> list[str]:
+    """Initialise every mixer, reproducibly, and save them as one shard; returns the tensor names."""
+    tensors: dict[str, torch.Tensor] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for step in plan.steps:
+            mixer = build_mixer(step.mechanism, step.site, step.options)
+            mixer.reset_parameters()
+            for name, value in mixer.state_dict().items():
+                tensors[f"{step.site.path}.mixer.{name}"] = value.to(getattr(torch, plan.dtype))
+    save_file(tensors, path, {"format": "pt"})
+    return list(tensors)
+
+
+def write_index(folder: Path, shards: dict[str, list[str]]) -> None:
+    """model.safetensors.index.json for these shards."""
+    size = sum((folder / name).stat().st_size for name in shards)
+    weight_map = {tensor: name for name, tensors in sorted(shards.items()) for tensor in tensors}
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def _copy_small_files(folder: Path, source: Source) -> None:
+    """Tokenizer, generation config, chat templates, licence, the source's own code: everything but weights."""
+
+    def ignore(directory: str, names: list[str]) -> set[str]:
+        return {n for n in names if n.startswith(".") or any(Path(n).match(p) for p in NOT_COPIED)}
+
+    for entry in sorted(source.folder.iterdir()):
+        if entry.name in ignore("", [entry.name]) or entry.name == "original":
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, folder / entry.name, ignore=ignore)
+        else:
+            shutil.copyfile(entry, folder / entry.name)
+
+
+def shard_dtype(shards: list[dict[str, Any]], declared: str | None) -> str:
+    """The dtype of new parameters: what the config declares, else the one most weights are stored in."""
+    if declared in DTYPES.values():
+        return str(declared)
+    votes: dict[str, int] = {}
+    for tensors in shards:
+        for tensor in tensors.values():
+            name = DTYPES.get(tensor.dtype)
+            if name:
+                votes[name] = votes.get(name, 0) + 1
+    return max(votes, key=lambda name: votes[name]) if votes else "float32"
+
+

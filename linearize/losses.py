@@ -1,0 +1,160 @@
+"""The losses of distillation: logit KL, next-token cross entropy, relative error of attention outputs.
+
+Letters: B batch, T time, V vocabulary, H heads, D value dim. KL and cross entropy run over the vocabulary in
+chunks: in float32 (float64 for float64 logits) they hold a few [B, T, chunk] and some [B, T, 1], never
+[B, T, V]. They save the logits as they came; the gradient is the closed form, written in the logits' dtype.
+
+`num_tokens` divides the sum over tokens. Given the count of a whole step (all micro batches, all ranks), the
+gradients add up to those of the mean; by default it is the count of this call. Without tokens the loss is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_ELEMENTS = 1 << 24  # 64 MiB in float32: few launches, yet small beside the logits of a long batch
+_IGNORED = -100
+
+
+def logit_kl(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    valid: Tensor,
+    *,
+    temperature: float = 1.0,
+    num_tokens: Tensor | float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """tau^2 KL(softmax(z_T / tau) || softmax(z_S / tau)), the mean over valid tokens: a scalar.
+
+    Both logits are [B, T, V], aligned (no shift); valid [B, T] bool; tau = temperature. The teacher gets no
+    gradient; the student's is tau (p_S - p_T) / num_tokens. An entry of -inf in both adds nothing. `chunk` is
+    the number of vocabulary entries taken at once.
+    """
+    if student_logits.shape != teacher_logits.shape or valid.shape != student_logits.shape[:-1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (student_logits, teacher_logits, valid))
+        raise ValueError(f"student, teacher, valid must be [B, T, V], [B, T, V], [B, T]; they are {shapes}")
+    weight = _weight(valid, num_tokens, student_logits)
+    chunk = chunk or _default_chunk(student_logits)
+    loss: Tensor = _LogitKL.apply(student_logits, teacher_logits.detach(), weight, temperature, chunk)
+    return loss
+
+
+def next_token_ce(
+    logits: Tensor, labels: Tensor, *, num_tokens: Tensor | float | None = None, chunk: int | None = None
+) -> Tensor:
+    """-log softmax(logits[t])[labels[t + 1]], the mean over labels that are not -100: a scalar.
+
+    logits [B, T, V], labels [B, T] int64, not shifted. `chunk` as in `logit_kl`.
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")
+    # Shifting the labels and not the logits saves a copy of [B, T, V] in either direction.
+    targets = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+    weight = _weight(targets != _IGNORED, num_tokens, logits)
+    loss: Tensor = _CrossEntropy.apply(logits, targets, weight, chunk or _default_chunk(logits))
+    return loss
+
+
+def relative_mse(student: Tensor, teacher: Tensor, valid: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    """sum ||s - t||^2 / (sum ||t||^2 + eps) over valid tokens, in float32: a scalar free of a layer's scale.
+
+    student and teacher [B, T, H, D]; valid [B, T] bool, or None for all. The teacher gets no gradient.
+    """
+    s, t = _widened(student), _widened(teacher.detach())
+    if valid is not None:
+        # Selected before any arithmetic: what padding holds may be NaN, and NaN * 0 is NaN.
+        mask = valid[..., None, None]
+        s, t = torch.where(mask, s, 0.0), torch.where(mask, t, 0.0)
+    return (s - t).square().sum() / (t.square().sum() + eps)
+
+
+class _LogitKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, tau: float, chunk: int) -> Tensor:
+        lse_s, lse_t = _logsumexp(student, tau, chunk), _logsumexp(teacher, tau, chunk)
+        kl = torch.zeros_like(weight)
+        for part in _chunks(student, chunk):
+            log_p_s = _log_probs(student[..., part], lse_s, tau)
+            log_p_t = _log_probs(teacher[..., part], lse_t, tau)
+            p_t = log_p_t.exp()
+            # p_T = 0 adds 0, also where the difference is -inf + inf.
+            kl += (p_t * log_p_t.sub_(log_p_s).masked_fill_(p_t == 0, 0.0)).sum(-1)
+        ctx.save_for_backward(student, teacher, weight, lse_s, lse_t)
+        ctx.tau, ctx.chunk = tau, chunk
+        return tau**2 * _weighted_sum(kl, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        student, teacher, weight, lse_s, lse_t = ctx.saved_tensors
+        factor = (ctx.tau * grad_output * weight)[..., None]
+        grad = torch.empty_like(student)
+        for part in _chunks(student, ctx.chunk):
+            difference = _log_probs(student[..., part], lse_s, ctx.tau).exp_()
+            difference -= _log_probs(teacher[..., part], lse_t, ctx.tau).exp_()
+            grad[..., part] = difference.mul_(factor).masked_fill_(factor == 0, 0.0)
+        return grad, None, None, None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, chunk: int) -> Tensor:
+        lse = _logsumexp(logits, 1.0, chunk)
+        index = targets.clamp(min=0)[..., None]
+        ctx.save_for_backward(logits, index, weight, lse)
+        ctx.chunk = chunk
+        return _weighted_sum((lse - logits.gather(-1, index))[..., 0], weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        logits, index, weight, lse = ctx.saved_tensors
+        factor = (grad_output * weight)[..., None]
+        grad = torch.empty_like(logits)
+        for part in _chunks(logits, ctx.chunk):
+            p = _log_probs(logits[..., part], lse, 1.0).exp_()
+            grad[..., part] = p.mul_(factor).masked_fill_(factor == 0, 0.0)
+        at_target = (logits.gather(-1, index) - lse).exp() - 1  # p - 1 in one rounding, not in two
+        grad.scatter_(-1, index, at_target.mul_(factor).masked_fill_(factor == 0, 0.0).to(grad.dtype))
+        return grad, None, None, None
+
+
+def _logsumexp(logits: Tensor, tau: float, chunk: int) -> Tensor:
+    """log sum_v exp(logits[..., v] / tau) -> [B, T, 1] in the working precision."""
+    parts = [_widened(logits[..., part]).div(tau).logsumexp(-1, keepdim=True) for part in _chunks(logits, chunk)]
+    return torch.cat(parts, -1).logsumexp(-1, keepdim=True)
+
+
+def _log_probs(part: Tensor, lse: Tensor, tau: float) -> Tensor:
+    """part / tau - lse, a new tensor in the precision of lse (type promotion widens without a copy)."""
+    return torch.sub(part, lse * tau).div_(tau) if tau != 1 else torch.sub(part, lse)
+
+
+def _weight(valid: Tensor, num_tokens: Tensor | float | None, logits: Tensor) -> Tensor:
+    """What a token's loss is multiplied with, [B, T]: 1 / num_tokens, or 0 where it is not valid."""
+    weight = valid.to(torch.promote_types(logits.dtype, torch.float32))
+    total = valid.sum() if num_tokens is None else torch.as_tensor(num_tokens, device=logits.device)
+    return weight / total.clamp(min=1)
+
+
+def _weighted_sum(loss: Tensor, weight: Tensor) -> Tensor:
+    return (loss.masked_fill(weight == 0, 0.0) * weight).sum()  # NaN at invalid tokens stays there
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _default_chunk(logits: Tensor) -> int:
+    return max(1, _CHUNK_ELEMENTS // max(1, logits.shape[:-1].numel()))
+
+
+def _chunks(logits: Tensor, chunk: int) -> Iterator[slice]:
+    return (slice(i, i + chunk) for i in range(0, logits.shape[-1], chunk))

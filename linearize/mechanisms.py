@@ -1,0 +1,108 @@
+"""Mechanisms by name: the kernels folder is the registry, the mixer's signature describes its options."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+from .errors import LinearizeError, did_you_mean
+
+
+def kernels_folder() -> Path:
+    """Where the flat files of `linearize_kernels` lie."""
+    import linearize_kernels
+
+    return Path(next(iter(linearize_kernels.__path__)))
+
+
+def mechanism_names() -> list[str]:
+    """Files of the kernels folder that define a mixer, found by reading them rather than importing all."""
+    defines_mixer = re.compile(r"^class \w+\(Mixer\):", re.MULTILINE)
+    return sorted(f.stem for f in kernels_folder().glob("*.py") if defines_mixer.search(f.read_text("utf-8")))
+
+
+def load_mechanism(name: str) -> Any:
+    """The Mixer subclass of mechanism `name`. Raises LinearizeError (exit 2) for an unknown name."""
+    known = mechanism_names()
+    if name not in known:
+        raise LinearizeError(f"unknown mechanism {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
+    from linearize_kernels.mixer import own_mixer
+
+    return own_mixer(importlib.import_module(f"linearize_kernels.{name}"))
+
+
+def resolve_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All options of mechanism `name`: its defaults, or as published with `faithful`, overridden by `given`.
+
+    Values may be strings, as from `--set slots=64`. Raises LinearizeError (exit 2) naming the option and its range.
+    """
+    from linearize_kernels.mixer import option_types
+
+    mixer = load_mechanism(name)
+    kinds = option_types(mixer)
+    options = {option: default for option, (_, _, default) in kinds.items()}
+    given = dict(given)
+    if _parse("faithful", given.pop("faithful", False), bool, None):
+        options |= mixer.published
+    for option, value in given.items():
+        if option not in kinds:
+            known = [*kinds, "faithful"]
+            raise LinearizeError(
+                f"{option}: {name} has no such option.{did_you_mean(option, known)} Known: {', '.join(known)}"
+            )
+        kind, bounds, _ = kinds[option]
+        options[option] = _parse(option, value, kind, bounds)
+    return options
+
+
+def _parse(option: str, value: Any, kind: Any, bounds: Any) -> Any:
+    """`value` as `kind`, within `bounds`."""
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            hint = did_you_mean(str(value), choices)
+            raise LinearizeError(f"{option}={value}: must be one of {', '.join(choices)}.{hint}")
+        return value
+    if kind is bool:
+        words = {"true": True, "false": False}
+        if str(value).lower() not in words:
+            raise LinearizeError(f"{option}={value}: must be true or false")
+        return words[str(value).lower()]
+    try:
+        number = kind(value)
+        exact = not isinstance(value, float) or number == value
+    except (TypeError, ValueError):
+        exact = False
+    if not exact or isinstance(value, bool):
+        raise LinearizeError(f"{option}={value}: must be {'a whole number' if kind is int else 'a number'}")
+    if not bounds.low <= number <= bounds.high:
+        raise LinearizeError(f"{option}={value}: must be {_range(bounds)}")
+    return number
+
+
+def _range(bounds: Any) -> str:
+    return f">= {bounds.low:g} and <= {bounds.high:g}"
+
+
+def parse_settings(settings: list[str]) -> dict[str, str]:
+    """`["slots=64"]` -> `{"slots": "64"}`. Raises LinearizeError (exit 2) for a setting without `=` or given twice."""
+    parsed: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise LinearizeError(f"--set {setting}: expected key=value, for example --set slots=64")
+        if key in parsed:
+            raise LinearizeError(f"--set {key}: given twice")
+        parsed[key] = value
+    return parsed
+
+
+def build_mixer(name: str, site: Any, options: dict[str, Any]) -> Any:
+    """A mixer for one site; options that do not fit together become a LinearizeError (exit 2)."""
+    try:
+        return load_mechanism(name)(site, **options)
+    except ValueError as error:
+        raise LinearizeError(f"{name} at layer {site.layer}: {error}") from error

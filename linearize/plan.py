@@ -1,0 +1,170 @@
+"""The plan: what becomes what, as a value that can be printed, stored and compared before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from linearize_kernels.mixer import Site
+
+from .errors import Exit, LinearizeError
+from .mechanisms import build_mixer, load_mechanism, resolve_options
+
+# What a linear op does not reproduce, by the keyword under which the softmax function receives it.
+DROPPED = {
+    "sliding_window": "the source attends to a sliding window, the linear layer to everything before it",
+    "softcap": "the source caps attention scores, the linear layer does not",
+    "s_aux": "the source has attention sinks, the linear layer does not",
+    "position_bias": "the source adds a position bias to attention scores, the linear layer does not",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One attention module becomes linear."""
+
+    site: Site
+    mechanism: str
+    options: dict[str, Any]
+    new_parameters: int
+    state_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax."""
+
+    source: str
+    revision: str | None
+    architecture: str
+    model_type: str
+    dtype: str
+    cast: bool
+    steps: tuple[Step, ...]
+    kept: tuple[Site, ...]
+    source_bytes: int
+    needed_bytes: int
+    already: dict[str, Any] | None = None
+
+    @property
+    def new_parameters(self) -> int:
+        return sum(step.new_parameters for step in self.steps)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the conversion drops, by name and layers."""
+        found: dict[str, list[int]] = {}
+        for step in self.steps:
+            for extra in step.site.extras:
+                if extra in DROPPED:
+                    found.setdefault(extra, []).append(step.site.layer)
+        return [f"{name}: {DROPPED[name]} (layers {ranges(layers)})" for name, layers in found.items()]
+
+    def spec(self) -> dict[str, Any]:
+        """What the saved config carries, enough to rebuild the mixers without probing."""
+        layers = [
+            {"site": dataclasses.asdict(s.site), "mechanism": s.mechanism, "options": s.options} for s in self.steps
+        ]
+        return {"format": 1, "all_linear": not self.kept, "layers": layers}
+
+    def cache_bytes(self, tokens: int) -> dict[str, int]:
+        """Decode memory per sequence after `tokens` tokens: of the source, and of the converted model."""
+        item = torch.finfo(getattr(torch, self.dtype)).bits // 8
+
+        def kv(site: Site) -> int:
+            return tokens * site.kv_heads * (site.key_dim + site.value_dim) * item
+
+        kept = sum(kv(site) for site in self.kept)
+        return {
+            "source": kept + sum(kv(step.site) for step in self.steps),
+            "converted": kept + sum(step.state_bytes for step in self.steps),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything above as plain JSON values."""
+        return {
+            **dataclasses.asdict(self),
+            "new_parameters": self.new_parameters,
+            "notes": self.notes,
+            "decode_bytes": {str(tokens): self.cache_bytes(tokens) for tokens in (4096, 131072)},
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """The inverse of `to_json`."""
+        fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
+        fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
+        return cls(**fields)
+
+
+def choose_layers(sites: list[Site], layers: str, keep_softmax: str) -> tuple[list[Site], list[Site]]:
+    """Split sites into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave alone.
+
+    Raises LinearizeError (exit 2) for a malformed selection or a layer that is not there.
+    """
+    known = [site.layer for site in sites]
+    if layers == "all":
+        chosen = set(known)
+    elif layers.startswith("every:"):
+        step = _number(layers.removeprefix("every:"), "--layers " + layers)
+        if step < 1:
+            raise LinearizeError(f"--layers {layers}: every:N needs N >= 1")
+        chosen = set(known[::step])
+    else:
+        chosen = _layer_set(layers, "--layers", known)
+    chosen -= _layer_set(keep_softmax, "--keep-softmax", known)
+    if not chosen:
+        raise LinearizeError(f"--layers {layers} with --keep-softmax {keep_softmax} leaves no layer to convert")
+    return [s for s in sites if s.layer in chosen], [s for s in sites if s.layer not in chosen]
+
+
+def _layer_set(text: str, flag: str, known: list[int]) -> set[int]:
+    chosen: set[int] = set()
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        low, dash, high = part.partition("-")
+        first = _number(low, f"{flag} {text}")
+        last = _number(high, f"{flag} {text}") if dash else first
+        if last < first:
+            raise LinearizeError(f"{flag} {text}: {part} runs backwards")
+        chosen |= set(range(first, last + 1))
+    missing = sorted(chosen - set(known))
+    if missing:
+        raise LinearizeError(
+            f"{flag} {text}: no softmax attention at layer {ranges(missing)}; the model has it at {ranges(known)}"
+        )
+    return chosen
+
+
+def _number(text: str, where: str) -> int:
+    if not text.strip().isdecimal():
+        raise LinearizeError(f"{where}: {text!r} is no layer number. Write 0-3,7 or every:2 or all")
+    return int(text)
+
+
+def ranges(numbers: list[int]) -> str:
+    """`[0,1,2,5]` -> `0-2,5`."""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any]) -> tuple[Step, ...]:
+    """A step per site. Raises LinearizeError for unknown names (2), bad options (2), a mechanism that does not fit (3)."""
+    mixer_class, options = load_mechanism(mechanism), resolve_options(mechanism, given)
+    steps = []
+    for site in sites:
+        if not (mixer_class.causal if site.causal else mixer_class.bidirectional):
+            direction = "causal" if site.causal else "bidirectional"
+            raise LinearizeError(f"{site.path} is {direction}; {mechanism!r} is not", Exit.INCOMPATIBLE)
+        with torch.device("meta"):
+            mixer = build_mixer(mechanism, site, options)
+        new = sum(p.numel() for p in mixer.parameters())
+        steps.append(Step(site, mechanism, options, new, mixer.state_bytes(0)))
+    return tuple(steps)

@@ -1,0 +1,156 @@
+"""Probe: which attention modules a model has, found by running it once on the meta device.
+
+A recording attention function is registered with transformers; one short forward then names every module that
+calls it, with the shapes that it calls it with. No weights are read and no architecture is known by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils import logging as hf_logging
+
+from linearize_kernels.mixer import Site
+
+from .errors import Exit, LinearizeError
+
+PROBE = "linearize_probe"
+TOKENS = 8
+# Keyword arguments of attention functions that every architecture passes or that mean nothing to a mixer.
+ORDINARY = {"scaling", "dropout", "is_causal", "position_ids", "attention_mask", "use_cache", "output_attentions"}
+ORDINARY |= {"output_hidden_states", "past_key_values", "cache_position", "position_embeddings", "head_mask", "layer_idx"}
+
+
+def build_on_meta(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    """The model of `config` without memory behind its weights, set up to record its attention calls."""
+    AttentionInterface.register(PROBE, _record)
+    AttentionMaskInterface.register(PROBE, _full_mask)
+    config = type(config).from_dict(config.to_dict())
+    config._attn_implementation = PROBE
+    with quiet(), torch.device("meta"):
+        # bfloat16, because grouped expert products know no other dtype on the meta device.
+        return model_class._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The transformers class that `architectures` names, else the causal class of the model type.
+
+    Raises LinearizeError when transformers knows neither.
+    """
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        found = mapping[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+    raise LinearizeError(
+        f"model type {config.model_type!r} with architectures {config.architectures} has no causal language model "
+        f"class in transformers {transformers.__version__}. Choose a causal checkpoint or upgrade transformers",
+        Exit.INCOMPATIBLE,
+    )
+
+
+def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> list[Site]:
+    """The softmax attention modules of a model, in the order in which they run.
+
+    Raises LinearizeError (exit 3) when the model cannot be built or run on the meta device, or calls no attention.
+    """
+    records: list[dict[str, Any]] = []
+    try:
+        model = build_on_meta(config, model_class)
+        names = {id(module): name for name, module in model.named_modules()}
+        for module in model.modules():
+            module._linearize_records = records
+        with quiet(), torch.no_grad():
+            ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+            handles = [m.register_forward_pre_hook(_keep_hidden, with_kwargs=True) for m in model.modules()]
+            # An explicit 4D mask is passed on as it is, so no architecture inspects values that meta tensors lack.
+            mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+            for handle in handles:
+                handle.remove()
+    except Exception as error:  # whatever the architecture's own code raises
+        raise LinearizeError(
+            f"{model_class.__name__} cannot be probed on the meta device: {type(error).__name__}: {error}",
+            Exit.INCOMPATIBLE,
+        ) from error
+    sites = [_site(n, names, record) for n, record in enumerate(records)]
+    if not sites:
+        raise LinearizeError(
+            f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
+            f"attention interface. Attention-like modules seen: {_candidates(model) or 'none'}",
+            Exit.INCOMPATIBLE,
+        )
+    return sites
+
+
+def _keep_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x = kwargs.get("hidden_states", args[0] if args else None)
+    module._linearize_hidden = x.shape[-1] if isinstance(x, Tensor) and x.ndim == 3 else None
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The recording attention function: notes the call and returns zeros of the right shape."""
+    B, H, T, D = query.shape
+    module._linearize_records.append(
+        {
+            "module": module,
+            "hidden": module._linearize_hidden,
+            "heads": H,
+            "kv_heads": key.shape[1],
+            "key_dim": D,
+            "value_dim": value.shape[-1],
+            "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
+            "causal": _causal(module, kwargs),
+            "extras": tuple(sorted(k for k, v in kwargs.items() if k not in ORDINARY and v is not None and v is not False)),
+            "self": key.shape[2] == T,
+        }
+    )
+    return query.new_zeros(B, T, H, value.shape[-1]), None
+
+
+def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def _full_mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor:
+    """A 4D mask, so that architectures which read its shape find one."""
+    return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+
+
+def _site(number: int, names: dict[int, str], record: dict[str, Any]) -> Site:
+    module = record.pop("module")
+    record.pop("self")
+    layer = getattr(module, "layer_idx", None)
+    return Site(layer=number if layer is None else int(layer), path=names[id(module)], kind=type(module).__name__, **record)
+
+
+def _candidates(model: nn.Module) -> str:
+    kinds = {type(m).__name__ for m in model.modules()}
+    return ", ".join(sorted(k for k in kinds if any(w in k for w in ("Attention", "Attn", "Mixer", "SSM", "Mamba"))))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' log lines and warnings about a model that is only looked at."""
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hf_logging.set_verbosity(level)

@@ -1,0 +1,195 @@
+"""Recipe: YAML in, validated value out.
+
+`load_recipe` reads a file, applies `key.sub=value` overrides and reports all mistakes at once, each with its
+position. recipe_models.py says what a recipe may hold, recipe_yaml.py where in the file everything stands.
+Relative data files start at the recipe's folder (`Recipe.folder`); `model.base` and `output_dir` start at the
+working directory, as on the command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from linearize.errors import did_you_mean
+from linearize.recipe_models import SFT, SOURCES, AttentionTransfer, LogitKL, ParentError, Recipe, Strict
+from linearize.recipe_yaml import Document, Keys, dotted, shown
+
+__all__ = ["Recipe", "diff_resolved", "load_recipe", "recipe_hash", "recipe_schema"]
+
+# What pydantic puts into an error's path to tell a union's members apart.
+_TAGGED: dict[str, type[Strict]] = {
+    "attention_transfer": AttentionTransfer,
+    "logit_kl": LogitKL,
+    "sft": SFT,
+    **SOURCES,
+}
+
+# pydantic's error types, as the end of "must be ..."
+_DUE = {
+    "string_type": "text",
+    "string_unicode": "valid Unicode",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "tuple_type": "a list",
+    "greater_than": "> {gt:g}",
+    "greater_than_equal": ">= {ge:g}",
+    "less_than": "< {lt:g}",
+    "less_than_equal": "<= {le:g}",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of {max_length}",
+    "string_too_short": "some text",
+}
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply overrides such as `stages.logit_kl.optimizer.lr=1e-4`, in their order.
+
+    Raises LinearizeError with a line per mistake: `gsa.yaml:14:5 stages[1].optimizer.lrr: unknown key. ...`.
+    """
+    document = Document(path, overrides)
+    document.substitute("name")
+    for keys, text in _name_clashes(document.data.get("stages")):
+        document.problem(keys, text)
+    try:
+        recipe = Recipe.model_validate(document.data)
+    except ValidationError as error:
+        for details in error.errors():
+            _report(document, details)
+        document.check()
+        raise  # an error without a line of its own would be a bug
+    document.check()
+    recipe._folder = path.parent
+    return recipe
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of recipes, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+
+
+def recipe_hash(resolved: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that name a resolved recipe, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _name_clashes(stages: Any) -> Iterator[tuple[Keys, str]]:
+    """Stages that share a name. Looked for before validation, so that other mistakes do not hide them."""
+    first: dict[str, int] = {}
+    for i, stage in enumerate(stages if isinstance(stages, list) else ()):
+        name = stage.get("name", stage.get("kind")) if isinstance(stage, dict) else None
+        if isinstance(name, str) and first.setdefault(name, i) != i:
+            yield (
+                ("stages", i, "name"),
+                f"{name!r} names stages[{first[name]}] already; give each stage its own",
+            )
+
+
+def _report(document: Document, error: Mapping[str, Any]) -> None:
+    """Note one of pydantic's errors at its place in the document."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "default_factory_not_called" or (kind == "too_short" and error["input"]):
+        return  # echoes of other errors: a default made from an invalid field, a list of invalid entries
+    keys, known = _place(error["loc"])
+    if kind.startswith("union_tag"):
+        keys = (*keys, context["discriminator"].strip("'"))
+    elif isinstance(context.get("error"), ParentError):
+        keys = keys[:-1]
+    document.problem(keys, _mistake(error, keys, known), at_key=kind == "extra_forbidden")
+
+
+def _place(path: Sequence[str | int]) -> tuple[Keys, Collection[str]]:
+    """The keys of an error's path without the union tags among them, and what its last mapping may hold."""
+    keys: Keys = ()
+    model: type[Strict] | None = Recipe
+    holder: type[Strict] | None = None
+    tagged: dict[str | int, type[Strict]] = {}
+    for part in path:
+        if part in tagged:
+            model, tagged = tagged[part], {}
+            continue
+        keys = (*keys, part)
+        if isinstance(part, str):
+            holder = model
+            field = holder.model_fields.get(part) if holder else None
+            found = list(_models_in(field.annotation)) if field else []
+            model = found[0] if len(found) == 1 else None
+            tagged = {tag: kind for tag, kind in _TAGGED.items() if kind in found and len(found) > 1}
+    return keys, holder.model_fields if holder else ()
+
+
+def _models_in(annotation: Any) -> Iterator[type[Strict]]:
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> str:
+    """One of pydantic's errors in the words of recipes; `known` are the keys of the mapping around `keys`."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key.{did_you_mean(str(keys[-1]), known) or ' Known: ' + ', '.join(known)}"
+    if kind in ("missing", "union_tag_not_found"):
+        return f"missing; set it in the file or with {dotted(keys)}=..."
+    if kind == "string_pattern_mismatch":
+        return f"must match {context['pattern']}, not {shown(value)}"
+    if kind in _DUE:
+        found = f"one of {len(value)}" if kind in ("too_short", "too_long") else shown(value)
+        quote = " (quote it)" if kind == "string_type" and isinstance(value, int | float) else ""
+        return f"must be {_DUE[kind].format(**context)}, not {found}{quote}"
+    if kind in ("literal_error", "union_tag_invalid"):
+        expected = context.get("expected") or context["expected_tags"]
+        choices = re.findall(r"'([^']*)'", expected) or [expected]
+        value = value if kind == "literal_error" else value[keys[-1]]
+        near = did_you_mean(str(value), choices)
+        return f"must be {' | '.join(choices)}, not {shown(value)}{near and '.' + near}"
+    return str(context.get("error") or error["msg"])
+
+
+def diff_resolved(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed between two resolved recipes, a line each: `stages[0].optimizer.lr 1e-3 -> 1e-2`."""
+    return list(_changes(old, new, ()))
+
+
+def _changes(old: Any, new: Any, keys: Keys) -> Iterator[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        before, after = dict(old), dict(new)
+    elif _is_nested(old) and _is_nested(new):
+        before, after = dict(enumerate(old)), dict(enumerate(new))
+    else:
+        if old != new:
+            yield f"{dotted(keys)} {_compact(old)} -> {_compact(new)}"
+        return
+    for key in before | after:
+        child = (*keys, key)
+        if key not in after:
+            yield f"{dotted(child)} removed (was {_compact(before[key])})"
+        elif key not in before:
+            yield f"{dotted(child)} added ({_compact(after[key])})"
+        else:
+            yield from _changes(before[key], after[key], child)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
+
+
+def _compact(value: Any) -> str:
+    """JSON, cut short, with small numbers as recipes write them: 1e-3."""
+    if isinstance(value, float) and 0 < abs(value) <= 0.01:
+        digits = next(text for n in range(18) if float(text := f"{value:.{n}e}") == value)
+        return re.sub(r"e-0?", "e-", digits)
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,133 @@
+"""The few lines of code that a checkpoint needs beside the flat kernel files, and which of those files it needs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from . import __version__
+from .mechanisms import kernels_folder, load_mechanism
+from .plan import Plan
+
+RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
+
+CONFIGURATION = '''"""Configuration of {architecture} with linear attention; written by linearize {version}."""
+
+from {config_import} import {config}
+
+
+class Linearized{config}({config}):
+    """{config} plus `linearize`: which attention modules have which mixer."""
+
+    model_type = "linearized_{model_type}"
+
+    def __init__(self, linearize=None, **kwargs):
+        self.linearize = linearize
+        super().__init__(**kwargs)
+'''
+
+MODELING = '''"""{architecture} with linear attention; written by linearize {version}.
+
+The attention modules are the original ones; `seam.py` gives the chosen ones a mixer in place of softmax.
+"""
+
+from {model_import} import {natives}
+
+from .configuration_linearized import Linearized{config}
+{mixer_imports}
+from .seam import Linearized, carry_conversions
+
+MECHANISMS = {{{mechanisms}}}
+
+{classes}
+carry_conversions({pairs})
+'''
+
+MODEL_CLASS = '''
+class Linearized{native}(Linearized, {native}):
+    config_class = Linearized{config}
+    mechanisms = MECHANISMS
+
+'''
+
+
+class Natives:
+    """The source's own classes: its config, its model with a head, and its bare model where there is one."""
+
+    def __init__(self, config: Any, model_class: type) -> None:
+        self.config = type(config)
+        self.model_type: str = config.model_type
+        self.models = [model_class]
+        bare = transformers.AutoModel._model_mapping.get(type(config), None)
+        if isinstance(bare, type) and bare is not model_class:
+            self.models.insert(0, bare)
+
+    @property
+    def head(self) -> type:
+        """The model class that the checkpoint is for."""
+        return self.models[-1]
+
+
+def auto_map(natives: Natives) -> dict[str, str]:
+    """`auto_map` of config.json: which rendered class serves which Auto class."""
+    entries = {
+        "AutoConfig": f"configuration_linearized.Linearized{natives.config.__name__}",
+        "AutoModelForCausalLM": f"modeling_linearized.Linearized{natives.head.__name__}",
+    }
+    if len(natives.models) > 1:
+        entries["AutoModel"] = f"modeling_linearized.Linearized{natives.models[0].__name__}"
+    return entries
+
+
+def code_files(plan: Plan, natives: Natives) -> dict[str, str]:
+    """File name -> text of all the code that the checkpoint carries."""
+    mechanisms = sorted({step.mechanism for step in plan.steps})
+    mixers = {name: load_mechanism(name).__name__ for name in mechanisms}
+    names = {
+        "version": __version__,
+        "architecture": plan.architecture,
+        "model_type": natives.model_type,
+        "config": natives.config.__name__,
+        "config_import": _import_path(natives.config),
+        "model_import": _import_path(natives.head),
+        "natives": ", ".join(sorted(m.__name__ for m in natives.models)),
+        "mixer_imports": "\n".join(f"from .{name} import {mixer}" for name, mixer in mixers.items()),
+        "mechanisms": ", ".join(f'"{name}": {mixer}' for name, mixer in mixers.items()),
+        "classes": "\n".join(MODEL_CLASS.format(native=m.__name__, config=natives.config.__name__) for m in natives.models),
+        "pairs": _conversion_pairs(natives),
+    }
+    files = {
+        "configuration_linearized.py": CONFIGURATION.format(**names),
+        "modeling_linearized.py": MODELING.format(**names),
+    }
+    return files | flat_files([*mechanisms, "seam"])
+
+
+def _conversion_pairs(natives: Natives) -> str:
+    pairs = [(natives.model_type, "linearized_" + natives.model_type)]
+    pairs += [(m.__name__, "Linearized" + m.__name__) for m in natives.models]
+    return ", ".join(f'("{native}", "{own}")' for native, own in pairs)
+
+
+def _import_path(cls: type) -> str:
+    """Where the checkpoint imports a native class from: transformers, or code that the source carries itself."""
+    if getattr(transformers, cls.__name__, None) is cls:
+        return "transformers"
+    if cls.__module__.startswith("transformers_modules."):
+        return "." + cls.__module__.rpartition(".")[2]
+    return cls.__module__
+
+
+def flat_files(roots: list[str]) -> dict[str, str]:
+    """The kernel files `roots` and everything they import from beside them."""
+    folder, files, waiting = kernels_folder(), {}, list(roots)
+    while waiting:
+        name = waiting.pop()
+        if f"{name}.py" not in files:
+            text = Path(folder / f"{name}.py").read_text("utf-8")
+            files[f"{name}.py"] = text
+            waiting += RELATIVE_IMPORT.findall(text)
+    return files

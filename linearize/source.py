@@ -1,0 +1,181 @@
+"""The source checkpoint: found locally or on the Hub, described from its headers, never decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from .errors import Exit, LinearizeError
+
+# Source formats that are never copied: other frameworks' weights, and code.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+FOREIGN = ("*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.tflite", "*.ot")
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One entry of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint on disk: `shards` in order, `tensors` for safetensors (empty for pickled weights)."""
+
+    folder: Path
+    name: str
+    revision: str | None
+    config: dict[str, Any]
+    shards: tuple[Path, ...]
+    pickled: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.stat().st_size for shard in self.shards)
+
+
+def open_source(model: str, revision: str | None, *, weights: bool = True) -> Source:
+    """The checkpoint in folder `model`, else the Hub repo of that name (downloaded; only its config if not `weights`).
+
+    Raises LinearizeError: 3 for what is no usable checkpoint, 4 for unreadable files, 5 for the Hub.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        folder, revision = _download(model, revision, weights)
+    try:
+        config = _read_config(folder)
+        shards, pickled = _find_shards(folder, weights)
+    except PermissionError as error:
+        raise LinearizeError(f"cannot read {error.filename}: permission denied", Exit.RESOURCE) from error
+    name = model if not Path(model).exists() else folder.resolve().name
+    return Source(folder, name, revision, config, shards, pickled)
+
+
+def _download(model: str, revision: str | None, weights: bool) -> tuple[Path, str]:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    where = constants.ENDPOINT
+    try:
+        skip = [*FOREIGN, "original/*"] + ([] if weights else [p for p in WEIGHTS if not p.endswith(".json")])
+        folder = Path(snapshot_download(model, revision=revision, ignore_patterns=skip))
+    except HFValidationError as error:
+        raise LinearizeError(f"no such folder {model!r}, and it is no Hub id (user/repo)", Exit.INCOMPATIBLE) from error
+    except GatedRepoError as error:
+        raise LinearizeError(
+            f"{model} is gated. 1) accept the licence at {where}/{model} 2) hf auth login, or set HF_TOKEN", Exit.HUB
+        ) from error
+    except RevisionNotFoundError as error:
+        raise LinearizeError(f"{model} has no revision {revision!r} on {where}", Exit.HUB) from error
+    except RepositoryNotFoundError as error:
+        raise LinearizeError(f"no repo {model!r} on {where} and no such folder", Exit.HUB) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        raise LinearizeError(
+            f"{model!r} is no folder here, and {where} cannot be reached or does not have it in the cache "
+            f"({type(error).__name__}). Fetch it once: hf download {model}",
+            Exit.HUB,
+        ) from error
+    return folder, folder.name
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        raise LinearizeError(f"{folder} has no config.json: not a Transformers model folder", Exit.INCOMPATIBLE)
+    config = _read_json(path)
+    if not isinstance(config.get("model_type"), str):
+        raise LinearizeError(f"{path}: model_type is {config.get('model_type')!r}, not a name", Exit.INCOMPATIBLE)
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "an unknown method") if isinstance(quantization, dict) else quantization
+        raise LinearizeError(
+            f"{folder.name} is quantized with {method}: surgery needs float weights; use its base model", Exit.INCOMPATIBLE
+        )
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LinearizeError(f"{path} is not valid JSON: {error}", Exit.INCOMPATIBLE) from error
+    if not isinstance(data, dict):
+        raise LinearizeError(f"{path} holds {type(data).__name__}, expected an object", Exit.INCOMPATIBLE)
+    return data
+
+
+def _find_shards(folder: Path, weights: bool) -> tuple[tuple[Path, ...], bool]:
+    """Shards in order and whether they are pickled; safetensors win over pickles."""
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        index, single = folder / f"{stem}{suffix}.index.json", folder / f"{stem}{suffix}"
+        # transformers prefers the single file when both are there.
+        if single.exists():
+            return (single,), suffix == ".bin"
+        if index.exists():
+            return _indexed_shards(index, weights), suffix == ".bin"
+    if not weights:
+        return (), False
+    raise LinearizeError(
+        f"{folder} has no weights: expected model.safetensors, pytorch_model.bin or their index", Exit.INCOMPATIBLE
+    )
+
+
+def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
+    shards = []
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise LinearizeError(f"{index}: {name!r} leaves the folder", Exit.INCOMPATIBLE)
+        if not (index.parent / name).exists() and weights:
+            raise LinearizeError(f"{index} names {name}, which is missing. Download the model again", Exit.INCOMPATIBLE)
+        if (index.parent / name).exists():
+            shards.append(index.parent / name)
+    return tuple(shards)
+
+
+def read_header(shard: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file from its header. Raises LinearizeError when it is cut short or lies."""
+    size = shard.stat().st_size
+    try:
+        with shard.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, MAX_HEADER):
+                raise ValueError(f"its header claims {length} bytes, the file has {size}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            shape = tuple(int(n) for n in entry["shape"])
+            if not 0 <= start <= end or end > size - 8 - length:
+                raise ValueError(f"tensor {name} ends at byte {8 + length + end}, the file at {size}")
+            elements = 1
+            for n in shape:
+                elements *= n
+            item = ITEM_BYTES.get(entry["dtype"])
+            if item is not None and end - start != elements * item:
+                raise ValueError(f"tensor {name} has {end - start} bytes, its shape needs {elements * item}")
+            tensors[name] = Tensor(entry["dtype"], shape)
+    except PermissionError as error:
+        raise LinearizeError(f"cannot read {shard}: permission denied", Exit.RESOURCE) from error
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise LinearizeError(f"{shard} is damaged or cut short: {error}. Download it again", Exit.INCOMPATIBLE) from error
+    return tensors

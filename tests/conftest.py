@@ -1,0 +1,29 @@
+"""Shared fixtures and the one table of tolerances."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: two workers on two cores must not start four threads each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+import torch
+
+# Largest difference over the largest reference value, by dtype of the fast path; the reference is float64.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """max |ours - reference| / max |reference|, in float64; NaN when either has one."""
+    a, b = ours.double(), reference.double()
+    if a.numel() == 0:
+        return 0.0
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
