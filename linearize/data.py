@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -161,8 +162,20 @@ def build_blocks(
     except OSError as error:
         raise LinearizeError(f"cannot write {path}: {error}", Exit.RESOURCE) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
     return Blocks(path)
+
+
+class _Bin:
+    """Words that wait for a block to be full."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.pieces = room, list[Words]()
+
+    def add(self, words: Words) -> None:
+        self.room -= len(words)
+        self.pieces.append(words)
 
 
 class _Writer:
@@ -171,8 +184,8 @@ class _Writer:
     def __init__(self, file: BinaryIO, seq_len: int, eos: int, max_tokens: int | None) -> None:
         self.file, self.seq_len, self.eos = file, seq_len, eos
         self.limit = None if max_tokens is None else -(-max_tokens // seq_len)
-        self.stream: list[Words] = []  # the end of the text so far, less than a block
-        self.bins: list[list[Words]] = []  # unfinished blocks of conversations
+        self.stream = _Bin(seq_len)  # the end of the text so far
+        self.bins: list[_Bin] = []  # unfinished blocks of conversations
         self.n_blocks = self.n_tokens = self.n_targets = self.skipped = 0
         self.sha256 = hashlib.sha256()
         file.write(b" " * _HEADER)
@@ -192,29 +205,30 @@ class _Writer:
             self._append(words)
 
     def _append(self, words: Words) -> None:
-        self.stream.append(words)
-        if _size(self.stream) >= self.seq_len:
-            joined = np.concatenate(self.stream)
+        self.stream.add(words)
+        if self.stream.room <= 0:
+            joined = np.concatenate(self.stream.pieces)
             cut = len(joined) - len(joined) % self.seq_len
             self._write(joined[:cut])
-            self.stream = [joined[cut:]]
+            self.stream = _Bin(self.seq_len)
+            self.stream.add(joined[cut:])
 
     def _place(self, words: Words) -> None:
         """First fit. A block is written once it is full, or the fullest when too many are open."""
         if not (words & _TARGET).any():
             self.skipped += 1
             return
-        chosen = next((block for block in self.bins if _size(block) + len(words) <= self.seq_len), None)
+        chosen = next((block for block in self.bins if len(words) <= block.room), None)
         if chosen is None:
-            self.bins.append(chosen := [])
-        chosen.append(words)
-        if len(self.bins) > _OPEN_BINS or _size(chosen) == self.seq_len:
-            fullest = max(range(len(self.bins)), key=lambda i: _size(self.bins[i]))
+            self.bins.append(chosen := _Bin(self.seq_len))
+        chosen.add(words)
+        if len(self.bins) > _OPEN_BINS or chosen.room == 0:
+            fullest = min(range(len(self.bins)), key=lambda i: self.bins[i].room)
             self._write(self._padded(self.bins.pop(fullest)))
 
     def finish(self) -> None:
         for unfinished in [*self.bins, self.stream]:
-            if _size(unfinished):
+            if unfinished.room < self.seq_len:
                 self._write(self._padded(unfinished))
         names = ("seq_len", "n_blocks", "n_tokens", "n_targets", "skipped")
         header = {name: getattr(self, name) for name in names} | {"sha256": self.sha256.hexdigest()}
@@ -223,11 +237,11 @@ class _Writer:
         self.file.flush()
         os.fsync(self.file.fileno())
 
-    def _padded(self, words: list[Words]) -> Words:
+    def _padded(self, block: _Bin) -> Words:
         """One block, filled up with a segment of eos that is neither a target nor valid."""
-        padding = np.full(self.seq_len - _size(words), self.eos | int(_PAD), np.uint32)
+        padding = np.full(block.room, self.eos | int(_PAD), np.uint32)
         padding[:1] = _as_start(padding[:1])
-        return np.concatenate([*words, padding])
+        return np.concatenate([*block.pieces, padding])
 
     def _write(self, words: Words) -> None:
         blocks = words.reshape(-1, self.seq_len)
@@ -244,7 +258,3 @@ class _Writer:
 
 def _as_start(words: Words) -> Words:
     return (words | _START) & ~_TARGET
-
-
-def _size(words: list[Words]) -> int:
-    return sum(map(len, words))

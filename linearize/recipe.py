@@ -17,11 +17,21 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from linearize.errors import did_you_mean
-from linearize.recipe_models import SFT, SOURCES, AttentionTransfer, LogitKL, ParentError, Recipe, Strict
-from linearize.recipe_yaml import Document, Keys, dotted, shown
+from .errors import did_you_mean
+from .recipe_models import SFT, SOURCES, AttentionTransfer, LogitKL, ParentError, Recipe, Stage, Strict
+from .recipe_yaml import Document, Keys, dotted, shown
 
-__all__ = ["Recipe", "diff_resolved", "load_recipe", "recipe_hash", "recipe_schema"]
+__all__ = [
+    "SFT",
+    "AttentionTransfer",
+    "LogitKL",
+    "Recipe",
+    "Stage",
+    "diff_resolved",
+    "load_recipe",
+    "recipe_hash",
+    "recipe_schema",
+]
 
 # What pydantic puts into an error's path to tell a union's members apart.
 _TAGGED: dict[str, type[Strict]] = {
@@ -34,7 +44,6 @@ _TAGGED: dict[str, type[Strict]] = {
 # pydantic's error types, as the end of "must be ..."
 _DUE = {
     "string_type": "text",
-    "string_unicode": "valid Unicode",
     "int_type": "a whole number",
     "float_type": "a number",
     "finite_number": "a finite number",
@@ -62,14 +71,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     document.substitute("name")
     for keys, text in _name_clashes(document.data.get("stages")):
         document.problem(keys, text)
-    try:
-        recipe = Recipe.model_validate(document.data)
-    except ValidationError as error:
-        for details in error.errors():
-            _report(document, details)
-        document.check()
-        raise  # an error without a line of its own would be a bug
+    for error in _violations(document.data):
+        _report(document, error)
     document.check()
+    recipe = Recipe.model_validate(document.data)
     recipe._folder = path.parent
     return recipe
 
@@ -82,6 +87,14 @@ def recipe_schema() -> dict[str, Any]:
 def recipe_hash(resolved: Mapping[str, Any]) -> str:
     """16 hexadecimal digits that name a resolved recipe, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _violations(data: Any) -> Sequence[Mapping[str, Any]]:
+    try:
+        Recipe.model_validate(data)
+    except ValidationError as error:
+        return error.errors()
+    return []
 
 
 def _name_clashes(stages: Any) -> Iterator[tuple[Keys, str]]:

@@ -20,8 +20,8 @@ from pydantic import (
     field_validator,
 )
 
-from linearize.errors import did_you_mean
-from linearize.recipe_yaml import shown
+from .errors import did_you_mean
+from .recipe_yaml import shown
 
 
 class ParentError(ValueError):
@@ -29,9 +29,7 @@ class ParentError(ValueError):
 
 
 def _tokens(value: Any) -> Any:
-    if isinstance(value, str) and (
-        match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([kmb]?)", value.lower())
-    ):
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([kmb]?)", value.lower())):
         exact = Fraction(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2]]
         value = int(exact) if exact.denominator == 1 else value
     if type(value) is float and value.is_integer():  # 2e7
@@ -135,9 +133,7 @@ def _source_tag(value: Any) -> str | None:
 
 
 Source = Annotated[
-    Annotated[FileSource, Tag("files")]
-    | Annotated[DatasetSource, Tag("path")]
-    | Annotated[DemoSource, Tag("demo")],
+    Annotated[FileSource, Tag("files")] | Annotated[DatasetSource, Tag("path")] | Annotated[DemoSource, Tag("demo")],
     Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}"),
 ]
 
@@ -185,9 +181,7 @@ class Schedule(Strict):
     @classmethod
     def _iff_floor(cls, ratio: float | None, info: ValidationInfo) -> float | None:
         if "name" in info.data and (info.data["name"] == "cosine_with_min_lr") != (ratio is not None):
-            raise ValueError(
-                "missing; cosine_with_min_lr needs it" if ratio is None else "is for cosine_with_min_lr"
-            )
+            raise ValueError("missing; cosine_with_min_lr needs it" if ratio is None else "is for cosine_with_min_lr")
         return ratio
 
 
@@ -207,9 +201,7 @@ class Stage(Strict):
     """What every kind of stage has; exactly one of tokens, steps and epochs is its budget."""
 
     kind: str
-    name: Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_-]*$")] = Field(
-        default_factory=lambda data: data["kind"]
-    )
+    name: Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_-]*$")] = Field(default_factory=lambda data: data["kind"])
     """For --stage and overrides; the kind unless given."""
     train: Annotated[
         Listed[Part],
@@ -258,7 +250,7 @@ class AttentionTransfer(Stage):
 
 class LogitLoss(Strict):
     kl: Weight = 1.0
-    ce: Weight = 0.0
+    ce: Weight = Field(default=0.0, validate_default=True)
     temperature: Positive = 1.0
 
     @field_validator("ce")
@@ -333,9 +325,9 @@ class Recipe(Strict):
     @field_validator("eval")
     @classmethod
     def _has_text(cls, value: Eval, info: ValidationInfo) -> Eval:
-        if value.every_steps and {"data", "stages"} <= info.data.keys():
-            if not any(own.eval for own in (info.data["data"], *(stage.data for stage in info.data["stages"]))):
-                raise ValueError("every_steps is set, but data.eval is not")
+        data, stages = info.data.get("data"), info.data.get("stages")
+        if value.every_steps and data and stages and not any(own.eval for own in (data, *(s.data for s in stages))):
+            raise ValueError("every_steps is set, but data.eval is not")
         return value
 
     @property

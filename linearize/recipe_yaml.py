@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from linearize.errors import Exit, LinearizeError, did_you_mean
+from .errors import Exit, LinearizeError, did_you_mean
 
 Keys = tuple[str | int, ...]
 
@@ -24,8 +24,8 @@ MAX_DEPTH = 32
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "null": (r"null|Null|NULL|~|", lambda _: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
-    # 18 digits fit 64 bits; Python itself refuses to convert very long ones.
-    "int": (r"[-+]?[0-9](_?[0-9]){0,17}", int),
+    # Bounded, as Python refuses to convert thousands of digits.
+    "int": (r"[-+]?[0-9](_?[0-9]){0,98}", int),
     "float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", float),
 }
 
@@ -42,14 +42,17 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
                 problem_mark=event.start_mark,
             )
         if event.tag not in (None, "!"):
-            raise yaml.MarkedYAMLError(
-                problem=f"tags are not supported: {event.tag}", problem_mark=event.start_mark
-            )
+            raise yaml.MarkedYAMLError(problem=f"tags are not supported: {event.tag}", problem_mark=event.start_mark)
         if self.depth == MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if isinstance(node, yaml.ScalarNode):
+            try:  # JSON writes emoji as two escapes, which PyYAML leaves as two halves
+                node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+            except UnicodeDecodeError:
+                raise yaml.MarkedYAMLError(problem="half of a surrogate pair", problem_mark=node.start_mark) from None
         return node
 
 

@@ -1,0 +1,126 @@
+"""The demo corpus: standard library sources and pydoc topics, split into train and held-out text.
+
+The split is decided by name alone, so that it is the same on every CPython, whatever that version's text.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from linearize.errors import Exit, LinearizeError
+
+Split = Literal["train", "heldout"]
+
+HELD_OUT = ("email", "json", "logging", "sqlite3")
+HELD_OUT_TOPICS = 10  # one topic in this many is held out
+
+# Absent from many distributions (the first row), not text of the library itself, or generated tables.
+SKIPPED_FOLDERS = frozenset(
+    {"idlelib", "lib2to3", "tkinter", "turtledemo", "turtle.py"}
+    | {"site-packages", "dist-packages", "ensurepip", "pydoc_data", "__pycache__", "lib-dynload"}
+)
+SKIPPED_FILES = frozenset({"html/entities.py", "stringprep.py"})
+SKIPPED_PREFIXES = ("_sysconfigdata", "config-")  # the build's own paths
+TEST_FOLDERS = frozenset({"test", "tests"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """One source file (`json/decoder.py`) or pydoc topic (`topics/with`)."""
+
+    name: str
+    text: str
+
+
+def documents(split: Split, *, tests: bool = False, dump: Path | None = None) -> list[Document]:
+    """The documents of one split, sorted by name; with `tests`, the library's test suite after them.
+
+    They come from the running Python, or from a `dump` written by `write_dump`.
+    """
+    every = read_dump(dump) if dump else _installed(tests)
+    chosen = [document for document in every if split_of(document.name) == split]
+    return [document for document in chosen if tests or not is_test(document.name)]
+
+
+def split_of(name: str) -> Split:
+    """The split of a document by its name: a held-out package goes with its tests."""
+    top, _, rest = name.partition("/")
+    if top == "topics":
+        return "train" if zlib.crc32(rest.encode()) % HELD_OUT_TOPICS else "heldout"
+    if top == "test":
+        top = rest.partition("/")[0].removeprefix("test_")
+    stem = top.removesuffix(".py")
+    held_out = any(stem == package or stem.startswith(f"{package}_") for package in HELD_OUT)
+    return "heldout" if held_out else "train"
+
+
+def is_test(name: str) -> bool:
+    """Whether a document belongs to a test suite, which many distributions leave out."""
+    return not TEST_FOLDERS.isdisjoint(name.split("/"))
+
+
+def write_dump(folder: Path, *, tests: bool = True) -> Path:
+    """Write the running Python's corpus as JSON lines, to be read on another machine; the file's path."""
+    path = folder / f"cpython-{platform.python_version()}.jsonl"
+    rows = (json.dumps(asdict(document)) + "\n" for document in _installed(tests))
+    path.write_text("".join(rows), encoding="utf-8")
+    return path
+
+
+def read_dump(path: Path) -> list[Document]:
+    """The documents of a file written by `write_dump`."""
+    return [Document(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _installed(tests: bool) -> list[Document]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = {document.name: document for document in [*_sources(root, tests), *_topics()]}
+    if not any(name.endswith(".py") for name in found):
+        raise LinearizeError(
+            f"The demo trains on the standard library's sources, and {root} holds none that can be read. "
+            "Use a Python whose standard library is a folder of .py files.",
+            Exit.RESOURCE,
+        )
+    unique: dict[str, Document] = {}
+    for name in sorted(found, key=lambda name: (is_test(name), name)):
+        unique.setdefault(found[name].text, found[name])
+    return list(unique.values())
+
+
+def _sources(root: Path, tests: bool) -> Iterator[Document]:
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        if _is_skipped(name) or (is_test(name) and not tests):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        is_table = name.startswith("encodings/") and "decoding_table" in text
+        if text.strip() and not is_table:
+            yield Document(name, text)
+
+
+def _is_skipped(name: str) -> bool:
+    in_skipped_folder = not SKIPPED_FOLDERS.isdisjoint(name.split("/"))
+    return in_skipped_folder or name in SKIPPED_FILES or name.startswith(SKIPPED_PREFIXES)
+
+
+def _topics() -> Iterator[Document]:
+    """Each topic once: the short ones that a longer topic quotes whole would leak across the split."""
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    for name, text in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
+        paragraphs = text.strip().split("\n\n")
+        fresh = [paragraph for paragraph in paragraphs if paragraph not in seen]
+        seen.update(fresh)
+        if 2 * len(fresh) > len(paragraphs):
+            yield Document(f"topics/{name}", "\n\n".join(fresh) + "\n")

@@ -1,0 +1,87 @@
+"""The demo: plan, convert, distil on the CPU, compare, and let teacher and student write side by side."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.columns import Columns
+from rich.live import Live
+from rich.panel import Panel
+
+from ..finetune import finetune, plan_base
+from ..recipe import load_recipe
+from ..show import console, plan_table, report_table
+from ..verify import clean_command
+from . import model_folder
+
+Say = Callable[[str], None]
+NEW_TOKENS = 80
+
+# Runs where linearize cannot be imported: teacher, then student, a JSON line per piece of text.
+WRITE = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+teacher, student, prompt, count = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+
+class Stream:
+    def __init__(self, who, tokenizer):
+        self.who, self.tokenizer, self.ids, self.said = who, tokenizer, [], ""
+
+    def put(self, ids):
+        self.ids += ids.flatten().tolist()
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        print(json.dumps({"who": self.who, "text": text[len(self.said):]}), flush=True)
+        self.said = text
+
+    def end(self):
+        pass
+
+for who, folder in (("teacher", teacher), ("student", student)):
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    torch.manual_seed(0)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    model.generate(**inputs, max_new_tokens=count, do_sample=True, temperature=0.6, top_p=0.9, streamer=Stream(who, tokenizer))
+"""
+
+
+def recipes_folder() -> Path:
+    """Where the recipes that the package ships lie."""
+    import linearize_recipes
+
+    return Path(next(iter(linearize_recipes.__path__)))
+
+
+def tour(output: Path | None, prompt: str, say: Say) -> dict[str, Any]:
+    """Run the demo; returns the report of its run, with the continuations under `samples`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = output or Path(scratch) / "demo"
+        recipe = load_recipe(recipes_folder() / "demo.yaml", [f"output_dir={json.dumps(str(folder))}"])
+        plan_table(plan_base(recipe)[0])
+        report = finetune(recipe, say=say)
+        report_table(report)
+        report["samples"] = side_by_side(folder / "final", prompt, say)
+    return report
+
+
+def side_by_side(student: Path, prompt: str, say: Say) -> dict[str, str]:
+    """Continuations by teacher and student, streamed from a clean process that cannot import linearize."""
+    say("reloading the saved model in a process without linearize; both continue the prompt:")
+    arguments = [str(model_folder()), str(student), prompt, str(NEW_TOKENS)]
+    texts = {"teacher": "", "student": ""}
+    with clean_command(WRITE, arguments) as (command, environment):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        with Live(console=console(), transient=False, refresh_per_second=8) as live:
+            for line in process.stdout:
+                piece = json.loads(line)
+                texts[piece["who"]] += piece["text"]
+                live.update(Columns([Panel(texts[who], title=who, width=58) for who in texts]))
+        if process.wait():
+            sys.exit(process.returncode)
+    return texts

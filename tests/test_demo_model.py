@@ -1,0 +1,135 @@
+"""The demo model and its corpus: what ships is small, loads, and is as good as its card says."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import linearize.demo
+from linearize.demo.corpus import HELD_OUT, Document, documents, is_test, read_dump, split_of, write_dump
+from linearize.demo.train_teacher import Options, Stream, build_model, encode, perplexity, train
+
+MODEL = Path(linearize.demo.__file__).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def library() -> list[Document]:
+    return documents("train")
+
+
+@pytest.fixture(scope="module")
+def heldout_library() -> list[Document]:
+    return documents("heldout")
+
+
+@pytest.fixture(scope="module")
+def heldout(tokenizer, heldout_library) -> Stream:
+    return encode(tokenizer, heldout_library, "cpu")
+
+
+def test_splits_are_disjoint_and_deterministic(library, heldout_library):
+    assert library == documents("train")
+    assert [d.name for d in library] == sorted(d.name for d in library)
+    assert {d.text for d in library}.isdisjoint(d.text for d in heldout_library)
+    assert {d.name.split("/")[0] for d in heldout_library} >= {*HELD_OUT, "topics"}
+    train_size, heldout_size = (sum(len(d.text) for d in split) for split in (library, heldout_library))
+    assert 0.04 < heldout_size / (train_size + heldout_size) < 0.10
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("json/decoder.py", "heldout"),
+        ("test/test_json/test_tool.py", "heldout"),
+        ("test/test_logging.py", "heldout"),
+        ("test/test_email/__init__.py", "heldout"),
+        ("topics/formatstrings", "heldout"),
+        ("topics/with", "train"),
+        ("jsonify.py", "train"),
+        ("argparse.py", "train"),
+        ("xml/dom/json.py", "train"),
+    ],
+)
+def test_split_goes_by_name(name, split):
+    assert split_of(name) == split
+
+
+def test_suites_are_left_out_unless_asked_for(library):
+    assert not any(is_test(document.name) for document in library)
+    everything = documents("train", tests=True)
+    assert everything[: len(library)] == library
+    assert all(is_test(document.name) for document in everything[len(library) :])
+
+
+def test_dump_gives_the_same_documents(tmp_path, library, heldout_library):
+    path = write_dump(tmp_path, tests=False)
+    assert documents("heldout", dump=path) == heldout_library
+    assert len(read_dump(path)) == len(library) + len(heldout_library)
+
+
+def test_model_folder_is_small():
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 8_000_000
+
+
+def test_tokenizer_keeps_text_and_marks_its_ends(tokenizer, model):
+    text = "def  f(a):\n\n\treturn 'é ✓', 1234567\n    "
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id == model.config.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id
+    assert len(tokenizer) == model.config.vocab_size
+
+
+def test_chat_template_masks_what_the_assistant_says(tokenizer):
+    chat = [{"role": "user", "content": "ready?"}, {"role": "assistant", "content": "yes"}]
+    options = {"return_dict": True, "return_tensors": "pt", "return_assistant_tokens_mask": True}
+    rows = tokenizer.apply_chat_template(chat, **options)
+    spoken = rows["input_ids"][0][rows["assistant_masks"][0].bool()]
+    assert tokenizer.decode(spoken) == f"yes{tokenizer.eos_token}"
+
+
+def test_heldout_perplexity_is_the_recorded_one(model, heldout):
+    with (MODEL / "curve.csv").open() as file:
+        recorded = min(float(row["heldout_ppl"]) for row in csv.DictReader(file))
+    assert perplexity(model, heldout, 512, every=50) < 1.15 * recorded
+
+
+def test_documents_of_one_block_do_not_see_each_other(model, tokenizer):
+    pair = [Document("a", "import os\n" * 20), Document("b", "def f(x):\n    return x\n")]
+    both, alone = encode(tokenizer, pair, "cpu"), encode(tokenizer, pair[1:], "cpu")
+    start = torch.zeros(1, dtype=torch.long)
+    with torch.no_grad():
+        packed = model(**both.blocks(start, len(both.tokens)), use_cache=False).logits
+        single = model(input_ids=alone.tokens[None], use_cache=False).logits
+    torch.testing.assert_close(packed[:, -len(alone.tokens) :], single, atol=1e-4, rtol=1e-4)
+
+
+def test_generation_gives_text(model, tokenizer):
+    prompt = tokenizer("class Stack:\n    def __init__(self):\n", return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    written = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+    assert "self." in written
+    assert "\ufffd" not in written
+
+
+def test_training_runs(tokenizer, heldout):
+    torch.manual_seed(0)
+    options = Options(steps=4, batch_tokens=512, block=128, long_block=256, warmup=1, eval_every=2)
+    tiny = Stream(heldout.tokens[:1024], heldout.starts[:1024])
+    curve = train(build_model(tokenizer), tiny, tiny, options)
+    assert [point.tokens for point in curve] == [1024, 2048]
+    assert curve[1].heldout_ppl < curve[0].heldout_ppl < len(tokenizer)
