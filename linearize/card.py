@@ -39,7 +39,10 @@ transformers >= 5.17 are needed.
 {notes}"""
 
 
-def model_card(plan: Plan, source: Source, training: str = "The new parameters are untrained: distil before use.") -> str:
+UNTRAINED = "The new parameters are untrained: distil before use."
+
+
+def model_card(plan: Plan, source: Source, training: str = UNTRAINED) -> str:
     """README.md of a converted checkpoint."""
     mechanisms = sorted({step.mechanism for step in plan.steps})
     kept = [site.layer for site in plan.kept]

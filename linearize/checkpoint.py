@@ -21,13 +21,15 @@ from safetensors.torch import save_file
 from . import __version__, card
 from .errors import Exit, LinearizeError
 from .mechanisms import build_mixer
-from .plan import Plan
+from .plan import Plan, some
 from .render import Natives, auto_map, code_files
 from .source import DTYPES, FOREIGN, WEIGHTS, Source, read_header
 
 MANIFEST = "linearize.json"
 MIXER_SHARD = "model-mixers.safetensors"
-SINGLE_SHARD = "model-source.safetensors"
+# Never a name that save_pretrained would choose: it writes in place, and a linked shard is the source's own file.
+SOURCE_SHARD = "model-source-{:05d}-of-{:05d}.safetensors"
+SINGLE_SHARD = SOURCE_SHARD.format(1, 1)
 INDEX = "model.safetensors.index.json"
 # Files of the source that are rewritten or do not belong to a model folder.
 NOT_COPIED = ("config.json", "README.md", MANIFEST, ".gitattributes", *WEIGHTS, *FOREIGN)
@@ -40,7 +42,9 @@ def output_folder(output: Path, overwrite: bool) -> Iterator[Path]:
     Raises LinearizeError: 2 when `output` is in the way, 4 for a full disk or a folder that cannot be written.
     """
     check_output(output, overwrite)
+    output = output.absolute()
     work = output.parent / f".{output.name[:100]}.{os.getpid()}.tmp"
+    new_parents = [parent for parent in output.parents if not parent.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         work.mkdir()
@@ -51,13 +55,16 @@ def output_folder(output: Path, overwrite: bool) -> Iterator[Path]:
         raise _resource_error(error, output) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(OSError):  # they hold the output, or something else by now
+            for parent in new_parents:
+                parent.rmdir()
 
 
 def check_output(output: Path, overwrite: bool) -> None:
     """Refuse (exit 2) an output that is a file, or a folder with anything that linearize did not write."""
     if output.exists() and not output.is_dir():
         raise LinearizeError(f"{output} is a file; choose another -o")
-    files = {f.relative_to(output).as_posix() for f in output.rglob("*") if not f.is_dir()} if output.exists() else set()
+    files = {f.relative_to(output).as_posix() for f in output.rglob("*") if not f.is_dir()}
     if not files:
         return
     if not overwrite:
@@ -70,8 +77,7 @@ def check_output(output: Path, overwrite: bool) -> None:
     foreign = sorted(files - ours)
     if foreign:
         raise LinearizeError(
-            f"{output} holds files that linearize did not write ({', '.join(foreign[:3])}"
-            f"{', ...' if len(foreign) > 3 else ''}). Move them away or choose another -o"
+            f"{output} holds files that linearize did not write ({some(foreign)}). Move them away or choose another -o"
         )
 
 
@@ -115,8 +121,7 @@ def _sync_folder(folder: Path) -> None:
 
 def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives, seed: int) -> None:
     """Write the whole converted model into the empty `folder`."""
-    tied = natives.config.from_dict(source.config).get_text_config().tie_word_embeddings
-    shards = write_source_shards(folder, source, plan, tied)
+    shards = write_source_shards(folder, source, plan, natives.tied())
     shards[MIXER_SHARD] = write_mixers(folder / MIXER_SHARD, plan, seed)
     write_index(folder, shards)
     _copy_small_files(folder, source)
@@ -157,18 +162,18 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- weights
 
 
-def write_source_shards(folder: Path, source: Source, plan: Plan, tied: bool) -> dict[str, list[str]]:
+def write_source_shards(folder: Path, source: Source, plan: Plan, tied: set[str]) -> dict[str, list[str]]:
     """Link, or rewrite where the format or dtype changes; returns shard name -> tensor names."""
     shards: dict[str, list[str]] = {}
-    for shard in source.shards:
-        name = SINGLE_SHARD if len(source.shards) == 1 else shard.name.replace(".bin", ".safetensors")
+    for number, shard in enumerate(source.shards, 1):
+        name = SOURCE_SHARD.format(number, len(source.shards))
         if source.pickled:
-            tensors = _cast(load_pickle(shard), plan)
-            save_file(_independent(tensors, tied), folder / name, {"format": "pt"})
-            shards[name] = list(read_header(folder / name))
+            tensors = _cast(_independent(load_pickle(shard), tied), plan)
+            save_file(tensors, folder / name, {"format": "pt"})
+            shards[name] = list(tensors)
         elif plan.cast:
             with safe_open(shard, "pt") as file:
-                tensors = _cast({key: file.get_tensor(key) for key in file.keys()}, plan)
+                tensors = _cast({key: file.get_tensor(key) for key in read_header(shard)}, plan)
             save_file(tensors, folder / name, {"format": "pt"})
             shards[name] = list(tensors)
         else:
@@ -223,18 +228,17 @@ def _cast(tensors: dict[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tenso
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def _independent(tensors: dict[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
-    """Contiguous tensors without shared memory; a tied output embedding is dropped, transformers ties it again."""
+def _independent(tensors: dict[str, torch.Tensor], tied: set[str]) -> dict[str, torch.Tensor]:
+    """Contiguous tensors without shared memory; a `tied` name that shares is dropped, transformers ties it again."""
     kept: dict[str, torch.Tensor] = {}
-    seen: dict[tuple[int, torch.Size], str] = {}
-    for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if tensor.numel() and key in seen:
-            if tied:
-                continue
-            tensor = tensor.clone()
-        seen[key] = name
-        kept[name] = tensor.contiguous()
+    storages: set[int] = set()
+    for name in sorted(tensors, key=lambda name: name in tied):
+        tensor = tensors[name]
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in storages and name in tied:
+            continue
+        kept[name] = tensor.clone(memory_format=torch.contiguous_format) if storage in storages else tensor.contiguous()
+        storages.add(storage)
     return kept
 
 
@@ -285,5 +289,3 @@ def shard_dtype(shards: list[dict[str, Any]], declared: str | None) -> str:
             if name:
                 votes[name] = votes.get(name, 0) + 1
     return max(votes, key=lambda name: votes[name]) if votes else "float32"
-
-

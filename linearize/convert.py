@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from .checkpoint import check_output, output_folder, shard_dtype, write_checkpoint
+from .checkpoint import check_output, load_pickle, output_folder, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError
-from .plan import Plan, choose_layers, make_steps, ranges
+from .plan import Plan, choose_layers, item_bytes, make_steps, ranges, some
 from .probe import model_class_of, probe, quiet
 from .render import Natives
 from .source import DTYPES, Source, open_source, read_header
@@ -47,8 +48,8 @@ def plan_conversion(
     steps = make_steps(chosen, mechanism, options or {})
     stored = stored_dtype(source)
     target = stored if dtype == "keep" else dtype
-    mixer_bytes = sum(s.new_parameters for s in steps) * {"float64": 8, "float32": 4}.get(target, 2)
-    rewritten = source.bytes if source.pickled or target != stored else 0
+    new, old = sum(step.new_parameters for step in steps), natives.parameters()
+    rewritten = old if source.pickled or target != stored else 0
     plan = Plan(
         source=source.name,
         revision=source.revision,
@@ -56,50 +57,68 @@ def plan_conversion(
         model_type=natives.model_type,
         dtype=target,
         cast=target != stored,
+        pickled=source.pickled,
         steps=steps,
         kept=tuple(kept),
-        source_bytes=source.bytes,
-        needed_bytes=mixer_bytes + rewritten,
+        source_bytes=source.bytes or old * item_bytes(stored),
+        needed_bytes=(new + rewritten) * item_bytes(target),
     )
     return plan, source, natives
 
 
-def convert(plan: Plan, source: Source, natives: Natives, output: Path, *, overwrite: bool = False,
-            level: Level = "auto", trust_remote_code: bool = False, seed: int = 0, say: Say = print) -> str:  # fmt: skip
+def convert(
+    plan: Plan,
+    source: Source,
+    natives: Natives,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    level: Level = "auto",
+    trust_remote_code: bool = False,
+    seed: int = 0,
+    say: Say = print,
+) -> str:
     """Carry a plan out: write to a temporary folder, verify there, rename to `output`. Returns what was verified."""
     check_paths(source, output, overwrite)
     check_weights(source, natives)
     check_disk(plan, source, output)
     with output_folder(output, overwrite) as folder:
         write_checkpoint(folder, source, plan, natives, seed)
-        said = verify(folder, level, source, plan.spec(), natives.head.__name__, trust_remote_code)
+        said = verify(folder, level, source, plan, trust_remote_code)
     say(said)
     return said
 
 
 def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
     """The source's config object. Raises LinearizeError (exit 3) for code, converted models and wrong values."""
-    spec, model_type = source.config.get("linearize"), source.config["model_type"]
-    if model_type.startswith("linearized_") and isinstance(spec, dict):
-        layers = spec.get("layers", [])
-        done = sorted({layer["mechanism"] for layer in layers})
-        raise LinearizeError(
-            f"layers {ranges([layer['site']['layer'] for layer in layers])} are already {', '.join(map(repr, done))}. "
-            "Continue with linearize finetune, or convert the source model anew with other --layers",
-            Exit.INCOMPATIBLE,
-        )
+    if source.config["model_type"].startswith("linearized_"):
+        raise _already(source)
     if source.config.get("auto_map") and not trust_remote_code:
         files = ", ".join(sorted(f.name for f in source.folder.glob("*.py"))) or "its auto_map"
         pin = f" --revision {source.revision}" if source.revision else ""
         raise LinearizeError(
-            f"{source.name} ships its own code ({files}). Read it, then pass --trust-remote-code{pin}", Exit.INCOMPATIBLE
+            f"{source.name} ships its own code ({files}). Read it, then pass --trust-remote-code{pin}",
+            Exit.INCOMPATIBLE,
         )
     try:
         with quiet():
             return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # validators of many architectures raise as they like
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LinearizeError(f"{source.folder / 'config.json'} cannot be used: {reason}", Exit.INCOMPATIBLE) from error
+        path = source.folder / "config.json"
+        raise LinearizeError(f"{path} cannot be used: {_reason(error)}", Exit.INCOMPATIBLE) from error
+
+
+def _already(source: Source) -> LinearizeError:
+    """What to say of a folder that this tool wrote."""
+    found = "some layers are already linear"
+    with contextlib.suppress(KeyError, TypeError):  # a config by hand may lack the plan
+        layers = source.config["linearize"]["layers"]
+        done = " and ".join(sorted({repr(layer["mechanism"]) for layer in layers}))
+        found = f"layers {ranges([layer['site']['layer'] for layer in layers])} are already {done}"
+    return LinearizeError(
+        f"{source.name}: {found}. Continue with linearize finetune, or convert its source again with other --layers",
+        Exit.INCOMPATIBLE,
+    )
 
 
 def load_model_class(source: Source, config: PretrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
@@ -129,19 +148,37 @@ def check_paths(source: Source, output: Path, overwrite: bool) -> None:
 
 def check_weights(source: Source, natives: Natives) -> None:
     """Load the source onto the meta device: raises LinearizeError (exit 3) when config and weights disagree."""
-    if source.pickled:
-        return  # read once, when it is rewritten; the finished folder is checked all the same
     for shard in source.shards:
-        read_header(shard)
-    with quiet():
-        _, report = natives.head.from_pretrained(source.folder, device_map={"": "meta"}, output_loading_info=True)
-    wrong = [(kind, sorted(map(str, report[kind]))) for kind in ("missing_keys", "mismatched_keys") if report[kind]]
-    for kind, names in wrong:
-        raise LinearizeError(
-            f"config.json and the weights of {source.name} disagree: {kind.replace('_', ' ')} {', '.join(names[:3])}"
-            f"{' ...' if len(names) > 3 else ''}. Download both from one revision",
-            Exit.INCOMPATIBLE,
-        )
+        if source.pickled:
+            load_pickle(shard)
+        else:
+            read_header(shard)
+    try:
+        with quiet():
+            _, report = natives.head.from_pretrained(
+                source.folder, device_map={"": "meta"}, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except Exception as error:  # loaders of many architectures raise as they like
+        raise _disagree(source, f"{natives.head.__name__} cannot load them ({_reason(error)})") from error
+    if report["mismatched_keys"]:
+        name, found, expected = min(report["mismatched_keys"])
+        raise _disagree(source, f"{name} is {list(found)}, the config asks for {list(expected)}")
+    for kind in ("missing", "unexpected"):
+        names = sorted(map(str, report[f"{kind}_keys"]))
+        if names:
+            raise _disagree(source, f"{kind} {some(names)}")
+
+
+def _disagree(source: Source, how: str) -> LinearizeError:
+    return LinearizeError(
+        f"config.json and the weights of {source.name} disagree: {how}. Download both from one revision",
+        Exit.INCOMPATIBLE,
+    )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, or its name."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def check_disk(plan: Plan, source: Source, output: Path) -> None:

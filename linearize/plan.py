@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-
 from linearize_kernels.mixer import Site
 
 from .errors import Exit, LinearizeError
@@ -34,7 +33,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax."""
+    """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax.
+
+    `dtype` is that of the result; source weights are rewritten in it when `cast`, rewritten as safetensors when
+    `pickled`, and else linked or copied byte for byte. `needed_bytes` is what is written anew.
+    """
 
     source: str
     revision: str | None
@@ -42,11 +45,11 @@ class Plan:
     model_type: str
     dtype: str
     cast: bool
+    pickled: bool
     steps: tuple[Step, ...]
     kept: tuple[Site, ...]
     source_bytes: int
     needed_bytes: int
-    already: dict[str, Any] | None = None
 
     @property
     def new_parameters(self) -> int:
@@ -71,7 +74,7 @@ class Plan:
 
     def cache_bytes(self, tokens: int) -> dict[str, int]:
         """Decode memory per sequence after `tokens` tokens: of the source, and of the converted model."""
-        item = torch.finfo(getattr(torch, self.dtype)).bits // 8
+        item = item_bytes(self.dtype)
 
         def kv(site: Site) -> int:
             return tokens * site.kv_heads * (site.key_dim + site.value_dim) * item
@@ -98,6 +101,11 @@ class Plan:
         fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
         fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
         return cls(**fields)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one number of a floating dtype."""
+    return torch.finfo(getattr(torch, dtype)).bits // 8
 
 
 def choose_layers(sites: list[Site], layers: str, keep_softmax: str) -> tuple[list[Site], list[Site]]:
@@ -144,6 +152,11 @@ def _number(text: str, where: str) -> int:
     return int(text)
 
 
+def some(names: list[str]) -> str:
+    """The first three of `names`, and whether there are more."""
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
 def ranges(numbers: list[int]) -> str:
     """`[0,1,2,5]` -> `0-2,5`."""
     parts: list[list[int]] = []
@@ -156,7 +169,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any]) -> tuple[Step, ...]:
-    """A step per site. Raises LinearizeError for unknown names (2), bad options (2), a mechanism that does not fit (3)."""
+    """A step per site. Raises LinearizeError: 2 for unknown names and bad options, 3 for an unfit mechanism."""
     mixer_class, options = load_mechanism(mechanism), resolve_options(mechanism, given)
     steps = []
     for site in sites:

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import transformers
+from linearize_kernels.mixer import Site
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as hf_logging
-
-from linearize_kernels.mixer import Site
 
 from .errors import Exit, LinearizeError
 
@@ -26,7 +25,8 @@ PROBE = "linearize_probe"
 TOKENS = 8
 # Keyword arguments of attention functions that every architecture passes or that mean nothing to a mixer.
 ORDINARY = {"scaling", "dropout", "is_causal", "position_ids", "attention_mask", "use_cache", "output_attentions"}
-ORDINARY |= {"output_hidden_states", "past_key_values", "cache_position", "position_embeddings", "head_mask", "layer_idx"}
+ORDINARY |= {"output_hidden_states", "past_key_values", "cache_position", "position_embeddings", "head_mask"}
+ORDINARY |= {"layer_idx"}
 
 
 def build_on_meta(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
@@ -43,11 +43,16 @@ def build_on_meta(config: PreTrainedConfig, model_class: type[PreTrainedModel]) 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The transformers class that `architectures` names, else the causal class of the model type.
 
-    Raises LinearizeError when transformers knows neither.
+    Raises LinearizeError (exit 3) when transformers knows neither, or for a class that does not generate text.
     """
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if found is not None:
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            if not found.can_generate():
+                raise LinearizeError(
+                    f"the checkpoint is a {name}, which does not generate text. Choose a causal language model",
+                    Exit.INCOMPATIBLE,
+                )
             return found
     mapping = transformers.AutoModelForCausalLM._model_mapping
     if type(config) in mapping:
@@ -84,13 +89,19 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> list[
             f"{model_class.__name__} cannot be probed on the meta device: {type(error).__name__}: {error}",
             Exit.INCOMPATIBLE,
         ) from error
-    sites = [_site(n, names, record) for n, record in enumerate(records)]
-    if not sites:
+    if not records:
         raise LinearizeError(
             f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
             f"attention interface. Attention-like modules seen: {_candidates(model) or 'none'}",
             Exit.INCOMPATIBLE,
         )
+    sites = [_site(number, names, record) for number, record in enumerate(records)]
+    for site in sites:
+        if [other.path for other in sites].count(site.path) > 1:
+            raise LinearizeError(
+                f"{site.path} ({site.kind}) runs more than once in a forward pass, so one state cannot serve it",
+                Exit.INCOMPATIBLE,
+            )
     return sites
 
 
@@ -114,11 +125,15 @@ def _record(
             "value_dim": value.shape[-1],
             "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
             "causal": _causal(module, kwargs),
-            "extras": tuple(sorted(k for k, v in kwargs.items() if k not in ORDINARY and v is not None and v is not False)),
+            "extras": tuple(sorted(name for name, value in kwargs.items() if name not in ORDINARY and _says(value))),
             "self": key.shape[2] == T,
         }
     )
     return query.new_zeros(B, T, H, value.shape[-1]), None
+
+
+def _says(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -132,10 +147,16 @@ def _full_mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) ->
 
 
 def _site(number: int, names: dict[int, str], record: dict[str, Any]) -> Site:
-    module = record.pop("module")
-    record.pop("self")
+    module, own = record.pop("module"), record.pop("self")
+    if not own or record["hidden"] is None:
+        what = "takes keys from elsewhere" if not own else "gets no hidden states"
+        raise LinearizeError(
+            f"{names[id(module)]} ({type(module).__name__}) {what}: not self-attention that can become linear",
+            Exit.INCOMPATIBLE,
+        )
     layer = getattr(module, "layer_idx", None)
-    return Site(layer=number if layer is None else int(layer), path=names[id(module)], kind=type(module).__name__, **record)
+    layer = number if layer is None else int(layer)
+    return Site(layer=layer, path=names[id(module)], kind=type(module).__name__, **record)
 
 
 def _candidates(model: nn.Module) -> str:
@@ -145,12 +166,15 @@ def _candidates(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' log lines and warnings about a model that is only looked at."""
-    level = hf_logging.get_verbosity()
+    """Silence transformers' log lines, bars and warnings about a model that is only looked at."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import transformers
 from . import __version__
 from .mechanisms import kernels_folder, load_mechanism
 from .plan import Plan
+from .probe import build_on_meta
 
 RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 
@@ -46,19 +48,19 @@ MECHANISMS = {{{mechanisms}}}
 carry_conversions({pairs})
 '''
 
-MODEL_CLASS = '''
+MODEL_CLASS = """
 class Linearized{native}(Linearized, {native}):
     config_class = Linearized{config}
     mechanisms = MECHANISMS
 
-'''
+"""
 
 
 class Natives:
     """The source's own classes: its config, its model with a head, and its bare model where there is one."""
 
     def __init__(self, config: Any, model_class: type) -> None:
-        self.config = type(config)
+        self.config, self.source_config = type(config), config
         self.model_type: str = config.model_type
         self.models = [model_class]
         bare = transformers.AutoModel._model_mapping.get(type(config), None)
@@ -69,6 +71,19 @@ class Natives:
     def head(self) -> type:
         """The model class that the checkpoint is for."""
         return self.models[-1]
+
+    @functools.cached_property
+    def meta(self) -> Any:
+        """The source model without memory behind its weights."""
+        return build_on_meta(self.source_config, self.head)
+
+    def tied(self) -> set[str]:
+        """Names of parameters that share another's memory, such as an output embedding."""
+        return set(self.meta.all_tied_weights_keys)
+
+    def parameters(self) -> int:
+        """How many parameters the source has, shared ones counted once."""
+        return sum(p.numel() for p in self.meta.parameters())
 
 
 def auto_map(natives: Natives) -> dict[str, str]:
@@ -86,17 +101,18 @@ def code_files(plan: Plan, natives: Natives) -> dict[str, str]:
     """File name -> text of all the code that the checkpoint carries."""
     mechanisms = sorted({step.mechanism for step in plan.steps})
     mixers = {name: load_mechanism(name).__name__ for name in mechanisms}
+    config = natives.config.__name__
     names = {
         "version": __version__,
         "architecture": plan.architecture,
         "model_type": natives.model_type,
-        "config": natives.config.__name__,
+        "config": config,
         "config_import": _import_path(natives.config),
         "model_import": _import_path(natives.head),
         "natives": ", ".join(sorted(m.__name__ for m in natives.models)),
         "mixer_imports": "\n".join(f"from .{name} import {mixer}" for name, mixer in mixers.items()),
         "mechanisms": ", ".join(f'"{name}": {mixer}' for name, mixer in mixers.items()),
-        "classes": "\n".join(MODEL_CLASS.format(native=m.__name__, config=natives.config.__name__) for m in natives.models),
+        "classes": "\n".join(MODEL_CLASS.format(native=m.__name__, config=config) for m in natives.models),
         "pairs": _conversion_pairs(natives),
     }
     files = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise LinearizeError(f"{path}: model_type is {config.get('model_type')!r}, not a name", Exit.INCOMPATIBLE)
     quantization = config.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "an unknown method") if isinstance(quantization, dict) else quantization
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise LinearizeError(
-            f"{folder.name} is quantized with {method}: surgery needs float weights; use its base model", Exit.INCOMPATIBLE
+            f"{folder.name} is quantized ({method}): surgery needs float weights; use its base model",
+            Exit.INCOMPATIBLE,
         )
     return config
 
@@ -161,21 +163,22 @@ def read_header(shard: Path) -> dict[str, Tensor]:
                 raise ValueError(f"its header claims {length} bytes, the file has {size}")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        tensors = {}
+        tensors, spans = {}, [(0, 0)]
         for name, entry in header.items():
             start, end = entry["data_offsets"]
             shape = tuple(int(n) for n in entry["shape"])
             if not 0 <= start <= end or end > size - 8 - length:
                 raise ValueError(f"tensor {name} ends at byte {8 + length + end}, the file at {size}")
-            elements = 1
-            for n in shape:
-                elements *= n
             item = ITEM_BYTES.get(entry["dtype"])
-            if item is not None and end - start != elements * item:
-                raise ValueError(f"tensor {name} has {end - start} bytes, its shape needs {elements * item}")
+            if min(shape, default=0) < 0 or (item is not None and end - start != math.prod(shape) * item):
+                raise ValueError(f"tensor {name} has {end - start} bytes, which its shape {list(shape)} does not fill")
             tensors[name] = Tensor(entry["dtype"], shape)
+            spans.append((start, end))
+        if [end for _, end in sorted(spans)] != [*(start for start, _ in sorted(spans)[1:]), size - 8 - length]:
+            raise ValueError("its tensors overlap or leave gaps")
     except PermissionError as error:
         raise LinearizeError(f"cannot read {shard}: permission denied", Exit.RESOURCE) from error
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise LinearizeError(f"{shard} is damaged or cut short: {error}. Download it again", Exit.INCOMPATIBLE) from error
+        reason = f"{shard} is damaged or cut short: {error}. Download it again"
+        raise LinearizeError(reason, Exit.INCOMPATIBLE) from error
     return tensors

@@ -7,16 +7,24 @@ logits, against the source class with the package's own mixers, each side in its
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from safetensors.torch import load_file
+from transformers.utils import HF_MODULES_CACHE
+
 from .checkpoint import INDEX, MIXER_SHARD
 from .errors import Exit, LinearizeError
+from .plan import Plan, some
 from .source import DTYPES, Source, read_header
 
 Level = Literal["auto", "full", "keys", "none"]
@@ -40,21 +48,26 @@ class Without:
         return getattr(self.finder, name)
 
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
-folder = sys.argv[1]
 import torch, transformers
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 """
 
-KEYS = """
+# Loads the checkpoint as anyone would; `meta` without memory behind the weights.
+LOAD = """
 from transformers import AutoModelForCausalLM
+meta = sys.argv[2] == "meta"
 model, report = AutoModelForCausalLM.from_pretrained(
-    folder, trust_remote_code=True, device_map={"": "meta"}, output_loading_info=True
+    sys.argv[1],
+    trust_remote_code=True,
+    output_loading_info=True,
+    **({"device_map": {"": "meta"}} if meta else {"dtype": torch.float32}),
 )
+if not meta:
+    torch.save(logits(model.eval()), sys.argv[2])
 print(json.dumps({
     "report": {key: sorted(map(str, value)) for key, value in report.items()},
     "mixers": {name: list(p.shape) for name, p in model.state_dict().items() if ".mixer." in name},
-    "class": type(model).__name__,
 }))
 """
 
@@ -70,63 +83,50 @@ def logits(model):
     return out[mask.bool()]
 """
 
-FULL = """
-from transformers import AutoModelForCausalLM
-model, report = AutoModelForCausalLM.from_pretrained(
-    folder, trust_remote_code=True, dtype=torch.float32, output_loading_info=True
-)
-torch.save(logits(model.eval()), sys.argv[2])
-print(json.dumps({"report": {key: sorted(map(str, value)) for key, value in report.items()}}))
-"""
-
 # The other side: the native class on the source's own weights, mixers from the installed package.
 SOURCE_SIDE = """
 import importlib
 from safetensors.torch import load_file
+from transformers.utils import HF_MODULES_CACHE
 from linearize_kernels.mixer import own_mixer
 from linearize_kernels.seam import attach
 source, options = sys.argv[3], json.loads(sys.argv[4])
 model_class = getattr(transformers, options["class"], None) or transformers.AutoModelForCausalLM
-model = model_class.from_pretrained(source, dtype=torch.float32, trust_remote_code=options["trust"])
+model = model_class.from_pretrained(source, dtype=getattr(torch, options["dtype"]), trust_remote_code=options["trust"])
 spec = options["spec"]
 names = {layer["mechanism"] for layer in spec["layers"]}
 attach(model, spec, {n: own_mixer(importlib.import_module("linearize_kernels." + n)) for n in names})
-mixers = load_file(folder + "/" + options["mixers"])
-loaded = model.load_state_dict({k: v.float() for k, v in mixers.items()}, strict=False)
+mixers = load_file(sys.argv[1] + "/" + options["mixers"])
+loaded = model.load_state_dict(mixers, strict=False)
 assert not loaded.unexpected_keys, loaded.unexpected_keys
-torch.save(logits(model.eval()), sys.argv[2])
+torch.save(logits(model.float().eval()), sys.argv[2])
 """
 
+REFUSED = ("linearize", "linearize_kernels", "triton", "peft")
 
-def verify(folder: Path, level: Level, source: Source, spec: dict[str, Any], head: str, trust: bool) -> str:
+
+def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) -> str:
     """Check a freshly written checkpoint; returns a sentence that says what was checked.
 
     Raises LinearizeError (exit 6) when anything is missing, unexpected, of another shape or dtype, or unequal.
     """
     if level == "none":
         return "not verified (--verify none)"
-    chosen = choose_level(folder) if level == "auto" else level
-    count = check_keys(folder)
-    said = f"reloaded in a clean process without linearize: {count} tensors, none missing, none unexpected"
-    if chosen == "full":
-        difference = check_logits(folder, source, spec, head, trust)
-        said += f"; logits equal the source class with mixers (largest difference {difference:.1e})"
-    elif level == "auto":
+    full = level == "full" or (level == "auto" and fits_twice(folder))
+    said = "reloaded in a clean process without linearize: {} tensors, none missing, none unexpected"
+    if full:
+        count, difference = check_logits(folder, source, plan, trust)
+        return said.format(count) + f"; logits equal the source class with mixers (largest difference {difference:.1e})"
+    said = said.format(check_keys(folder))
+    if level == "auto":
         said += "; logits not compared, twice the weights exceed free memory (--verify full forces it)"
     return said
 
 
-def choose_level(folder: Path) -> Level:
-    """`full` when two float32 copies of the model, one a side, fit in free memory."""
-    elements = sum(_elements(t.shape) for shard in folder.glob("*.safetensors") for t in read_header(shard).values())
-    return "full" if 2 * 4 * elements < free_memory() else "keys"
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
+def fits_twice(folder: Path) -> bool:
+    """Whether two float32 copies of the model, one a side, fit in free memory."""
+    shards = [read_header(shard) for shard in folder.glob("*.safetensors")]
+    return 2 * 4 * sum(math.prod(t.shape) for tensors in shards for t in tensors.values()) < free_memory()
 
 
 def free_memory() -> int:
@@ -142,78 +142,108 @@ def free_memory() -> int:
 
 def check_keys(folder: Path) -> int:
     """Every tensor of the index exists in its shard and in the model, and the other way round; returns how many."""
-    index = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
-    headers = {name: read_header(folder / name) for name in set(index.values())}
-    stored = {tensor: name for name, tensors in headers.items() for tensor in tensors}
-    if stored != index:
-        wrong = sorted(set(stored.items()) ^ set(index.items()))[0]
-        _fail(f"index and shards disagree, first at {wrong[0]!r} in {wrong[1]}")
-    result = _run_child(PRELUDE + KEYS, [str(folder)])
-    _check_report(result["report"])
-    _check_mixers(folder, result["mixers"])
-    return len(index)
+    count = _check_index(folder)
+    with clean_command(LOAD, [str(folder), "meta"]) as command, _start(*command) as loading:
+        _check_loaded(folder, _result(loading))
+    return count
 
 
-def _check_report(report: dict[str, list[str]]) -> None:
-    for kind, names in report.items():
-        if names:
-            _fail(f"{kind.replace('_', ' ')}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
-
-
-def _check_mixers(folder: Path, expected: dict[str, list[int]]) -> None:
-    """Decode the new shard: names and shapes as the model's, one dtype, all values finite."""
-    import torch
-    from safetensors.torch import load_file
-
-    dtype = json.loads((folder / "config.json").read_text("utf-8"))["dtype"]
-    tensors = load_file(folder / MIXER_SHARD)
-    for name in sorted(set(tensors) ^ set(expected)):
-        _fail(f"{name} is {'not in the model' if name in tensors else 'not in ' + MIXER_SHARD}")
-    for name, entry in read_header(folder / MIXER_SHARD).items():
-        if list(entry.shape) != expected[name] or DTYPES.get(entry.dtype) != dtype:
-            _fail(f"{name} is {entry.dtype} {list(entry.shape)}, expected {dtype} {expected[name]}")
-        if not bool(torch.isfinite(tensors[name]).all()):
-            _fail(f"{name} has values that are not finite")
-
-
-def check_logits(folder: Path, source: Source, spec: dict[str, Any], head: str, trust: bool) -> float:
-    """Largest relative difference between the checkpoint's logits and the source class with the same mixers."""
-    import torch
-
-    options = json.dumps({"spec": spec, "class": head, "trust": trust, "mixers": MIXER_SHARD})
+def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple[int, float]:
+    """`check_keys`, and the largest difference between the checkpoint's logits and those of the source class with the
+    same mixers, relative to the largest; the two sides load at the same time.
+    """
+    count = _check_index(folder)
+    dtype = plan.dtype if plan.cast else "float32"
+    options = {"spec": plan.spec(), "class": plan.architecture, "dtype": dtype, "trust": trust, "mixers": MIXER_SHARD}
     with tempfile.TemporaryDirectory() as scratch:
         ours, theirs = Path(scratch) / "ours.pt", Path(scratch) / "theirs.pt"
-        _check_report(_run_child(PRELUDE + LOGITS + FULL, [str(folder), str(ours)])["report"])
-        arguments = [str(folder), str(theirs), str(source.folder), options]
-        _run_child(PRELUDE + LOGITS + SOURCE_SIDE, arguments, refused=())
-        a, b = torch.load(ours), torch.load(theirs)
-    if not bool(torch.isfinite(a).all()):
+        arguments = [str(folder), str(theirs), str(source.folder.resolve()), json.dumps(options)]
+        with (
+            clean_command(LOGITS + LOAD, [str(folder), str(ours)]) as a,
+            clean_command(LOGITS + SOURCE_SIDE, arguments, refused=()) as b,
+            _start(*a) as loading,
+            _start(*b) as comparing,
+        ):
+            loaded = _result(loading)
+            _result(comparing)
+        _check_loaded(folder, loaded)
+        return count, _difference(torch.load(ours), torch.load(theirs))
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    if not bool(torch.isfinite(ours).all()):
         _fail("the reloaded model's logits are not finite")
-    difference = float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
+    difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
     if not difference <= TOLERANCE:
-        _fail(f"logits differ from the source class with mixers by {difference:.1e} of the largest (limit {TOLERANCE:.0e})")
+        _fail(f"logits differ from the source class with mixers by {difference:.1e} (limit {TOLERANCE:.0e})")
     return difference
 
 
-def _run_child(
-    script: str, arguments: list[str], refused: tuple[str, ...] = ("linearize", "linearize_kernels", "triton", "peft")
-) -> Any:
-    """Run `script` in a fresh interpreter; returns the JSON of its last line, None when it prints nothing."""
+def _check_index(folder: Path) -> int:
+    """Index and shards list the same tensors, and the new ones are finite; returns how many there are."""
+    index = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+    stored = {tensor: name for name in set(index.values()) for tensor in read_header(folder / name)}
+    for tensor, name in sorted(set(stored.items()) ^ set(index.items())):
+        _fail(f"{tensor} is in {name} by the {'index' if index.get(tensor) == name else 'shards'} only")
+    for tensor, value in load_file(folder / MIXER_SHARD).items():
+        if not bool(torch.isfinite(value).all()):
+            _fail(f"{tensor} has values that are not finite")
+    return len(index)
+
+
+def _check_loaded(folder: Path, result: dict[str, Any]) -> None:
+    for kind, names in result["report"].items():
+        if names:
+            _fail(f"{kind.replace('_', ' ')}: {some(names)}")
+    _check_mixers(folder, result["mixers"])
+
+
+def _check_mixers(folder: Path, expected: dict[str, list[int]]) -> None:
+    """The new shard has the model's names and shapes, and the dtype of the config."""
+    dtype = json.loads((folder / "config.json").read_text("utf-8"))["dtype"]
+    stored = read_header(folder / MIXER_SHARD)
+    for name in sorted(set(stored) ^ set(expected)):
+        _fail(f"{name} is {'not in the model' if name in stored else 'not in ' + MIXER_SHARD}")
+    for name, entry in stored.items():
+        if list(entry.shape) != expected[name] or DTYPES.get(entry.dtype) != dtype:
+            _fail(f"{name} is {entry.dtype} {list(entry.shape)}, expected {dtype} {expected[name]}")
+
+
+@contextlib.contextmanager
+def clean_command(
+    script: str, arguments: list[str], refused: tuple[str, ...] = REFUSED
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Command and environment that run `script` after PRELUDE in a clean process; its code cache goes at the end."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment.pop("PYTHONPATH", None)
-        # The child of the source side needs the package, also when it is not installed but on this process's path.
-        paths = [] if refused else [p for p in sys.path if p]
+        # -I hides user packages and this process's additions to the path; torch may be installed there. The code
+        # cache of this process is among them and must not be found.
+        paths = [path for path in sys.path if path and path != HF_MODULES_CACHE]
         setup = f"import sys\nsys.path += {paths!r}\n"
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", setup + script.replace("{refused}", repr(set(refused) or {""})), *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-    if done.returncode:
-        _fail("a clean process cannot load it:\n" + done.stderr.strip()[-2000:])
-    lines = done.stdout.strip().splitlines()
+        setup += PRELUDE.replace("{refused}", repr(set(refused) or {""}))
+        yield [sys.executable, "-I", "-c", setup + script, *arguments], environment
+
+
+@contextlib.contextmanager
+def _start(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A running child, killed when the block is left before it has ended."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _result(child: subprocess.Popen[str]) -> Any:
+    """Wait for a child; the JSON of its last line, None when it prints nothing."""
+    out, errors = child.communicate()
+    if child.returncode:
+        _fail("a clean process cannot load it:\n" + errors.strip()[-2000:])
+    lines = out.strip().splitlines()
     return json.loads(lines[-1]) if lines else None
 
 

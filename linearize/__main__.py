@@ -1,0 +1,5 @@
+"""`python -m linearize`, and so `accelerate launch -m linearize`."""
+
+from .cli import main
+
+main()

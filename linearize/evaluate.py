@@ -1,0 +1,74 @@
+"""Held-out perplexity, and how close each mixer comes to the softmax that it replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .data import Blocks
+from .losses import next_token_ce
+from .stages import Batch, Listener, forward, listen
+from .trainable import Student, evaluating
+
+
+def batches(blocks: Blocks, size: int, max_tokens: int, device: torch.device) -> Iterator[Batch]:
+    """The first blocks in order, `size` at a time, up to max_tokens tokens."""
+    count = max(1, min(len(blocks), max_tokens // blocks.seq_len))
+    for start in range(0, count, size):
+        yield collate([blocks[i] for i in range(start, min(start + size, count))], device)
+
+
+def collate(items: list[Batch], device: torch.device) -> Batch:
+    """Stack blocks and move them."""
+    return {key: torch.stack([item[key] for item in items]).to(device) for key in items[0]}
+
+
+@torch.no_grad()
+def perplexity(model: Any, data: Iterator[Batch], autocast: Any = contextlib.nullcontext) -> float:
+    """exp of the mean next-token loss in nats, over every target."""
+    total, count = 0.0, 0
+    with evaluating(model):
+        for batch in data:
+            targets = int((batch["labels"][:, 1:] != -100).sum())
+            with autocast():
+                loss = next_token_ce(forward(model, batch), batch["labels"])
+            total, count = total + loss.item() * targets, count + targets
+    return math.exp(total / max(count, 1))
+
+
+class Fidelity(Listener):
+    """Sums squared errors, powers and cosines of each attention module's output, student against teacher."""
+
+    own_call = True
+
+    def __init__(self, student: Student) -> None:
+        super().__init__(student)
+        self.sums: dict[int, Tensor] = {}
+        self.valid = torch.empty(0)
+
+    @torch.no_grad()
+    def compare(self, mixer: Any, y: Tensor, target: Tensor) -> None:
+        ours, theirs = y[self.valid].float(), target[self.valid].float()
+        cosine = torch.cosine_similarity(ours, theirs, dim=-1).sum()
+        sums = torch.stack([(ours - theirs).square().sum(), theirs.square().sum(), cosine, self.valid.sum()])
+        self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + sums
+
+
+def layer_fidelity(
+    student: Student, data: Iterator[Batch], autocast: Any = contextlib.nullcontext
+) -> list[dict[str, float]]:
+    """Per layer, on the teacher's hidden states: relative squared error and mean cosine of the module's output."""
+    listener = Fidelity(student)
+    for batch in data:
+        listener.valid = batch["valid"]
+        with autocast():
+            listen(student, listener, batch)
+    rows = []
+    for layer, (error, power, cosine, count) in sorted(listener.sums.items()):
+        rows.append({"layer": layer, "relative_mse": float(error / power), "cosine": float(cosine / count)})
+    return rows

@@ -1,0 +1,58 @@
+"""Progress of a stage: a rich bar on a terminal, a line each 30 seconds elsewhere."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from types import TracebackType
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINE_EVERY = 30.0
+
+
+class StageProgress:
+    """Shows stage, step, loss, tokens per second, memory and remaining time; use as a context manager."""
+
+    def __init__(self, stage: str, steps: int, start: int, quiet: bool = False) -> None:
+        self.stage, self.steps, self.start = stage, steps, start
+        self.console = Console(stderr=True, quiet=quiet)
+        self.began = self.last_line = time.monotonic()
+        columns = ("[bold]{task.description}", "{task.completed}/{task.total}", "{task.fields[text]}")
+        self.bar = Progress(
+            *(TextColumn(c) for c in columns[:1]),
+            BarColumn(),
+            *(TextColumn(c) for c in columns[1:]),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=quiet or not sys.stderr.isatty(),
+        )
+        self.task = self.bar.add_task(stage, total=steps, completed=start, text="")
+
+    def __enter__(self) -> StageProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def update(self, step: int, loss: float, rate: float) -> None:
+        """After an optimizer step: loss, and tokens per second over this session."""
+        text = f"loss {loss:.4g}  {rate:,.0f} tokens/s  {memory_bytes() / 2**30:.1f} GiB"
+        self.bar.update(self.task, completed=step, text=text)
+        now = time.monotonic()
+        if self.bar.disable and (now - self.last_line > LINE_EVERY or step == self.steps):
+            self.last_line = now
+            left = (now - self.began) / max(step - self.start, 1) * (self.steps - step)
+            self.console.print(f"{self.stage} {step}/{self.steps}  {text}  {left:.0f} s left", highlight=False)
+
+
+def memory_bytes() -> int:
+    """Peak memory: of the CUDA allocator where there is one, else of the process."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    # Kilobytes on Linux, bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,93 @@
+"""Tables for people, on stderr."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .plan import Plan, ranges
+
+
+def console() -> Console:
+    """The console for human text."""
+    return Console(stderr=True, highlight=False)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def plan_table(plan: Plan) -> None:
+    """What becomes what, and what it costs."""
+    out = console()
+    table = Table(title=f"{plan.source} ({plan.architecture}, {plan.dtype})")
+    for column in ("layer", "module", "from", "to", "new parameters", "state per sequence"):
+        table.add_column(column, justify="right" if column in ("new parameters", "state per sequence") else "left")
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    for step in plan.steps:
+        site = step.site
+        heads = f"{site.kind} {site.heads}/{site.kv_heads}x{site.key_dim}"
+        rows.append((site.layer, (site.path, heads, step.mechanism, f"{step.new_parameters:,}", size(step.state_bytes))))
+    for site in plan.kept:
+        rows.append((site.layer, (site.path, site.kind, "softmax (kept)", "", "KV cache")))
+    for layer, cells in sorted(rows):
+        table.add_row(str(layer), *cells)
+    out.print(table)
+    for tokens, label in ((4096, "4k"), (131072, "128k")):
+        cache = plan.cache_bytes(tokens)
+        out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
+    rewritten = f"source weights are cast to {plan.dtype} shard by shard" if plan.cast else "source weights stay as they are"
+    out.print(
+        f"{plan.new_parameters:,} new parameters in {len(plan.steps)} layers; {rewritten}; "
+        f"disk needed: {size(plan.needed_bytes)} beyond {size(plan.source_bytes)} of linked or copied shards"
+    )
+    if plan.kept:
+        out.print(f"softmax stays in layers {ranges([s.layer for s in plan.kept])}")
+    for note in plan.notes:
+        out.print(f"[yellow]dropped[/yellow] {note}")
+
+
+def recipe_table(plans: list[dict[str, Any]]) -> None:
+    """What each stage will do."""
+    table = Table(title="stages")
+    for column in ("stage", "kind", "trains", "parameters", "steps", "tokens", "lr", "teacher copy"):
+        table.add_column(column, justify="left" if column in ("stage", "kind", "trains") else "right")
+    for plan in plans:
+        table.add_row(
+            plan["name"],
+            plan["kind"],
+            ", ".join(plan["train"]),
+            f"{plan['parameters']:,}",
+            f"{plan['steps']:,}" if plan["steps"] else f"{plan['epochs']:g} epochs",
+            f"{plan['tokens']:,}" if plan["tokens"] else "",
+            f"{plan['lr']:g}",
+            size(plan["teacher_copy_bytes"]) if plan["teacher_copy_bytes"] else "none",
+        )
+    console().print(table)
+
+
+def report_table(report: dict[str, Any]) -> None:
+    """Held-out perplexity along the run, and how close each layer came."""
+    out = console()
+    if report["teacher_ppl"] is not None:
+        table = Table(title="held-out perplexity")
+        for column in ("", "training tokens", "perplexity", "x teacher"):
+            table.add_column(column, justify="left" if not column else "right")
+        table.add_row("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000")
+        for row in report["stages"]:
+            table.add_row(row["name"], f"{row['tokens']:,}", f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}")
+        out.print(table)
+    if report["layers"]:
+        table = Table(title="attention output against the teacher's, per layer")
+        for column in ("layer", "relative squared error", "cosine"):
+            table.add_column(column, justify="right")
+        for row in report["layers"]:
+            table.add_row(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}")
+        out.print(table)

@@ -1,0 +1,111 @@
+"""The loss of each kind of stage, for one micro batch: backpropagated here, its value returned.
+
+`attention_transfer`: softmax goes on through the network, each layer's mixer is compared with it on the same
+input, and each layer's loss is backpropagated as it arises: memory is one layer's. `logit_kl`: a teacher pass,
+then the student's, then backward, never a switch in between. `sft`: cross entropy alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .losses import logit_kl, next_token_ce, relative_mse
+from .recipe import LogitKL, Stage
+from .trainable import Student
+
+Batch = dict[str, Tensor]
+
+
+def forward(model: Any, batch: Batch) -> Tensor:
+    """Logits [B,T,V] of packed blocks. No mask and no cache: transformers then keeps documents apart."""
+    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+
+
+class Listener:
+    """What `model.transferring` calls for each layer; the default hears nothing.
+
+    `own_call` asks for a second run of each attention module, as the student, because the student's q, k, v are
+    not the teacher's.
+    """
+
+    own_call = False
+
+    def __init__(self, student: Student) -> None:
+        self.student_model = student
+
+    def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
+        """One layer: inputs (q, k, v, x) as for `Mixer.mix`, its output and softmax's, both [B,T,H,Dv]."""
+
+    def compare(self, mixer: Any, y: Tensor, target: Tensor) -> None:
+        """Outputs [B,T,hidden] of one attention module after a second run: the student's, the teacher's."""
+
+    def student(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """The context of that second run."""
+        return self.student_model.as_student(module)
+
+
+class Transfer(Listener):
+    """Trains each mixer, on the spot, towards the softmax output of its layer."""
+
+    def __init__(self, student: Student, valid: Tensor, backward: Callable[[Tensor], None]) -> None:
+        super().__init__(student)
+        self.own_call = student.lora is not None
+        self.valid, self.backward = valid, backward
+        self.losses: dict[int, Tensor] = {}
+
+    def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
+        loss = relative_mse(o, target, self.valid)
+        self.backward(loss)
+        self.losses[mixer.site.layer] = loss.detach()
+
+
+class Calibration(Listener):
+    """Lets each mixer set its norms from the teacher's outputs of one batch."""
+
+    def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
+        mixer.calibrate(*inputs, o, target)
+
+
+def transfer_loss(student: Student, batch: Batch, backward: Callable[[Tensor], None]) -> Tensor:
+    """Mean over layers of the relative error; gradients are already accumulated when this returns."""
+    listener = Transfer(student, batch["valid"], backward)
+    listen(student, listener, batch)
+    return torch.stack(list(listener.losses.values())).mean()
+
+
+def listen(student: Student, listener: Listener, batch: Batch) -> None:
+    """One pass of the teacher (source weights, adapters and dropout off) during which `listener` hears each layer."""
+    with student.teacher_state(), student.model.transferring(listener):
+        forward(student.model, batch)
+
+
+def end_to_end_loss(
+    stage: Stage, student: Student, wrapped: Any, batch: Batch, tokens: Tensor, autocast: Callable[[], Any]
+) -> Tensor:
+    """logit_kl or sft on one micro batch; `wrapped` is the model as accelerate prepared it.
+
+    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes, so that
+    the losses of micro batches add up to the mean over the step.
+    """
+    if not isinstance(stage, LogitKL):
+        with autocast():
+            return next_token_ce(forward(wrapped, batch), batch["labels"], num_tokens=tokens[1])
+    teacher = None
+    if stage.loss.kl:
+        # A context of its own: autocast caches weights, and what it casts without gradients must not be reused.
+        with student.as_teacher(), autocast():
+            teacher = forward(student.model, batch)
+    with autocast():
+        logits = forward(wrapped, batch)
+    loss = logits.new_zeros((), dtype=torch.float32)
+    if teacher is not None:
+        kl = logit_kl(logits, teacher, batch["valid"], temperature=stage.loss.temperature, num_tokens=tokens[0])
+        loss = loss + stage.loss.kl * kl
+    if stage.loss.ce:
+        loss = loss + stage.loss.ce * next_token_ce(logits, batch["labels"], num_tokens=tokens[1])
+    return loss
