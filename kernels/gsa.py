@@ -13,7 +13,7 @@ Chunk form. b is the cumulative sum of g inside a chunk, K_in and V_in the memor
     o_t = V_in^T (e^{b_t} . p_t) + sum_{i<=t} ( sum_m p_t[m] e^{b_t-b_i}[m] s_i[m] ) v_i
     K_out = diag(e^{b_C}) K_in + sum_i (e^{b_C-b_i} . s_i) k_i^T        (V_out alike)
 
-The sums with e^{b_t-b_i} go through scan.py, whose exponents never exceed 0.
+The sums with e^{b_t-b_i} become matrix products in scan.py; gsa_chunks.py holds the chunk form and its gradient.
 
 Letters: B batch, T time, H query heads, E gate (state) heads, G = H/E, D key dim, Dv value dim, M slots, C chunk,
 N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 stays fp64).
@@ -29,8 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .gsa_chunks import GSAChunks
+from .gsa_launch import chunked_op, runs_on, step_op
 from .mixer import Bounds, Mixer, Site, positions
-from .scan import Halving, diagonal_blocks, halvings, into_blocks, into_chunks, scan_states, segment_masks
+from .scan import from_chunks, into_chunks
 
 
 class GSAState(NamedTuple):
@@ -53,18 +55,23 @@ def gsa(
     cu_seqlens: Tensor | None = None,
     state: GSAState | None = None,
     chunk_size: int = 64,
+    backend: Literal["auto", "triton", "torch"] = "auto",
 ) -> tuple[Tensor, GSAState]:
     """Gated slot attention, eq. 6, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; g [B,T,E,M] log-gates (natural log, <= 0) with Hkv | E | H: one
     memory per gate head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at real tokens;
     others leave the state alone and output 0. `segments` [B,T] int: both memories restart where it changes.
-    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows.
+    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `backend`: `auto` runs
+    the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch; the others insist.
+    `chunk_size` is PyTorch's; the kernels bring their own.
 
-    Raises ValueError for shapes that do not fit. T=1 with a state takes the recurrent step.
+    Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
     check_shapes(q, k, v, g, padding, segments, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.shape[1] > 0 and _use_triton(backend, q, v, g):
+        return _gsa_triton(q, k, v, g, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
         return _each_sequence(q, k, v, g, scale, cu_seqlens, state, chunk_size)
     if q.shape[1] == 1 and segments is None:
@@ -204,55 +211,14 @@ def _gsa_chunked(
     K, V, seen = fresh_state(q, k, v, g) if state is None else state
     if T == 0:
         return q.new_zeros(B, 0, H, v.shape[-1]), GSAState(K, V, seen)
-    dtype = K.dtype
-
-    def chunks(y: Tensor) -> Tensor:
-        return into_chunks(y, C, E, dtype)  # [B,E,heads per gate head,N,C,dim]
-
     if padding is not None:
         g = torch.where(padding[:, :, None, None], g, 0.0)
-    b = chunks(g)[:, :, 0].cumsum(-2)  # [B,E,N,C,M]
-    s = write_strength(chunks(g)[:, :, 0])
-    q_, k_, v_ = chunks(q * scale), chunks(_to_gate_heads(k, E))[:, :, 0], chunks(_to_gate_heads(v, E))[:, :, 0]
-    masks = segment_masks(segments, C)
-
-    to_end = s * (b[..., -1:, :] - b).exp()  # [B,E,N,C,M]
-    decay = b[..., -1, :].exp()  # [B,E,N,M]
-    if masks is not None:
-        to_end, decay = to_end * masks.writes, decay * masks.keeps
-    K_in, K = scan_states(decay, to_end.mT @ k_, K)  # [B,E,N,M,D]
-    V_in, V = scan_states(decay, to_end.mT @ v_, V)
-
-    from_start = b.exp() if masks is None else b.exp() * masks.reads
-    halves = halvings(b, s, masks)
-    scores = q_ @ k_.mT[:, :, None]  # [B,E,G,N,C,C]
-    logits = from_start[:, :, None] * (q_ @ K_in.mT[:, :, None]) + _pass_keys(scores, b, s, halves)
-    p = torch.softmax(logits, -1)
-    o = (p * from_start[:, :, None]) @ V_in[:, :, None] + _pass_values(p, s, v_, halves)
-    o = o.permute(0, 3, 4, 1, 2, 5).reshape(B, -1, H, v.shape[-1])[:, :T]
+    inputs = (q * scale, _to_gate_heads(k, E), _to_gate_heads(v, E), g)
+    o, K, V = GSAChunks.apply(*(into_chunks(y, C, E, K.dtype) for y in inputs), K, V, segments)
+    o = from_chunks(o, C, T)
     if padding is not None:
         o = o * padding[:, :, None, None]
     return o.to(q.dtype), GSAState(K, V, seen + _real_tokens(q, padding))
-
-
-def _pass_keys(scores: Tensor, b: Tensor, s: Tensor, halves: list[Halving]) -> Tensor:
-    """sum_{i<=t} scores_ti e^{b_t-b_i} s_i, the inside of the first pass: [B,E,G,N,C,M]."""
-    out = scores.diagonal(dim1=-2, dim2=-1)[..., None] * s[:, :, None]
-    for half in halves:
-        block = torch.where(half.allowed, diagonal_blocks(scores, half.width), 0.0)
-        inside = half.query_decay[:, :, None] * (block @ half.key_write[:, :, None])
-        out = out + inside.reshape(out.shape)
-    return out
-
-
-def _pass_values(p: Tensor, s: Tensor, v: Tensor, halves: list[Halving]) -> Tensor:
-    """sum_{i<=t} ( sum_m p_t[m] e^{b_t-b_i}[m] s_i[m] ) v_i, the inside of the second pass: [B,E,G,N,C,Dv]."""
-    out = (p * s[:, :, None]).sum(-1, keepdim=True) * v[:, :, None]
-    for half in halves:
-        block = (into_blocks(p, half.width) * half.query_decay[:, :, None]) @ half.key_write[:, :, None].mT
-        inside = torch.where(half.allowed, block, 0.0) @ into_blocks(v, half.width)[:, :, None]
-        out = out + inside.reshape(out.shape)
-    return out
 
 
 def _each_sequence(
@@ -267,6 +233,48 @@ def _each_sequence(
         outputs.append(o)
         states.append(last)
     return torch.cat(outputs, 1), GSAState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+
+
+# ---------------------------------------------------------------- Triton kernels
+
+
+def _use_triton(backend: str, q: Tensor, v: Tensor, g: Tensor) -> bool:
+    obstacle = "" if backend == "torch" else runs_on(q, v, g)
+    if backend == "triton" and obstacle:
+        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
+    return backend != "torch" and not obstacle
+
+
+def _gsa_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    cu: Tensor | None,
+    state: GSAState | None,
+) -> tuple[Tensor, GSAState]:
+    """The kernels of gsa_triton.py: one launch for a single token without gradients, else the chunk form."""
+    single = q.shape[1] == 1 and segments is None and cu is None
+    if single and not (torch.is_grad_enabled() and any(y.requires_grad for y in (q, k, v, g, *(state or ())))):
+        o, *last = step_op(q, k, v, g, scale, padding, *(fresh_state(q, k, v, g) if state is None else state))
+        return o, GSAState(*last)
+    if padding is not None:
+        g = torch.where(padding[:, :, None, None], g, 0.0)
+    if segments is not None:
+        # Numbered by their changes: a document that comes back is another one.
+        changes = (segments[:, 1:] != segments[:, :-1]).int().cumsum(1, dtype=torch.int32)
+        segments = F.pad(changes, (1, 0))
+    o, K, V = chunked_op(q, k, v, g, scale, segments, cu, *((None, None) if state is None else state[:2]))
+    if padding is not None:
+        o = o * padding[:, :, None, None]
+    if cu is None:
+        absorbed = _real_tokens(q, padding)
+    else:
+        absorbed = (cu[1:] - cu[:-1]).long()
+    return o, GSAState(K, V, absorbed if state is None else state.seen + absorbed)
 
 
 # ---------------------------------------------------------------- the mixer
@@ -301,7 +309,7 @@ class GatedSlotAttention(Mixer):
         slots: Annotated[int, Bounds(1, 1024)] = 64,
         damping: Annotated[float, Bounds(0.1, 1024.0)] = 8.0,
         gate_heads: Literal["kv", "query"] = "kv",
-        clock: Annotated[int, Bounds(0, 1024)] = 0,
+        clock: Annotated[int, Bounds(-1, 1024)] = -1,
         rope: bool = True,
         feature_map: Literal["identity", "swish", "relu"] = "identity",
         value_act: Literal["identity", "swish"] = "identity",
@@ -315,13 +323,14 @@ class GatedSlotAttention(Mixer):
     ) -> None:
         """`slots` M; `damping` tau; `gate_heads`: one memory per key head or per query head; `clock`: how many of
         the slots take turns, each written at every clock-th token, so that they hold the last `clock` tokens
-        exactly; `rope`: keep the rotary embedding on q and k; `norm`: RMS norm of the output per head or over all
+        nearly exactly and a conversion starts near its source (-1: three quarters of the slots); `rope`: keep the rotary embedding on q and k; `norm`: RMS norm of the output per head or over all
         heads; `unit_scale`: 1 instead of the architecture's factor on q.k; half-lives in tokens, 0 as minimum for
         zero biases; `gate_std` of W_f at the start.
 
         Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two.
         """
         super().__init__(site)
+        clock = slots * 3 // 4 if clock < 0 else clock
         if clock > slots:
             raise ValueError(f"clock={clock}: must be <= slots={slots}")
         if half_life_max < half_life_min:
@@ -385,9 +394,11 @@ class GatedSlotAttention(Mixer):
     ) -> tuple[Tensor, GSAState]:
         g = self.gates(x, padding, segments, 0 if state is None else state.seen)
         q, k, v = _act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act)
-        o, state = gsa(
-            q, k, v, g, scale=self.scale, padding=padding, segments=segments, state=state, chunk_size=self.chunk_size
-        )
+        # Autocast would run the fp32 memories' products in half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            o, state = gsa(
+                q, k, v, g, scale=self.scale, padding=padding, segments=segments, state=state, chunk_size=self.chunk_size
+            )
         return self._normalise(_act(o, self.output_act)), state
 
     def _normalise(self, o: Tensor) -> Tensor:
@@ -402,7 +413,7 @@ class GatedSlotAttention(Mixer):
         return 4 * self.gate_count * self.slots * (self.site.key_dim + self.site.value_dim) + 8
 
     @torch.no_grad()
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o_teacher: Tensor, **context: Any) -> None:
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
         """Scale the output norm so that each head's output has the teacher's root mean square."""
         if self.norm != "none":
             rms = o_teacher.float().square().mean((0, 1, 3)).sqrt()  # [H]

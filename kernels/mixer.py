@@ -63,16 +63,25 @@ class Mixer(nn.Module):
     bidirectional: ClassVar[bool] = False
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
+    # Set by the seam: its attention function, the config that names the implementation, and the names of the
+    # positional arguments of the attention module.
+    seam: Any
+    switch: Any
+    arguments: tuple[str, ...]
 
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.site = site
         # Hand q and k to `mix` without rotary embedding. Read by the seam before the attention module runs.
         self.drop_rope = False
-        # What the seam's hooks hand over for the duration of one call of the attention module.
-        self.call: Any = None
+        # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
+        self.calls: dict[int, Any] = {}
         # Who hears the teacher's and the student's output during attention transfer.
         self.transfer: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle leaves behind what belongs to one call, which an interrupted forward may have left."""
+        return {**self.__dict__, "calls": {}, "transfer": None}
 
     def mix(
         self,
@@ -101,8 +110,8 @@ class Mixer(nn.Module):
         """Bytes of decode state per sequence after `tokens` tokens."""
         raise NotImplementedError
 
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o_teacher: Tensor, **context: Any) -> None:
-        """Set norms or gates from one batch and the softmax output o_teacher [B,T,H,Dv]. Default: nothing."""
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+        """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: nothing."""
 
 
 def own_mixer(module: Any) -> type[Mixer]:

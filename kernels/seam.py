@@ -4,78 +4,32 @@
                                                   |- module without a mixer -> softmax backend
                                                   '- module.mixer           -> mix(q, k, v, x, state) -> o
 
-transformers looks the attention function up by the name in `config._attn_implementation`. This file registers
-such names, hooks the chosen modules so that the function also learns what transformers does not pass on (hidden
-states, the cache), and adds what a saved class needs. The switch between student and teacher is the name itself:
-with the plain backend's name nothing of this file runs, and the model is the original, bit for bit.
-
-Several copies of this file meet in one process (the package, checkpoints, versions). Registered names are shared
-by all of them, so what is registered only dispatches to `module.mixer`, whose class belongs to its own copy.
+transformers looks the attention function up by the name in `config._attn_implementation`; interface.py registers
+such names. This file hooks the chosen modules so that the function also learns what transformers does not pass on
+(hidden states, the cache), and adds what a saved class needs. The switch between student and teacher is the name
+itself: with the plain backend's name nothing of this file runs, and the model is the original, bit for bit.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers.conversion_mapping as conversions
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import DynamicCache, PreTrainedModel
 
+from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
+from .layout import is_causal, token_layout
 from .mixer import Mixer, Site
 from .state import StateLayer, state_slot
 
-# linearize_sdpa: some layers keep softmax, through sdpa. linearize_all_sdpa: none does, so no T x T mask is built.
-# linearize_transfer_sdpa: softmax runs everywhere, and each mixer is compared with it on the same input.
-HYBRID, ALL, TRANSFER = "linearize_", "linearize_all_", "linearize_transfer_"
-
-
-# ---------------------------------------------------------------- names in transformers' interfaces
-
-
-def split_name(name: str | None) -> tuple[str, str]:
-    """`linearize_all_sdpa` -> (`linearize_all_`, `sdpa`); a foreign name -> (``, name)."""
-    for prefix in (ALL, TRANSFER, HYBRID):
-        if name and name.startswith(prefix):
-            return prefix, name.removeprefix(prefix)
-    return "", name or ""
-
-
-def register_backend(backend: str) -> None:
-    """Make the `linearize_*` names known for one softmax backend, both to attention and to masks."""
-    for prefix in (HYBRID, ALL, TRANSFER):
-        AttentionInterface.register(prefix + backend, functools.partial(dispatch, prefix, backend))
-        AttentionMaskInterface.register(prefix + backend, functools.partial(make_mask, prefix, backend))
-
-
-def dispatch(prefix: str, backend: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function: softmax without a mixer, else whatever the mixer's own copy does."""
-    mixer = getattr(module, "mixer", None)
-    softmax = softmax_function(backend, module)
-    if mixer is None:
-        return softmax(module, *args, **kwargs)
-    return mixer.seam(mixer, prefix, softmax, module, *args, **kwargs)
-
-
-def softmax_function(backend: str, module: nn.Module) -> Callable[..., Any]:
-    """The softmax attention function called `backend`; eager ones live in the architecture's own file."""
-    if backend == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[backend]
-
-
-def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
-    """The registered mask function: the backend's mask, or just the 2D padding mask when no layer needs more."""
-    if prefix == ALL:
-        return kwargs.get("attention_mask")
-    return ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)
+# What architectures call the cache among the arguments of an attention module.
+CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
 
 # ---------------------------------------------------------------- one call of one attention module
@@ -90,31 +44,37 @@ class Call:
         self.teacher_output: Tensor | None = None
 
 
-def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def this_thread() -> int:
+    """Forward passes of one model in several threads keep apart; a compiled pass keeps nothing in Python."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook: keep the hidden states, swap the cache slot for a state, take rotary embedding away if asked."""
     mixer = module.mixer
     prefix, _ = split_name(mixer.switch._attn_implementation)
     if not prefix:
         return None
     bound = bind(module, args, kwargs)
-    cache = next((bound[n] for n in ("past_key_values", "past_key_value", "layer_past") if bound.get(n) is not None), None)
+    cache = next((bound[name] for name in CACHE_NAMES if bound.get(name) is not None), None)
     recurrent = prefix != TRANSFER and cache is not None
-    mixer.call = Call(bound["hidden_states"], state_slot(cache, module.layer_idx) if recurrent else None)
+    slot = state_slot(cache, module.layer_idx, alone=prefix == ALL) if recurrent else None
+    mixer.calls[this_thread()] = Call(bound["hidden_states"], slot)
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
     without_rotation(bound)
-    return tuple(bound.pop(name) for name in _parameter_names(type(module))[: len(args)]), bound
+    return tuple(bound.pop(name) for name in mixer.arguments[: len(args)]), bound
 
 
-def after_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def after_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Post-hook: forget the call, and fail loudly when the module did not go through the attention interface."""
     mixer = module.mixer
-    call = mixer.call
+    call = mixer.calls.get(this_thread())
     if call is None:
         return
     if call.teacher_output is not None:
-        student_call(module, mixer, bind(module, args, kwargs))
-    mixer.call = None
+        student_call(module, mixer, bind(module, args, kwargs), output)
+    del mixer.calls[this_thread()]
     if not call.used:
         raise RuntimeError(
             f"{mixer.site.path} ({type(module).__name__}) ran without calling transformers' attention interface, so "
@@ -122,14 +82,9 @@ def after_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         )
 
 
-def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the module's forward by name."""
-    return {**dict(zip(_parameter_names(type(module)), args, strict=False)), **kwargs}
-
-
-@functools.cache
-def _parameter_names(cls: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
+    return {**dict(zip(module.mixer.arguments, args, strict=False)), **kwargs}
 
 
 def without_rotation(bound: dict[str, Any]) -> None:
@@ -154,7 +109,7 @@ def seam(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """A mixer's side of the attention function; query [B,H,T,D], key and value [B,Hkv,T,D] -> [B,T,H,Dv]."""
-    call = mixer.call
+    call = mixer.calls.get(this_thread())
     if call is None:
         raise RuntimeError(f"{mixer.site.path}: its mixer was called outside its attention module")
     call.used = True
@@ -166,7 +121,8 @@ def seam(
             f"{mixer.site.path}: {k.shape[1]} keys for {q.shape[1]} queries: its cache slot was not replaced by a state"
         )
     slot = call.slot
-    padding, segments = token_layout(attention_mask, q.shape[:2], slot, kwargs)
+    seen = None if slot is None else slot.seen - q.shape[1]
+    padding, segments = token_layout(attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)
     o, state = mixer.mix(
         q,
         k,
@@ -180,45 +136,6 @@ def seam(
     if slot is not None:
         slot.state = state
     return o.to(query.dtype), None
-
-
-def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """What the architecture says for this call, else for this module."""
-    given = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
-
-
-def token_layout(
-    mask: Tensor | None, shape: tuple[int, int], slot: StateLayer | None, kwargs: dict[str, Any]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Padding [B,T] bool and document numbers [B,T] for this call, from what transformers passes to attention.
-
-    The diagonal of any self-attention mask says which of the new tokens are real. Documents follow
-    `cu_seq_lens_q`, else the restarts of `position_ids`; with a mask or a cache those restarts mean nothing
-    (left padding fills them with zeros), and transformers itself ignores them then.
-    """
-    B, T = shape
-    padding = None if mask is None else token_padding(mask, B, T, 0 if slot is None else slot.seen - T)
-    cu, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-    if cu is not None and B == 1:
-        index = torch.arange(T, device=cu.device)
-        return padding, torch.bucketize(index, cu[1:].to(index.dtype), right=True)[None]
-    if positions is None or positions.ndim != 2 or mask is not None or slot is not None or T == 1:
-        return padding, None
-    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
-    return padding, (steps != 1).cumsum(-1).expand(B, T)
-
-
-def token_padding(mask: Tensor, B: int, T: int, seen: int) -> Tensor:
-    """Which of the T new tokens are real, [B,T] bool, from a 2D mask or the diagonal of a 4D one."""
-    if not isinstance(mask, Tensor):
-        raise NotImplementedError(f"{type(mask).__name__} masks have no diagonal to read; use attn_implementation='sdpa'")
-    if mask.ndim == 2:
-        return mask[:, -T:].bool()
-    # A static cache has more columns than tokens seen so far, a sliding one fewer.
-    diagonal = mask[:, 0].diagonal(offset=min(mask.shape[-1] - T, seen), dim1=-2, dim2=-1)
-    real = diagonal if diagonal.dtype == torch.bool else diagonal > torch.finfo(diagonal.dtype).min / 2
-    return real.expand(B, T)
 
 
 # ---------------------------------------------------------------- attention transfer
@@ -240,7 +157,10 @@ def transfer(
     A mixer without rotary embedding, or behind adapters that must be off for the teacher, needs q and k of its
     own: then the attention module runs a second time on the same hidden states, and this is called again.
     """
+    if key.shape[2] != query.shape[2]:
+        raise RuntimeError(f"{mixer.site.path}: attention transfer needs whole sequences; use an empty cache or none")
     target, listener = call.teacher_output, mixer.transfer
+    second = target is not None
     if target is None:
         with torch.no_grad():
             target, _ = softmax(module, query, key, value, attention_mask, **kwargs)
@@ -249,19 +169,24 @@ def transfer(
             return target
         query, key, value = query.detach(), key.detach(), value.detach()
     padding, segments = token_layout(attention_mask, (query.shape[0], query.shape[2]), None, kwargs)
+    inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
-        inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
-        listener.hear(mixer, inputs, target, padding=padding, segments=segments)
-    return target
+        causal = is_causal(module, kwargs)
+        o, _ = mixer.mix(*inputs, padding=padding, segments=segments, state=None, causal=causal)
+        listener.hear(mixer, inputs, o, target)
+    return o.to(query.dtype) if second else target
 
 
-def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any]) -> None:
+def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher_output: Any) -> None:
     """The second, differentiable call of a module whose student needs q and k of its own; past the hooks."""
-    bound["hidden_states"] = mixer.call.x.detach()
+    bound["hidden_states"] = mixer.calls[this_thread()].x.detach()
+    bound |= {name: None for name in CACHE_NAMES if name in bound}  # its keys went into the cache the first time
     if mixer.drop_rope:
         without_rotation(bound)
-    with torch.enable_grad(), mixer.transfer.student(module):
-        module.forward(**bound)
+    with torch.enable_grad():
+        with mixer.transfer.student(module):
+            output = module.forward(**bound)
+        mixer.transfer.compare(mixer, output[0], teacher_output[0])
 
 
 # ---------------------------------------------------------------- attaching mixers to a model
@@ -274,16 +199,19 @@ def attach(model: PreTrainedModel, spec: dict[str, Any], mechanisms: dict[str, t
     """
     for layer in spec["layers"]:
         site = Site.from_dict(layer["site"])
-        module = model.get_submodule(_own_path(model, site.path))
+        module: Any = model.get_submodule(_own_path(model, site.path))
         mixer = mechanisms[layer["mechanism"]](site, **layer["options"])
-        if next(mixer.parameters()).device.type != "meta":
+        if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
         mixer.switch = getattr(module, "config", model.config)
         mixer.seam = seam
+        mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         module.mixer = mixer
         module.register_forward_pre_hook(before_attention, with_kwargs=True)
         module.register_forward_hook(after_attention, with_kwargs=True)
-    model.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
 
 
@@ -300,7 +228,10 @@ def prefix_for(spec: dict[str, Any]) -> str:
 
 def set_names(model: PreTrainedModel, change: Callable[[str], str]) -> list[tuple[Any, str]]:
     """Rename the attention implementation in every config of the model; returns (config, old name) pairs."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")}
+    found: list[Any] = [
+        m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
+    ]
+    configs = {id(config): config for config in found}
     old = [(config, config._attn_implementation) for config in configs.values()]
     for config, name in old:
         if name is not None:
@@ -310,14 +241,17 @@ def set_names(model: PreTrainedModel, change: Callable[[str], str]) -> list[tupl
     return old
 
 
-def refuse_attention_maps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_attention_maps(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Pre-hook: a linear layer has no T x T attention map to return."""
     asked = kwargs.get("output_attentions")
-    if getattr(model.config, "output_attentions", False) if asked is None else asked:
-        raise ValueError("output_attentions=True: linearized layers compute no attention maps; ask the source model for them")
+    asked = getattr(model.config, "output_attentions", False) if asked is None else asked
+    if asked and split_name(model.config._attn_implementation)[0]:
+        raise ValueError(
+            "output_attentions=True: linearized layers compute no attention maps; ask under `with model.teacher():`"
+        )
 
 
-class Linearized:
+class Linearized(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixin before a native model class: builds the mixers of `config.linearize`, and keeps transformers honest.
 
     `mechanisms` maps names in the plan to Mixer classes; the rendered modeling file sets it.
@@ -335,8 +269,9 @@ class Linearized:
         """Initialise mixers first; the native initialiser of the inner model does not know them."""
         for mixer in mixers_of(self).values():
             mixer.reset_parameters()
-            for module in mixer.modules():
-                module._is_hf_initialized = True
+            parts: list[Any] = list(mixer.modules())
+            for part in parts:
+                part._is_hf_initialized = True
         super().initialize_weights()
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
@@ -352,24 +287,28 @@ class Linearized:
 
     @contextmanager
     def teacher(self) -> Iterator[None]:
-        """Within: the original softmax model, bit for bit, on the same weights."""
-        with renamed(self, lambda name: split_name(name)[1]):
+        """Within: the original softmax model, bit for bit, on the same weights, with dropout off."""
+        with evaluating(self), renamed(self, lambda name: split_name(name)[1]):
             yield
 
     @contextmanager
     def transferring(self, listener: Any) -> Iterator[None]:
-        """Within: the residual stream is the teacher's; `listener.hear(mixer, (q, k, v, x), o_teacher, ...)` is
-        called for each layer with inputs as for `Mixer.mix` and gradients enabled. `listener.own_call` asks for
-        a second call of each attention module under `listener.student(module)`.
+        """Within: the residual stream is the teacher's, dropout off; for each layer, with gradients from o to the
+        mixer, `listener.hear(mixer, (q, k, v, x), o, o_teacher)` gets what `Mixer.mix` got, its output and softmax's.
+
+        `listener.own_call` asks for a second run of each attention module, as the student, under
+        `listener.student(module)`. It also happens where the mixer drops the rotary embedding. At its end
+        `listener.compare(mixer, y, y_teacher)` gets both outputs of the module, [B,T,hidden].
         """
         for mixer in mixers_of(self).values():
             mixer.transfer = listener
         try:
-            with renamed(self, lambda name: TRANSFER + split_name(name)[1]):
+            with evaluating(self), renamed(self, lambda name: TRANSFER + split_name(name)[1]):
                 yield
         finally:
             for mixer in mixers_of(self).values():
-                mixer.call, mixer.transfer = None, None
+                mixer.calls.clear()
+                mixer.transfer = None
 
 
 @contextmanager
@@ -381,6 +320,18 @@ def renamed(model: Any, change: Callable[[str], str]) -> Iterator[None]:
     finally:
         for config, name in old:
             config._attn_implementation_internal = name
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within: dropout off; each module gets its own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def mixers_of(model: nn.Module) -> dict[str, Mixer]:

@@ -79,20 +79,25 @@ class StateLayer(CacheLayerMixin):
             )
 
 
-def state_slot(cache: Any, layer_idx: int) -> StateLayer:
+def state_slot(cache: Any, layer_idx: int, *, alone: bool) -> StateLayer:
     """The StateLayer at `layer_idx` of a transformers cache, swapped in on first touch.
 
-    Raises TypeError for something that is not a layered cache, ValueError when the slot already holds keys.
+    `alone`: no layer keeps softmax. Raises TypeError for something that is not a layered cache, ValueError when the
+    slot already holds keys, or when kept layers have static slots: their masks would follow the state's length.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values is {type(cache).__name__}; pass a transformers Cache, such as DynamicCache()")
-    while len(cache.layers) <= layer_idx:
-        cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[layer_idx]
-    if not isinstance(layer, CacheLayerMixin) or not hasattr(layer, "state") or not hasattr(layer, "seen"):
+    layers: list[Any] = cache.layers
+    while len(layers) <= layer_idx:
+        layers.append(cache.layer_class_to_replicate())  # type: ignore[misc]
+    layer = layers[layer_idx]
+    # Not by class: the slot may belong to another copy of this file.
+    if not hasattr(layer, "state") or not hasattr(layer, "seen"):
         if layer.get_seq_length():
             raise ValueError(f"cache slot {layer_idx} already holds softmax keys; start from an empty cache")
-        layer = cache.layers[layer_idx] = StateLayer()
+        if layer.is_compileable and not alone:
+            raise ValueError("a static cache does not work beside linear layers; pass DynamicCache()")
+        layer = layers[layer_idx] = StateLayer()
     return layer

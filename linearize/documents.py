@@ -36,7 +36,7 @@ class Source:
     name: str | None = None
     split: str = "train"
     streaming: bool = False
-    demo: Literal["train", "heldout"] | None = None
+    demo: Literal["train", "heldout", "packages"] | None = None
     text_key: str = "text"
 
     def __post_init__(self) -> None:
@@ -243,9 +243,9 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
 
 def _rows(source: Source) -> Iterator[_Row]:
     if source.demo:
-        from linearize.demo.corpus import documents
+        from linearize.demo.corpus import documents, package_documents
 
-        for document in documents(source.demo):
+        for document in package_documents() if source.demo == "packages" else documents(source.demo):
             yield _Row(f"demo document {document.name}", {source.text_key: document.text})
     elif source.path:
         yield from _dataset_rows(source)

@@ -116,8 +116,8 @@ class DatasetSource(Strict):
 
 
 class DemoSource(Strict):
-    demo: Literal["train", "heldout"]
-    """The corpus that the tool ships."""
+    demo: Literal["train", "heldout", "packages"]
+    """The running Python's standard library, split, or the sources of the packages that linearize needs."""
 
 
 SOURCES: dict[str, type[Strict]] = {"files": FileSource, "path": DatasetSource, "demo": DemoSource}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Before torch is imported anywhere: two workers on two cores must not start four threads each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# One per worker: the code of checkpoints is copied there, and nothing may be left of an earlier run.
+_modules = tempfile.TemporaryDirectory()
+os.environ["HF_MODULES_CACHE"] = _modules.name
 
 import pytest
 import torch
+from models import Zoo
 
 # Largest difference over the largest reference value, by dtype of the fast path; the reference is float64.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -18,10 +23,16 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, tor
 
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     """max |ours - reference| / max |reference|, in float64; NaN when either has one."""
-    a, b = ours.double(), reference.double()
+    a, b = ours.detach().double(), reference.detach().double()
     if a.numel() == 0:
         return 0.0
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """Small converted models of several architectures, made on first use."""
+    return Zoo(tmp_path_factory.mktemp("zoo"))
 
 
 @pytest.fixture(autouse=True)

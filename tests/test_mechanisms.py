@@ -1,0 +1,373 @@
+"""What every mechanism owes, at the level of its mixer. A file of kernels/ that defines one is tested by existing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import typing
+from typing import Any
+
+import pytest
+import torch
+from conftest import TOLERANCE, relative_error
+from linearize_kernels.mixer import Bounds, Mixer, Site, option_types, own_mixer
+from torch import Tensor
+
+from linearize.errors import LinearizeError
+from linearize.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
+
+HIDDEN = 24
+SITES = {
+    "heads share keys": Site(0, "a", "self", HIDDEN, 4, 2, 8, 8, 8**-0.5, causal=True),
+    "one key head, narrow values": Site(0, "a", "self", HIDDEN, 8, 1, 16, 6, 0.3, causal=True),
+    "a key head each": Site(0, "a", "self", HIDDEN, 3, 3, 8, 8, 8**-0.5, causal=True),
+}
+LONG = 150  # crosses chunks and blocks of 64
+
+every_mechanism = pytest.mark.parametrize("name", mechanism_names())
+every_site = pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
+every_variant = pytest.mark.parametrize("faithful", [False, True], ids=["default", "faithful"])
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def make(name: str, site: Site = SITES["heads share keys"], faithful: bool = False, **options: Any) -> Mixer:
+    torch.manual_seed(0)
+    mixer = build_mixer(name, site, resolve_options(name, {"faithful": faithful, **options}))
+    mixer.reset_parameters()
+    return mixer
+
+
+def tokens(site: Site, T: int, B: int = 2) -> Inputs:
+    """q, k, v and hidden states for a site."""
+    torch.manual_seed(1)
+    return (
+        torch.randn(B, T, site.heads, site.key_dim),
+        torch.randn(B, T, site.kv_heads, site.key_dim),
+        torch.randn(B, T, site.kv_heads, site.value_dim),
+        torch.randn(B, T, site.hidden),
+    )
+
+
+def cut(inputs: Inputs, start: int | None, stop: int | None) -> Inputs:
+    q, k, v, x = (y[:, start:stop] for y in inputs)
+    return q, k, v, x
+
+
+def mix(mixer: Mixer, inputs: Inputs, **layout: Any) -> tuple[Tensor, Any]:
+    return mixer.mix(*inputs, **{"padding": None, "segments": None, "state": None, "causal": True, **layout})
+
+
+def same(ours: Tensor, reference: Tensor) -> bool:
+    return relative_error(ours.detach(), reference.detach()) <= TOLERANCE[torch.float32]
+
+
+# ---------------------------------------------------------------- the registry and the options
+
+
+def test_there_are_mechanisms_and_an_unknown_one_is_told() -> None:
+    assert "gsa" in mechanism_names()
+    with pytest.raises(LinearizeError, match=r"unknown mechanism 'gas'\. Did you mean 'gsa'"):
+        load_mechanism("gas")
+
+
+@every_mechanism
+def test_its_file_defines_one_mixer_an_op_and_a_reference(name: str) -> None:
+    module = importlib.import_module(f"linearize_kernels.{name}")
+    assert own_mixer(module) is load_mechanism(name)
+    assert callable(getattr(module, name))
+    assert callable(getattr(module, f"{name}_reference"))
+    assert load_mechanism(name).title
+    assert load_mechanism(name).paper
+
+
+@every_mechanism
+def test_its_options_are_described_by_their_types(name: str) -> None:
+    kinds = option_types(load_mechanism(name))
+    for option, (kind, bounds, default) in kinds.items():
+        if kind in (int, float):
+            assert isinstance(bounds, Bounds), option
+            assert bounds.low <= default <= bounds.high, option
+        else:
+            assert kind is bool or default in typing.get_args(kind), option
+    resolved = resolve_options(name, {})
+    assert json.loads(json.dumps(resolved)) == resolved
+    assert load_mechanism(name).published.keys() <= kinds.keys()
+    assert resolve_options(name, {"faithful": True}) == {**resolved, **load_mechanism(name).published}
+
+
+def other_values(kind: Any, bounds: Bounds | None, default: Any) -> list[Any]:
+    """Values of an option that differ from its default, and fit beside the defaults of the others."""
+    if kind is bool:
+        return [not default]
+    if bounds is None:
+        return [choice for choice in typing.get_args(kind) if choice != default]
+    larger = default * 2 if default > 0 else kind(8)
+    return [larger if larger <= bounds.high else kind(default / 2)]
+
+
+def behaviour(mixer: Mixer) -> list[Tensor]:
+    """Everything an option may influence: parameters, the output, the state, the request to drop RoPE."""
+    inputs = tokens(mixer.site, LONG)
+    o, state = mix(mixer, inputs)
+    mixer.calibrate(*inputs, o.detach(), 2 * o.detach() + 1)
+    return [torch.tensor(float(mixer.drop_rope)), *mixer.state_dict().values(), o.detach(), *state]
+
+
+@every_mechanism
+def test_no_option_is_stored_and_never_read(name: str) -> None:
+    default = behaviour(make(name))
+    for option, (kind, bounds, value) in option_types(load_mechanism(name)).items():
+        for other in other_values(kind, bounds, value):
+            changed = behaviour(make(name, **{option: other}))
+            shapes = [y.shape for y in changed] == [y.shape for y in default]
+            # chunk_size shows in the rounding alone
+            assert not shapes or any(not torch.equal(a, b) for a, b in zip(changed, default, strict=True)), option
+
+
+# ---------------------------------------------------------------- parameters
+
+
+@every_mechanism
+@every_site
+@every_variant
+def test_reset_writes_every_parameter_unless_it_was_loaded(name: str, site: Site, faithful: bool) -> None:
+    with torch.device("meta"):
+        empty = build_mixer(name, site, resolve_options(name, {"faithful": faithful}))
+    mixer = empty.to_empty(device="cpu")
+    for parameter in mixer.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    mixer.reset_parameters()
+    assert [n for n, p in mixer.named_parameters() if not p.isfinite().all()] == []
+    assert list(mixer.buffers()) == [], "a buffer that is not saved comes back as uninitialised memory"
+
+    loaded = make(name, site, faithful)
+    for parameter in loaded.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    loaded.reset_parameters()
+    assert all(bool((p == 7.0).all()) for p in loaded.parameters())
+
+
+@every_mechanism
+@every_variant
+def test_gradients_reach_every_parameter_and_every_input(name: str, faithful: bool) -> None:
+    mixer = make(name, faithful=faithful)
+    inputs = tokens(mixer.site, 70)
+    leaves = {**dict(zip("qkvx", inputs, strict=True)), **dict(mixer.named_parameters())}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    o, _ = mix(mixer, inputs)
+    gradients = torch.autograd.grad((o * torch.randn_like(o)).sum(), leaves.values())
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        assert gradient.isfinite().all(), leaf
+        assert gradient.any(), leaf
+
+
+# ---------------------------------------------------------------- outputs and states
+
+
+@every_mechanism
+@every_site
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_shapes_and_dtypes(name: str, site: Site, faithful: bool, dtype: torch.dtype) -> None:
+    mixer, inputs = make(name, site, faithful), tokens(site, 70)
+    exact, _ = mix(mixer, inputs)
+    half: Any = tuple(y.to(dtype) for y in inputs)
+    o, state = mix(mixer.to(dtype), half)
+    assert o.shape == (2, 70, site.heads, site.value_dim)
+    assert o.dtype == dtype
+    assert all(part.shape[0] == 2 for part in state)
+    assert all(part.dtype in (torch.float32, torch.int64) for part in state)
+    # Gates computed in half precision are within a few roundings of the exact ones.
+    assert relative_error(o.detach(), exact.detach()) <= 3 * TOLERANCE[dtype]
+
+
+@every_mechanism
+@every_site
+@every_variant
+def test_state_bytes_are_those_of_the_state(name: str, site: Site, faithful: bool) -> None:
+    mixer = make(name, site, faithful)
+    for T in (1, 64, LONG):
+        _, state = mix(mixer, tokens(site, T, B=1))
+        assert sum(part.numel() * part.element_size() for part in state) == mixer.state_bytes(T)
+
+
+@every_mechanism
+@every_site
+@every_variant
+@pytest.mark.parametrize("prefill", [1, 63, 64, 67])
+def test_prefill_then_decode_is_one_pass(name: str, site: Site, faithful: bool, prefill: int) -> None:
+    mixer, inputs = make(name, site, faithful), tokens(site, 90)
+    whole, last = mix(mixer, inputs)
+    o, state = mix(mixer, cut(inputs, None, prefill))
+    outputs = [o]
+    for t in range(prefill, 80):
+        o, state = mix(mixer, cut(inputs, t, t + 1), state=state)
+        outputs.append(o)
+    o, state = mix(mixer, cut(inputs, 80, None), state=state)
+    assert same(torch.cat([*outputs, o], 1), whole)
+    assert all(same(a, b) for a, b in zip(state, last, strict=True))
+
+
+@every_mechanism
+@every_variant
+def test_states_follow_their_rows(name: str, faithful: bool) -> None:
+    """Beam search reorders states along the batch."""
+    mixer = make(name, faithful=faithful)
+    inputs, order = tokens(mixer.site, 71, B=3), torch.tensor([2, 0, 0])
+    _, state = mix(mixer, cut(inputs, None, 70))
+    step: Any = tuple(y[order, 70:] for y in inputs)
+    o, _ = mix(mixer, step, state=type(state)(*(part[order] for part in state)))
+    expected, _ = mix(mixer, cut(inputs, 70, None), state=state)
+    assert same(o, expected[order])
+
+
+@every_mechanism
+@every_site
+@every_variant
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_as_if_it_were_not_there(name: str, site: Site, faithful: bool, side: str) -> None:
+    mixer, T, pad = make(name, site, faithful), 70, 9
+    inputs = tokens(site, T + pad)
+    start, stop = (pad, None) if side == "left" else (None, T)
+    padding = torch.zeros(2, T + pad, dtype=torch.bool)
+    padding[:, start:stop] = True
+    for y in inputs:
+        y.requires_grad_()
+    o, state = mix(mixer, inputs, padding=padding)
+    plain, last = mix(mixer, cut(inputs, start, stop))
+    assert same(o[:, start:stop], plain)
+    assert not o[~padding].any()
+    assert all(same(a, b) for a, b in zip(state, last, strict=True))
+    for y, gradient in zip("qkvx", torch.autograd.grad(o.square().sum(), inputs), strict=True):
+        assert not gradient[~padding].any(), y
+    step = tokens(site, 1)
+    assert same(mix(mixer, step, state=state)[0], mix(mixer, step, state=last)[0])
+
+
+@every_mechanism
+@every_variant
+def test_rows_of_one_batch_do_not_meet(name: str, faithful: bool) -> None:
+    mixer = make(name, faithful=faithful)
+    inputs = tokens(mixer.site, 70)
+    padding = torch.arange(70)[None] >= torch.tensor([[0], [23]])
+    o, _ = mix(mixer, inputs, padding=padding)
+    alone: Any = tuple(y[:1] for y in inputs)
+    assert same(o[:1], mix(mixer, alone)[0])
+
+
+@every_mechanism
+@every_site
+@every_variant
+def test_packed_documents_do_not_meet(name: str, site: Site, faithful: bool) -> None:
+    mixer, inputs = make(name, site, faithful), tokens(site, LONG)
+    lengths = [1, 66, 5, LONG - 72]
+    segments = torch.repeat_interleave(torch.tensor([4, 0, 4, 1]), torch.tensor(lengths)).expand(2, -1)
+    packed, _ = mix(mixer, inputs, segments=segments)
+    documents = zip(*(y.split(lengths, 1) for y in inputs), strict=True)
+    alone = [mix(mixer, document)[0] for document in documents]
+    assert same(packed, torch.cat(alone, 1))
+
+
+@every_mechanism
+@every_variant
+def test_no_bit_of_the_past_depends_on_the_future(name: str, faithful: bool) -> None:
+    mixer = make(name, faithful=faithful)
+    inputs = tokens(mixer.site, LONG)
+    before, _ = mix(mixer, inputs)
+    for t in (1, 63, 64, 130):
+        changed: Any = tuple(torch.cat([y[:, :t], -y[:, t:]], 1) for y in inputs)
+        after, _ = mix(mixer, changed)
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert not torch.equal(after[:, t:], before[:, t:])
+
+
+@every_mechanism
+@every_variant
+def test_bidirectional_mechanisms_see_both_sides(name: str, faithful: bool) -> None:
+    mixer = make(name, faithful=faithful)
+    assert mixer.causal or mixer.bidirectional
+    if mixer.bidirectional:
+        inputs = tokens(mixer.site, 70)
+        whole, _ = mix(mixer, inputs, causal=False)
+        changed: Any = tuple(torch.cat([y[:, :-1], -y[:, -1:]], 1) for y in inputs)
+        assert not torch.equal(mix(mixer, changed, causal=False)[0][:, 0], whole[:, 0])
+
+
+# ---------------------------------------------------------------- numerics
+
+
+@every_mechanism
+@every_variant
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_nan_for_any_size_of_input(name: str, faithful: bool, size: float, dtype: torch.dtype) -> None:
+    mixer = make(name, faithful=faithful).to(dtype)
+    for T in (1, 70):
+        inputs: Any = tuple((y * size).to(dtype).requires_grad_() for y in tokens(mixer.site, T))
+        padding = torch.ones(2, T, dtype=torch.bool)
+        padding[0] = False
+        for layout in ({}, {"padding": padding}):
+            o, state = mix(mixer, inputs, **layout)
+            gradients = torch.autograd.grad(o.float().sum(), inputs)
+            assert all(bool(y.isfinite().all()) for y in (o, *state, *gradients))
+
+
+@every_mechanism
+@every_variant
+def test_twice_the_same_is_the_same_bit_for_bit(name: str, faithful: bool) -> None:
+    mixer = make(name, faithful=faithful)
+    inputs = tokens(mixer.site, LONG)
+    first, second = (mix(mixer, inputs)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@every_mechanism
+@every_variant
+def test_memory_for_the_backward_pass_is_linear(name: str, faithful: bool) -> None:
+    mixer = make(name, faithful=faithful)
+
+    def saved_bytes(T: int) -> int:
+        storages: dict[int, int] = {}
+
+        def pack(y: Tensor) -> Tensor:
+            storages[y.untyped_storage().data_ptr()] = y.untyped_storage().nbytes()
+            return y
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
+            o, _ = mix(mixer, tokens(mixer.site, T))
+        assert o.requires_grad
+        return sum(storages.values())
+
+    assert saved_bytes(2048) / saved_bytes(1024) <= 2.1
+
+
+@every_mechanism
+def test_compiles_as_one_graph_with_gradients(name: str) -> None:
+    mixer = make(name)
+    inputs = tokens(mixer.site, 70)
+    padding = torch.arange(70)[None] >= torch.tensor([[0], [23]])
+    results = []
+    for run in (mixer.mix, torch.compile(mixer.mix, fullgraph=True, backend="aot_eager")):
+        o, state = run(*inputs, padding=padding, segments=None, state=None, causal=True)
+        results.append((o, *state, *torch.autograd.grad(o.square().sum(), list(mixer.parameters()))))
+    assert all(same(ours, eager) for eager, ours in zip(*results, strict=True))
+
+
+@every_mechanism
+@every_variant
+def test_calibrate_keeps_outputs_finite(name: str, faithful: bool) -> None:
+    mixer = make(name, faithful=faithful)
+    inputs = tokens(mixer.site, 70)
+    o, _ = mix(mixer, inputs)
+    mixer.calibrate(*inputs, o.detach(), torch.zeros_like(o))
+    assert mix(mixer, inputs)[0].isfinite().all()
+
+
+def test_a_site_survives_json() -> None:
+    for site in SITES.values():
+        assert Site.from_dict(json.loads(json.dumps(dataclasses.asdict(site)))) == site
