@@ -22,7 +22,8 @@ N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -213,7 +214,7 @@ def _gsa_chunked(
         return q.new_zeros(B, 0, H, v.shape[-1]), GSAState(K, V, seen)
     if padding is not None:
         g = torch.where(padding[:, :, None, None], g, 0.0)
-    inputs = (q * scale, _to_gate_heads(k, E), _to_gate_heads(v, E), g)
+    inputs = (q.to(K.dtype) * scale, _to_gate_heads(k, E), _to_gate_heads(v, E), g)
     o, K, V = GSAChunks.apply(*(into_chunks(y, C, E, K.dtype) for y in inputs), K, V, segments)
     o = from_chunks(o, C, T)
     if padding is not None:
@@ -226,10 +227,10 @@ def _each_sequence(
 ) -> tuple[Tensor, GSAState]:
     """`cu_seqlens` as a loop over sequences: the definition; the GPU kernels do it in one launch."""
     bounds, outputs, states = cu.tolist(), [], []
-    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        part = [y[:, start:end] for y in (q, k, v, g)]
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        q_n, k_n, v_n, g_n = (y[:, start:end] for y in (q, k, v, g))
         own = None if state is None else GSAState(*(x[n : n + 1] for x in state))
-        o, last = _gsa_chunked(*part, scale, None, None, own, chunk_size)
+        o, last = _gsa_chunked(q_n, k_n, v_n, g_n, scale, None, None, own, chunk_size)
         outputs.append(o)
         states.append(last)
     return torch.cat(outputs, 1), GSAState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
@@ -323,8 +324,9 @@ class GatedSlotAttention(Mixer):
     ) -> None:
         """`slots` M; `damping` tau; `gate_heads`: one memory per key head or per query head; `clock`: how many of
         the slots take turns, each written at every clock-th token, so that they hold the last `clock` tokens
-        nearly exactly and a conversion starts near its source (-1: three quarters of the slots); `rope`: keep the rotary embedding on q and k; `norm`: RMS norm of the output per head or over all
-        heads; `unit_scale`: 1 instead of the architecture's factor on q.k; half-lives in tokens, 0 as minimum for
+        nearly exactly and a conversion starts near its source (-1: three quarters of the slots); `rope`: keep the
+        rotary embedding on q and k; `norm`: RMS norm of the output per head or over all heads; `unit_scale`: 1
+        instead of the architecture's factor on q.k; half-lives in tokens, 0 as minimum for
         zero biases; `gate_std` of W_f at the start.
 
         Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two.
@@ -365,7 +367,8 @@ class GatedSlotAttention(Mixer):
         bias = torch.zeros(self.slots, dtype=torch.float64)
         free = self.slots - self.clock
         if self.half_lives[0] > 0 and free:
-            half_life = torch.logspace(*(math.log10(x) for x in self.half_lives), free, dtype=torch.float64)
+            shortest, longest = (math.log10(x) for x in self.half_lives)
+            half_life = torch.logspace(shortest, longest, free, dtype=torch.float64)
             log_sigmoid = -math.log(2.0) * self.damping / half_life
             bias[self.clock :] = log_sigmoid - torch.log(-torch.expm1(log_sigmoid))
         return bias.repeat(self.gate_count)
@@ -374,7 +377,7 @@ class GatedSlotAttention(Mixer):
         """Log-decays g = log sigmoid(W_f x + bias) / tau, [B,T,E,M] fp32, <= 0."""
         f = self.forget(x).float().unflatten(-1, (self.gate_count, self.slots))
         if self.clock:
-            turn = positions(padding, segments, seen, x.shape[:2]).to(x.device) % self.clock
+            turn = positions(padding, segments, seen, (x.shape[0], x.shape[1])).to(x.device) % self.clock
             own_turn = turn[..., None] == torch.arange(self.clock, device=x.device)  # [B,T,clock]
             push = torch.where(own_turn[:, :, None], -self.clock_strength.float(), self.clock_strength.float())
             f = torch.cat([f[..., : self.clock] + push, f[..., self.clock :]], -1)
@@ -397,7 +400,15 @@ class GatedSlotAttention(Mixer):
         # Autocast would run the fp32 memories' products in half precision.
         with torch.autocast(q.device.type, enabled=False):
             o, state = gsa(
-                q, k, v, g, scale=self.scale, padding=padding, segments=segments, state=state, chunk_size=self.chunk_size
+                q,
+                k,
+                v,
+                g,
+                scale=self.scale,
+                padding=padding,
+                segments=segments,
+                state=state,
+                chunk_size=self.chunk_size,
             )
         return self._normalise(_act(o, self.output_act)), state
 

@@ -6,7 +6,7 @@ Nothing is tuned at run time. `benchmarks/tune_gsa.py` measures the candidates f
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Config(NamedTuple):
 
 
 # (capability, BM, wider of BD and BDV) -> what differs from `safe` for bf16. Measured: one H200, 64 slots x 128.
-SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, int]] = {
+SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
     ((9, 0), 64, 64): {"key_stages": 2, "step_warps": 2},
     ((9, 0), 64, 128): {"key_stages": 2, "step_warps": 2},
 }
@@ -50,7 +50,9 @@ def _configure(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int
     if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
         return choose((0, 0), 1 << 20, M, D, DV, dtype)._replace(chunk=32, precision="ieee")
     properties = torch.cuda.get_device_properties(device)
-    capability, shared = (properties.major, properties.minor), properties.shared_memory_per_block_optin
+    # A property that torch has and its type stub has not.
+    shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
+    capability = (properties.major, properties.minor)
     return choose(capability, shared, M, D, DV, dtype)
 
 
@@ -94,10 +96,12 @@ def safe(shared: int, M: int, D: int, DV: int, dtype: torch.dtype) -> Config:
 
 def shared_bytes(C: int, BM: int, BD: int, dtype: torch.dtype) -> int:
     """Bound on the shared memory of every kernel without `hold`, from the compiler's reports for 8.0 and 9.0."""
-    tiles = 4 * BM * BD + 4 * C * (BM + BD) + (3 * BM * BD // 2 if BM >= 128 else 0)
+    tiles = max(C * (4 * BD + 20 * BM), 4 * BM * BD + 4 * C * (BM + BD))
+    if BM >= 128:
+        tiles += 3 * BM * BD // 2
     return tiles * (2 if dtype == torch.float32 else 1)
 
 
 def held_bytes(C: int, BM: int, BD: int) -> int:
-    """The same with `hold`, in bf16: keys, values, both memories in the orientations that products need."""
-    return 6 * C * BD + (12 * BD + 4 * C) * BM
+    """The same with `hold`, in bf16: keys, values and memories in every orientation that a product needs."""
+    return 12 * BM * BD + 8 * C * (BM + BD)

@@ -28,6 +28,8 @@ def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
         return f"dtype {q.dtype}"
     if max(q.shape[-1], v.shape[-1]) > 256 or g.shape[-1] > 128:
         return f"head dim {q.shape[-1]}, {v.shape[-1]} or {g.shape[-1]} slots exceed 256, 256 and 128"
+    if q.shape[0] * g.shape[2] > 65535:
+        return f"{q.shape[0]} rows of {g.shape[2]} memories exceed a GPU's grid"
     return obstacle(q.device, q.dtype, g.shape[-1], q.shape[-1], v.shape[-1])
 
 
@@ -150,11 +152,11 @@ def scan(
 ) -> None:
     """Run `scan_kernel` over K and V in place, from `start` and, where wanted, into `last`."""
     (E, M, D), DV = K.shape[1:], V.shape[-1]
-    # One warp holds BX whole columns, four to a thread: no exchange. Long rows keep more chunks in flight.
-    BX, BN = 128, 2
+    # One warp holds BX whole columns, four to a thread: little to exchange. Long rows keep more chunks in flight.
+    BX, BN = min(128, x.config.block_d, x.config.block_dv), 2
     while BN < 16 and x.layout.chunks > 32 * BN:
         BN *= 2
-    scan_kernel[(-(-M * max(D, DV) // BX), x.layout.rows * E, 2)](
+    scan_kernel[(M * -(-max(D, DV) // BX), x.layout.rows * E, 2)](
         K, V, decay, *start, *last, x.layout.per_row, N=x.layout.chunks, E=E, M=M, D=D, DV=DV, BN=BN, BX=BX,
         REVERSE=reverse, VARLEN=x.layout.per_row is not None, START=start[0] is not None, LAST=last[0] is not None,
         num_warps=1,
@@ -164,7 +166,7 @@ def scan(
 def memories(x: Problem, start: list[Tensor | None], last: list[Tensor | None]) -> Memories:
     """What enters every chunk, from `start`; the memories after the last token go to `last`."""
     (B, T, E, M), slots = x.g.shape, x.layout.slots
-    new = {"device": x.q.device, "dtype": torch.float32}
+    new: dict[str, Any] = {"device": x.q.device, "dtype": torch.float32}
     out = Memories(
         torch.empty(B, T, E, M, **new),
         torch.empty(slots, E, M, **new),
@@ -222,7 +224,7 @@ def backward(
     """Gradients of q, k, v, g and of the entering memories (empty tensors where none entered)."""
     x = problem(q, k, v, g, scale, segments, cu)
     (B, T, H, D), DV, (E, M), rows = q.shape, v.shape[-1], g.shape[2:], x.layout.rows
-    new = {"device": q.device, "dtype": torch.float32}
+    new: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     do = dense(do)
     m = memories(x, [_dense(K0), _dense(V0)], [None, None])
 
@@ -241,7 +243,7 @@ def backward(
     )  # fmt: skip
     dK0 = torch.empty(rows, E, M, D, **new) if K0 is not None else torch.empty(0, **new)
     dV0 = torch.empty(rows, E, M, DV, **new) if V0 is not None else torch.empty(0, **new)
-    last = [dK0, dV0] if K0 is not None else [None, None]
+    last: list[Tensor | None] = [dK0, dV0] if K0 is not None else [None, None]
     scan(x, m.decay, dK, dV, _both(dK1, dV1, rows, (E, M, D, DV), new), last, reverse=True)
 
     # Gate heads that share a key head each make their own part of its gradient; the sum is below.

@@ -9,9 +9,9 @@ Inside a chunk e^{b_t-b_i} must become a matrix product. Where the whole chunk d
 reference in its middle splits it, e^{b_t-b_mid} e^{b_mid-b_i}: exponents stay within +-RANGE/2, far from overflow.
 Other chunks (strong gates) take the halving of scan.py, whose exponents never exceed 0. Tiles decide at run time.
 
-Products: q.k and do.v multiply what the caller gave, exactly. All others have one factor that is computed here in
-fp32; with bf16 inputs they run as tf32 on operands rounded to nearest, whose 11 bits keep the error of the result
-at that of its own rounding. b is kept in units of log 2.
+Precision with bf16 inputs: q.k and do.v multiply what the caller gave, exactly. Where only one factor is computed here,
+it goes in as two bf16 halves; where both are, as tf32 rounded to nearest. The error of a bf16 result is then that of
+its own rounding. b is kept in units of log 2.
 
 Letters as in gsa.py. Scratch: b [B,T,E,M]; memories [slots,E,M,D] fp32, where a row (or sequence) of N chunks owns
 N + 1 consecutive slots: slot n holds what enters chunk n, slot N what leaves the last. `BM`, `BD`, `BDV` are M, D,
@@ -277,9 +277,10 @@ def scan_kernel(p_K, p_V, p_decay, p_K0, p_V0, p_K1, p_V1, p_rows, N: int, E, M:
     """S_{n+1} = decay_n S_n + written_n over the chunks of a row, in place; REVERSE runs gradients backwards.
 
     Forward finds written_n in slot n + 1, REVERSE finds it in slot n. START: p_*0 hold the first value (else 0).
-    LAST: the last value also goes to p_*1. Grid (blocks of BX elements, rows * E, 2): keys, then values.
+    LAST: the last value also goes to p_*1. Grid (M * blocks of BX columns, rows * E, 2): keys, then values.
     """
-    i_x, i_r, i_e = tl.program_id(0), tl.program_id(1) // E, tl.program_id(1) % E
+    blocks = tl.cdiv(tl.maximum(D, DV), BX)
+    i_m, i_r, i_e = tl.program_id(0) // blocks, tl.program_id(1) // E, tl.program_id(1) % E
     if tl.program_id(2) == 0:
         p_S, p_S0, p_S1, width = p_K, p_K0, p_K1, D
     else:
@@ -288,15 +289,15 @@ def scan_kernel(p_K, p_V, p_decay, p_K0, p_V0, p_K1, p_V1, p_rows, N: int, E, M:
         first, count = tl.load(p_rows + 2 * i_r), tl.load(p_rows + 2 * i_r + 1)
     else:
         first, count = i_r * (N + 1), N
-    o_x, o_n = i_x * BX + tl.arange(0, BX), tl.arange(0, BN)
-    m_x = o_x < M * width
+    o_d, o_n = tl.program_id(0) % blocks * BX + tl.arange(0, BX), tl.arange(0, BN)
+    m_d, o_x = o_d < width, i_m * width + o_d
     o_flat = (i_r.to(tl.int64) * E + i_e) * (M * width) + o_x
     # [BX]
     b_S = tl.zeros([BX], tl.float32)
     if START:
-        b_S += tl.load(p_S0 + o_flat, mask=m_x, other=0.0)
+        b_S += tl.load(p_S0 + o_flat, mask=m_d, other=0.0)
     edge = first + (count if REVERSE else 0)
-    tl.store(p_S + (edge.to(tl.int64) * E + i_e) * (M * width) + o_x, b_S, mask=m_x)
+    tl.store(p_S + (edge.to(tl.int64) * E + i_e) * (M * width) + o_x, b_S, mask=m_d)
     for i_n in range(0, count, BN):
         o_j = i_n + o_n
         if REVERSE:
@@ -305,18 +306,17 @@ def scan_kernel(p_K, p_V, p_decay, p_K0, p_V0, p_K1, p_V1, p_rows, N: int, E, M:
         else:
             o_decay = first + o_j
             o_slot = o_decay + 1
-        # [BN, BX]
-        m_S = (o_j < count)[:, None] & m_x[None, :]
+        # [BN, BX], [BN]
+        m_S = (o_j < count)[:, None] & m_d[None, :]
         p_tile = p_S + (o_slot.to(tl.int64) * E + i_e)[:, None] * (M * width) + o_x[None, :]
-        p_a = p_decay + (o_decay.to(tl.int64) * E + i_e)[:, None] * M + (o_x // width)[None, :]
         b_x = tl.load(p_tile, mask=m_S, other=0.0)
-        b_a = tl.load(p_a, mask=m_S, other=1.0)
-        b_a, b_x = tl.associative_scan((b_a, b_x), 0, compose)
+        b_decay = tl.load(p_decay + (o_decay.to(tl.int64) * E + i_e) * M + i_m, mask=o_j < count, other=1.0)
+        b_a, b_x = tl.associative_scan((tl.broadcast_to(b_decay[:, None], [BN, BX]), b_x), 0, compose)
         b_x += b_a * b_S[None, :]
         tl.store(p_tile, b_x, mask=m_S)
         b_S = tl.sum(tl.where((o_n == BN - 1)[:, None], b_x, 0.0), 0)
     if LAST:
-        tl.store(p_S1 + o_flat, b_S, mask=m_x)
+        tl.store(p_S1 + o_flat, b_S, mask=m_d)
 
 
 @jit

@@ -27,7 +27,7 @@ from .source import DTYPES, FOREIGN, WEIGHTS, Source, read_header
 
 MANIFEST = "linearize.json"
 MIXER_SHARD = "model-mixers.safetensors"
-# Never a name that save_pretrained would choose: it writes in place, and a linked shard is the source's own file.
+# Never a name that save_pretrained would choose: older safetensors write in place, into the linked source file.
 SOURCE_SHARD = "model-source-{:05d}-of-{:05d}.safetensors"
 SINGLE_SHARD = SOURCE_SHARD.format(1, 1)
 INDEX = "model.safetensors.index.json"
@@ -126,6 +126,8 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives,
     write_index(folder, shards)
     _copy_small_files(folder, source)
     for name, text in code_files(plan, natives).items():
+        if (folder / name).exists():
+            raise LinearizeError(f"{source.name} has a {name} of its own, where ours must go", Exit.INCOMPATIBLE)
         (folder / name).write_text(text, "utf-8")
     write_json(folder / "config.json", converted_config(source.config, plan, natives))
     (folder / "README.md").write_text(card.model_card(plan, source), "utf-8")
@@ -138,12 +140,19 @@ def converted_config(config: dict[str, Any], plan: Plan, natives: Natives) -> di
         **config,
         "model_type": "linearized_" + natives.model_type,
         "architectures": ["Linearized" + natives.head.__name__],
-        "auto_map": auto_map(natives),
+        "auto_map": {**_other_code(config), **auto_map(natives)},
         "linearize": plan.spec(),
     }
     changed.pop("torch_dtype", None)
     changed["dtype"] = plan.dtype
     return changed
+
+
+def _other_code(config: dict[str, Any]) -> dict[str, Any]:
+    """Entries of the source's `auto_map` for tokenizers and processors; its model classes would run without mixers."""
+    entries = config.get("auto_map")
+    entries = entries if isinstance(entries, dict) else {}
+    return {name: where for name, where in entries.items() if not name.startswith(("AutoModel", "AutoConfig"))}
 
 
 def manifest(folder: Path, plan: Plan) -> dict[str, Any]:

@@ -53,7 +53,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _global(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Never ask the Hub; use its cache only.")] = False,
 ) -> None:
     if offline:
@@ -67,11 +69,15 @@ def convert(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: ./NAME-MECHANISM.")] = None,
     layers: Annotated[str, typer.Option(help="all, 0-3,7 or every:2.")] = "all",
     keep_softmax: Annotated[str, typer.Option(help="Layers to leave alone, for example 7,15.")] = "",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Mechanism option, key=value; repeatable.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Mechanism option, key=value; repeatable.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16, float16 or float64.")] = "keep",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; reads no weights.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what linearize wrote before.")] = False,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model ships.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model ships.")
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     verify: Annotated[str, typer.Option(help="auto, full, keys or none.")] = "auto",
     as_json: Json = False,
@@ -132,7 +138,7 @@ def finetune(
     from .show import recipe_table, report_table
 
     if dry_run:
-        plans = story.dry_run(loaded, say)
+        plans = story.dry_run(loaded, say, max_steps)
         recipe_table(plans)
         result: dict[str, Any] = {"stages": plans}
     else:
@@ -144,7 +150,9 @@ def finetune(
 
 @app.command()
 def demo(
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the run here; default: a temporary folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Keep the run here; default: a temporary folder.")
+    ] = None,
     prompt: Annotated[str, typer.Option(help="Continued by teacher and student.")] = "def read_lines(path):\n",
     as_json: Json = False,
 ) -> None:
@@ -154,3 +162,23 @@ def demo(
     report = tour(output, prompt, say)
     if as_json:
         print(json.dumps(report))
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("kernels")
+def bench_kernels(
+    mechanism: Annotated[str, typer.Option(help="Mechanism whose GPU kernels are measured.")] = "gsa",
+    picture: Annotated[Path | None, typer.Option("--plot", help="Also draw the times into this PNG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """GPU kernels beside PyTorch, scaled dot product attention and, where installed, flash-linear-attention."""
+    from .bench import bench_kernels as measure
+    from .bench_report import markdown, plot
+
+    result = measure(mechanism)
+    print(json.dumps(result) if as_json else markdown(result))
+    if picture is not None:
+        plot(result, picture)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linearize_kernels.seam import evaluating
+
 from .data import Blocks
 from .losses import next_token_ce
 from .stages import Batch, Listener, forward, listen
-from .trainable import Student, evaluating
+from .trainable import Student
 
 
 def batches(blocks: Blocks, size: int, max_tokens: int, device: torch.device) -> Iterator[Batch]:
@@ -30,7 +32,7 @@ def collate(items: list[Batch], device: torch.device) -> Batch:
 
 @torch.no_grad()
 def perplexity(model: Any, data: Iterator[Batch], autocast: Any = contextlib.nullcontext) -> float:
-    """exp of the mean next-token loss in nats, over every target."""
+    """exp of the mean next-token loss in nats, over every target; at most 1e304."""
     total, count = 0.0, 0
     with evaluating(model):
         for batch in data:
@@ -38,7 +40,7 @@ def perplexity(model: Any, data: Iterator[Batch], autocast: Any = contextlib.nul
             with autocast():
                 loss = next_token_ce(forward(model, batch), batch["labels"])
             total, count = total + loss.item() * targets, count + targets
-    return math.exp(total / max(count, 1))
+    return math.exp(min(total / max(count, 1), 700.0))
 
 
 class Fidelity(Listener):

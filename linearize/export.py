@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import subprocess
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from linearize_kernels.seam import evaluating
 
 from . import card, checkpoint
 from .errors import Exit, LinearizeError
 from .plan import Plan
 from .probe import model_class_of, quiet
 from .recipe import Recipe
-from .render import Natives, code_files
-from .runs import write_atomically
-from .source import Source, read_header
-from .trainable import ADAPTER, Student, is_source
-from .verify import check_keys
+from .render import Natives, auto_map, code_files
+from .source import DTYPES, Source, read_header
+from .trainable import ADAPTER, Student
+from .verify import LOAD, LOGITS, TOLERANCE, check_keys, clean_command, fits_twice
+
+# Relative to the largest logit, after rounding the trained weights to the dtype that is saved.
+ROUNDING = {"float64": TOLERANCE, "float32": TOLERANCE, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+# ---------------------------------------------------------------- loading
 
 
 def load_converted(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
@@ -29,32 +42,46 @@ def load_converted(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
 
     Raises LinearizeError (exit 3) for a folder that linearize did not write, or other code without trust.
     """
-    plan = read_plan(folder)
-    if not trust_remote_code:
-        changed = [name for name, text in expected_code(plan).items() if _text(folder / name) != text]
-        if changed:
-            raise LinearizeError(
-                f"{folder} carries other code than this version of linearize writes ({', '.join(sorted(changed))}). "
-                "Read it, then set model.trust_remote_code: true",
-                Exit.INCOMPATIBLE,
-            )
+    check_code(folder, trust_remote_code)
     with quiet():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=True)
 
 
-def meta_model(base: str, planned: tuple[Plan, Source, Natives] | None) -> Any:
-    """The linearized model without memory behind its weights: of a conversion that is planned, or of a folder."""
+def meta_model(
+    folder: Path | None, planned: tuple[Plan, Source, Natives] | None, dtype: Any, trust_remote_code: bool
+) -> Any:
+    """The linearized model without memory behind its weights: of a conversion that is planned, or of a folder.
+
+    `dtype` None is the one that the weights are stored in.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(base)
         if planned is not None:
             plan, source, natives = planned
             folder = Path(scratch)
             for name, text in code_files(plan, natives).items():
                 (folder / name).write_text(text, "utf-8")
             checkpoint.write_json(folder / "config.json", checkpoint.converted_config(source.config, plan, natives))
+        else:
+            assert folder is not None
+            plan = check_code(folder, trust_remote_code)
         with quiet(), torch.device("meta"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+            dtype = dtype or getattr(torch, plan.dtype)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=True)
+
+
+def check_code(folder: Path, trust_remote_code: bool) -> Plan:
+    """The plan by which a folder was converted, whose code is this version's or trusted; else exit 3."""
+    plan = read_plan(folder)
+    if not trust_remote_code:
+        changed = sorted(_changed_code(folder, plan))
+        if changed:
+            raise LinearizeError(
+                f"{folder} carries other code than this version of linearize writes ({', '.join(changed)}). "
+                "Read it, then set model.trust_remote_code: true",
+                Exit.INCOMPATIBLE,
+            )
+    return plan
 
 
 def read_plan(folder: Path) -> Plan:
@@ -69,89 +96,124 @@ def read_plan(folder: Path) -> Plan:
         ) from error
 
 
-def expected_code(plan: Plan) -> dict[str, str]:
-    """The code files that this version writes for a plan."""
-    with quiet():
-        config = AutoConfig.for_model(plan.model_type, architectures=[plan.architecture])
-    return code_files(plan, Natives(config, model_class_of(config)))
+def _changed_code(folder: Path, plan: Plan) -> Iterator[str]:
+    """Names of Python files, and of JSON files that say which code to load, that differ from what a plan leads to."""
+    try:
+        with quiet():
+            config = AutoConfig.for_model(plan.model_type, architectures=[plan.architecture])
+        natives = Natives(config, model_class_of(config))
+        expected = code_files(plan, natives)
+    except (ValueError, LinearizeError):  # of a model that transformers does not have
+        yield f"the code of {plan.architecture}"
+        return
+    present = {path.name: path.read_text("utf-8") for path in folder.glob("*.py")}
+    yield from (name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(ValueError, AttributeError):
+            asked = json.loads(path.read_text("utf-8")).get("auto_map")
+            if asked != (auto_map(natives) if path.name == "config.json" else None):
+                yield path.name
 
 
-def _text(path: Path) -> str | None:
-    return path.read_text("utf-8") if path.exists() else None
+# ---------------------------------------------------------------- saving
 
 
 def save_final(student: Student, base: Path, output: Path, recipe: Recipe, say: Any) -> None:
-    """Write the finished model, reload it in a clean process, then put it in place.
+    """Write the finished model, reload it in a clean process, compare, then put it in place.
 
-    Untouched source shards are linked from the base; with trained source weights everything is written anew.
+    Whatever was not trained is linked or copied from the base, byte for byte.
     """
     plan = read_plan(base)
     shutil.rmtree(output, ignore_errors=True)
+    keep_adapter = student.lora is not None and not recipe.finish.merge_lora
+    student.model.to("cpu")
+    compare = recipe.finish.verify and fits_twice(base)
+    if compare:
+        student.model.float()
+    trained = None if not compare else logits_of(student.model)
     with checkpoint.output_folder(output, overwrite=False) as folder:
-        adapter = finish_adapters(student, recipe.finish.merge_lora, folder)
-        changed = bool(student.originals) or student.lora is not None and not adapter
-        copy_rest(base, folder, weights=not changed)
-        save_mixers(student, folder, plan)
-        if changed:
-            save_source_weights(student, folder, plan)
+        changed = finish_adapters(student, folder if keep_adapter else None)
+        copy_rest(base, folder)
+        write_trained(student, base, folder, changed)
         (folder / "README.md").write_text(trained_card(plan, recipe), "utf-8")
-        write_manifest(folder, plan, recipe)
+        checkpoint.write_json(
+            folder / checkpoint.MANIFEST, {**checkpoint.manifest(folder, plan), "recipe": recipe.resolved()}
+        )
         if recipe.finish.verify:
-            say(f"reloaded in a clean process: {check_keys(folder)} tensors, none missing, none unexpected")
+            say(verify_final(folder, plan, student, trained, keep_adapter))
     say(f"saved {output}")
 
 
-def finish_adapters(student: Student, merge: bool, folder: Path) -> bool:
-    """Merge LoRA layers into the source weights, or save them as `adapter/` and take them off; True when kept."""
-    if student.lora is None:
-        return False
-    if merge:
-        student.lora.merge_and_unload()
-        return False
-    from peft import get_peft_model_state_dict
+def finish_adapters(student: Student, folder: Path | None) -> set[str]:
+    """Merge LoRA layers into the source weights, or save them as `folder`/adapter and take them off.
 
+    Returns the names of the source weights that training changed.
+    """
+    changed = set(student.originals)
+    if student.lora is None:
+        return changed
+    if folder is None:
+        changed |= student.adapted()
+        student.lora.merge_and_unload()
+        return changed
     target = folder / "adapter"
     target.mkdir()
-    tensors = get_peft_model_state_dict(student.lora, adapter_name=ADAPTER)
-    save_file({f"base_model.model.{k}": v.contiguous().cpu() for k, v in tensors.items()}, target / "adapter_model.safetensors")
+    own = {name: p.detach() for name, p in student.named_parameters() if ".lora_" in name}
+    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous() for name, value in own.items()}
+    save_file(named, target / "adapter_model.safetensors", {"format": "pt"})
     student.lora.peft_config[ADAPTER].save_pretrained(target)
     student.lora.unload()
-    return True
+    return changed
 
 
-def copy_rest(base: Path, folder: Path, weights: bool) -> None:
-    """Everything but weights, and the source shards as links when they are unchanged."""
+def copy_rest(base: Path, folder: Path) -> None:
+    """Everything but weights, hidden files, and adapters of an earlier run."""
     for path in sorted(base.iterdir()):
-        target = folder / path.name
+        if path.name.startswith(".") or path.name == "adapter":
+            continue
         if path.is_dir():
-            shutil.copytree(path, target)
-        elif path.suffix == ".safetensors":
-            if weights and path.name != checkpoint.MIXER_SHARD:
-                checkpoint.link_or_copy(path, target)
-        elif path.name != checkpoint.INDEX or weights:
-            shutil.copyfile(path, target)
+            shutil.copytree(path, folder / path.name)
+        elif path.suffix != ".safetensors":
+            shutil.copyfile(path, folder / path.name)
 
 
-def save_mixers(student: Student, folder: Path, plan: Plan) -> None:
-    """The shard of mixers, in the dtype of the plan."""
-    tensors = {k: v for k, v in student.model.state_dict().items() if not is_source(k) and ".lora_" not in k}
-    cast = {k: v.to("cpu", getattr(torch, plan.dtype)).contiguous() for k, v in tensors.items()}
-    save_file(cast, folder / checkpoint.MIXER_SHARD, {"format": "pt"})
+def write_trained(student: Student, base: Path, folder: Path, changed: set[str]) -> None:
+    """The shards of the base with the trained values in their places; a shard without any is linked."""
+    headers = {shard: read_header(shard) for shard in sorted(base.glob("*.safetensors"))}
+    known = {name for header in headers.values() for name in header}
+    values = stored_names(student.model, changed, known, folder)
+    values |= {name: p.detach() for name, p in student.named_parameters() if ".mixer." in name}
+    for shard, header in headers.items():
+        new = {name: values.pop(name) for name in header.keys() & values.keys()}
+        if not new:
+            checkpoint.link_or_copy(shard.resolve(), folder / shard.name)
+            continue
+        with safe_open(shard, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in header if name not in new}
+        for name, value in new.items():
+            tensors[name] = value.to(getattr(torch, DTYPES[header[name].dtype])).contiguous().clone()
+        save_file(tensors, folder / shard.name, {"format": "pt"})
+    if values:
+        raise RuntimeError(f"the converted base has no {', '.join(sorted(values))}")
 
 
-def save_source_weights(student: Student, folder: Path, plan: Plan) -> None:
-    """Everything but mixers, through transformers, which undoes its own renames; then the index over all shards."""
-    student.model.to(getattr(torch, plan.dtype))
-    config = (folder / "config.json").read_text("utf-8")
-    tensors = {k: v for k, v in student.model.state_dict().items() if is_source(k)}
-    with quiet():
-        student.model.save_pretrained(folder, state_dict=tensors, max_shard_size="5GB")
-    # The converted config is the reference: save_pretrained adds run-time values to it.
-    write_atomically(folder / "config.json", config)
-    single = folder / "model.safetensors"
-    if single.exists():
-        single.rename(folder / checkpoint.SINGLE_SHARD)
-    checkpoint.write_index(folder, {f.name: list(read_header(f)) for f in folder.glob("*.safetensors")})
+def stored_names(model: Any, names: set[str], known: set[str], scratch: Path) -> dict[str, Tensor]:
+    """Trained source tensors by the names that the base's shards (`known`) give them."""
+    if not names:
+        return {}
+    tensors = {name: value for name, value in model.state_dict().items() if name in names}
+    values: dict[str, Tensor] = {}
+    with tempfile.TemporaryDirectory(dir=scratch) as work, quiet():
+        model.save_pretrained(work, state_dict=tensors)  # transformers undoes its own renames
+        for shard in Path(work).glob("*.safetensors"):
+            values |= load_file(shard)
+    for alias, original in model.all_tied_weights_keys.items():
+        if original in values and alias in known:
+            values[alias] = values[original]
+            if original not in known:
+                del values[original]
+    short = {name: name.removeprefix(f"{model.base_model_prefix}.") for name in values}
+    return {name if name in known else short[name]: value for name, value in values.items()}
 
 
 def trained_card(plan: Plan, recipe: Recipe) -> str:
@@ -161,6 +223,55 @@ def trained_card(plan: Plan, recipe: Recipe) -> str:
     return card.model_card(plan, source, f"Trained with `linearize finetune` ({recipe.name}): {stages}.")
 
 
-def write_manifest(folder: Path, plan: Plan, recipe: Recipe) -> None:
-    """linearize.json: the plan and the resolved recipe."""
-    checkpoint.write_json(folder / checkpoint.MANIFEST, {**checkpoint.manifest(folder, plan), "recipe": recipe.resolved()})
+# ---------------------------------------------------------------- verifying
+
+
+def logits_of(model: Any) -> Tensor:
+    """Logits of the tokens that clean processes are asked for, by the same few lines."""
+    scope: dict[str, Any] = {"torch": torch}
+    exec(LOGITS, scope)
+    with evaluating(model):
+        return scope["logits"](model)
+
+
+def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | None, keep_adapter: bool) -> str:
+    """Reload in a clean process; raises LinearizeError (exit 6) unless tensors and logits are those of the student.
+
+    Two comparisons: saving rounds the trained weights a little, reloading must not change them at all.
+    """
+    said = "reloaded in a clean process: {} tensors, none missing, none unexpected"
+    if trained is None:
+        return said.format(check_keys(folder)) + "; logits not compared, twice the weights exceed free memory"
+    dtypes = {entry.dtype for shard in folder.glob("*.safetensors") for entry in read_header(shard).values()}
+    student.model.to(getattr(torch, plan.dtype)).float()
+    rounded = logits_of(student.model)
+    if not keep_adapter:
+        _compare(rounded, trained, ROUNDING[plan.dtype], "merging adapters and rounding to the saved dtype")
+    # With more than one dtype in the shards, what was loaded for training was rounded too.
+    limit = TOLERANCE if len(dtypes) == 1 else ROUNDING[plan.dtype]
+    with ThreadPoolExecutor() as pool:  # of two child processes, each of which mostly starts up
+        count, reloaded = pool.submit(check_keys, folder), pool.submit(reload_logits, folder)
+    difference = _compare(reloaded.result(), rounded, limit, "reloading")
+    return said.format(count.result()) + f"; logits equal the trained model's (largest difference {difference:.1e})"
+
+
+def reload_logits(folder: Path) -> Tensor:
+    """`logits_of` a saved model, in float32, computed in a process where linearize cannot be imported."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "logits.pt"
+        with clean_command(LOGITS + LOAD, [str(folder), str(out)]) as (command, environment):
+            done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            reason = done.stderr.strip()[-2000:]
+            raise LinearizeError(f"verification failed: a clean process cannot load it:\n{reason}", Exit.CHECK_FAILED)
+        return torch.load(out)
+
+
+def _compare(ours: Tensor, theirs: Tensor, limit: float, what: str) -> float:
+    """The largest difference relative to the largest value, unless it is over the limit."""
+    difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+    if not difference <= limit:
+        raise LinearizeError(
+            f"verification failed: {what} changed logits by {difference:.1e} (limit {limit:.0e})", Exit.CHECK_FAILED
+        )
+    return difference

@@ -1,10 +1,16 @@
-"""The optimizer loop of one stage, on accelerate: steps, metrics, evaluation, checkpoints, interruption."""
+"""The optimizer loop of one stage, on accelerate: steps, metrics, evaluation, checkpoints, interruption.
+
+Data order, learning rate and random numbers are functions of the step, so a stage continues anywhere.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
+import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +26,16 @@ from .runs import Position
 from .stages import end_to_end_loss, transfer_loss
 
 if TYPE_CHECKING:
-    from .finetune import Finetuner
+    from .session import Finetuner
+
+
+def seed_for(*parts: int) -> int:
+    """A seed that no other tuple of numbers has."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
 
 
 class StageLoop:
-    """The optimizer loop of one stage."""
+    """The optimizer loop of one stage; `power` is set before a transfer stage runs."""
 
     def __init__(
         self,
@@ -32,60 +43,63 @@ class StageLoop:
         number: int,
         stage: Stage,
         blocks: Blocks,
+        order: BlockOrder,
         steps: int,
         parameters: list[torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        schedule: Any,
+        schedule: Callable[[int], float],
     ) -> None:
-        self.owner, self.number, self.stage, self.blocks, self.steps = owner, number, stage, blocks, steps
-        self.parameters, self.schedule = parameters, schedule
+        self.owner, self.number, self.stage, self.blocks, self.order = owner, number, stage, blocks, order
+        self.steps, self.parameters, self.schedule = steps, parameters, schedule
+        self.power: dict[int, Tensor] = {}
+        self.stopping = False
+        self.tokens_per_step = blocks.seq_len * owner.blocks_per_step(stage)
         accelerator = owner.accelerator
         accelerator.free_memory()  # forget the optimizer of the stage before
-        accelerator.gradient_accumulation_steps = stage.batch.accumulate
-        self.order = BlockOrder(len(blocks), owner.recipe.seed)
         self.transfers = isinstance(stage, AttentionTransfer)
         self.wrapped, self.optimizer = owner.model, accelerator.prepare(optimizer)
         # Layer losses of a transfer are backpropagated inside forward, past the hooks of DDP: no wrapper there,
-        # gradients are averaged by hand. A single process needs none, and accelerate's would widen the logits.
+        # gradients are added up by hand. A single process needs none, and accelerate's would widen the logits.
         if not self.transfers and accelerator.num_processes > 1:
             self.wrapped = accelerator.prepare(owner.model)
         if not self.transfers and owner.recipe.runtime.compile:
             self.wrapped = torch.compile(self.wrapped)
-        self._checkpointing(owner.recipe.runtime.gradient_checkpointing and not self.transfers)
-
-    def _checkpointing(self, on: bool) -> None:
-        if on:
-            self.owner.model.gradient_checkpointing_enable({"use_reentrant": False})
-        elif self.owner.model.is_gradient_checkpointing:
-            self.owner.model.gradient_checkpointing_disable()
+        set_checkpointing(owner.model, owner.recipe.runtime.gradient_checkpointing and not self.transfers)
 
     # ------------------------------------------------------------ the loop
 
     def run(self, start: int) -> None:
         """Steps `start`..`steps`, with metrics, evaluation and checkpoints on the way."""
-        owner, recipe = self.owner, self.owner.recipe
-        tokens_per_step = self.blocks.seq_len * owner._blocks_per_step(self.stage)
-        began = time.monotonic()
-        with StageProgress(self.stage.name, self.steps, start, not owner.accelerator.is_main_process) as bar:
+        owner, began = self.owner, time.monotonic()
+        quiet = not owner.accelerator.is_main_process
+        with StageProgress(self.stage.name, self.steps, start, quiet) as bar, self._interruptible():
             for step in range(start, self.steps):
                 loss, norm, lr = self.step(step)
                 done = step + 1
-                rate = (done - start) * tokens_per_step / (time.monotonic() - began)
-                self._log(done, loss=loss, grad_norm=norm, lr=lr, tokens=done * tokens_per_step, tokens_per_s=round(rate))
+                rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
+                self._log(done, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
                 bar.update(done, loss, rate)
-                if not math.isfinite(loss):
-                    raise self._not_finite(loss, done)
-                last = done == self.steps
-                if last or recipe.eval.every_steps and done % recipe.eval.every_steps == 0:
-                    self._evaluate(done)
-                if last or owner.interrupted or done % recipe.checkpoint.every_steps == 0:
-                    owner.save(Position(self.number, done, done * tokens_per_step, last), self)
-                if owner.interrupted:
-                    raise LinearizeError(
-                        f"interrupted after step {done} of {self.stage.name}; state saved in {owner.last_checkpoint}. "
-                        "The same command continues",
-                        Exit.INTERRUPTED,
-                    )
+                self._after(done)
+        if self.wrapped is not owner.model:
+            owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
+
+    def _after(self, done: int) -> None:
+        """What is due after a step: evaluation, a checkpoint, the end of an interrupted run."""
+        owner, recipe, last = self.owner, self.owner.recipe, done == self.steps
+        if last or (recipe.eval.every_steps and done % recipe.eval.every_steps == 0):
+            ppl = owner.evaluate(self.stage)
+            if ppl is not None:
+                if math.isnan(ppl):
+                    raise owner.not_finite("held-out loss is nan", self.number, done + 1)
+                owner.log_evaluation(self.stage.name, done, done * self.tokens_per_step, ppl)
+        if last or self.stopping or done % recipe.checkpoint.every_steps == 0:
+            owner.save(Position(self.number, done, done * self.tokens_per_step, last), self.state())
+        if self.stopping:
+            raise LinearizeError(
+                f"interrupted after step {done} of {self.stage.name}; state saved in {owner.last_checkpoint}. "
+                "The same command continues",
+                Exit.INTERRUPTED,
+            )
 
     def step(self, step: int) -> tuple[float, float, float]:
         """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate."""
@@ -96,32 +110,45 @@ class StageLoop:
         losses = []
         owner.model.train()
         for number, batch in enumerate(micro):
+            torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, number, accelerator.process_index))
             last = number == len(micro) - 1
             with contextlib.nullcontext() if last or self.transfers else accelerator.no_sync(self.wrapped):
                 losses.append(self._micro_batch(batch, tokens))
         if self.transfers:
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    parameter.grad = accelerator.reduce(parameter.grad, "mean")
-        norm = accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.clip)
-        lr = self.schedule.get_last_lr()[0]
+                    parameter.grad = accelerator.reduce(parameter.grad, "sum")
+        norm = float(accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.clip))
+        shares = torch.stack(losses).sum()
+        loss, stop = accelerator.reduce(torch.stack([shares, shares.new_tensor(owner.interrupted)]), "sum").tolist()
+        self.stopping = stop > 0  # all processes stop after the same step, whichever was told first
+        lr = self.stage.optimizer.lr * self.schedule(step)
+        self._update(loss, norm, lr, step)
+        return loss, norm, lr
+
+    def _update(self, loss: float, norm: float, lr: float, step: int) -> None:
+        """The optimizer's part of a step, unless loss or gradients are unusable."""
+        scaler = self.owner.accelerator.scaler
+        # A loss scale that was too high makes infinite gradients now and then; such a step is skipped.
+        if not math.isfinite(loss) or (scaler is None and not math.isfinite(norm)):
+            self._log(step + 1, loss=loss, grad_norm=norm, lr=lr)
+            what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+            raise self.owner.not_finite(what, self.number, step + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
-        if not accelerator.optimizer_step_was_skipped:
-            self.schedule.step()
         self.optimizer.zero_grad()
-        loss = torch.stack(losses).sum()
-        return float(accelerator.reduce(loss, "mean")), float(norm), lr
 
     def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> Tensor:
         """Forward and backward of one micro batch; returns its share of the step's loss, without gradient."""
-        owner, accelerator, accumulate = self.owner, self.owner.accelerator, self.stage.batch.accumulate
+        owner, accelerator = self.owner, self.owner.accelerator
         if self.transfers:
             with accelerator.autocast():
-                return transfer_loss(owner.student, batch, accelerator.backward) / accumulate
+                return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward)
         loss = end_to_end_loss(self.stage, owner.student, self.wrapped, batch, tokens, accelerator.autocast)
-        # The loss is divided by the tokens of all processes; accelerate and DDP divide again, by both counts.
-        accelerator.backward(loss * accumulate * accelerator.num_processes)
-        return loss.detach() * accelerator.num_processes
+        # DDP takes the mean over processes of what has to be a sum.
+        accelerator.backward(loss * accelerator.num_processes)
+        return loss.detach()
 
     def batch(self, step: int, micro: int) -> dict[str, Tensor]:
         """The blocks of one micro batch of this process."""
@@ -133,44 +160,52 @@ class StageLoop:
 
     # ------------------------------------------------------------ around the loop
 
-    def _evaluate(self, step: int) -> None:
-        ppl = self.owner.evaluate(self.stage)
-        if ppl is not None:
-            tokens = step * self.blocks.seq_len * self.owner._blocks_per_step(self.stage)
-            self.owner.log_evaluation(self.stage.name, step, tokens, ppl)
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Within: the first Ctrl-C finishes the step and saves, the second stops at once."""
 
-    def _log(self, step: int, **values: Any) -> None:
+        def on_signal(number: int, frame: Any) -> None:
+            if self.owner.interrupted:
+                raise KeyboardInterrupt
+            self.owner.interrupted = True
+            self.owner.say("interrupted: finishing this step, then saving (again to stop at once)")
+
+        try:
+            before = signal.signal(signal.SIGINT, on_signal)
+        except ValueError:  # not the main thread: nobody can press Ctrl-C here
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _log(self, step: int, **values: float) -> None:
         if self.owner.accelerator.is_main_process:
-            self.owner.run.log(stage=self.stage.name, step=step, **values, memory=memory_bytes())
+            tokens = step * self.tokens_per_step
+            self.owner.run.log(stage=self.stage.name, step=step, tokens=tokens, **values, memory=memory_bytes())
             self.owner.accelerator.log({f"{self.stage.name}/{k}": v for k, v in values.items()}, step=step)
 
-    def _not_finite(self, loss: float, step: int) -> LinearizeError:
-        kept = self.owner.last_checkpoint
-        good = f"last good checkpoint {kept}" if kept else "no checkpoint was written yet"
-        return LinearizeError(
-            f"loss is {loss} at step {step} of {self.stage.name}; {good}. Lower stages[{self.number}].optimizer.lr "
-            f"(now {self.stage.optimizer.lr:g}) or use runtime.precision: fp32",
-            Exit.CHECK_FAILED,
-        )
-
     def state(self) -> dict[str, Any]:
-        """Optimizer, schedule, random numbers and loss scale, for a checkpoint."""
+        """Optimizer and loss scale, for a checkpoint; the rest follows from the step."""
         scaler = self.owner.accelerator.scaler
         return {
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state() if self.owner.device.type == "cuda" else None,
+            "optimizer": self.optimizer.state_dict()["state"],
             "scaler": scaler.state_dict() if scaler is not None else None,
         }
 
     def restore(self, checkpoint: Path) -> None:
-        """The inverse of `state`."""
+        """The inverse of `state`; learning rate, betas and the like are the recipe's, which may have changed."""
         state = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and self.owner.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"])
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
         if state["scaler"] is not None and self.owner.accelerator.scaler is not None:
             self.owner.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def set_checkpointing(model: Any, on: bool) -> None:
+    """Recompute activations in backward, or not; transformers renamed the switch after 5.17."""
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    if on:
+        getattr(model, f"{name}_enable")({"use_reentrant": False})
+    elif getattr(model, f"is_{name}"):
+        getattr(model, f"{name}_disable")()

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+
 from linearize_kernels.mixer import Site
 
 from .errors import Exit, LinearizeError

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import transformers
-from linearize_kernels.mixer import Site
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as hf_logging
+
+from linearize_kernels.mixer import Site
 
 from .errors import Exit, LinearizeError
 
@@ -54,7 +55,7 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
                     Exit.INCOMPATIBLE,
                 )
             return found
-    mapping = transformers.AutoModelForCausalLM._model_mapping
+    mapping: Any = transformers.AutoModelForCausalLM._model_mapping
     if type(config) in mapping:
         found = mapping[type(config)]
         return found[0] if isinstance(found, tuple) else found
@@ -74,27 +75,26 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> list[
     try:
         model = build_on_meta(config, model_class)
         names = {id(module): name for name, module in model.named_modules()}
-        for module in model.modules():
-            module._linearize_records = records
+        parts: list[Any] = list(model.modules())
+        for part in parts:
+            part._linearize_records = records
         with quiet(), torch.no_grad():
             ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-            handles = [m.register_forward_pre_hook(_keep_hidden, with_kwargs=True) for m in model.modules()]
+            handles = [m.register_forward_pre_hook(_keep_hidden, with_kwargs=True) for m in parts]
             # An explicit 4D mask is passed on as it is, so no architecture inspects values that meta tensors lack.
             mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
             model(input_ids=ids, attention_mask=mask, use_cache=False)
             for handle in handles:
                 handle.remove()
     except Exception as error:  # whatever the architecture's own code raises
+        if isinstance(error, KeyError) and error.args == (PROBE,):  # a table of its own instead of the interface
+            raise _not_routed(config, model_class, "") from error
         raise LinearizeError(
             f"{model_class.__name__} cannot be probed on the meta device: {type(error).__name__}: {error}",
             Exit.INCOMPATIBLE,
         ) from error
     if not records:
-        raise LinearizeError(
-            f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
-            f"attention interface. Attention-like modules seen: {_candidates(model) or 'none'}",
-            Exit.INCOMPATIBLE,
-        )
+        raise _not_routed(config, model_class, f". Attention-like modules seen: {_candidates(model) or 'none'}")
     sites = [_site(number, names, record) for number, record in enumerate(records)]
     for site in sites:
         if [other.path for other in sites].count(site.path) > 1:
@@ -105,13 +105,21 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> list[
     return sites
 
 
-def _keep_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _not_routed(config: PreTrainedConfig, model_class: type[PreTrainedModel], seen: str) -> LinearizeError:
+    return LinearizeError(
+        f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
+        f"attention interface{seen}",
+        Exit.INCOMPATIBLE,
+    )
+
+
+def _keep_hidden(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x = kwargs.get("hidden_states", args[0] if args else None)
     module._linearize_hidden = x.shape[-1] if isinstance(x, Tensor) and x.ndim == 3 else None
 
 
 def _record(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The recording attention function: notes the call and returns zeros of the right shape."""
     B, H, T, D = query.shape

@@ -16,9 +16,20 @@ from .probe import build_on_meta
 
 RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 
-CONFIGURATION = '''"""Configuration of {architecture} with linear attention; written by linearize {version}."""
+# Config and models are one file on purpose. transformers keeps remote code by the hash of a file and what it imports,
+# and chooses a model class by the config's class: in a file of its own, the config class of two checkpoints would be
+# one and the same, and the second checkpoint would run the first one's kernels.
+MODELING = '''"""{architecture} with linear attention; written by linearize {version}.
 
-from {config_import} import {config}
+The attention modules are the original ones; `seam.py` gives the chosen ones a mixer in place of softmax.
+"""
+
+{imports}
+
+{mixer_imports}
+from .seam import Linearized, carry_conversions
+
+MECHANISMS = {{{mechanisms}}}
 
 
 class Linearized{config}({config}):
@@ -29,20 +40,6 @@ class Linearized{config}({config}):
     def __init__(self, linearize=None, **kwargs):
         self.linearize = linearize
         super().__init__(**kwargs)
-'''
-
-MODELING = '''"""{architecture} with linear attention; written by linearize {version}.
-
-The attention modules are the original ones; `seam.py` gives the chosen ones a mixer in place of softmax.
-"""
-
-from {model_import} import {natives}
-
-from .configuration_linearized import Linearized{config}
-{mixer_imports}
-from .seam import Linearized, carry_conversions
-
-MECHANISMS = {{{mechanisms}}}
 
 {classes}
 carry_conversions({pairs})
@@ -59,16 +56,16 @@ class Linearized{native}(Linearized, {native}):
 class Natives:
     """The source's own classes: its config, its model with a head, and its bare model where there is one."""
 
-    def __init__(self, config: Any, model_class: type) -> None:
+    def __init__(self, config: Any, model_class: Any) -> None:
         self.config, self.source_config = type(config), config
         self.model_type: str = config.model_type
-        self.models = [model_class]
+        self.models: list[Any] = [model_class]
         bare = transformers.AutoModel._model_mapping.get(type(config), None)
         if isinstance(bare, type) and bare is not model_class:
             self.models.insert(0, bare)
 
     @property
-    def head(self) -> type:
+    def head(self) -> Any:
         """The model class that the checkpoint is for."""
         return self.models[-1]
 
@@ -89,7 +86,7 @@ class Natives:
 def auto_map(natives: Natives) -> dict[str, str]:
     """`auto_map` of config.json: which rendered class serves which Auto class."""
     entries = {
-        "AutoConfig": f"configuration_linearized.Linearized{natives.config.__name__}",
+        "AutoConfig": f"modeling_linearized.Linearized{natives.config.__name__}",
         "AutoModelForCausalLM": f"modeling_linearized.Linearized{natives.head.__name__}",
     }
     if len(natives.models) > 1:
@@ -107,25 +104,27 @@ def code_files(plan: Plan, natives: Natives) -> dict[str, str]:
         "architecture": plan.architecture,
         "model_type": natives.model_type,
         "config": config,
-        "config_import": _import_path(natives.config),
-        "model_import": _import_path(natives.head),
-        "natives": ", ".join(sorted(m.__name__ for m in natives.models)),
+        "imports": _imports([natives.config, *natives.models]),
         "mixer_imports": "\n".join(f"from .{name} import {mixer}" for name, mixer in mixers.items()),
         "mechanisms": ", ".join(f'"{name}": {mixer}' for name, mixer in mixers.items()),
         "classes": "\n".join(MODEL_CLASS.format(native=m.__name__, config=config) for m in natives.models),
         "pairs": _conversion_pairs(natives),
     }
-    files = {
-        "configuration_linearized.py": CONFIGURATION.format(**names),
-        "modeling_linearized.py": MODELING.format(**names),
-    }
-    return files | flat_files([*mechanisms, "seam"])
+    return {"modeling_linearized.py": MODELING.format(**names)} | flat_files([*mechanisms, "seam"])
 
 
 def _conversion_pairs(natives: Natives) -> str:
     pairs = [(natives.model_type, "linearized_" + natives.model_type)]
     pairs += [(m.__name__, "Linearized" + m.__name__) for m in natives.models]
     return ", ".join(f'("{native}", "{own}")' for native, own in pairs)
+
+
+def _imports(classes: list[type]) -> str:
+    """Import lines for native classes, one per module."""
+    modules: dict[str, list[str]] = {}
+    for cls in classes:
+        modules.setdefault(_import_path(cls), []).append(cls.__name__)
+    return "\n".join(f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(modules.items()))
 
 
 def _import_path(cls: type) -> str:

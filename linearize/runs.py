@@ -5,21 +5,28 @@
     cache/            tokenised data
     checkpoints/      <stage>-<step>/, complete or absent: written beside and renamed
     metrics.jsonl     one JSON object per step or evaluation
+    report.json       the figures of a finished run
     final/            the finished model
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .errors import LinearizeError
 from .recipe import Recipe, diff_resolved
+
+# What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
+CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
+CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +40,26 @@ class Position:
 
 
 class Run:
-    """One run's folder. Raises LinearizeError (exit 2) when it holds a run of another recipe."""
+    """One run's folder, not written to before `start`.
 
-    def __init__(self, recipe: Recipe, resume: str) -> None:
+    `resume_from` is the checkpoint to continue from, None for a start from scratch. Raises LinearizeError (exit 2)
+    for a folder of another recipe or of something else, and for a checkpoint that is not its own.
+    """
+
+    def __init__(self, recipe: Recipe, resume: str, max_steps: int | None = None) -> None:
         self.folder = Path(recipe.output_dir)
-        self.recipe = recipe
+        self.recipe, self.max_steps = recipe, max_steps
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
-        self.resume_from = self._resume_point(resume)
+        self.resume, self.resume_from = resume, None
+        record = self.folder / "run.json"
+        if record.exists():
+            self._check_unchanged(json.loads(record.read_text("utf-8")))
+            self.resume_from = self._resume_point()
+        elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise LinearizeError(f"{self.folder} exists and is no run of linearize; choose another output_dir")
+        elif resume not in ("auto", "never"):
+            raise LinearizeError(f"--resume {resume}: there is no run in {self.folder} yet")
 
     @property
     def converted(self) -> Path:
@@ -50,41 +69,75 @@ class Run:
     def final(self) -> Path:
         return self.folder / "final"
 
-    def _resume_point(self, resume: str) -> Path | None:
-        """The checkpoint to continue from, None for a start from scratch."""
-        record = self.folder / "run.json"
-        if resume == "never" or not record.exists():
-            if resume not in ("never", "auto"):
-                return self._given_checkpoint(Path(resume))
-            return None
-        old = json.loads(record.read_text("utf-8"))["recipe"]
-        changes = diff_resolved(old, self.recipe.resolved())
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do, unless an earlier checkpoint is named."""
+        return self.resume == "auto" and self.final.exists()
+
+    @property
+    def has_converted(self) -> bool:
+        """Whether an earlier start left the converted base, which appears only when it is complete."""
+        return self.resume != "never" and self.converted.exists()
+
+    # ------------------------------------------------------------ where to resume
+
+    def _check_unchanged(self, record: dict[str, Any]) -> None:
+        if self.resume == "never":
+            return
+        old, new = record["recipe"], self.recipe.resolved()
+        if self.resume != "auto":
+            old, new = _fixed(old), _fixed(new)
+        changes = diff_resolved(old, new)
+        if record["max_steps"] != self.max_steps:
+            changes.append(f"--max-steps {record['max_steps'] or 'none'} -> {self.max_steps or 'none'}")
         if changes:
             raise LinearizeError(
                 f"recipe changed since this run ({'; '.join(changes[:4])}{' ...' if len(changes) > 4 else ''}). "
                 "--resume never starts over, or choose a new output_dir, or restore the recipe"
             )
-        if resume != "auto":
-            return self._given_checkpoint(Path(resume))
-        found = sorted(self.complete_checkpoints(), key=order)
-        return found[-1] if found else None
 
-    def _given_checkpoint(self, path: Path) -> Path:
-        if not (path / "position.json").exists():
-            known = ", ".join(str(p) for p in sorted(self.complete_checkpoints(), key=order)[-3:])
-            raise LinearizeError(f"--resume {path} is no checkpoint of a run. Newest here: {known or 'none'}")
-        return path
+    def _resume_point(self) -> Path | None:
+        known = sorted(self.complete_checkpoints(), key=order)
+        if self.resume in ("auto", "never"):
+            return known[-1] if known and self.resume == "auto" else None
+        for path in known:
+            if path.resolve() == Path(self.resume).resolve():
+                return path
+        newest = ", ".join(str(p) for p in known[-3:])
+        raise LinearizeError(f"--resume {self.resume} is no checkpoint of this run. Newest here: {newest or 'none'}")
 
     def start(self, versions: dict[str, str]) -> None:
-        """Create the folder, or clear what an earlier run left when starting over."""
+        """Create the folder, and clear what lies beyond the resume point or was left by a kill."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.resume_from is None:
-            for old in (self.checkpoints, self.converted, self.final):
-                shutil.rmtree(old, ignore_errors=True)
-            self.metrics.unlink(missing_ok=True)
-        write_atomically(
-            self.folder / "run.json", json.dumps({"recipe": self.recipe.resolved(), "versions": versions}, indent=2)
-        )
+        if not self.finished:
+            shutil.rmtree(self.final, ignore_errors=True)
+        if self.resume == "never":
+            shutil.rmtree(self.converted, ignore_errors=True)
+        for path in [*self.folder.glob(".*.tmp"), *self.checkpoints.glob("*.tmp")]:
+            shutil.rmtree(path, ignore_errors=True)
+        position = read_position(self.resume_from) if self.resume_from else None
+        for path in self.complete_checkpoints():
+            if self.resume_from is None or order(path) > order(self.resume_from):
+                shutil.rmtree(path, ignore_errors=True)
+        self._rewind_metrics(position)
+        record = {"recipe": self.recipe.resolved(), "max_steps": self.max_steps, "versions": versions}
+        write_atomically(self.folder / "run.json", json.dumps(record, indent=2))
+
+    @contextlib.contextmanager
+    def preparing(self, owner: bool) -> Iterator[None]:
+        """Within: what fails leaves no folder behind that was not there before. One process is the `owner`."""
+        new = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        try:
+            yield
+        except BaseException:
+            if owner and new:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    for parent in new[1:]:
+                        parent.rmdir()
+            raise
+
+    # ------------------------------------------------------------ checkpoints
 
     def complete_checkpoints(self) -> list[Path]:
         """Checkpoints that were renamed into place; anything else is left over from a kill."""
@@ -93,38 +146,37 @@ class Run:
         return [p for p in self.checkpoints.iterdir() if (p / "position.json").exists() and not p.name.endswith(".tmp")]
 
     def save(self, position: Position, write: Callable[[Path], None]) -> Path:
-        """A new checkpoint; the oldest beyond `checkpoint.keep` go, ends of stages stay until the run is finished."""
+        """A new checkpoint. Of those within a stage `checkpoint.keep` stay, none once it is over; its end stays."""
         target = self.checkpoints / f"{self.recipe.stages[position.stage].name}-{position.step}{'-end' * position.done}"
         work = target.with_name(target.name + ".tmp")
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        write(work)
-        write_atomically(work / "position.json", json.dumps(dataclasses.asdict(position)))
-        for file in work.rglob("*"):
-            if file.is_file():
+        try:
+            write(work)
+            write_atomically(work / "position.json", json.dumps(dataclasses.asdict(position)))
+            for file in work.iterdir():
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
-        shutil.rmtree(target, ignore_errors=True)
-        work.rename(target)
+            work.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
         within = sorted((p for p in self.complete_checkpoints() if not read_position(p).done), key=order)
-        for old in within[: -self.recipe.checkpoint.keep]:
+        for old in within if position.done else within[: -self.recipe.checkpoint.keep]:
             shutil.rmtree(old, ignore_errors=True)
         return target
 
-    def end_of_stage(self, stage: int) -> Path | None:
-        """The checkpoint at the end of a stage, if that stage was finished."""
-        for path in self.complete_checkpoints():
-            position = read_position(path)
-            if position.stage == stage and position.done:
-                return path
-        return None
+    def last_good(self, stage: int, step: int) -> Path | None:
+        """The newest checkpoint from which training went on at least a step before that step of that stage failed."""
+        good = [path for path in self.complete_checkpoints() if order(path)[:2] < (stage, step - 1)]
+        return max(good, key=order, default=None)
 
-    def report(self, layers: list[dict[str, float]]) -> dict[str, Any]:
+    # ------------------------------------------------------------ metrics and report
+
+    def report(self, layers: list[dict[str, float]], complete: bool) -> dict[str, Any]:
         """The run in figures, from metrics.jsonl: the last evaluation of each stage beside the teacher's."""
         found: dict[str, dict[str, Any]] = {}
-        for line in self.metrics.read_text("utf-8").splitlines():
-            entry = json.loads(line)
-            if "eval_ppl" in entry:
+        for entry in self._entries():
+            if entry.get("eval_ppl") is not None:
                 found[entry["stage"]] = entry
         teacher = found.pop("teacher", {}).get("eval_ppl")
         rows, tokens = [], 0
@@ -132,7 +184,8 @@ class Run:
             tokens += entry["tokens"]
             ppl = entry["eval_ppl"]
             rows.append({"name": name, "tokens": tokens, "ppl": ppl, "ppl_ratio": ppl / teacher if teacher else None})
-        return {"output": str(self.final), "teacher_ppl": teacher, "stages": rows, "layers": layers}
+        output = str(self.final) if complete else None
+        return {"output": output, "teacher_ppl": teacher, "stages": rows, "layers": layers}
 
     def write_report(self, report: dict[str, Any]) -> None:
         """report.json, the figures of a finished run."""
@@ -143,25 +196,37 @@ class Run:
         return json.loads((self.folder / "report.json").read_text("utf-8"))
 
     def log(self, **entry: Any) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append one line to metrics.jsonl; what is not finite becomes null, JSON has no word for it."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(finite) + "\n")
 
-    def rewind_metrics(self, position: Position) -> None:
+    def _entries(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without one cut short by a kill."""
+        entries = []
+        for line in self.metrics.read_text("utf-8").splitlines() if self.metrics.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):
+                entries.append(json.loads(line))
+        return entries
+
+    def _rewind_metrics(self, position: Position | None) -> None:
         """Drop lines after the resume point, so that a resumed run's metrics read as if it had never stopped."""
-        if not self.metrics.exists():
+        if position is None:
+            self.metrics.unlink(missing_ok=True)
             return
         names = [stage.name for stage in self.recipe.stages]
         kept = []
-        for line in self.metrics.read_text("utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # cut short by a kill
+        for entry in self._entries():
             stage = names.index(entry["stage"]) if entry["stage"] in names else -1
             if (stage, entry["step"]) <= (position.stage, position.step):
-                kept.append(line)
-        write_atomically(self.metrics, "".join(line + "\n" for line in kept))
+                kept.append(entry)
+        write_atomically(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def _fixed(resolved: dict[str, Any]) -> dict[str, Any]:
+    """A resolved recipe without what may change at a named checkpoint."""
+    stages = [{k: v for k, v in stage.items() if k not in CHANGEABLE_IN_STAGE} for stage in resolved["stages"]]
+    return {**{k: v for k, v in resolved.items() if k not in CHANGEABLE}, "stages": stages}
 
 
 def read_position(checkpoint: Path) -> Position:

@@ -34,7 +34,8 @@ def plan_table(plan: Plan) -> None:
     for step in plan.steps:
         site = step.site
         heads = f"{site.kind} {site.heads}/{site.kv_heads}x{site.key_dim}"
-        rows.append((site.layer, (site.path, heads, step.mechanism, f"{step.new_parameters:,}", size(step.state_bytes))))
+        cost = (f"{step.new_parameters:,}", size(step.state_bytes))
+        rows.append((site.layer, (site.path, heads, step.mechanism, *cost)))
     for site in plan.kept:
         rows.append((site.layer, (site.path, site.kind, "softmax (kept)", "", "KV cache")))
     for layer, cells in sorted(rows):
@@ -43,7 +44,11 @@ def plan_table(plan: Plan) -> None:
     for tokens, label in ((4096, "4k"), (131072, "128k")):
         cache = plan.cache_bytes(tokens)
         out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
-    rewritten = f"source weights are cast to {plan.dtype} shard by shard" if plan.cast else "source weights stay as they are"
+    rewritten = "source weights stay as they are"
+    if plan.cast:
+        rewritten = f"source weights are cast to {plan.dtype} shard by shard"
+    elif plan.pickled:
+        rewritten = "source weights are rewritten as safetensors, shard by shard"
     out.print(
         f"{plan.new_parameters:,} new parameters in {len(plan.steps)} layers; {rewritten}; "
         f"disk needed: {size(plan.needed_bytes)} beyond {size(plan.source_bytes)} of linked or copied shards"

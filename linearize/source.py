@@ -49,6 +49,8 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
     Raises LinearizeError: 3 for what is no usable checkpoint, 4 for unreadable files, 5 for the Hub.
     """
     folder = Path(model).expanduser()
+    if folder.is_file():
+        raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
     if not folder.is_dir():
         folder, revision = _download(model, revision, weights)
     try:

@@ -3,12 +3,14 @@
 `attention_transfer`: softmax goes on through the network, each layer's mixer is compared with it on the same
 input, and each layer's loss is backpropagated as it arises: memory is one layer's. `logit_kl`: a teacher pass,
 then the student's, then backward, never a switch in between. `sft`: cross entropy alone.
+
+Every loss is divided by counts of the whole optimizer step, so that micro batches and processes simply add up.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,30 +52,76 @@ class Listener:
 
 
 class Transfer(Listener):
-    """Trains each mixer, on the spot, towards the softmax output of its layer."""
+    """Trains each mixer, on the spot, towards the softmax output of its layer.
 
-    def __init__(self, student: Student, valid: Tensor, backward: Callable[[Tensor], None]) -> None:
+    `power` is the mean square norm of a token's softmax output in each layer, constant for the stage: the error
+    relative to the micro batch's own would not add up to the error of the step. `tokens` counts the whole step.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        valid: Tensor,
+        tokens: Tensor,
+        power: dict[int, Tensor],
+        backward: Callable[[Tensor], None],
+    ) -> None:
         super().__init__(student)
         self.own_call = student.lora is not None
-        self.valid, self.backward = valid, backward
+        self.valid, self.tokens, self.power, self.backward = valid, tokens, power, backward
         self.losses: dict[int, Tensor] = {}
 
     def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
-        loss = relative_mse(o, target, self.valid)
-        self.backward(loss)
-        self.losses[mixer.site.layer] = loss.detach()
+        layer = mixer.site.layer
+        share = square_sum(target, self.valid) / (self.power[layer] * self.tokens).clamp_min(1e-12)
+        loss = relative_mse(o, target, self.valid) * share
+        # This is inside the forward pass, where autocast may be on; a backward pass must not be under it.
+        with torch.autocast(loss.device.type, enabled=False):
+            self.backward(loss)
+        self.losses[layer] = loss.detach()
 
 
 class Calibration(Listener):
     """Lets each mixer set its norms from the teacher's outputs of one batch."""
 
+    @torch.no_grad()
     def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
         mixer.calibrate(*inputs, o, target)
 
 
-def transfer_loss(student: Student, batch: Batch, backward: Callable[[Tensor], None]) -> Tensor:
-    """Mean over layers of the relative error; gradients are already accumulated when this returns."""
-    listener = Transfer(student, batch["valid"], backward)
+class Power(Listener):
+    """Sums the square norms of softmax outputs, and the tokens."""
+
+    def __init__(self, student: Student) -> None:
+        super().__init__(student)
+        self.sums: dict[int, Tensor] = {}
+        self.valid = torch.empty(0)
+
+    @torch.no_grad()
+    def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
+        found = torch.stack([square_sum(target, self.valid), self.valid.sum().float()])
+        self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + found
+
+
+def square_sum(o: Tensor, valid: Tensor) -> Tensor:
+    """sum ||o||^2 over valid tokens, in float32; o [B,T,H,Dv]."""
+    return torch.where(valid[..., None, None], o, 0.0).float().square().sum()
+
+
+def teacher_power(student: Student, batches: Iterable[Batch]) -> dict[int, Tensor]:
+    """Mean square norm of a token's softmax output, by layer."""
+    listener = Power(student)
+    for batch in batches:
+        listener.valid = batch["valid"]
+        listen(student, listener, batch)
+    return {layer: total / tokens for layer, (total, tokens) in listener.sums.items()}
+
+
+def transfer_loss(
+    student: Student, batch: Batch, tokens: Tensor, power: dict[int, Tensor], backward: Callable[[Tensor], None]
+) -> Tensor:
+    """Mean over layers of this batch's share of the relative error; gradients are accumulated when this returns."""
+    listener = Transfer(student, batch["valid"], tokens, power, backward)
     listen(student, listener, batch)
     return torch.stack(list(listener.losses.values())).mean()
 
@@ -89,8 +137,7 @@ def end_to_end_loss(
 ) -> Tensor:
     """logit_kl or sft on one micro batch; `wrapped` is the model as accelerate prepared it.
 
-    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes, so that
-    the losses of micro batches add up to the mean over the step.
+    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes.
     """
     if not isinstance(stage, LogitKL):
         with autocast():

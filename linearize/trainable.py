@@ -2,17 +2,18 @@
 
 While every source weight is frozen the teacher is the same model with softmax switched on and adapters off. Once
 a stage trains source weights, the teacher's values of exactly those tensors are kept aside and swapped in for the
-length of a teacher pass.
+length of a teacher pass. Tensors go by the names that they have without adapters.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from .errors import Exit, LinearizeError, did_you_mean
 from .recipe import Stage
@@ -34,17 +35,23 @@ class Student:
         self.trained: set[str] = set()
         self._aside: dict[str, Tensor] = {}  # the student's own values while the source's are swapped in
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's, by names that stay the same when peft moves an adapted weight into `base_layer`."""
+        for name, parameter in self.model.named_parameters():
+            yield name.replace(".base_layer.", "."), parameter
+
     # ------------------------------------------------------------ what trains
 
-    def prepare(self, stage: Stage, *, wide: bool) -> list[nn.Parameter]:
+    def prepare(self, stage: Stage, *, wide: bool, seed: int = 0) -> list[nn.Parameter]:
         """Set requires_grad for a stage and return its parameters; with `wide` they become float32 masters."""
         if stage.lora is not None and self.lora is None:
+            torch.manual_seed(seed)
             self.lora = inject_lora(self.model, stage.lora)
         names = self.names_of(stage.train)
         self.keep_originals(names)
-        self.trained |= set(names)
+        self.trained |= names
         chosen = []
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.named_parameters():
             parameter.requires_grad_(name in names)
             if name in names:
                 if wide:
@@ -54,15 +61,13 @@ class Student:
 
     def names_of(self, parts: tuple[str, ...]) -> set[str]:
         """Names of the parameters that `new`, `mixer`, `lora`, `all` stand for."""
-        prefixes = {"new": [f"{path}.mixer." for path in self.sites()], "mixer": [f"{path}." for path in self.sites()]}
+        folders = {"new": [f"{path}.mixer." for path in self.sites()], "mixer": [f"{path}." for path in self.sites()]}
+        within = tuple(prefix for part in parts for prefix in folders.get(part, ()))
         names = set()
-        for name, _ in self.model.named_parameters():
+        for name, _ in self.named_parameters():
             adapter = ".lora_" in name
-            for part in parts:
-                if part == "all" or part == "lora" and adapter:
-                    names.add(name)
-                elif part in prefixes and not adapter and name.startswith(tuple(prefixes[part])):
-                    names.add(name)
+            if "all" in parts or ("lora" in parts if adapter else name.startswith(within)):
+                names.add(name)
         return names
 
     def sites(self) -> list[str]:
@@ -71,9 +76,14 @@ class Student:
 
     def keep_originals(self, names: set[str]) -> None:
         """Clone the source's values of these tensors, unless that was done before an earlier stage."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.named_parameters():
             if name in names and is_source(name) and name not in self.originals:
                 self.originals[name] = parameter.detach().clone()
+
+    def adapted(self) -> set[str]:
+        """Names of the source weights that adapters change."""
+        inside = (name for name, _ in self.model.named_parameters() if name.endswith(".base_layer.weight"))
+        return {name.replace(".base_layer.", ".") for name in inside}
 
     # ------------------------------------------------------------ teacher
 
@@ -85,8 +95,8 @@ class Student:
 
     @contextlib.contextmanager
     def teacher_state(self) -> Iterator[None]:
-        """Within: everything of `as_teacher` but the switch to softmax."""
-        with self.source_weights(), _adapters(self.model, enabled=False), evaluating(self.model), torch.no_grad():
+        """Within: source weights, no adapters, no gradients; the model's own switches turn dropout off."""
+        with self.source_weights(), _adapters(self.model, enabled=False), torch.no_grad():
             yield
 
     @contextlib.contextmanager
@@ -102,7 +112,7 @@ class Student:
     def _swap(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Point the named parameters at `values`; returns what they pointed at."""
         old = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.named_parameters():
             if name in values:
                 old[name], parameter.data = parameter.data, values[name]
         return old
@@ -111,7 +121,7 @@ class Student:
     def as_student(self, module: nn.Module) -> Iterator[None]:
         """Within a teacher pass: one module has the student's weights and adapters again."""
         inside = {id(p) for p in module.parameters()}
-        names = {n for n, p in self.model.named_parameters() if id(p) in inside and n in self._aside}
+        names = {n for n, p in self.named_parameters() if id(p) in inside and n in self._aside}
         source = self._swap({name: self._aside[name] for name in names})
         try:
             with _adapters(module, enabled=True):
@@ -126,17 +136,16 @@ class Student:
     # ------------------------------------------------------------ state on disk
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor that some stage has trained, by name."""
-        return {n: p.detach() for n, p in self.model.named_parameters() if n in self.trained}
+        """Every tensor that some stage has trained, and the mixers, which calibration may have set, by name."""
+        return {n: p.detach() for n, p in self.named_parameters() if n in self.trained or ".mixer." in n}
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Copy tensors written by `state` back; names must exist."""
-        own = dict(self.model.named_parameters())
+        own = dict(self.named_parameters())
         for name, value in tensors.items():
             own[name].data = own[name].data.to(value.dtype)
             own[name].copy_(value)
-        self.trained |= set(tensors)
 
 
 def is_source(name: str) -> bool:
@@ -160,35 +169,36 @@ def _adapters(module: nn.Module, enabled: bool) -> Iterator[None]:
             layer._disable_adapters = was
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within: dropout off; modules get their own mode back afterwards."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
+    """Raise LinearizeError (exit 3) unless each target of LoRA names a linear layer of the source."""
+    linear = set(_linear_layers(model))
+    for target in targets:
+        if target not in linear:
+            raise LinearizeError(
+                f"lora.target {target!r} is no linear layer of {type(model).__name__}."
+                f"{did_you_mean(target, linear)} It has {', '.join(sorted(linear))}",
+                Exit.INCOMPATIBLE,
+            )
+
+
+def _linear_layers(model: nn.Module) -> dict[str, type[nn.Module]]:
+    """Last names of the source's linear layers, and their classes."""
+    found = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and ".mixer." not in n)
+    return {name.rpartition(".")[2]: type(module) for name, module in found}
 
 
 def inject_lora(model: nn.Module, lora: Any) -> Any:
-    """LoRA layers on the modules named by `lora.target`; returns peft's tuner. Raises LinearizeError (3) if none match."""
+    """LoRA layers on the modules named by `lora.target`; returns peft's tuner. Raises LinearizeError (exit 3)."""
     from peft import LoraConfig, LoraModel
 
-    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if _adaptable(m) and ".mixer" not in n}
-    unknown = [t for t in lora.target if t not in linear]
-    if unknown:
-        raise LinearizeError(
-            f"lora.target {unknown[0]!r} is no linear layer of {type(model).__name__}."
-            f"{did_you_mean(unknown[0], linear)} It has {', '.join(sorted(linear))}",
-            Exit.INCOMPATIBLE,
-        )
+    check_targets(model, lora.target)
+    linear = _linear_layers(model)
     config = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.target), bias="none"
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target),
+        bias="none",
+        fan_in_fan_out=any(issubclass(linear[target], Conv1D) for target in lora.target),
     )
     return LoraModel(model, config, ADAPTER)
-
-
-def _adaptable(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 
 # Before torch is imported anywhere: two workers on two cores must not start four threads each.
@@ -10,8 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # One per worker: the code of checkpoints is copied there, and nothing may be left of an earlier run.
-_modules = tempfile.TemporaryDirectory()
-os.environ["HF_MODULES_CACHE"] = _modules.name
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
 
 import pytest
 import torch
@@ -27,6 +27,11 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     if a.numel() == 0:
         return 0.0
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
+
+
+def pytest_unconfigure() -> None:
+    """Remove the copied code."""
+    shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

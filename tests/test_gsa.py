@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from conftest import TOLERANCE, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linearize_kernels.gsa import GatedSlotAttention, GSAState, gsa, gsa_reference
-from linearize_kernels.mixer import Site, option_types
-from linearize_kernels.scan import block_width
 from torch import Tensor
 
 from linearize.errors import Exit, LinearizeError
 from linearize.mechanisms import resolve_options
+from linearize_kernels.gsa import GatedSlotAttention, GSAState, gsa, gsa_reference
+from linearize_kernels.mixer import Site, option_types
+from linearize_kernels.scan import block_width
 
 C = 16  # chunk size of most tests: small, so that short sequences cross many boundaries
 F64 = torch.float64

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import TOLERANCE, relative_error
-from linearize_kernels.mixer import Bounds, Mixer, Site, option_types, own_mixer
 from torch import Tensor
 
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
+from linearize_kernels.mixer import Bounds, Mixer, Site, option_types, own_mixer
 
 HIDDEN = 24
 SITES = {

@@ -46,7 +46,8 @@ for who, folder in (("teacher", teacher), ("student", student)):
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    model.generate(**inputs, max_new_tokens=count, do_sample=True, temperature=0.6, top_p=0.9, streamer=Stream(who, tokenizer))
+    style = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.15}
+    model.generate(**inputs, max_new_tokens=count, streamer=Stream(who, tokenizer), **style)
 """
 
 

@@ -1,0 +1,63 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes the environments that it needs.
+#
+# PYTHON makes them (3.11 or later). TORCH is what pip is told to install as torch, before anything else, so that
+# nothing pulls in another build. On Linux pip's usual build carries CUDA; a CPU build does as well.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+PIP := -m pip install --quiet --disable-pip-version-check
+CLEAN := .venv-clean-current .venv-clean-517
+
+.PHONY: demo test lint types unit clean-load environments environment clean
+
+demo: .venv/ready
+	$(BIN)/linearize demo
+
+test: lint types unit clean-load
+
+lint: .venv/ready-test
+	$(BIN)/ruff check linearize kernels tests
+
+# `kernels/` has no __init__.py and is imported as `linearize_kernels`; mypy finds it by a link of that name.
+types: .venv/ready-test
+	mkdir -p .venv/typing
+	ln -sfn ../../kernels .venv/typing/linearize_kernels
+	MYPYPATH=.venv/typing $(BIN)/mypy
+
+unit: .venv/ready-test
+	$(BIN)/python -m pytest
+
+# Converted models load, compute the same, generate, and refuse without trust where there is no linearize.
+clean-load: .venv/ready-test $(CLEAN:=/ready)
+	rm -rf .venv/clean-load
+	mkdir .venv/clean-load
+	$(BIN)/python tests/clean_env.py make .venv/clean-load
+	$(BIN)/python tests/clean_demo.py make .venv/clean-load
+	$(BIN)/python tests/clean_env.py check .venv/clean-load $(CLEAN:=/bin/python)
+	$(BIN)/python tests/clean_demo.py check .venv/clean-load $(CLEAN:=/bin/python)
+
+environments: .venv/ready-test $(CLEAN:=/ready)
+
+.venv/ready: pyproject.toml
+	$(MAKE) --no-print-directory environment AT=.venv WITH="-e ."
+	touch $@
+
+.venv/ready-test: .venv/ready
+	$(BIN)/python $(PIP) -e ".[test]"
+	touch $@
+
+.venv-clean-current/ready: WITH = transformers
+.venv-clean-517/ready: WITH = transformers==5.17.0
+.venv-clean-%/ready:
+	$(MAKE) --no-print-directory environment AT=$(@D) WITH="$(WITH)"
+	touch $@
+
+# make environment AT=DIR WITH=REQUIREMENTS: torch and these, in an environment of their own.
+environment:
+	$(PYTHON) -m venv $(AT)
+	$(AT)/bin/python $(PIP) "$(TORCH)"
+	$(AT)/bin/python $(PIP) $(WITH)
+
+clean:
+	rm -rf .venv $(CLEAN) build dist *.egg-info

@@ -1,0 +1,85 @@
+"""From a recipe to objects: devices and precision, budgets in steps, schedules, data sources."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType
+from transformers import get_scheduler
+
+from .data import Source
+from .errors import Exit, LinearizeError
+from .recipe import Recipe, Stage
+
+Say = Callable[[str], None]
+SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+def check_runtime(recipe: Recipe) -> str:
+    """accelerate's name for the precision: bf16 on a GPU, fp32 on a CPU, unless the recipe says otherwise.
+
+    Raises LinearizeError (exit 4) for a device that is not there, a precision it has not, a tracker not installed.
+    """
+    runtime, track = recipe.runtime, recipe.track.to
+    if runtime.device == "cuda" and not torch.cuda.is_available():
+        raise LinearizeError("runtime.device is cuda, but torch sees no CUDA device", Exit.RESOURCE)
+    cpu = runtime.device == "cpu" or not torch.cuda.is_available()
+    if runtime.precision == "fp16" and cpu:
+        raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)
+    if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
+        raise LinearizeError(f"track.to {track} needs: pip install {track}", Exit.RESOURCE)
+    return {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(runtime.precision, runtime.precision)
+
+
+def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
+    """Devices and precision, as the recipe says and `accelerate launch` set them up."""
+    precision = check_runtime(recipe)
+    cpu = recipe.runtime.device == "cpu" or not torch.cuda.is_available()
+    track = None if recipe.track.to == "none" else recipe.track.to
+    # Another run in this process may have had another precision, which accelerate would hold against this one.
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, log_with=track, project_dir=str(folder))
+    if accelerator.distributed_type not in SUPPORTED:
+        kind = accelerator.distributed_type.value
+        raise LinearizeError(f"{kind} is not supported; launch with plain data parallelism", Exit.INCOMPATIBLE)
+    return accelerator
+
+
+def to_source(source: Any, text_key: str, folder: Path) -> Source:
+    """A recipe's data source, with relative files starting at the recipe's folder."""
+    values = source.model_dump()
+    if "files" in values:
+        values["files"] = tuple(folder / name for name in values["files"])
+    return Source(**values, text_key=text_key)
+
+
+def make_schedule(stage: Stage, optimizer: torch.optim.Optimizer, steps: int) -> Callable[[int], float]:
+    """Steps done -> factor of the learning rate; the schedules of transformers, by their names."""
+    schedule = stage.schedule
+    name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
+    extra = {"min_lr_rate": schedule.min_lr_ratio} if schedule.min_lr_ratio is not None else None
+    warmup = round(schedule.warmup_ratio * steps)
+    factor: Callable[[int], float] = get_scheduler(
+        name, optimizer, warmup, steps, scheduler_specific_kwargs=extra
+    ).lr_lambdas[0]
+    return factor
+
+
+def stage_steps(stage: Stage, per_step: int, seq_len: int, cap: int | None, n_blocks: int | None = None) -> int | None:
+    """Optimizer steps of a stage from its budget, capped by --max-steps; None for epochs over unknown data."""
+    if stage.steps is not None:
+        steps = stage.steps
+    elif stage.tokens is not None:
+        steps = math.ceil(stage.tokens / (per_step * seq_len))
+    elif n_blocks is not None and stage.epochs is not None:
+        steps = math.ceil(stage.epochs * n_blocks / per_step)
+    else:
+        return cap
+    return min(steps, cap or steps)

@@ -1,0 +1,245 @@
+"""One process of a training run: devices, model, data, and the stages one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from .data import BlockOrder, Blocks, build_blocks
+from .errors import Exit, LinearizeError
+from .evaluate import batches, collate, layer_fidelity, perplexity
+from .export import load_converted
+from .loop import StageLoop, seed_for
+from .recipe import AttentionTransfer, Recipe, Stage
+from .runs import Position, Run, read_position
+from .runtime import Say, make_schedule, stage_steps, to_source
+from .stages import Calibration, listen, teacher_power
+from .trainable import Student, check_targets
+
+# Enough for two digits of a mean over tokens, and cheap beside a stage.
+FIDELITY_TOKENS = 16384
+# The scale of each layer's loss needs one digit.
+POWER_BLOCKS = 8
+
+
+class Finetuner:
+    """State of one `linearize finetune` process."""
+
+    def __init__(self, recipe: Recipe, run: Run, accelerator: Accelerator, say: Say = print) -> None:
+        self.recipe, self.run, self.accelerator = recipe, run, accelerator
+        self.say = say if accelerator.is_main_process else lambda text: None
+        self.device = accelerator.device
+        self.last_checkpoint: Path | None = run.resume_from
+        self.interrupted = False  # by a signal, in this process
+        self.wide = accelerator.mixed_precision != "no"
+
+    def load(self, folder: Path) -> None:
+        """Model, tokenizer and data, with every check that must not wait until a stage begins."""
+        dtype = "auto" if self.wide else torch.float32
+        if self.wide and self.recipe.model.dtype is not None:
+            dtype = getattr(torch, self.recipe.model.dtype)
+        model = load_converted(folder, dtype, self.recipe.model.trust_remote_code)
+        check_model(model, self.recipe)
+        self.model = model.to(self.device)
+        self.student = Student(self.model)
+        # Its code is checked by now; without the flag transformers asks on the terminal because of the model's.
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
+        check_vocabulary(self.tokenizer, model, [blocks for blocks in found if blocks is not None])
+
+    # ------------------------------------------------------------ data
+
+    def blocks(self, stage: Stage, split: str) -> Blocks | None:
+        """The packed blocks of a stage's train or eval data; the main process tokenises first."""
+        data = self.recipe.data_for(stage)
+        source = getattr(data, split)
+        if source is None:
+            return None
+        limit = None
+        if split == "eval":
+            limit = self.recipe.eval.max_tokens
+        elif getattr(source, "streaming", False) or getattr(source, "demo", None) == "packages":
+            # Far more text than a run may need; one limit for all stages, so that they share one cache file.
+            limit = max(self._token_budget(s, data.pack.seq_len) for s in self.recipe.stages) or None
+        with self.accelerator.main_process_first():
+            return build_blocks(
+                to_source(source, data.pack.text_key, self.recipe.folder),
+                self.tokenizer,
+                data.pack.seq_len,
+                self.run.folder / "cache",
+                sft=stage.kind == "sft",
+                max_tokens=limit,
+            )
+
+    def _token_budget(self, stage: Stage, seq_len: int) -> int:
+        return (stage_steps(stage, self.blocks_per_step(stage), seq_len, self.run.max_steps) or 0) * (
+            self.blocks_per_step(stage) * seq_len
+        )
+
+    def blocks_per_step(self, stage: Stage) -> int:
+        """Blocks of one optimizer step, over all micro batches and processes."""
+        return stage.batch.per_device * stage.batch.accumulate * self.accelerator.num_processes
+
+    # ------------------------------------------------------------ stages
+
+    def train(self, only: str | None = None) -> bool:
+        """All stages from the resume point on, or `only` the one of that name; True when the last one is done."""
+        resume = self.run.resume_from
+        position = read_position(resume) if resume else Position(-1, 0, 0, True)
+        if resume:
+            self.restore_weights(position.stage, resume)
+        else:
+            self.baseline()
+        for number, stage in enumerate(self.recipe.stages):
+            within = number == position.stage and not position.done
+            if number > position.stage or within:
+                if only not in (None, stage.name):
+                    raise LinearizeError(
+                        f"--stage {only} needs {stage.name}, which is not finished in {self.run.folder}"
+                    )
+                self.train_stage(number, stage, position.step if within else 0, resume if within else None)
+            if stage.name == only:
+                return number == len(self.recipe.stages) - 1
+        return True
+
+    def train_stage(self, number: int, stage: Stage, start: int, checkpoint: Path | None) -> None:
+        """One stage: parameters, optimizer, schedule, then the loop, from step `start` of `checkpoint`."""
+        blocks = self.blocks(stage, "train")
+        assert blocks is not None
+        steps = stage_steps(stage, self.blocks_per_step(stage), blocks.seq_len, self.run.max_steps, len(blocks))
+        assert steps is not None
+        parameters = self.prepare(number, stage)
+        optimizer = torch.optim.AdamW(
+            parameters,
+            lr=stage.optimizer.lr,
+            betas=stage.optimizer.betas,
+            weight_decay=stage.optimizer.weight_decay,
+            fused=self.device.type == "cuda",
+        )
+        order = BlockOrder(len(blocks), self.recipe.seed)
+        if number == 0 and start == 0:
+            self.calibrate(collate([blocks[order.block(0)]], self.device))
+        schedule = make_schedule(stage, optimizer, steps)
+        loop = StageLoop(self, number, stage, blocks, order, steps, parameters, optimizer, schedule)
+        if isinstance(stage, AttentionTransfer):
+            chosen = [blocks[order.block(k)] for k in range(min(POWER_BLOCKS, len(blocks)))]
+            with self.accelerator.autocast():
+                loop.power = teacher_power(self.student, (collate([block], self.device) for block in chosen))
+        if checkpoint is not None:
+            loop.restore(checkpoint)
+        loop.run(start)
+
+    def prepare(self, number: int, stage: Stage) -> list[torch.nn.Parameter]:
+        """What a stage trains; a stage prepared again gets the same adapters."""
+        return self.student.prepare(stage, wide=self.wide, seed=seed_for(self.recipe.seed, number))
+
+    def restore_weights(self, number: int, checkpoint: Path) -> None:
+        """Trained tensors of the resume point; LoRA layers and teacher copies of the stages so far come first."""
+        for earlier, stage in enumerate(self.recipe.stages[: number + 1]):
+            self.prepare(earlier, stage)
+        self.student.load_state(load_file(checkpoint / "trained.safetensors", device=str(self.device)))
+
+    def calibrate(self, batch: dict[str, torch.Tensor]) -> None:
+        """Before the first step of all: mixers with norms take the teacher's scale, the same in every process."""
+        with self.accelerator.autocast():
+            listen(self.student, Calibration(self.student), batch)
+        for name, parameter in self.student.named_parameters():
+            if ".mixer." in name:
+                parameter.data.copy_(broadcast(parameter.data))
+
+    # ------------------------------------------------------------ evaluation and checkpoints
+
+    def baseline(self) -> None:
+        """Held-out perplexity of the teacher and of the model just converted, when there is eval data."""
+        stage = self.recipe.stages[0]
+        with self.student.as_teacher():
+            teacher = self.evaluate(stage)
+        converted = self.evaluate(stage)
+        if teacher is not None and converted is not None:
+            self.log_evaluation("teacher", 0, 0, teacher)
+            self.log_evaluation("converted", 0, 0, converted)
+
+    def evaluate(self, stage: Stage) -> float | None:
+        """Held-out perplexity of the model as it is, None without eval data."""
+        blocks = self.blocks(stage, "eval")
+        if blocks is None:
+            return None
+        data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.device)
+        return perplexity(self.model, data, self.accelerator.autocast)
+
+    def log_evaluation(self, name: str, step: int, tokens: int, ppl: float) -> None:
+        """One evaluation into metrics.jsonl and to the person who waits."""
+        if self.accelerator.is_main_process:
+            self.run.log(stage=name, step=step, tokens=tokens, eval_ppl=ppl)
+        self.say(f"{name}{f' step {step}' if step else ''}: held-out perplexity {ppl:.4g}")
+
+    def fidelity(self) -> list[dict[str, float]]:
+        """Per-layer distance to the teacher on held-out text; empty without eval data."""
+        stage = self.recipe.stages[-1]
+        blocks = self.blocks(stage, "eval")
+        if blocks is None:
+            return []
+        data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.device)
+        return layer_fidelity(self.student, data, self.accelerator.autocast)
+
+    def save(self, position: Position, state: dict[str, Any]) -> None:
+        """A checkpoint: trained tensors by name, and the optimizer unless the stage is over."""
+
+        def write(folder: Path) -> None:
+            tensors = {name: tensor.contiguous().cpu() for name, tensor in self.student.state().items()}
+            broken = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
+            if broken is not None:
+                raise self.not_finite(f"{broken} is not finite", position.stage, position.step + 1)
+            save_file(tensors, folder / "trained.safetensors")
+            if not position.done:
+                torch.save(state, folder / "optimizer.pt")
+
+        if self.accelerator.is_main_process:
+            self.last_checkpoint = self.run.save(position, write)
+        self.accelerator.wait_for_everyone()
+
+    def not_finite(self, what: str, number: int, step: int) -> LinearizeError:
+        """The error for a loss, a gradient or a weight that is NaN or infinite; `step` of that stage went wrong."""
+        kept = self.run.last_good(number, step)
+        stage = self.recipe.stages[number]
+        then = f"continue with --resume {kept}" if kept else "start again with --resume never"
+        return LinearizeError(
+            f"{what} at step {step} of {stage.name}; last good checkpoint: {kept or 'none was written'}. Lower "
+            f"stages[{number}].optimizer.lr (now {stage.optimizer.lr:g}) or set runtime.precision: fp32, and {then}",
+            Exit.CHECK_FAILED,
+        )
+
+
+def check_model(model: Any, recipe: Recipe) -> None:
+    """Refuse (exit 3) what the model cannot do, before anything is trained."""
+    for stage in recipe.stages:
+        if stage.lora is not None:
+            check_targets(model, stage.lora.target)
+    if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise LinearizeError(
+            f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
+            Exit.INCOMPATIBLE,
+        )
+
+
+def check_vocabulary(tokenizer: Any, model: Any, data: list[Blocks]) -> None:
+    """Refuse (exit 3) a tokenizer that is not the model's: one with more tokens, or data with ids out of range.
+
+    Added tokens alone may exceed the embedding, as an image token in a text model does, unless the data has them.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = tokenizer.vocab_size - 1
+    if highest < rows <= len(tokenizer) - 1:
+        highest = max(int(b[i]["input_ids"].max()) for b in data for i in range(len(b)))
+    if highest >= rows:
+        raise LinearizeError(
+            f"the tokenizer makes token {highest}, the model's embedding has {rows} rows: they do not belong together. "
+            "Put the model's own tokenizer into its folder",
+            Exit.INCOMPATIBLE,
+        )

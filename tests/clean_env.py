@@ -1,0 +1,151 @@
+"""Proof in environments of their own: converted checkpoints load, and compute what they should, without linearize.
+
+    python tests/clean_env.py make FOLDER                 in the environment of linearize: models and expected logits
+    python tests/clean_env.py check FOLDER PYTHON ...     each PYTHON is the interpreter of an environment that has
+                                                          torch and transformers and nothing of this project
+
+The check runs this file in each interpreter, isolated; that part imports torch and transformers alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EXPECTED = "expected.pt"
+# What a clean environment lacks; triton may be there, as a requirement of torch.
+FOREIGN = ("linearize", "linearize_kernels", "peft", "accelerate")
+# Logits of two processes, perhaps of two versions of transformers, in float32.
+LIMIT = 1e-4
+
+
+def compute(model: Any) -> dict[str, Any]:
+    """Logits of a left-padded batch in one pass, and of a prefill followed by steps."""
+    import torch
+
+    ids = (torch.arange(40).reshape(2, 20) * 31 + 7) % (model.config.vocab_size - 1) + 1
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    with torch.no_grad():
+        whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        out = model(input_ids=ids[:1, :13], use_cache=True)
+        steps = [out.logits]
+        for t in range(13, 20):
+            out = model(input_ids=ids[:1, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+            steps.append(out.logits)
+    return {"whole": whole, "steps": torch.cat(steps, 1)}
+
+
+def lay_out(place: Path, source: Path, converted: Path) -> None:
+    """Copy a converted checkpoint to `place`, and beside it what the source class with the same mixers computes."""
+    import torch
+    from models import source_with_mixers
+
+    shutil.copytree(converted, place)
+    torch.save(compute(source_with_mixers(source, converted)), place.with_suffix("." + EXPECTED))
+
+
+def make(folder: Path) -> None:
+    """A checkpoint per architecture in `folder`, half of them hybrids."""
+    from models import ARCHITECTURES, HYBRID, Zoo
+
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, name in enumerate(ARCHITECTURES):
+            lay_out(folder / name, *Zoo(Path(scratch)).folders(name, HYBRID if number % 2 else "all"))
+
+
+def load(folder: Path) -> None:
+    """Inside the clean environment: load every checkpoint of `folder` and compare; one line each."""
+    import importlib.util
+
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    present = [name for name in FOREIGN if importlib.util.find_spec(name)]
+    assert not present, f"not a clean environment: it has {present}"
+    for expected in sorted(folder.glob("*." + EXPECTED)):
+        place = expected.with_name(expected.name.removesuffix("." + EXPECTED))
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            place, trust_remote_code=True, output_loading_info=True
+        )
+        assert not any(report.values()), f"{place}: {report}"
+        refused_without_trust(place)
+        for key, theirs in torch.load(expected).items():
+            ours = compute(model.eval())[key]
+            difference = float((ours - theirs).abs().max() / theirs.abs().max())
+            assert difference < LIMIT, f"{place}: {key} logits differ by {difference:.1e}"
+        ids = torch.arange(1, 8)[None]
+        assert model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 11)
+        print(f"{place.name}: {type(model).__name__} loads with transformers {transformers.__version__}, logits equal")
+
+
+def refused_without_trust(place: Path) -> None:
+    """Loading without trust_remote_code fails, rather than giving a softmax model."""
+    import transformers
+
+    message = "it loads"
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(place, trust_remote_code=False)
+    except ValueError as error:
+        message = str(error)
+    assert "trust_remote_code" in message, f"{place} without trust_remote_code: {message}"
+
+
+def check(folder: Path, interpreters: list[str]) -> None:
+    """Run `load` in each interpreter; ends the process with the first failure's code."""
+    for python in interpreters:
+        with isolated() as environment:
+            subprocess.run([python, "-I", __file__, "load", str(folder)], env=environment, check=True)
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[dict[str, str]]:
+    """Environment variables of a process with a fresh code cache and no network."""
+    with tempfile.TemporaryDirectory() as modules:
+        yield {**os.environ, "HF_MODULES_CACHE": modules, "HF_HUB_OFFLINE": "1"}
+
+
+HIDING = """
+import runpy, sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {names} else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+sys.argv[0:1] = [{file}, "load"]
+runpy.run_path({file}, run_name="__main__")
+"""
+
+
+@contextlib.contextmanager
+def without_packages() -> Iterator[list[str]]:
+    """A command that runs `load` on its argument in this interpreter with the foreign packages hidden."""
+    with tempfile.TemporaryDirectory() as modules:
+        code = HIDING.replace("{names}", repr((*FOREIGN, "triton"))).replace(
+            "{file}", repr(str(Path(__file__).resolve()))
+        )
+        yield ["env", f"HF_MODULES_CACHE={modules}", "HF_HUB_OFFLINE=1", sys.executable, "-I", "-c", code]
+
+
+def main() -> None:
+    verb, folder, *interpreters = sys.argv[1:]
+    if verb == "check":
+        check(Path(folder), interpreters)
+    else:
+        {"make": make, "load": load}[verb](Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,657 @@
+"""`convert`: the plan as a value, every bad input with its exit code and nothing left behind, sources with code."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import HYBRID, convert_folder, load, logits, save_source, small_model, tokens
+from safetensors.torch import load_file, save_file
+
+from linearize.checkpoint import MANIFEST
+from linearize.convert import convert, plan_conversion
+from linearize.errors import Exit, LinearizeError
+from linearize.mechanisms import build_mixer
+from linearize.plan import Plan, choose_layers, ranges
+from linearize.source import read_header
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save_source(tmp_path / "source")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source that tests only read."""
+    return save_source(tmp_path_factory.mktemp("shared") / "source")
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder`."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_a_plan_survives_json(shared: Path) -> None:
+    plan, _, _ = plan_conversion(str(shared), "gsa", layers=HYBRID, options={"slots": "16", "rope": "false"})
+    data = json.loads(json.dumps(plan.to_json()))
+    again = Plan.from_json(data)
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert again.spec() == plan.spec()
+
+
+def test_a_plan_says_what_changes_and_what_it_costs(shared: Path) -> None:
+    plan, _, _ = plan_conversion(str(shared), "gsa", layers=HYBRID, options={"slots": 16})
+    assert [(s.site.layer, s.site.path, s.mechanism) for s in plan.steps] == [
+        (0, "model.layers.0.self_attn", "gsa"),
+        (2, "model.layers.2.self_attn", "gsa"),
+    ]
+    site = plan.steps[0].site
+    assert (site.hidden, site.heads, site.kv_heads, site.key_dim, site.value_dim, site.causal) == (32, 4, 2, 8, 8, True)
+    assert [site.layer for site in plan.kept] == [1, 3]
+    with torch.device("meta"):
+        mixer = build_mixer("gsa", site, plan.steps[0].options)
+    assert plan.steps[0].new_parameters == sum(p.numel() for p in mixer.parameters()) > 2 * 16 * 32
+    assert plan.steps[0].state_bytes == mixer.state_bytes(0) >= 4 * 2 * 16 * (8 + 8)
+    row = 2 * (8 + 8) * 4  # keys and values of one token in one layer, float32
+    costs = plan.to_json()["decode_bytes"]
+    assert costs["4096"] == {"source": 4 * 4096 * row, "converted": 2 * 4096 * row + 2 * plan.steps[0].state_bytes}
+    assert costs["131072"]["source"] == 32 * costs["4096"]["source"]
+    assert plan.needed_bytes == 4 * plan.new_parameters
+    assert plan.source_bytes == (shared / "model.safetensors").stat().st_size
+    assert (plan.dtype, plan.cast, plan.pickled) == ("float32", False, False)
+
+
+def test_a_cast_is_planned(shared: Path) -> None:
+    plan, _, _ = plan_conversion(str(shared), "gsa", dtype="bfloat16")
+    weights = sum(p.numel() for p in small_model("llama").parameters())
+    assert (plan.dtype, plan.cast) == ("bfloat16", True)
+    assert plan.needed_bytes == 2 * (weights + plan.new_parameters)
+
+
+def test_what_is_dropped_is_said(tmp_path: Path) -> None:
+    plan, _, _ = plan_conversion(str(save_source(tmp_path / "gemma", "gemma2")), "gsa")
+    assert [note.partition(":")[0] for note in plan.notes] == ["sliding_window", "softcap"]
+    assert "(layers 0,2)" in plan.notes[0]
+    assert "(layers 0-3)" in plan.notes[1]
+    plan, _, _ = plan_conversion(str(save_source(tmp_path / "llama")), "gsa")
+    assert plan.notes == []
+
+
+BIG = {
+    "llama-70b": lambda: transformers.LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+    ),
+    "deepseek-v3": transformers.DeepseekV3Config,
+    "mixtral": transformers.MixtralConfig,
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_a_dry_run_needs_the_config_alone(tmp_path: Path, name: str) -> None:
+    config = BIG[name]()
+    config.save_pretrained(tmp_path)
+    start = time.process_time()
+    plan, source, _ = plan_conversion(str(tmp_path), "gsa", weights=False)
+    assert time.process_time() - start < 5.0
+    assert source.shards == ()
+    assert len(plan.steps) == config.num_hidden_layers
+    assert plan.source_bytes > 4 * 40e9
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "keep", "chosen"),
+    [
+        ("all", "", [0, 1, 2, 3]),
+        ("all", "1,3", [0, 2]),
+        ("0-2", "", [0, 1, 2]),
+        ("0-1,3", "", [0, 1, 3]),
+        (" 1 , 2", "2", [1]),
+        ("every:2", "", [0, 2]),
+        ("every:3", "0", [3]),
+    ],
+)
+def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[int]) -> None:
+    plan, _, _ = plan_conversion(str(shared), "gsa", layers=layers, keep_softmax=keep)
+    assert [step.site.layer for step in plan.steps] == chosen
+    assert sorted(chosen + [site.layer for site in plan.kept]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("layers", "keep", "message"),
+    [
+        ("0-9", "", r"--layers 0-9: no softmax attention at layer 4-9; the model has it at 0-3"),
+        ("", "", "leaves no layer to convert"),
+        ("all", "0-3", "leaves no layer to convert"),
+        ("all", "4", "--keep-softmax 4: no softmax attention at layer 4"),
+        ("3-1", "", "3-1 runs backwards"),
+        ("one", "", "'one' is no layer number"),
+        ("-1", "", "'' is no layer number"),
+        ("every:0", "", "every:N needs N >= 1"),
+        ("every:x", "", "'x' is no layer number"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(shared: Path, layers: str, keep: str, message: str) -> None:
+    sites = [*plan_conversion(str(shared), "gsa")[0].steps]
+    with pytest.raises(LinearizeError, match=message) as caught:
+        choose_layers([step.site for step in sites], layers, keep)
+    assert caught.value.code == Exit.USAGE
+
+
+def test_ranges_are_short() -> None:
+    assert ranges([5, 0, 1, 2, 7, 8]) == "0-2,5,7-8"
+    assert ranges([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options", "message"),
+    [
+        ("gsaa", {}, r"unknown mechanism 'gsaa'\. Did you mean 'gsa'\? Known: .*gsa"),
+        ("", {}, r"unknown mechanism ''\. Known"),
+        ("gsa", {"slot": "8"}, r"slot: gsa has no such option\. Did you mean 'slots'\?"),
+        ("gsa", {"slots": "0"}, "slots=0: must be >= 1"),
+        ("gsa", {"slots": "many"}, "slots=many: must be a whole number"),
+        ("gsa", {"slots": "8.5"}, "slots=8.5: must be a whole number"),
+        ("gsa", {"damping": "nan"}, "damping=nan: must be >= 0.1"),
+        ("gsa", {"rope": "maybe"}, "rope=maybe: must be true or false"),
+        ("gsa", {"norm": "hiden"}, r"norm=hiden: must be one of none, head, hidden\. Did you mean 'hidden'\?"),
+        ("gsa", {"clock": "16", "slots": "8"}, "clock=16: must be <= slots=8"),
+    ],
+)
+def test_mechanisms_and_options_are_checked(
+    shared: Path, mechanism: str, options: dict[str, str], message: str
+) -> None:
+    with pytest.raises(LinearizeError, match=message) as caught:
+        plan_conversion(str(shared), mechanism, options=options)
+    assert caught.value.code == Exit.USAGE
+
+
+def test_published_options_come_with_faithful(shared: Path) -> None:
+    options = plan_conversion(str(shared), "gsa", options={"faithful": "true", "slots": "8"})[0].steps[0].options
+    assert (options["feature_map"], options["rope"], options["slots"]) == ("swish", False, 8)
+    assert "faithful" not in options
+
+
+# ---------------------------------------------------------------- bad sources, each with its exit code
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def shard_up(folder: Path) -> None:
+    small_model("llama").save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink()
+
+
+def truncate(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+
+
+def truncate_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:40])
+
+
+def empty_shard(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def lose_shard(folder: Path) -> None:
+    shard_up(folder)
+    (folder / "model-00002-of-00005.safetensors").unlink(missing_ok=True)
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
+
+
+def leave_the_folder(folder: Path) -> None:
+    shard_up(folder)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = "../elsewhere.safetensors"
+    path.write_text(json.dumps(index))
+
+
+def index_of_numbers(folder: Path) -> None:
+    shard_up(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": 3}}))
+
+
+def lie(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """A shard whose header says something else than its bytes."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return damage
+
+
+def wider(header: dict[str, Any]) -> None:
+    header["lm_head.weight"]["shape"] = [97, 64]
+
+
+def beyond(header: dict[str, Any]) -> None:
+    start, end = header["lm_head.weight"]["data_offsets"]
+    header["lm_head.weight"]["data_offsets"] = [start + 10**9, end + 10**9]
+
+
+def overlapping(header: dict[str, Any]) -> None:
+    header["model.norm.weight"]["data_offsets"] = header["model.layers.0.input_layernorm.weight"]["data_offsets"]
+
+
+def not_numbers(header: dict[str, Any]) -> None:
+    header["lm_head.weight"]["shape"] = "97x32"
+
+
+def lose_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def pickle_weights(folder: Path, tensors: Any) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+class Bomb:
+    """Unpickled with trust, this writes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+def booby_trap(folder: Path) -> None:
+    pickle_weights(folder, {"lm_head.weight": Bomb(folder / "executed")})
+
+
+def pickled_list(folder: Path) -> None:
+    pickle_weights(folder, [torch.zeros(1)])
+
+
+def pickled_of_another_shape(folder: Path) -> None:
+    pickle_weights(folder, small_model("llama", hidden_size=16).state_dict())
+
+
+def garbage_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle at all")
+
+
+def write_config(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_text(text) and None
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def own_code(folder: Path) -> None:
+    edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    (folder / "modeling_own.py").write_text("raise SystemExit('this must not run')\n")
+
+
+def other_architecture(folder: Path) -> None:
+    transformers.FalconConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=97
+    ).save_pretrained(folder)
+
+
+QUANTIZED = {"quant_method": "gptq", "bits": 4}
+BAD_SOURCES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "has no config.json: not a Transformers model folder",
+    ),
+    "config is no JSON": (write_config("{"), "config.json is not valid JSON"),
+    "config is a list": (write_config("[]"), "config.json holds list, expected an object"),
+    "no model type": (write_config("{}"), "model_type is None, not a name"),
+    "model type is a number": (config(model_type=7), "model_type is 7, not a name"),
+    "unknown model type": (config(model_type="lama"), "config.json cannot be used"),
+    "size is a string": (config(hidden_size="32"), "config.json cannot be used"),
+    "size is zero": (config(num_attention_heads=0), "(cannot be used|cannot be probed)"),
+    "no layers": (config(num_hidden_layers=0), "no attention found"),
+    "no head": (config(architectures=["LlamaModel"]), "is a LlamaModel, which does not generate text"),
+    "attention off the interface": (other_architecture, "no attention found: FalconForCausalLM"),
+    "quantized": (config(quantization_config=QUANTIZED), r"is quantized \(gptq\): surgery needs float weights"),
+    "own code": (own_code, r"ships its own code \(modeling_own.py\)\. Read it, then pass --trust-remote-code"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "truncated": (truncate, r"model\.safetensors is damaged or cut short: tensor .* ends at byte"),
+    "truncated header": (truncate_header, "damaged or cut short: its header claims"),
+    "empty shard": (empty_shard, "damaged or cut short"),
+    "missing shard": (lose_shard, r"index\.json names model-0000\d-of-0000\d\.safetensors, which is missing"),
+    "index leaves the folder": (leave_the_folder, "leaves the folder"),
+    "index of numbers": (index_of_numbers, "must map tensor names to file names"),
+    "header lies about a shape": (lie(wider), r"tensor lm_head\.weight has \d+ bytes, which its shape"),
+    "header points beyond": (lie(beyond), r"tensor lm_head\.weight ends at byte"),
+    "header overlaps": (lie(overlapping), "overlap or leave gaps"),
+    "header without numbers": (lie(not_numbers), "damaged or cut short"),
+    "weights miss a tensor": (lose_tensor, r"disagree: missing model\.layers\.1\.self_attn\.q_proj\.weight"),
+    "config has other shapes": (
+        config(intermediate_size=40),
+        r"disagree: model\.\S+ is \[\S+ \d+\], the config asks for",
+    ),
+    "config has fewer layers": (config(num_hidden_layers=3), r"disagree: unexpected model\.layers\.3\.\S+, .* \.\.\."),
+    "config has more layers": (config(num_hidden_layers=5), r"disagree: missing model\.layers\.4\."),
+    "pickle with code": (booby_trap, "not a plain pickle of tensors .* It was not executed"),
+    "pickle of a list": (pickled_list, "does not hold a plain mapping of names to tensors"),
+    "pickle of another shape": (pickled_of_another_shape, r"disagree: \S+ is \[.*\], the config asks for"),
+    "pickle of garbage": (garbage_pickle, "not a plain pickle of tensors"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SOURCES)
+def test_a_bad_source_is_refused_and_nothing_is_left(source: Path, name: str) -> None:
+    damage, message = BAD_SOURCES[name]
+    damage(source)
+    before = snapshot(source.parent)
+    with pytest.raises(LinearizeError, match=message) as caught:
+        convert_folder(source, source.parent / "new" / "linear")
+    assert caught.value.code == Exit.INCOMPATIBLE
+    assert "\n" not in caught.value.message
+    assert snapshot(source.parent) == before
+    assert [path.name for path in source.parent.iterdir()] == ["source"]
+    assert not (source / "executed").exists()
+
+
+def test_the_trap_of_that_pickle_works(tmp_path: Path) -> None:
+    torch.save({"w": Bomb(tmp_path / "executed")}, tmp_path / "w.bin")
+    with pytest.raises(Exception, match="weights_only"):
+        torch.load(tmp_path / "w.bin", weights_only=True)
+    torch.load(tmp_path / "w.bin", weights_only=False)
+    assert (tmp_path / "executed").exists()
+
+
+def test_a_converted_model_is_not_converted_again(source: Path) -> None:
+    folder = convert_folder(source, source.parent / "linear", "0-1")
+    with pytest.raises(LinearizeError, match=r"layers 0-1 are already 'gsa'.*linearize finetune") as caught:
+        plan_conversion(str(folder), "gsa")
+    assert caught.value.code == Exit.INCOMPATIBLE
+    edit_config(folder, linearize="by hand")
+    with pytest.raises(LinearizeError, match="some layers are already linear"):
+        plan_conversion(str(folder), "gsa")
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "message"),
+    [
+        ("no such folder", Exit.INCOMPATIBLE, "no such folder"),
+        ("nobody/nothing-of-this-name", Exit.HUB, "is no folder here"),
+    ],
+)
+def test_a_model_that_is_nowhere(model: str, code: Exit, message: str) -> None:
+    with pytest.raises(LinearizeError, match=message) as caught:
+        plan_conversion(model, "gsa")
+    assert caught.value.code == code
+
+
+def test_a_file_is_no_model(source: Path) -> None:
+    with pytest.raises(LinearizeError, match="is a file; give the folder") as caught:
+        plan_conversion(str(source / "model.safetensors"), "gsa")
+    assert caught.value.code == Exit.INCOMPATIBLE
+
+
+def test_an_unknown_dtype_is_refused(shared: Path) -> None:
+    with pytest.raises(LinearizeError, match="--dtype int8: choose keep, ") as caught:
+        plan_conversion(str(shared), "gsa", dtype="int8")
+    assert caught.value.code == Exit.USAGE
+
+
+# ---------------------------------------------------------------- bad outputs
+
+
+@pytest.mark.parametrize("where", ["source", "source/inside", ".", "source/../source"])
+def test_the_output_stays_clear_of_the_source(source: Path, where: str) -> None:
+    before = snapshot(source.parent)
+    with pytest.raises(LinearizeError, match="must be separate folders") as caught:
+        convert_folder(source, source.parent / where)
+    assert caught.value.code == Exit.USAGE
+    assert snapshot(source.parent) == before
+
+
+def test_an_output_in_the_way_is_kept(source: Path) -> None:
+    output = source.parent / "linear"
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    plan = plan_conversion(str(source), "gsa", options={"slots": 8})
+    with pytest.raises(LinearizeError, match=r"has 1 files\. --overwrite replaces only what linearize wrote") as caught:
+        convert(*plan, output, level="none")
+    assert caught.value.code == Exit.USAGE
+    with pytest.raises(LinearizeError, match=r"files that linearize did not write \(notes.txt\)"):
+        convert(*plan, output, level="none", overwrite=True)
+    assert snapshot(output) == {"notes.txt": b"mine"}
+    (source.parent / "file").write_text("mine")
+    with pytest.raises(LinearizeError, match="is a file; choose another -o"):
+        convert(*plan, source.parent / "file", level="none", overwrite=True)
+
+
+def test_overwrite_replaces_what_is_ours(source: Path) -> None:
+    output = convert_folder(source, source.parent / "linear")
+    plan = plan_conversion(str(source), "gsa", layers="1", options={"slots": 4})
+    with pytest.raises(LinearizeError, match="--overwrite"):
+        convert(*plan, output, level="none")
+    convert(*plan, output, level="none", overwrite=True, say=lambda text: None)
+    assert {path.name for path in source.parent.iterdir()} == {"source", "linear"}
+    assert [layer["site"]["layer"] for layer in load(output).config.linearize["layers"]] == [1]
+    (output / "more.txt").write_text("mine")
+    with pytest.raises(LinearizeError, match=r"did not write \(more.txt\)"):
+        convert(*plan, output, level="none", overwrite=True)
+
+
+def test_an_empty_folder_is_a_fine_output(source: Path) -> None:
+    (source.parent / "linear").mkdir()
+    load(convert_folder(source, source.parent / "linear"))
+
+
+def test_an_output_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = source.parent / "read-only"
+    place.mkdir()
+    real = Path.mkdir
+
+    # Permissions do not bind the root user, who may run this.
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        if place in self.parents:
+            raise PermissionError(13, "Permission denied", str(self))
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(LinearizeError, match=r"cannot write .*linear: Permission denied") as caught:
+        convert_folder(source, place / "linear")
+    assert caught.value.code == Exit.RESOURCE
+    assert not list(place.iterdir())
+
+
+def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    from linearize import checkpoint
+
+    plan = plan_conversion(str(source), "gsa", options={"slots": 8})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+        with pytest.raises(LinearizeError, match=r"need .* GiB in .*, 0\.0 free") as caught:
+            convert(*plan, source.parent / "linear", level="none")
+        assert caught.value.code == Exit.RESOURCE
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(LinearizeError, match="no space left on the disk") as caught:
+        convert(*plan, source.parent / "deep" / "linear", level="none")
+    assert caught.value.code == Exit.RESOURCE
+    assert [path.name for path in source.parent.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LinearizeError("verification failed", Exit.CHECK_FAILED)])
+def test_an_interrupted_conversion_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    from linearize import convert as story
+
+    def stop(*args: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(story, "verify", stop)
+    old = source.parent / "old"
+    plan = plan_conversion(str(source), "gsa", options={"slots": 8})
+    with pytest.raises((KeyboardInterrupt, LinearizeError)):
+        convert(*plan, old)
+    assert [path.name for path in source.parent.iterdir()] == ["source"]
+    monkeypatch.undo()
+    convert_folder(source, old)
+    before = snapshot(old)
+    monkeypatch.setattr(story, "verify", stop)
+    with pytest.raises((KeyboardInterrupt, LinearizeError)):
+        convert(*plan, old, overwrite=True)
+    assert snapshot(old) == before
+
+
+# ---------------------------------------------------------------- what else is in the folder
+
+
+def test_small_files_travel_and_others_stay(source: Path) -> None:
+    (source / "tokenizer.json").write_text("{}")
+    (source / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "LICENSE").write_text("terms")
+    (source / "README.md").write_text("the source's card")
+    (source / "model.onnx").write_bytes(b"graph")
+    (source / ".git").mkdir()
+    (source / ".git" / "HEAD").write_text("ref")
+    (source / "assets").mkdir()
+    (source / "assets" / "vocab.txt").write_text("a")
+    folder = convert_folder(source, source.parent / "linear")
+    names = set(snapshot(folder))
+    assert {"tokenizer.json", "generation_config.json", "chat_template.jinja", "LICENSE", "assets/vocab.txt"} <= names
+    assert not {"model.onnx", ".git/HEAD", "model.safetensors"} & names
+    assert load(folder).generation_config.temperature == 0.7
+
+
+def test_the_manifest_and_the_card_tell_the_facts(source: Path) -> None:
+    folder = convert_folder(source, source.parent / "linear", HYBRID, options={"rope": False})
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert set(manifest["files"]) == set(snapshot(folder))
+    assert set(manifest["versions"]) == {"linearize", "torch", "transformers"}
+    plan = Plan.from_json(manifest["plan"])
+    assert (plan.source, plan.revision, plan.architecture, plan.model_type) == (
+        "source",
+        None,
+        "LlamaForCausalLM",
+        "llama",
+    )
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["linearize"] == json.loads(json.dumps(plan.spec()))
+    assert saved["model_type"] == "linearized_llama"
+    card = (folder / "README.md").read_text()
+    for fact in (
+        "base_model: source",
+        "- gsa",
+        "GSA in layers 0,2; layers 1,3 keep softmax",
+        "untrained: distil before use",
+        "trust_remote_code=True",
+        f"{plan.new_parameters:,}",
+        f"{sum(step.state_bytes for step in plan.steps):,} bytes",
+        "'rope': False",
+    ):
+        assert fact in card
+
+
+def test_the_same_seed_gives_the_same_mixers(source: Path) -> None:
+    plan = plan_conversion(str(source), "gsa", options={"slots": 8})
+    shards = []
+    for number, seed in enumerate((1, 1, 2)):
+        torch.manual_seed(number)
+        convert(*plan, source.parent / str(number), level="none", seed=seed, say=lambda text: None)
+        shards.append((source.parent / str(number) / "model-mixers.safetensors").read_bytes())
+    assert shards[0] == shards[1] != shards[2]
+
+
+# ---------------------------------------------------------------- sources with code of their own
+
+OWN_CONFIG = """
+from transformers import LlamaConfig
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+"""
+OWN_MODEL = """
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+from .own_parts import factor
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * factor
+        return out
+"""
+
+
+def source_with_code(folder: Path) -> Path:
+    small_model("llama").save_pretrained(folder)
+    (folder / "configuration_own.py").write_text(OWN_CONFIG)
+    (folder / "modeling_own.py").write_text(OWN_MODEL)
+    (folder / "own_parts.py").write_text("factor = 3.0\n")
+    entries = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    edit_config(
+        folder,
+        model_type="own_llama",
+        architectures=["OwnForCausalLM"],
+        auto_map=entries | {"AutoTokenizer": ["own_parts.OwnTokenizer", None]},
+    )
+    return folder
+
+
+def test_a_source_with_its_own_code(tmp_path: Path) -> None:
+    source = source_with_code(tmp_path / "source")
+    with pytest.raises(LinearizeError, match="ships its own code") as caught:
+        plan_conversion(str(source), "gsa")
+    assert caught.value.code == Exit.INCOMPATIBLE
+    folder = convert_folder(source, tmp_path / "linear", HYBRID, trust_remote_code=True, level="full")
+    for path in source.iterdir():
+        path.unlink()  # the result stands alone
+    model, ids = load(folder), tokens(2, 9)
+    assert model.config.auto_map["AutoTokenizer"] == ["own_parts.OwnTokenizer", None]
+    with model.teacher():
+        assert torch.equal(logits(model, ids), 3.0 * logits(small_model("llama"), ids))
+
+
+def test_code_that_would_be_overwritten_is_refused(tmp_path: Path) -> None:
+    source = source_with_code(tmp_path / "source")
+    (source / "seam.py").write_text("theirs = True\n")
+    with pytest.raises(LinearizeError, match=r"has a seam\.py of its own") as caught:
+        convert_folder(source, tmp_path / "linear", trust_remote_code=True)
+    assert caught.value.code == Exit.INCOMPATIBLE
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_headers_are_read_as_they_are(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(3, 2, dtype=torch.bfloat16), "empty": torch.zeros(0, 4), "scalar": torch.tensor(1)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = {name: (t.dtype, t.shape) for name, t in read_header(tmp_path / "x.safetensors").items()}
+    assert found == {"a": ("BF16", (3, 2)), "empty": ("F32", (0, 4)), "scalar": ("I64", ())}
+    save_file({}, tmp_path / "none.safetensors")
+    assert read_header(tmp_path / "none.safetensors") == {}

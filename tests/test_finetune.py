@@ -1,0 +1,448 @@
+"""`linearize finetune`: options that do what they say, losses that add up, and what bad input is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import tracking
+from conftest import relative_error
+from training import BASES, T, base, byte_tokenizer, make_recipe, metrics, same, stage, tensors, train, write_recipe
+from transformers import AutoTokenizer
+
+from linearize import cli
+from linearize.demo import model_folder
+from linearize.errors import Exit, LinearizeError
+from linearize.loop import StageLoop
+from linearize.runs import Run
+from linearize.runtime import make_schedule
+
+EVAL = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
+CHAT = {"train": {"files": ["chat.jsonl"]}, "pack": {"seq_len": T}}
+KINDS = [("attention_transfer", ["new", "lora"]), ("logit_kl", ["new", "lora"]), ("sft", "all")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `linearize finetune ...`, in this process."""
+    old, sys.argv = sys.argv, ["linearize", "finetune", *map(str, arguments)]
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+    finally:
+        sys.argv = old
+    captured = capsys.readouterr()
+    return int(stopped.value.code or 0), captured.out, captured.err
+
+
+# ---------------------------------------------------------------- sums over micro batches and processes
+
+
+@pytest.mark.parametrize(("kind", "parts"), KINDS, ids=str)
+def test_micro_batches_add_up_to_the_batch(kind: str, parts: Any, root: Path, tmp_path: Path) -> None:
+    """However four blocks are divided, also where they hold different numbers of targets and of padding."""
+    found = []
+    for per_device, accumulate in ((4, 1), (2, 2), (1, 4)):
+        place = tmp_path / str(per_device)
+        batch = {"per_device": per_device, "accumulate": accumulate}
+        # A small rate: Adam turns rounding into a full step where a gradient is next to nothing.
+        one = stage(kind, parts, batch=batch, steps=6, optimizer={"lr": 1e-3})
+        train(make_recipe(place, base(root, "llama"), one, data=CHAT))
+        found.append((torch.tensor(metrics(place)), tensors(place / "run" / "final")))
+    (losses, weights), *others = found
+    for theirs, tensors_of_other in others:
+        torch.testing.assert_close(theirs, losses, rtol=1e-5, atol=0)
+        for name, value in weights.items():
+            assert relative_error(tensors_of_other[name], value) < 1e-3, name
+
+
+def test_two_processes_train_what_one_does(root: Path, tmp_path: Path) -> None:
+    stages = [stage(kind, parts, steps=3, optimizer={"lr": 1e-3}) for kind, parts in KINDS[:2]]
+    train(make_recipe(tmp_path / "one", base(root, "llama"), *stages, data=CHAT))
+    shared = [{**each, "batch": {"per_device": 1}} for each in stages]
+    recipe = write_recipe(tmp_path / "two", base(root, "llama"), *shared, data=CHAT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = [*launch, "-m", "linearize", "finetune", str(recipe)]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for key in ("loss", "grad_norm"):
+        ours, theirs = (torch.tensor(metrics(tmp_path / name, key)) for name in ("two", "one"))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+    ours, theirs = (tensors(tmp_path / name / "run" / "final") for name in ("two", "one"))
+    assert all(relative_error(ours[name], theirs[name]) < 1e-3 for name in theirs)
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"name": "constant"}, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ({"name": "constant", "warmup_ratio": 0.2}, [0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ({"name": "linear"}, [1 - n / 10 for n in range(10)]),
+        ({"name": "cosine"}, [(1 + math.cos(math.pi * n / 10)) / 2 for n in range(10)]),
+        (
+            {"name": "cosine_with_min_lr", "min_lr_ratio": 0.1},
+            [0.1 + 0.9 * (1 + math.cos(math.pi * n / 10)) / 2 for n in range(10)],
+        ),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_schedules(schedule: dict[str, Any], expected: list[float], root: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", steps=10, schedule=schedule))
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    factor = make_schedule(recipe.stages[0], optimizer, 10)
+    assert [factor(n) for n in range(10)] == pytest.approx(expected)
+    train(recipe)
+    assert metrics(tmp_path, "lr") == pytest.approx([1e-2 * f for f in expected])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("clip", 1e-3), ("weight_decay", 0.5), ("betas", [0.5, 0.5]), ("lr", 1e-3)]
+)
+def test_optimizer_options_reach_the_optimizer(
+    option: str, value: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    update = StageLoop._update
+
+    def watched(loop: StageLoop, *arguments: Any) -> None:
+        norms = torch.stack([p.grad.norm() for p in loop.parameters if p.grad is not None])
+        seen.append(float(norms.norm()))
+        update(loop, *arguments)
+        (group,) = loop.optimizer.param_groups
+        assert option == "clip" or group[option] == (tuple(value) if option == "betas" else value)
+
+    monkeypatch.setattr(StageLoop, "_update", watched)
+    train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", optimizer={"lr": 1e-2, option: value})))
+    clip = value if option == "clip" else 1.0
+    assert seen == pytest.approx([min(norm, clip) for norm in metrics(tmp_path, "grad_norm")], rel=1e-3)
+
+
+@pytest.mark.parametrize("budget", [{"steps": 3}, {"tokens": 5 * T}, {"epochs": 0.1}], ids=str)
+def test_budgets(budget: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    run = StageLoop.run
+    monkeypatch.setattr(StageLoop, "run", lambda loop, start: (lengths.append(len(loop.blocks)), run(loop, start)))
+    each = {k: v for k, v in stage("logit_kl").items() if k != "steps"}
+    train(make_recipe(tmp_path, base(root, "llama"), {**each, **budget}))
+    steps = {"steps": 3, "tokens": 3, "epochs": math.ceil(0.1 * lengths[0] / 2)}[next(iter(budget))]
+    assert metrics(tmp_path, "step") == list(range(1, steps + 1))
+    assert metrics(tmp_path, "tokens") == [2 * T * n for n in range(1, steps + 1)]
+
+
+def test_gradient_checkpointing_changes_no_bit(root: Path, tmp_path: Path, recwarn: Any) -> None:
+    """Dropout on: the same random numbers are drawn again."""
+    for on in (False, True):
+        stages = [stage(kind, parts, "gpt2") for kind, parts in KINDS]
+        runtime = {"device": "cpu", "gradient_checkpointing": on}
+        train(make_recipe(tmp_path / str(on), base(root, "gpt2"), *stages, runtime=runtime))
+    assert metrics(tmp_path / "True") == metrics(tmp_path / "False")
+    assert same(*(tensors(tmp_path / str(on) / "run" / "final") for on in (True, False)))
+    assert not [w for w in recwarn if "checkpointing" in str(w.message)]
+
+
+def test_gradient_checkpointing_is_on_only_when_asked(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    original = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", torch.utils.checkpoint.checkpoint)
+    for on in (False, True):
+        assert not calls
+        runtime = {"device": "cpu", "gradient_checkpointing": on}
+        train(make_recipe(tmp_path / str(on), base(root, "llama"), stage("logit_kl"), runtime=runtime))
+    assert calls
+
+
+def test_compile(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph that a compiler would get computes the same; code generation itself is not ours to test."""
+    compiled = []
+    honest = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda model: (compiled.append(model), honest(model))[1])
+    for on in (False, True):
+        assert not compiled
+        runtime = {"device": "cpu", "compile": on}
+        train(make_recipe(tmp_path / str(on), base(root, "llama"), stage("logit_kl", "mixer"), runtime=runtime))
+    assert len(compiled) == 1
+    assert metrics(tmp_path / "True") == pytest.approx(metrics(tmp_path / "False"), rel=1e-5)
+
+
+def test_evaluation(root: Path, tmp_path: Path) -> None:
+    kinds = ["attention_transfer", "logit_kl"]
+    recipe = make_recipe(
+        tmp_path, base(root, "llama"), *map(stage, kinds), data=EVAL, eval={"every_steps": 3, "max_tokens": 2 * T}
+    )
+    report = train(recipe)
+    entries = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    evaluated = [entry for entry in entries if "eval_ppl" in entry]
+    places = [(entry["stage"], entry["step"]) for entry in evaluated]
+    assert places == [("teacher", 0), ("converted", 0), *((kind, step) for kind in kinds for step in (3, 4))]
+    assert report["teacher_ppl"] == evaluated[0]["eval_ppl"]
+    assert [row["name"] for row in report["stages"]] == ["converted", *kinds]
+    assert [row["tokens"] for row in report["stages"]] == [0, 8 * T, 16 * T]
+    for row in report["stages"]:
+        assert row["ppl_ratio"] == row["ppl"] / report["teacher_ppl"] > 1
+    assert [row["layer"] for row in report["layers"]] == [0, 1]
+    assert all(row["relative_mse"] > 0 and -1 <= row["cosine"] <= 1 for row in report["layers"])
+    assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
+    with_more = train(make_recipe(tmp_path / "more", base(root, "llama"), stage("logit_kl"), data=EVAL))
+    assert with_more["teacher_ppl"] != report["teacher_ppl"]  # more than two blocks
+
+
+def test_loss_weights_and_temperature(root: Path, tmp_path: Path) -> None:
+    first = {}
+    for name, loss in {
+        "kl": {"kl": 1.0},
+        "ce": {"kl": 0.0, "ce": 1.0},
+        "both": {"kl": 2.0, "ce": 3.0},
+        "warm": {"kl": 1.0, "temperature": 2.0},
+    }.items():
+        train(make_recipe(tmp_path / name, base(root, "llama"), stage("logit_kl", loss=loss, steps=1)))
+        first[name] = metrics(tmp_path / name)[0]
+    train(make_recipe(tmp_path / "sft", base(root, "llama"), stage("sft", steps=1)))
+    assert first["ce"] == metrics(tmp_path / "sft")[0]
+    assert first["both"] == pytest.approx(2 * first["kl"] + 3 * first["ce"])
+    assert first["warm"] != pytest.approx(first["kl"], rel=1e-2)
+
+
+def test_sft_learns_what_the_assistant_says(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = []
+    step = StageLoop._micro_batch
+
+    def watched(loop: StageLoop, batch: Any, tokens: Any) -> Any:
+        labels.append(batch["labels"])
+        return step(loop, batch, tokens)
+
+    monkeypatch.setattr(StageLoop, "_micro_batch", watched)
+    own = {"train": {"files": ["chat.jsonl"]}}
+    train(make_recipe(tmp_path, base(root, "llama"), stage("sft", "all"), stage("sft", "all", name="chat", data=own)))
+    text, chat = torch.cat(labels[:4]), torch.cat(labels[4:])
+    assert (text != -100).float().mean() > 0.9
+    learned = byte_tokenizer().decode(chat[chat != -100])
+    assert "q" not in learned
+    assert ":" not in learned
+    assert (chat != -100).any()
+
+
+def test_plain_text_files_and_a_stage_of_its_own_length(root: Path, tmp_path: Path) -> None:
+    data = {"train": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
+    own = {"pack": {"seq_len": 2 * T}}
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), stage("sft", data=own), data=data)
+    train(recipe)
+    assert metrics(tmp_path, "tokens")[3:5] == [8 * T, 4 * T]
+
+
+def test_seed_orders_the_data(root: Path, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        train(make_recipe(tmp_path / str(seed), base(root, "llama"), stage("logit_kl"), seed=seed))
+    assert metrics(tmp_path / "1") != metrics(tmp_path / "2")
+
+
+def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a softmax model to a verified one, by the command line with overrides; stderr shows no bars."""
+    convert = {"mechanism": "gsa", "options": {"slots": 4}, "keep_softmax": "1"}
+    source = base(root, "llama").parent / "source"
+    recipe = write_recipe(tmp_path, source, stage("logit_kl"), convert=convert, data=EVAL)
+    code, out, err = command(capsys, recipe, "finish.verify=true", "stages.logit_kl.steps=2", "--json")
+    assert code == 0, err
+    assert metrics(tmp_path, "step")[-2:] == [2, 2]  # a step and its evaluation
+    report = json.loads(out)
+    assert report["output"] == str(tmp_path / "run" / "final")
+    assert report["stages"][-1]["name"] == "logit_kl"
+    assert "logits equal the trained model's" in err
+    assert not any(noise in err for noise in ("Loading weights", "it/s", "Warning", "%|"))
+
+
+# ---------------------------------------------------------------- dry run
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> list[dict[str, Any]]:
+    code, out, err = command(capsys, *arguments, "--dry-run", "--json")
+    assert code == 0, err
+    return json.loads(out)["stages"]
+
+
+def test_dry_run_needs_a_config_and_no_more(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "config-only"
+    source.mkdir()
+    shutil.copyfile(base(root, "llama").parent / "source" / "config.json", source / "config.json")
+    each = {k: v for k, v in stage("sft", "all").items() if k != "steps"}
+    stages = [stage("attention_transfer"), stage("logit_kl", "mixer", tokens=1000), {**each, "epochs": 2.0}]
+    convert = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}}
+    recipe = write_recipe(tmp_path, source, *stages, convert=convert, data={"train": {"path": "no/such"}})
+    transfer, kl, sft = dry_run(capsys, recipe, "data.pack.seq_len=32")
+    weights = {name: t.numel() for name, t in tensors(base(root, "llama")).items()}
+    new = sum(n for name, n in weights.items() if ".mixer." in name)
+    attention = sum(n for name, n in weights.items() if ".self_attn." in name)
+    assert [row["parameters"] for row in (transfer, kl, sft)] == [new, attention, sum(weights.values())]
+    assert [(row["steps"], row["tokens"]) for row in (transfer, kl, sft)] == [(4, 256), (16, 1024), (None, None)]
+    assert sft["epochs"] == 2.0
+    copies = [0, 4 * (attention - new), 4 * (sum(weights.values()) - new)]
+    assert [row["teacher_copy_bytes"] for row in (transfer, kl, sft)] == copies
+    assert [row["steps"] for row in dry_run(capsys, recipe, "data.pack.seq_len=32", "--max-steps", 3)] == [3, 3, 3]
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_of_a_converted_base(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl", ["new", "lora"]))
+    (row,) = dry_run(capsys, recipe)
+    assert row["teacher_copy_bytes"] == 0
+    assert row["steps"] == 4
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def refusal(capsys: pytest.CaptureFixture[str], recipe: Path, *arguments: str, code: Exit) -> str:
+    """The message, after checking the exit code and that nothing was left behind."""
+    found, out, err = command(capsys, recipe, *arguments)
+    assert found == code, err
+    assert not out
+    assert "Traceback" not in err
+    assert not (recipe.parent / "run").exists()
+    return err
+
+
+def test_a_typo_and_a_missing_recipe(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl", optimizer={"lrr": 1e-3}))
+    err = refusal(capsys, recipe, code=Exit.USAGE)
+    assert "recipe.yaml:" in err
+    assert "stages[0].optimizer.lrr: unknown key. Did you mean 'lr'?" in err
+    assert "no recipe file" in refusal(capsys, tmp_path / "recipes.yaml", code=Exit.USAGE)
+
+
+BAD: list[tuple[str, dict[str, Any], Exit, str]] = [
+    ("lora target", {"stages": [stage("logit_kl", "lora", lora={"r": 2, "alpha": 2, "target": ["q_prj"]})]},
+     Exit.INCOMPATIBLE, "'q_prj' is no linear layer of .* Did you mean 'q_proj'"),
+    ("drift", {"stages": [stage("logit_kl", "mixer"), stage("attention_transfer")]},
+     Exit.USAGE, r"stages\[1\] .* Put attention_transfer first"),
+    ("two loras", {"stages": [stage("logit_kl", "lora"), stage("sft", "lora", lora={"r": 3, "alpha": 1})]},
+     Exit.USAGE, r"stages\[1\].lora differs"),
+    ("reserved name", {"stages": [stage("logit_kl", name="teacher")]}, Exit.USAGE, "stages.0..name: 'teacher'"),
+    ("cuda", {"runtime": {"device": "cuda"}}, Exit.RESOURCE, "torch sees no CUDA device"),
+    ("fp16", {"runtime": {"device": "cpu", "precision": "fp16"}}, Exit.RESOURCE, "fp16 needs a GPU"),
+    ("data", {"data": {"train": {"files": ["tran.jsonl"]}}}, Exit.USAGE, "Did you mean 'train.jsonl'"),
+    ("no base", {"model": {"base": "nowhere/at/all"}}, Exit.INCOMPATIBLE, "no such folder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "code", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_what_does_not_fit_is_refused_before_training(
+    changes: dict[str, Any], code: Exit, message: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl"))
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | changes))
+    assert re.search(message, refusal(capsys, recipe, code=code))
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_a_tracker_is_used_or_asked_for(
+    tracker: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linearize.runtime.get_available_trackers", lambda: [])
+    recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), track={"to": tracker})
+    assert f"pip install {tracker}" in refusal(capsys, recipe, code=Exit.RESOURCE)
+
+
+def test_a_tracker_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged = []
+
+    class Recorder(tracking.GeneralTracker):
+        name, requires_logging_directory, main_process_only = "tensorboard", True, True
+
+        def __init__(self, run: str, logging_dir: str, **kwargs: Any) -> None:
+            super().__init__()
+
+        tracker = property(lambda self: self)
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            pass
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            logged.append((step, values["logit_kl/loss"]))
+
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType.TENSORBOARD])
+    monkeypatch.setattr("linearize.runtime.get_available_trackers", tracking.get_available_trackers)
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Recorder)
+    monkeypatch.setattr("accelerate.accelerator.LOGGER_TYPE_TO_CLASS", tracking.LOGGER_TYPE_TO_CLASS)
+    train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), track={"to": "tensorboard"}))
+    assert logged == list(enumerate(metrics(tmp_path), 1))
+
+
+def test_a_base_that_is_not_converted(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, base(root, "llama").parent / "source", stage("logit_kl"))
+    for arguments in ([], ["--dry-run"]):
+        assert "add a convert section" in refusal(capsys, recipe, *arguments, code=Exit.INCOMPATIBLE)
+
+
+@pytest.mark.parametrize("change", ["other", "more", "auto_map", "tokenizer"])
+def test_foreign_code_runs_only_when_trusted(
+    change: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(base(root, "llama"), tmp_path / "base")
+    if change in ("other", "more"):
+        path = folder / ("seam.py" if change == "other" else "extra.py")
+        with path.open("a") as file:
+            file.write("\n# changed\n")
+    else:
+        name = "config.json" if change == "auto_map" else "tokenizer_config.json"
+        values = json.loads((folder / name).read_text())
+        values.setdefault("auto_map", {})["AutoTokenizer"] = ["seam.Tokenizer", None]
+        (folder / name).write_text(json.dumps(values))
+    recipe = write_recipe(tmp_path, folder, stage("logit_kl"))
+    for arguments in ([], ["--dry-run"]):
+        err = refusal(capsys, recipe, *arguments, code=Exit.INCOMPATIBLE)
+        assert "carries other code" in err
+        assert "model.trust_remote_code: true" in err
+    if change in ("other", "more"):
+        assert command(capsys, recipe, "model.trust_remote_code=true")[0] == 0
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the surplus is an added token that the data never has."""
+    folder = shutil.copytree(base(root, "llama"), tmp_path / "base")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    train(make_recipe(tmp_path / "unused", folder, stage("logit_kl")))
+    recipe = write_recipe(tmp_path, folder, stage("logit_kl"))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": "an <image> of much text " * 9}))
+    vocabulary = BASES["llama"]["vocab_size"]
+    message = f"makes token {vocabulary}, the model's embedding has {vocabulary} rows"
+    assert message in refusal(capsys, recipe, code=Exit.INCOMPATIBLE)
+    AutoTokenizer.from_pretrained(model_folder()).save_pretrained(folder)
+    assert "do not belong together" in refusal(capsys, recipe, code=Exit.INCOMPATIBLE)
+
+
+def test_out_of_memory_becomes_advice(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(loop: StageLoop, *arguments: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**30))
+    monkeypatch.setattr(StageLoop, "_micro_batch", full)
+    with pytest.raises(LinearizeError, match=r"of 1.0 GiB\). Try, cheapest first: .*Last checkpoint: none") as caught:
+        train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl")))
+    assert caught.value.code == Exit.RESOURCE
+    assert Run(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl")), "auto").resume_from is None

@@ -1,0 +1,327 @@
+"""The Triton kernels of GSA against the token-by-token reference, in Triton's interpreter.
+
+TRITON_INTERPRET must be set before triton is first imported, so each group of cases runs in a process of its own:
+this very file, as a script. bf16 is garbage in the interpreter; it is proved on a GPU (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+# Largest error over the largest reference value.
+TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
+
+# group -> cases; unset sizes are B1 T40 H2 Hkv1 E1 D16 Dv16 M16
+CASES: dict[str, list[dict[str, Any]]] = {
+    "lengths": [{"T": T} for T in (1, 2, 31, 32, 33, 99)],
+    "heads_and_sizes": [
+        {"B": 2, "H": 4, "Hkv": 2, "E": 2},
+        {"H": 3, "Hkv": 1, "E": 1, "D": 20, "DV": 24},
+        {"H": 4, "Hkv": 1, "E": 2, "M": 20},
+        {"H": 2, "Hkv": 2, "E": 2, "D": 16, "DV": 32},
+    ],
+    "half_precision": [{"dtype": "float16"}, {"dtype": "float16", "H": 4, "Hkv": 2, "E": 2, "T": 33}],
+    "states": [{"state": True}, {"state": True, "B": 2, "T": 65, "H": 2, "Hkv": 2, "E": 2}],
+    "strong_gates": [{"gate": 40.0}, {"gate": 40.0, "segments": 7}, {"special": "closed"}, {"special": "infinite"}],
+    "open_gates": [{"special": "open", "state": True}, {"special": "zero", "state": True}],
+    # Logits of thousands carry the rounding of fp32 into the softmax.
+    "huge_logits": [{"special": "huge", "slack": 10}],
+    "segments": [{"segments": 9, "B": 2}, {"segments": 33, "T": 80, "state": True}],
+    "sequences": [{"cu": [0, 1, 1, 36, 70], "T": 70, "state": True}, {"cu": [0, 70], "T": 70}],
+    "padding": [{"padding": "left", "B": 2}, {"padding": "right", "B": 2, "state": True}, {"padding": "all", "B": 2}],
+    "step": [{"T": 1, "step": True}, {"T": 1, "step": True, "padding": "left", "B": 2, "H": 4, "E": 2, "M": 20}],
+}
+
+
+def run_script(*arguments: str, interpret: bool = True) -> str:
+    """This file, or code given by -c, in a clean process."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1" if interpret else "0"}
+    done = subprocess.run([sys.executable, *arguments], env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("group", CASES)
+def test_kernels_match_the_reference(group: str) -> None:
+    for line in run_script(__file__, group).splitlines():
+        case, errors = json.loads(line)
+        worst = max(errors.values())
+        assert worst <= TOLERANCE[case.get("dtype", "float32")] * case.get("slack", 1), f"{case}: {errors}"
+
+
+def test_operators_compile_checkpoint_and_count() -> None:
+    assert "all fine" in run_script(__file__, "operators")
+
+
+def test_two_copies_keep_their_own_operators() -> None:
+    code = """
+import importlib.util, sys, types, pathlib
+import linearize_kernels.gsa_launch as first
+package = types.ModuleType("copied"); package.__path__ = list(sys.modules["linearize_kernels"].__path__)
+sys.modules["copied"] = package
+import copied.gsa_launch as second
+again = importlib.util.spec_from_file_location("linearize_kernels.gsa_launch", first.__file__)
+third = importlib.util.module_from_spec(again); again.loader.exec_module(third)
+print(len({first.NAMESPACE, second.NAMESPACE, third.NAMESPACE}))
+"""
+    assert run_script("-c", code).strip() == "3"
+
+
+def test_without_triton_the_cpu_path_works_and_triton_is_refused() -> None:
+    code = """
+import sys; sys.modules["triton"] = None
+import torch
+from linearize_kernels.gsa import gsa
+q, g = torch.randn(1, 5, 2, 16), -torch.rand(1, 5, 1, 16)
+k = torch.randn(1, 5, 1, 16)
+print(gsa(q, k, k, g)[0].shape == q.shape)
+try:
+    gsa(q, k, k, g, backend="triton")
+except ValueError as error:
+    print(error)
+"""
+    shape, message = run_script("-c", code, interpret=False).splitlines()
+    assert shape == "True"
+    assert "triton is not installed" in message
+
+
+def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
+    from linearize_kernels.gsa import gsa
+
+    q, g = torch.randn(1, 5, 2, 16), -torch.rand(1, 5, 1, 16)
+    k = torch.randn(1, 5, 1, 16)
+    assert torch.equal(gsa(q, k, k, g)[0], gsa(q, k, k, g, backend="torch")[0])
+    with pytest.raises(ValueError, match="on cpu"):
+        gsa(q, k, k, g, backend="triton")
+
+
+# ---------------------------------------------------------------- compiled for real, without a GPU
+
+
+def compile_kernel(name: str, capability: int, **overrides: Any) -> Any:
+    """A kernel compiled for a capability (triton brings its own assembler) with the configuration in `overrides`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from linearize_kernels import gsa_triton, gsa_triton_bwd
+
+    kernel = getattr(gsa_triton, name, None) or getattr(gsa_triton_bwd, name)
+    constants = {"VARLEN": False, "SEGMENTS": False, "HEADS": 4, "SHARE": 1, "p_seg": None, "p_chunks": None}
+    constants |= {key: overrides[key] for key in overrides if key.isupper()}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv")
+    kinds = {key: "*bf16" if key in half else "*fp32" if key.startswith("p_") else "i32" for key in kernel.arg_names}
+    kinds |= {"scale": "fp32"} if "scale" in kinds else {}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    places = {key: (kernel.arg_names.index(key),) for key in kernel.arg_names}
+    aligned = [key for key in kinds if key.startswith(("p_", "s_")) and key not in constants]
+    source = ASTSource(
+        fn=kernel,
+        signature=kinds,
+        constexprs={places[key]: value for key, value in constants.items()},
+        attrs={places[key]: [["tt.divisibility", 16]] for key in aligned},
+    )
+    options = {"num_warps": overrides["warps"], "num_stages": overrides["stages"]}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def overrides_for(config: Any, M: int, D: int) -> dict[str, Any]:
+    return {
+        "C": config.chunk,
+        "LEVELS": config.chunk.bit_length() - 1,
+        "M": M,
+        "D": D,
+        "DV": D,
+        "BM": config.block_m,
+        "BD": config.block_d,
+        "BDV": config.block_dv,
+        "HOLD": config.hold,
+        "RANGE": config.range,
+        "PREC": config.precision,
+        "warps": config.warps,
+    }
+
+
+@pytest.mark.parametrize(
+    ("budget", "D"), [(48, 64), (48, 128), (64, 128), (100, 64), (100, 128), (164, 128), (227, 128)]
+)
+def test_safe_configurations_fit_their_budget(budget: int, D: int) -> None:
+    from linearize_kernels.gsa_config import choose
+
+    M = 64
+    config = choose((8, 7), budget * 1024, M, D, D, torch.bfloat16)
+    capability = 90 if budget > 164 else 80
+    for name in ("query_kernel", "key_kernel"):
+        kernel = compile_kernel(name, capability, stages=1, **overrides_for(config, M, D))
+        assert kernel.metadata.shared <= budget * 1024, (name, config)
+
+
+def test_every_size_has_a_configuration_or_says_why_not() -> None:
+    from linearize_kernels.gsa_config import choose
+
+    for shared in (48, 64, 100, 164, 227):
+        for M in (16, 32, 64, 128):
+            for D in (64, 80, 96, 128, 256):
+                for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                    try:
+                        config = choose((8, 6), shared * 1024, M, D, D, dtype)
+                    except ValueError as error:
+                        assert "shared memory" in str(error)  # noqa: PT017
+                        assert shared <= 164 or dtype == torch.float32
+                    else:
+                        assert config.chunk in (16, 32, 64)
+
+
+@pytest.mark.parametrize("name", ["states_kernel", "output_kernel", "query_kernel", "writes_kernel", "key_kernel"])
+def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
+    """triton 3.4 to 3.7 miscompile some dot(trans(x)) on Hopper where x comes out of a dot; ours never does."""
+    from linearize_kernels.gsa_config import choose
+
+    config = choose((9, 0), 227 * 1024, 16, 64, 64, torch.bfloat16)
+    text = compile_kernel(name, 90, stages=1, **overrides_for(config, 16, 64)).asm["ttir"]
+    made: dict[str, tuple[str, list[str]]] = {}
+    for line in text.splitlines():
+        found = re.match(r"\s*(%[\w#]+)(?::\d+)? = (?:\"?)([\w.]+)(.*)", line)
+        if found:
+            made[found[1]] = (found[2], re.findall(r"%[\w]+", found[3].split(" loc(")[0]))
+    transposes = [operands[0] for kind, operands in made.values() if kind == "tt.trans"]
+    assert transposes
+    for value in transposes:
+        queue, seen = [value], set()
+        while queue:
+            kind, operands = made.get(queue.pop(), ("block argument", []))
+            assert kind != "tt.dot", f"{name}: {value}"
+            if kind not in ("tt.load", "scf.for", "scf.if"):
+                queue += [x for x in operands if x not in seen]
+                seen.update(operands)
+
+
+# ---------------------------------------------------------------- the script side
+
+
+def build(case: dict[str, Any]) -> dict[str, Any]:
+    """Random inputs of one case."""
+    torch.manual_seed(0)
+    size = {"B": 1, "T": 40, "H": 2, "Hkv": 1, "E": 1, "D": 16, "DV": 16, "M": 16, **case}
+    B, T, H, E, M = (size[x] for x in "BTHEM")
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    q, k, v, do = (
+        torch.randn(B, T, heads, dim).to(dtype)
+        for heads, dim in ((H, size["D"]), (size["Hkv"], size["D"]), (size["Hkv"], size["DV"]), (H, size["DV"]))
+    )
+    g = torch.nn.functional.logsigmoid(2 * torch.randn(B, T, E, M) + 1) / 4 * case.get("gate", 1.0)
+    special = case.get("special")
+    g = {"closed": torch.full_like(g, -1e4), "open": torch.zeros_like(g)}.get(special, g)
+    if special == "infinite":
+        g[:, ::5] = -torch.inf
+    if special == "zero":
+        q, k = 0 * q, 0 * k
+    if special == "huge":
+        q = 1e3 * q
+    rows = len(case["cu"]) - 1 if "cu" in case else B
+    state = (torch.randn(rows, E, M, size["D"]), torch.randn(rows, E, M, size["DV"])) if case.get("state") else ()
+    padding = torch.ones(B, T, dtype=torch.bool)
+    if case.get("padding") == "left":
+        padding[0, : T // 3 + 1] = False
+    elif case.get("padding") == "right":
+        padding[-1, T // 2 :] = False
+    elif case.get("padding") == "all":
+        padding[0] = False
+    segments = torch.arange(T).expand(B, T) // case["segments"] % 2 if "segments" in case else None
+    return {
+        "inputs": (q, k, v, g, *state),
+        "do": do,
+        "dlast": (torch.randn(rows, E, M, size["D"]), torch.randn(rows, E, M, size["DV"])),
+        "padding": padding if "padding" in case else None,
+        "segments": segments,
+        "cu": torch.tensor(case["cu"], dtype=torch.int32) if "cu" in case else None,
+    }
+
+
+def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict[str, torch.Tensor]:
+    """Output, last memories and every gradient, by the float64 reference or by the kernels."""
+    from linearize_kernels.gsa import GSAState, gsa, gsa_reference
+
+    leaves = [(x.double() if reference else x).clone().requires_grad_(not case.get("step")) for x in made["inputs"]]
+    q, k, v, g, *memories = leaves
+    rows = made["dlast"][0].shape[0]
+    state = GSAState(*memories, torch.zeros(rows, dtype=torch.long)) if memories else None
+    masks = {"padding": made["padding"], "segments": made["segments"]}
+    if not reference:
+        o, last = gsa(q, k, v, g, **masks, cu_seqlens=made["cu"], state=state, backend="triton")
+    elif made["cu"] is None:
+        o, last = gsa_reference(q, k, v, g, **masks, state=state)
+    else:
+        bounds, parts = case["cu"], []
+        for n in range(len(bounds) - 1):
+            own = None if state is None else GSAState(*(x[n : n + 1] for x in state))
+            span = slice(bounds[n], bounds[n + 1])
+            parts.append(gsa_reference(*(x[:, span] for x in (q, k, v, g)), state=own))
+        o = torch.cat([part[0] for part in parts], 1)
+        last = GSAState(*(torch.cat(x) for x in zip(*(part[1] for part in parts), strict=True)))
+    out = {"o": o, "keys": last.keys, "values": last.values, "seen": last.seen}
+    if not case.get("step"):
+        targets = zip((o, last.keys, last.values), (made["do"], *made["dlast"]), strict=True)
+        loss = sum((x.double() * y.double()).sum() for x, y in targets)
+        names = ("dq", "dk", "dv", "dg", "dkeys", "dvalues")
+        out |= dict(zip(names, torch.autograd.grad(loss, leaves), strict=False))
+    return out
+
+
+def compare(case: dict[str, Any]) -> dict[str, float]:
+    """Largest error over largest reference value (never below 0.1: exact zeros count absolutely); inf: NaN."""
+    made = build(case)
+    ours, reference = results(case, made, False), results(case, made, True)
+    errors = {}
+    for name, value in reference.items():
+        error = float((ours[name].double() - value.double()).abs().max() / value.abs().max().clamp_min(0.1))
+        errors[name] = error if ours[name].double().isfinite().all() else float("inf")
+    return errors
+
+
+def check_operators() -> None:
+    """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from linearize_kernels.gsa import gsa
+    from linearize_kernels.gsa_launch import chunked_op, step_op
+
+    made = build({"T": 9, "state": True})
+    q, k, v, g, K, V = (x.requires_grad_() for x in made["inputs"])
+    torch.library.opcheck(chunked_op, (q, k, v, g, 0.25, None, None, K, V))
+    one = [x[:, :1].detach() for x in (q, k, v, g)]
+    torch.library.opcheck(step_op, (*one, 0.25, None, K.detach(), V.detach(), torch.zeros(1, dtype=torch.long)))
+
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        return gsa(*inputs, backend="triton")[0].square().sum()
+
+    plain = torch.autograd.grad(loss(q, k, v, g), (q, k, v, g))
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v, g), (q, k, v, g))
+    again = torch.autograd.grad(checkpoint(loss, q, k, v, g, use_reentrant=False), (q, k, v, g))
+    for a, b, c in zip(plain, compiled, again, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    with FlopCounterMode(display=False) as counter:
+        loss(q, k, v, g).backward()
+    assert counter.get_total_flops() == 4 * 9 * 2 * (2 * 64 * (16 + 16 + 2 * 16) + 4 * 16 * (16 + 16))
+    print("all fine")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "operators":
+        check_operators()
+    else:
+        for one_case in CASES[sys.argv[1]]:
+            print(json.dumps([one_case, compare(one_case)]), flush=True)
