@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as hf_logging
 
 from . import __version__
 from .convert import convert, plan_conversion
@@ -37,7 +36,6 @@ def finetune(
     not fit, 4 for resources, 6 for NaN or a failed verification, 130 when interrupted (state saved).
     """
     check_stages(recipe, only)
-    hf_logging.disable_progress_bar()
     run = Run(recipe, resume, max_steps)
     if run.finished:
         say(f"{run.final} is finished already; --resume never starts over")

@@ -11,7 +11,7 @@ import torch
 from conftest import TOLERANCE, relative_error
 from models import load
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from training import LORA, VOCAB, T, base, make_recipe, metrics, same, stage, tensors, train
 from transformers import AutoModelForCausalLM
 
@@ -111,13 +111,15 @@ def test_a_stage_moves_what_it_names_and_never_the_teacher(
     folder = base(root, model, "bfloat16" if precision == "bf16" else "float32")
     watch = Watch(monkeypatch)
     runtime = {"device": "cpu", "precision": precision}
-    train(make_recipe(tmp_path, folder, stage(kind, parts, model, steps=20), runtime=runtime))
+    data = {"train": {"files": ["short.txt"]}, "pack": {"seq_len": T}}  # the same two blocks at every step
+    train(make_recipe(tmp_path, folder, stage(kind, parts, model, steps=20), runtime=runtime, data=data))
     before, after = watch.seen
     assert torch.equal(before["teacher"], source_logits(folder, precision))
     assert torch.equal(after["teacher"], before["teacher"])
     assert relative_error(after["student"], before["student"]) > 1e-3
     names = {name for name in after["weights"] if expected(name, model, parts, kind == "attention_transfer")}
     assert watch.moved() == watch.with_gradient == names
+    assert {after["weights"][name].dtype for name in names} == {torch.float32}  # masters, also of a bfloat16 model
     frozen = {name for name in after["weights"] if not expected(name, model, parts, False)}
     assert not any(frozen & trainable for trainable in watch.trainable)
     losses = metrics(tmp_path)
@@ -186,6 +188,7 @@ def test_an_adapter_is_kept_beside_the_base_on_request(
 ) -> None:
     finish = {"merge_lora": False, "verify": False}
     _, final, logits = saved("llama", ["mixer", "lora"], root, tmp_path, monkeypatch, finish=finish)
+    assert not any("default" in name for name in load_file(final / "adapter" / "adapter_model.safetensors"))
     plain = load(final)
     with torch.no_grad():
         assert relative_error(plain(input_ids=IDS, use_cache=False).logits, logits) > 1e-3

@@ -62,9 +62,10 @@ def text(words: int = 1500, seed: int = 5) -> str:
 
 
 def write_data(folder: Path) -> None:
-    """train.jsonl (many short documents), heldout.txt and chat.jsonl."""
+    """train.jsonl (many short documents), short.txt (two blocks), heldout.txt and chat.jsonl."""
     lines = [json.dumps({"text": text(25, seed)}) for seed in range(40)]
     (folder / "train.jsonl").write_text("\n".join(lines))
+    (folder / "short.txt").write_text(text()[: 2 * T - 1])
     (folder / "heldout.txt").write_text(text(300, 99))
     chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": text(2, i)}] for i in range(30)]
     (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
