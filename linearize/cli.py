@@ -57,7 +57,10 @@ def _global(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Never ask the Hub; use its cache only.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="No colours, as with NO_COLOR=1.")] = False,
 ) -> None:
+    if no_color:
+        os.environ["NO_COLOR"] = "1"
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
