@@ -37,6 +37,7 @@ class Finetuner:
         self.device = accelerator.device
         self.last_checkpoint: Path | None = run.resume_from
         self.interrupted = False  # by a signal, in this process
+        self._blocks: dict[tuple[str, str], Blocks | None] = {}
         self.wide = accelerator.mixed_precision != "no"
 
     def load(self, folder: Path) -> None:
@@ -56,7 +57,13 @@ class Finetuner:
     # ------------------------------------------------------------ data
 
     def blocks(self, stage: Stage, split: str) -> Blocks | None:
-        """The packed blocks of a stage's train or eval data; the main process tokenises first."""
+        """The packed blocks of a stage's train or eval data, opened once: opening reads all the text."""
+        if (stage.name, split) not in self._blocks:
+            self._blocks[stage.name, split] = self._open_blocks(stage, split)
+        return self._blocks[stage.name, split]
+
+    def _open_blocks(self, stage: Stage, split: str) -> Blocks | None:
+        """Blocks from the cache or tokenised now, by the main process first."""
         data = self.recipe.data_for(stage)
         source = getattr(data, split)
         if source is None:
