@@ -1,0 +1,29 @@
+"""`linearize bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..output import Json
+
+bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
+
+
+@bench.command("kernels")
+def bench_kernels(
+    mechanism: Annotated[str, typer.Option(help="Mechanism whose GPU kernels are measured.")] = "gsa",
+    picture: Annotated[Path | None, typer.Option("--plot", help="Also draw the times into this PNG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """GPU kernels beside PyTorch, scaled dot product attention and, where installed, flash-linear-attention."""
+    from ..bench import bench_kernels as measure
+    from ..bench_report import markdown, plot
+
+    result = measure(mechanism)
+    print(json.dumps(result) if as_json else markdown(result))
+    if picture is not None:
+        plot(result, picture)

@@ -1,0 +1,69 @@
+"""`linearize convert`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import LinearizeError
+from ..output import Json, say
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="A local folder or a Hub id.")],
+    to: Annotated[str, typer.Option("--to", help="Mechanism, for example gsa.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: ./NAME-MECHANISM.")] = None,
+    layers: Annotated[str, typer.Option(help="all, 0-3,7 or every:2.")] = "all",
+    keep_softmax: Annotated[str, typer.Option(help="Layers to leave alone, for example 7,15.")] = "",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Mechanism option, key=value; repeatable.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16, float16 or float64.")] = "keep",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; reads no weights.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what linearize wrote before.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model ships.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    verify: Annotated[str, typer.Option(help="auto, full, keys or none.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Replace softmax attention; writes an ordinary Hugging Face model folder."""
+    if verify not in ("auto", "full", "keys", "none"):
+        raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
+    from .. import convert as story
+    from ..mechanisms import parse_settings
+    from ..show import plan_table
+
+    plan, source, natives = story.plan_conversion(
+        model,
+        to,
+        layers=layers,
+        keep_softmax=keep_softmax,
+        options=parse_settings(settings or []),
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        weights=not dry_run,
+    )
+    plan_table(plan)
+    result: dict[str, Any] = {"plan": plan.to_json()}
+    if not dry_run:
+        target = output or Path(f"{Path(source.name).name}-{to}")
+        checked = story.convert(
+            plan,
+            source,
+            natives,
+            target,
+            overwrite=overwrite,
+            level=verify,  # type: ignore[arg-type]
+            trust_remote_code=trust_remote_code,
+            say=say,
+        )
+        say(f"saved {target}. Next: distil it with linearize finetune")
+        result |= {"output": str(target), "verified": checked}
+    if as_json:
+        print(json.dumps(result))

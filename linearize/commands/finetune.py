@@ -1,0 +1,38 @@
+"""`linearize finetune`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..output import Json, say
+
+
+def finetune(
+    recipe: Annotated[Path, typer.Argument(help="A recipe file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, for example model.base=DIR.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what each stage will do and stop.")] = False,
+    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint folder.")] = "auto",
+    stage: Annotated[str | None, typer.Option(help="Run only the stage of this name.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="At most this many steps per stage.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Distil: attention transfer, logit KL, finetuning, as the recipe says."""
+    from ..recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    from .. import finetune as story
+    from ..show import recipe_table, report_table
+
+    if dry_run:
+        plans = story.dry_run(loaded, say, max_steps)
+        recipe_table(plans)
+        result: dict[str, Any] = {"stages": plans}
+    else:
+        result = story.finetune(loaded, resume=resume, only=stage, max_steps=max_steps, say=say)
+        report_table(result)
+    if as_json:
+        print(json.dumps(result))
