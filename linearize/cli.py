@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import bench, convert, demo, finetune
+from .commands import bench, convert, demo, finetune, recipes
 from .errors import Exit, LinearizeError
 from .output import say
 
@@ -61,5 +61,6 @@ def _global(
 # One line per command, in the order of `--help`.
 app.command()(convert.convert)
 app.command()(finetune.finetune)
+app.add_typer(recipes.recipes, name="recipes")
 app.command()(demo.demo)
 app.add_typer(bench.bench, name="bench")

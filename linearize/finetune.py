@@ -17,9 +17,9 @@ import torch
 from . import __version__
 from .convert import convert, plan_conversion
 from .demo import model_folder
-from .errors import Exit, LinearizeError
+from .errors import Exit, LinearizeError, did_you_mean
 from .export import meta_model, save_final
-from .recipe import AttentionTransfer, Recipe
+from .recipe import Recipe
 from .runs import Run
 from .runtime import Say, check_runtime, make_accelerator, stage_steps
 from .session import Finetuner, check_model
@@ -35,7 +35,7 @@ def finetune(
     `output` is None when `only` left later stages to do. Raises LinearizeError: 2 for the recipe, 3 for what does
     not fit, 4 for resources, 6 for NaN or a failed verification, 130 when interrupted (state saved).
     """
-    check_stages(recipe, only)
+    check_only(recipe, only)
     run = Run(recipe, resume, max_steps)
     if run.finished:
         say(f"{run.final} is finished already; --resume never starts over")
@@ -60,28 +60,11 @@ def finetune(
     return report
 
 
-def check_stages(recipe: Recipe, only: str | None) -> None:
-    """Rules that need more than one field. Raises LinearizeError (exit 2)."""
+def check_only(recipe: Recipe, only: str | None) -> None:
+    """Raise LinearizeError (exit 2) unless `only` is the name of a stage, or None."""
     names = [stage.name for stage in recipe.stages]
     if only is not None and only not in names:
-        raise LinearizeError(f"--stage {only}: the recipe has {', '.join(names)}")
-    drifted, lora = None, None
-    for number, stage in enumerate(recipe.stages):
-        if stage.name in ("teacher", "converted"):
-            raise LinearizeError(f"stages[{number}].name: {stage.name!r} is what metrics call the start of a run")
-        if isinstance(stage, AttentionTransfer) and drifted:
-            raise LinearizeError(
-                f"stages[{number}] ({stage.name}) transfers attention after {drifted} trained source weights: the "
-                "residual stream is no longer the teacher's. Put attention_transfer first"
-            )
-        if {"mixer", "all"} & set(stage.train):
-            drifted = stage.name
-        if stage.lora is not None:
-            if lora is not None and stage.lora != lora:
-                raise LinearizeError(
-                    f"stages[{number}].lora differs from an earlier stage's; a run has one set of adapters"
-                )
-            lora = stage.lora
+        raise LinearizeError(f"--stage {only}: the recipe has {', '.join(names)}.{did_you_mean(only, names)}")
 
 
 def base_path(recipe: Recipe) -> str:
@@ -129,7 +112,6 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
 
 def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None) -> list[dict[str, Any]]:
     """What each stage would do, from the config alone: parameters, steps, tokens, bytes of teacher copies."""
-    check_stages(recipe, None)
     wide = check_runtime(recipe) != "no"
     planned = plan_base(recipe, weights=False)
     folder = converted_base(recipe) if planned is None else None

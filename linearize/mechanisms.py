@@ -24,11 +24,16 @@ def mechanism_names() -> list[str]:
     return sorted(f.stem for f in kernels_folder().glob("*.py") if defines_mixer.search(f.read_text("utf-8")))
 
 
-def load_mechanism(name: str) -> Any:
-    """The Mixer subclass of mechanism `name`. Raises LinearizeError (exit 2) for an unknown name."""
+def check_name(name: str) -> None:
+    """Raise LinearizeError (exit 2) for an unknown mechanism; imports none."""
     known = mechanism_names()
     if name not in known:
         raise LinearizeError(f"unknown mechanism {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
+
+
+def load_mechanism(name: str) -> Any:
+    """The Mixer subclass of mechanism `name`. Raises LinearizeError (exit 2) for an unknown name."""
+    check_name(name)
     from linearize_kernels.mixer import own_mixer
 
     return own_mixer(importlib.import_module(f"linearize_kernels.{name}"))

@@ -17,8 +17,12 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from .errors import did_you_mean
-from .recipe_models import SFT, SOURCES, AttentionTransfer, LogitKL, ParentError, Recipe, Stage, Strict
+from .errors import LinearizeError, did_you_mean
+from .mechanisms import check_name, resolve_options
+from .presets import recipe_path, recipes_folder
+from .recipe_data import SOURCES
+from .recipe_models import SFT, AttentionTransfer, LogitKL, Recipe, Stage
+from .recipe_types import ParentError, Strict
 from .recipe_yaml import Document, Keys, dotted, shown
 
 __all__ = [
@@ -62,11 +66,12 @@ _DUE = {
 }
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and apply overrides such as `stages.logit_kl.optimizer.lr=1e-4`, in their order.
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, a file or a preset's name, and apply overrides such as `stages.logit_kl.optimizer.lr=1e-4`.
 
     Raises LinearizeError with a line per mistake: `gsa.yaml:14:5 stages[1].optimizer.lrr: unknown key. ...`.
     """
+    path = recipe_path(recipe)
     document = Document(path, overrides)
     document.substitute("name")
     for keys, text in _name_clashes(document.data.get("stages")):
@@ -74,9 +79,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for error in _violations(document.data):
         _report(document, error)
     document.check()
-    recipe = Recipe.model_validate(document.data)
-    recipe._folder = path.parent
-    return recipe
+    loaded = Recipe.model_validate(document.data)
+    for keys, text in (*_stage_rules(loaded), *_option_rules(loaded)):
+        document.problem(keys, text)
+    document.check()
+    # A preset names no files of its own: those of its overrides start where the person who gives them is.
+    loaded._folder = Path() if path.parent == recipes_folder() else path.parent
+    return loaded
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -107,6 +116,43 @@ def _name_clashes(stages: Any) -> Iterator[tuple[Keys, str]]:
                 ("stages", i, "name"),
                 f"{name!r} names stages[{first[name]}] already; give each stage its own",
             )
+
+
+def _stage_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """Rules about several stages."""
+    drifted, lora = None, None
+    for i, stage in enumerate(recipe.stages):
+        if stage.name in ("teacher", "converted"):
+            yield ("stages", i, "name"), f"{stage.name!r} is what metrics call the start of a run"
+        if isinstance(stage, AttentionTransfer) and drifted:
+            yield (
+                ("stages", i),
+                f"transfers attention after {drifted} trained source weights: the residual stream is no longer "
+                "the teacher's. Put attention_transfer first",
+            )
+        if {"mixer", "all"} & set(stage.train):
+            drifted = stage.name
+        if lora is not None and stage.lora not in (None, lora):
+            yield ("stages", i, "lora"), "differs from an earlier stage's; a run has one set of adapters"
+        lora = stage.lora or lora
+
+
+def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """A mechanism that there is, and its options one by one."""
+    if recipe.convert is None:
+        return
+    mechanism = recipe.convert.mechanism
+    try:
+        check_name(mechanism)
+    except LinearizeError as error:
+        yield ("convert", "mechanism"), error.message
+        return
+    for option, value in recipe.convert.options.items():
+        try:
+            resolve_options(mechanism, {option: value})
+        except LinearizeError as error:
+            text = error.message.removeprefix(f"{option}={value}: ").removeprefix(f"{option}: ")
+            yield ("convert", "options", option), text
 
 
 def _report(document: Document, error: Mapping[str, Any]) -> None:

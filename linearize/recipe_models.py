@@ -2,86 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-    ValidationInfo,
-    field_validator,
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
+
+from .recipe_data import Data, Pack, StageData
+from .recipe_types import (
+    Count,
+    Layers,
+    Listed,
+    ParentError,
+    Parts,
+    Positive,
+    Ratio,
+    Strict,
+    Text,
+    Tokens,
+    TransferParts,
+    Weight,
 )
-
-from .errors import did_you_mean
-from .recipe_yaml import shown
-
-
-class ParentError(ValueError):
-    """A broken rule about several fields: reported at the mapping that holds them."""
-
-
-def _tokens(value: Any) -> Any:
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([kmb]?)", value.lower())):
-        exact = Fraction(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2]]
-        value = int(exact) if exact.denominator == 1 else value
-    if type(value) is float and value.is_integer():  # 2e7
-        value = int(value)
-    if value is not None and type(value) is not int:
-        raise ValueError(f"must be a whole number of tokens such as 20M, 1.5B or 300k, not {shown(value)}")
-    return value
-
-
-def _layers(value: Any) -> Any:
-    """One spelling, the command line's, for [7, 15], 7 and '7,15'."""
-    items = value if isinstance(value, list) else [value]
-    return ",".join(map(str, items)) if all(type(item) in (int, str) for item in items) else value
-
-
-def _parts(names: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(names)) < len(names):
-        raise ValueError("names a part twice")
-    if "all" in names and len(names) > 1:
-        raise ValueError("'all' already includes the others")
-    return names
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _data_file(name: str) -> str:
-    if not name.endswith((".txt", ".jsonl")):
-        raise ValueError(f"must be a .txt or .jsonl file, not {shown(name)}")
-    return name
-
-
-T = TypeVar("T")
-Listed = Annotated[tuple[T, ...], Field(strict=False, min_length=1)]  # strict would refuse YAML's lists
-Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(gt=0)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
-Weight = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Tokens = Annotated[Count | None, BeforeValidator(_tokens, json_schema_input_type=int | str | None)]
-Layers = Annotated[str, BeforeValidator(_layers, json_schema_input_type=int | str | list[int | str])]
-Part = Literal["new", "mixer", "lora", "all"]
-TransferPart = Literal["new", "lora"]
-
-
-class Strict(BaseModel):
-    """Refuses unknown keys and coercions: "8" is no number, 1 is no boolean."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class Model(Strict):
@@ -102,66 +42,6 @@ class Convert(Strict):
     """Layers left as they are, such as "7,15" or [7, 15]."""
 
 
-class FileSource(Strict):
-    files: Listed[Annotated[str, AfterValidator(_data_file)]]
-    """.txt or .jsonl; relative paths start at the recipe's folder."""
-
-
-class DatasetSource(Strict):
-    path: Text
-    """A Hugging Face dataset."""
-    name: Text | None = None
-    split: Text = "train"
-    streaming: bool = False
-
-
-class DemoSource(Strict):
-    demo: Literal["train", "heldout", "packages"]
-    """The running Python's standard library, split, or the sources of the packages that linearize needs."""
-
-
-SOURCES: dict[str, type[Strict]] = {"files": FileSource, "path": DatasetSource, "demo": DemoSource}
-
-
-def _source_tag(value: Any) -> str | None:
-    """The one key that tells the sources apart, or the nearest, so that its typo is what gets reported."""
-    if not isinstance(value, dict):
-        return next((tag for tag, source in SOURCES.items() if isinstance(value, source)), None)
-    tags = [tag for tag in SOURCES if tag in value]
-    tags = tags or [tag for tag in SOURCES if any(did_you_mean(key, [tag]) for key in value)]
-    return tags[0] if len(tags) == 1 else None
-
-
-Source = Annotated[
-    Annotated[FileSource, Tag("files")] | Annotated[DatasetSource, Tag("path")] | Annotated[DemoSource, Tag("demo")],
-    Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}"),
-]
-
-
-class Pack(Strict):
-    seq_len: Count = 2048
-    text_key: Text = "text"
-
-
-class Data(Strict):
-    train: Source
-    eval: Source | None = None
-    pack: Pack = Pack()
-
-
-class StagePack(Strict):
-    seq_len: Count | None = None
-    text_key: Text | None = None
-
-
-class StageData(Strict):
-    """A stage's own data; null inherits the recipe's."""
-
-    train: Source | None = None
-    eval: Source | None = None
-    pack: StagePack = StagePack()
-
-
 class Optimizer(Strict):
     """AdamW; `clip` bounds the norm of the gradient."""
 
@@ -174,8 +54,17 @@ class Optimizer(Strict):
 class Schedule(Strict):
     name: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "constant"
     warmup_ratio: Ratio = 0.0
+    """Of the stage's steps; `warmup_steps` counts them instead."""
+    warmup_steps: Count | None = None
     min_lr_ratio: Ratio | None = Field(default=None, validate_default=True)
     """The floor over the peak; given with cosine_with_min_lr, and only then."""
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _one_warmup(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        if steps is not None and info.data.get("warmup_ratio"):
+            raise ParentError("needs at most one of warmup_ratio, warmup_steps")
+        return steps
 
     @field_validator("min_lr_ratio")
     @classmethod
@@ -203,11 +92,7 @@ class Stage(Strict):
     kind: str
     name: Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_-]*$")] = Field(default_factory=lambda data: data["kind"])
     """For --stage and overrides; the kind unless given."""
-    train: Annotated[
-        Listed[Part],
-        AfterValidator(_parts),
-        BeforeValidator(_as_list, json_schema_input_type=Part | list[Part]),
-    ]
+    train: Parts
     lora: Lora | None = Field(default=None, validate_default=True)
     """Given when `train` has lora, and only then."""
     optimizer: Optimizer
@@ -237,15 +122,19 @@ class Stage(Strict):
         return epochs
 
 
+class TransferLoss(Strict):
+    error: Literal["relative", "mse"] = "relative"
+    """relative: squared error over the mean square of the layer's softmax output; mse: mean over heads and dims."""
+    weight: Positive = 1.0
+    """Factor of each layer's error. Gradients of layers add up; the loss that is logged is their mean."""
+
+
 class AttentionTransfer(Stage):
     """Per layer: the mixer's output per head against softmax's, on the teacher's hidden states."""
 
     kind: Literal["attention_transfer"]
-    train: Annotated[
-        Listed[TransferPart],
-        AfterValidator(_parts),
-        BeforeValidator(_as_list, json_schema_input_type=TransferPart | list[TransferPart]),
-    ]
+    train: TransferParts
+    loss: TransferLoss = TransferLoss()
 
 
 class LogitLoss(Strict):

@@ -65,7 +65,7 @@ def make_schedule(stage: Stage, optimizer: torch.optim.Optimizer, steps: int) ->
     schedule = stage.schedule
     name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
     extra = {"min_lr_rate": schedule.min_lr_ratio} if schedule.min_lr_ratio is not None else None
-    warmup = round(schedule.warmup_ratio * steps)
+    warmup = schedule.warmup_steps or round(schedule.warmup_ratio * steps)
     factor: Callable[[int], float] = get_scheduler(
         name, optimizer, warmup, steps, scheduler_specific_kwargs=extra
     ).lr_lambdas[0]

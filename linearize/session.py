@@ -19,7 +19,7 @@ from .loop import StageLoop, seed_for
 from .recipe import AttentionTransfer, Recipe, Stage
 from .runs import Position, Run, read_position
 from .runtime import Say, make_schedule, stage_steps, to_source
-from .stages import Calibration, listen, teacher_power
+from .stages import Calibration, error_scale, listen
 from .trainable import Student, check_targets
 
 # Enough for two digits of a mean over tokens, and cheap beside a stage.
@@ -137,7 +137,7 @@ class Finetuner:
         if isinstance(stage, AttentionTransfer):
             chosen = [blocks[order.block(k)] for k in range(min(POWER_BLOCKS, len(blocks)))]
             with self.accelerator.autocast():
-                loop.power = teacher_power(self.student, (collate([block], self.device) for block in chosen))
+                loop.power = error_scale(stage, self.student, (collate([block], self.device) for block in chosen))
         if checkpoint is not None:
             loop.restore(checkpoint)
         loop.run(start)

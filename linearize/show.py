@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +23,15 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def short(count: float) -> str:
+    """A count for people, in three digits: 20.5M."""
+    for unit in ("", "k", "M", "B"):
+        if count < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"
 
 
 def plan_table(plan: Plan) -> None:
@@ -60,18 +70,23 @@ def plan_table(plan: Plan) -> None:
 
 
 def recipe_table(plans: list[dict[str, Any]]) -> None:
-    """What each stage will do."""
-    table = Table(title="stages")
-    for column in ("stage", "kind", "trains", "parameters", "steps", "tokens", "lr", "teacher copy"):
-        table.add_column(column, justify="left" if column in ("stage", "kind", "trains") else "right")
+    """What each stage will do, within 80 columns; `--json` has the exact numbers."""
+    table = Table(title="stages", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("stage", "trains", "parameters", "steps", "tokens", "lr", "teacher copy"):
+        table.add_column(
+            column,
+            justify="left" if column in ("stage", "trains") else "right",
+            no_wrap=column not in ("trains", "teacher copy"),
+            min_width={"trains": 6, "teacher copy": 9}.get(column),
+        )
     for plan in plans:
+        named = plan["name"] != plan["kind"]
         table.add_row(
-            plan["name"],
-            plan["kind"],
+            f"{plan['name']}\n({plan['kind']})" if named else plan["name"],
             ", ".join(plan["train"]),
-            f"{plan['parameters']:,}",
+            short(plan["parameters"]),
             f"{plan['steps']:,}" if plan["steps"] else f"{plan['epochs']:g} epochs",
-            f"{plan['tokens']:,}" if plan["tokens"] else "",
+            short(plan["tokens"]) if plan["tokens"] else "",
             f"{plan['lr']:g}",
             size(plan["teacher_copy_bytes"]) if plan["teacher_copy_bytes"] else "none",
         )

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linearize_kernels.seam import mixers_of
+
 from .losses import logit_kl, next_token_ce, relative_mse
-from .recipe import LogitKL, Stage
+from .recipe import AttentionTransfer, LogitKL, Stage
 from .trainable import Student
 
 Batch = dict[str, Tensor]
@@ -54,8 +56,8 @@ class Listener:
 class Transfer(Listener):
     """Trains each mixer, on the spot, towards the softmax output of its layer.
 
-    `power` is the mean square norm of a token's softmax output in each layer, constant for the stage: the error
-    relative to the micro batch's own would not add up to the error of the step. `tokens` counts the whole step.
+    `power` divides a token's squared error in each layer, constant for the stage: the error relative to the micro
+    batch's own would not add up to the error of the step. `tokens` counts the whole step.
     """
 
     def __init__(
@@ -115,6 +117,16 @@ def teacher_power(student: Student, batches: Iterable[Batch]) -> dict[int, Tenso
         listener.valid = batch["valid"]
         listen(student, listener, batch)
     return {layer: total / tokens for layer, (total, tokens) in listener.sums.items()}
+
+
+def error_scale(stage: AttentionTransfer, student: Student, batches: Iterable[Batch]) -> dict[int, Tensor]:
+    """What the squared error of a token is divided by in each layer, as the stage's loss says."""
+    if stage.loss.error == "relative":
+        scale = teacher_power(student, batches)
+    else:
+        sites = [mixer.site for mixer in mixers_of(student.model).values()]
+        scale = {site.layer: torch.tensor(float(site.heads * site.value_dim)) for site in sites}
+    return {layer: value / stage.loss.weight for layer, value in scale.items()}
 
 
 def transfer_loss(

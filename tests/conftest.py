@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 # Before torch is imported anywhere: two workers on two cores must not start four threads each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +19,10 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
 import pytest
 import torch
 from models import Zoo
+
+from linearize.cli import main
+
+Command = Callable[..., tuple[int, str, str]]
 
 # Largest difference over the largest reference value, by dtype of the fast path; the reference is float64.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -38,6 +45,22 @@ def pytest_unconfigure() -> None:
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """Small converted models of several architectures, made on first use."""
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture
+def linearize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["linearize", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return code or 0, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(autouse=True)

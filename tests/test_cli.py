@@ -7,38 +7,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Command
 from models import save_source
 
 from linearize import __version__
-from linearize.cli import main
 from linearize.errors import Exit, LinearizeError
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOUR = re.compile(r"\x1b\[(\d+;)*[39][0-8][;\d]*m")
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def linearize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["linearize", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        assert code is None or isinstance(code, int)
-        return code or 0, *capsys.readouterr()
-
-    return run
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe import LogitKL, Recipe, diff_resolved, load_recipe, recipe_hash, recipe_schema
+from linearize.recipe_yaml import Document
 
 PRESETS = Path(__file__).parent.parent / "recipes"
 
@@ -103,9 +104,8 @@ def test_layers_have_one_spelling(tmp_path: Path, text: str) -> None:
 
 def test_yaml_is_the_core_schema(tmp_path: Path) -> None:
     options = "{a: 1e-3, b: no, c: 2024-01-01, d: '5', e: 0x10, f: ~, g: TRUE, h: 12:30, i: -1.5E+2}"
-    recipe = load(tmp_path, MINIMAL + f"convert: {{mechanism: gsa, options: {options}}}")
-    assert recipe.convert is not None
-    assert list(recipe.convert.options.values()) == [
+    (tmp_path / "r.yaml").write_text(options)
+    assert list(Document(tmp_path / "r.yaml").data.values()) == [
         1e-3, "no", "2024-01-01", "5", "0x10", None, True, "12:30", -150.0,
     ]  # fmt: skip
 
@@ -255,6 +255,23 @@ MISTAKES = [
         MINIMAL + "output_dir: runs/${name\n",
         "r.yaml:16:13 output_dir: unknown substitution '${name'; the only one is ${name}",
     ),
+    (
+        edited("steps: 10", "steps: 10\n    schedule: {warmup_ratio: 0.1, warmup_steps: 5}"),
+        "r.yaml:16:15 stages[1].schedule: needs at most one of warmup_ratio, warmup_steps",
+    ),
+    (
+        edited("steps: 10", "steps: 10\n    name: teacher"),
+        "r.yaml:16:11 stages[1].name: 'teacher' is what metrics call the start of a run",
+    ),
+    (
+        MINIMAL + "  - {kind: attention_transfer, name: late, train: new, optimizer: {lr: 1}, steps: 1}\n",
+        "r.yaml:16:5 stages[2]: transfers attention after logit_kl trained source weights: the residual stream is no "
+        "longer the teacher's. Put attention_transfer first",
+    ),
+    (
+        edited("[new]", "[new, lora]\n    lora: {r: 8, alpha: 8}").replace("all", "lora\n    lora: {r: 4, alpha: 8}"),
+        "r.yaml:15:11 stages[1].lora: differs from an earlier stage's; a run has one set of adapters",
+    ),
     (MINIMAL + "eval: {every_steps: 5}\n", "r.yaml:16:7 eval: every_steps is set, but data.eval is not"),
 ]
 
@@ -265,6 +282,24 @@ def test_mistakes_are_told_at_their_place(tmp_path: Path, text: str, message: st
     assert message in lines
     # A typo in a required key is also a missing key; nothing else brings a second line.
     assert len(lines) == 1 or all("missing" in line for line in lines if line != message)
+
+
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        ("{mechanism: gsaa}", "r.yaml:16:22 convert.mechanism: unknown mechanism 'gsaa'. Did you mean 'gsa'?"),
+        (
+            "{mechanism: gsa, options: {slot: 8}}",
+            "r.yaml:16:43 convert.options.slot: gsa has no such option. Did you mean 'slots'? Known: ",
+        ),
+        ("{mechanism: gsa, options: {slots: 0}}", "r.yaml:16:44 convert.options.slots: must be >= 1 and <= "),
+        ("{mechanism: gsa, options: {norm: none, rope: 3}}", "r.yaml:16:55 convert.options.rope: must be true or "),
+        ("{mechanism: gsa, options: {norm: heads}}", "r.yaml:16:43 convert.options.norm: must be one of none, head, "),
+    ],
+)
+def test_mechanisms_and_their_options_are_checked(tmp_path: Path, convert: str, message: str) -> None:
+    (line,) = errors(tmp_path, f"{MINIMAL}convert: {convert}\n")
+    assert line.startswith(message)
 
 
 def test_all_mistakes_at_once_in_order(tmp_path: Path) -> None:
@@ -424,11 +459,11 @@ def test_diff_names_what_changed(tmp_path: Path) -> None:
         "stages[1].optimizer.lr=2.5e-5",
         "stages[1].train=[new, mixer]",
         "stages[1].optimizer.weight_decay=0.1",
-        "convert={mechanism: gsa, options: {slots: 32, heads: 1}}",
+        "convert={mechanism: gsa, options: {slots: 32, clock: 1}}",
     ).resolved()
     assert diff_resolved(old, old) == []
     assert diff_resolved(old, new) == [
-        'convert null -> {"mechanism": "gsa", "options": {"slots": 32, "heads": 1}...',
+        'convert null -> {"mechanism": "gsa", "options": {"slots": 32, "clock": 1}...',
         "stages[0].optimizer.lr 1e-3 -> 1e-2",
         'stages[1].train ["all"] -> ["new", "mixer"]',
         "stages[1].optimizer.lr 1e-4 -> 2.5e-5",
@@ -484,7 +519,7 @@ SOURCE = st.one_of(
 PACK = optional({}, {"seq_len": COUNT, "text_key": TEXT})
 SCHEDULES = st.one_of(
     optional({"name": st.sampled_from(["constant", "linear", "cosine"])}, {"warmup_ratio": RATIO}),
-    optional({"name": st.just("cosine_with_min_lr"), "min_lr_ratio": RATIO}, {"warmup_ratio": RATIO}),
+    optional({"name": st.just("cosine_with_min_lr"), "min_lr_ratio": RATIO}, {"warmup_steps": COUNT}),
 )
 LORA = optional(
     {"r": COUNT, "alpha": POSITIVE},
@@ -512,10 +547,13 @@ def stages(draw: st.DrawFn) -> dict[str, Any]:
         )
     )
     if "lora" in train:
-        stage["lora"] = draw(LORA)
+        stage["lora"] = draw(st.shared(LORA, key="lora"))  # a run has one set of adapters
     budgets = {"tokens": COUNT | COUNT.map("{}M".format), "steps": COUNT, "epochs": POSITIVE}
     budget = draw(st.sampled_from(sorted(budgets)))
     stage[budget] = draw(budgets[budget])
+    if kind == "attention_transfer":
+        errors = st.sampled_from(["relative", "mse"])
+        stage["loss"] = draw(optional({}, {"error": errors, "weight": POSITIVE}))
     if kind == "logit_kl":
         stage["loss"] = draw(optional({"kl": POSITIVE}, {"ce": POSITIVE, "temperature": POSITIVE}))
     return stage
@@ -534,15 +572,21 @@ RECIPES = optional(
             },
         ),
         "data": optional({"train": SOURCE, "eval": SOURCE}, {"pack": PACK}),
-        "stages": st.lists(stages(), min_size=1, max_size=3, unique_by=lambda stage: stage["kind"]),
+        "stages": st.lists(stages(), min_size=1, max_size=3, unique_by=lambda stage: stage["kind"]).map(
+            lambda drawn: sorted(drawn, key=lambda stage: stage["kind"])  # attention_transfer goes first
+        ),
     },
     {
         "seed": st.integers(0, 2**32 - 1),
         "output_dir": TEXT | st.just("x/${name}"),
         "convert": st.none()
         | optional(
-            {"mechanism": TEXT},
-            {"options": st.dictionaries(TEXT, JSON, max_size=3), "layers": LAYERS, "keep_softmax": LAYERS},
+            {"mechanism": st.just("gsa")},
+            {
+                "options": optional({}, {"slots": st.integers(1, 1024), "rope": st.booleans()}),
+                "layers": LAYERS,
+                "keep_softmax": LAYERS,
+            },
         ),
         "runtime": optional(
             {},

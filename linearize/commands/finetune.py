@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +11,7 @@ from ..output import Json, say
 
 
 def finetune(
-    recipe: Annotated[Path, typer.Argument(help="A recipe file.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or a preset (linearize recipes ls).")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, for example model.base=DIR.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what each stage will do and stop.")] = False,
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint folder.")] = "auto",

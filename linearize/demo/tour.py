@@ -51,18 +51,11 @@ for who, folder in (("teacher", teacher), ("student", student)):
 """
 
 
-def recipes_folder() -> Path:
-    """Where the recipes that the package ships lie."""
-    import linearize_recipes
-
-    return Path(next(iter(linearize_recipes.__path__)))
-
-
 def tour(output: Path | None, prompt: str, say: Say) -> dict[str, Any]:
     """Run the demo; returns the report of its run, with the continuations under `samples`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = output or Path(scratch) / "demo"
-        recipe = load_recipe(recipes_folder() / "demo.yaml", [f"output_dir={json.dumps(str(folder))}"])
+        recipe = load_recipe("demo", [f"output_dir={json.dumps(str(folder))}"])
         plan_table(plan_base(recipe)[0])
         report = finetune(recipe, say=say)
         report_table(report)

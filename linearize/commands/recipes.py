@@ -1,0 +1,89 @@
+"""`linearize recipes`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import Exit, LinearizeError
+from ..output import Json, say
+
+recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with linearize, and checks of your own.")
+
+Name = Annotated[str, typer.Argument(help="A preset; linearize recipes ls has them.")]
+
+
+@recipes.command("ls")
+def ls(as_json: Json = False) -> None:
+    """The presets: name, and what each is."""
+    from ..presets import presets
+
+    found = presets()
+    if as_json:
+        print(json.dumps([{"name": p.name, "about": p.about, **p.measured} for p in found]))
+        return
+    for one in found:
+        print(f"{one.name:<{max(len(p.name) for p in found)}}  {one.about}")
+
+
+@recipes.command("show")
+def show(name: Name) -> None:
+    """Print a preset."""
+    from ..presets import preset
+
+    print(preset(name).path.read_text("utf-8"), end="")
+
+
+@recipes.command("cp")
+def cp(
+    name: Name,
+    to: Annotated[Path | None, typer.Argument(help="A file or a folder; default: ./NAME.yaml.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
+) -> None:
+    """Copy a preset, to change it."""
+    from ..presets import copy
+
+    target = copy(name, to or Path(), overwrite)
+    say(f"wrote {target}. Next: linearize finetune {target} --dry-run")
+
+
+@recipes.command("validate")
+def validate(
+    files: Annotated[list[str], typer.Argument(help="Recipe files, or names of presets.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key.sub=value, for all of them; repeatable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check recipes: every mistake at its file, line and column; exit 2 if there is one."""
+    from ..recipe import load_recipe
+
+    mistakes: dict[str, list[str]] = {}
+    for file in files:
+        try:
+            load_recipe(file, settings or [])
+            mistakes[file] = []
+        except LinearizeError as error:
+            mistakes[file] = error.message.splitlines()
+    if as_json:
+        print(json.dumps({"mistakes": mistakes}))
+    for file, lines in mistakes.items():
+        for line in lines or [f"{file}: fine"]:
+            say(line)
+    if any(mistakes.values()):
+        raise typer.Exit(int(Exit.USAGE))
+
+
+@recipes.command("schema")
+def schema() -> None:
+    """Print the JSON schema of recipes.
+
+    For editors: save it as recipe.schema.json and begin a recipe with
+    `# yaml-language-server: $schema=recipe.schema.json`.
+    """
+    from ..recipe import recipe_schema
+
+    print(json.dumps(recipe_schema(), indent=2))

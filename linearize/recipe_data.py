@@ -1,0 +1,77 @@
+"""Where a recipe's text comes from, and how it is packed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Tag
+
+from .errors import did_you_mean
+from .recipe_types import Count, Listed, Strict, Text
+from .recipe_yaml import shown
+
+
+def _data_file(name: str) -> str:
+    if not name.endswith((".txt", ".jsonl")):
+        raise ValueError(f"must be a .txt or .jsonl file, not {shown(name)}")
+    return name
+
+
+class FileSource(Strict):
+    files: Listed[Annotated[str, AfterValidator(_data_file)]]
+    """.txt or .jsonl; relative paths start at the recipe's folder."""
+
+
+class DatasetSource(Strict):
+    path: Text
+    """A Hugging Face dataset."""
+    name: Text | None = None
+    split: Text = "train"
+    streaming: bool = False
+
+
+class DemoSource(Strict):
+    demo: Literal["train", "heldout", "packages"]
+    """The running Python's standard library, split, or the sources of the packages that linearize needs."""
+
+
+SOURCES: dict[str, type[Strict]] = {"files": FileSource, "path": DatasetSource, "demo": DemoSource}
+
+
+def _source_tag(value: Any) -> str | None:
+    """The one key that tells the sources apart, or the nearest, so that its typo is what gets reported."""
+    if not isinstance(value, dict):
+        return next((tag for tag, source in SOURCES.items() if isinstance(value, source)), None)
+    tags = [tag for tag in SOURCES if tag in value]
+    tags = tags or [tag for tag in SOURCES if any(did_you_mean(key, [tag]) for key in value)]
+    return tags[0] if len(tags) == 1 else None
+
+
+Source = Annotated[
+    Annotated[FileSource, Tag("files")] | Annotated[DatasetSource, Tag("path")] | Annotated[DemoSource, Tag("demo")],
+    Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}"),
+]
+
+
+class Pack(Strict):
+    seq_len: Count = 2048
+    text_key: Text = "text"
+
+
+class Data(Strict):
+    train: Source
+    eval: Source | None = None
+    pack: Pack = Pack()
+
+
+class StagePack(Strict):
+    seq_len: Count | None = None
+    text_key: Text | None = None
+
+
+class StageData(Strict):
+    """A stage's own data; null inherits the recipe's."""
+
+    train: Source | None = None
+    eval: Source | None = None
+    pack: StagePack = StagePack()
