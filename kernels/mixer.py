@@ -21,7 +21,8 @@ class Site:
     """One attention module as the probe saw it: everything a mixer may need to know about its place.
 
     `path` is the module's name inside the model, `scale` the factor that the architecture applies to q.k,
-    `extras` the keyword arguments of its softmax that a linear op does not reproduce by itself.
+    `extras` the keyword arguments of its softmax that a linear op does not reproduce by itself. `routed` is whether
+    it calls transformers' attention interface; if not, its own softmax is captured (capture.py).
     """
 
     layer: int
@@ -35,6 +36,7 @@ class Site:
     scale: float
     causal: bool
     extras: tuple[str, ...] = ()
+    routed: bool = True
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Site:

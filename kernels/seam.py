@@ -30,6 +30,8 @@ from .state import StateLayer, state_slot
 
 # What architectures call the cache among the arguments of an attention module.
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+# Arguments that say where tokens and documents are.
+PLACE_NAMES = ("position_ids", "cu_seq_lens_q")
 
 
 # ---------------------------------------------------------------- one call of one attention module
@@ -38,8 +40,8 @@ CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 class Call:
     """What the pre-hook hands over for one call; `used` proves that the module went through the interface."""
 
-    def __init__(self, x: Tensor, slot: StateLayer | None) -> None:
-        self.x, self.slot = x, slot
+    def __init__(self, x: Tensor, slot: StateLayer | None, places: dict[str, Any]) -> None:
+        self.x, self.slot, self.places = x, slot, places
         self.used = False
         self.teacher_output: Tensor | None = None
 
@@ -58,11 +60,13 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     bound = bind(module, args, kwargs)
     cache = next((bound[name] for name in CACHE_NAMES if bound.get(name) is not None), None)
     recurrent = prefix != TRANSFER and cache is not None
-    slot = state_slot(cache, module.layer_idx, alone=prefix == ALL) if recurrent else None
-    mixer.calls[this_thread()] = Call(bound["hidden_states"], slot)
+    index = getattr(module, "layer_idx", mixer.site.layer)
+    slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
+    places = {name: bound[name] for name in PLACE_NAMES if name in bound}
+    mixer.calls[this_thread()] = Call(bound["hidden_states"], slot, places)
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
-    without_rotation(bound)
+    without_rotation(bound, mixer.site.routed)
     return tuple(bound.pop(name) for name in mixer.arguments[: len(args)]), bound
 
 
@@ -87,7 +91,7 @@ def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return {**dict(zip(module.mixer.arguments, args, strict=False)), **kwargs}
 
 
-def without_rotation(bound: dict[str, Any]) -> None:
+def without_rotation(bound: dict[str, Any], routed: bool) -> None:
     """Replace the rotary embedding among a call's arguments by the one that does nothing."""
     rotation = bound.get("position_embeddings")
     if isinstance(rotation, Tensor):  # complex form
@@ -95,6 +99,9 @@ def without_rotation(bound: dict[str, Any]) -> None:
     elif rotation is not None:
         cos, sin = rotation
         bound["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+    elif not routed and bound.get("position_ids") is not None:
+        # Its own code rotates, by nothing at position 0.
+        bound["position_ids"] = torch.zeros_like(bound["position_ids"])
 
 
 def seam(
@@ -182,7 +189,7 @@ def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher
     bound["hidden_states"] = mixer.calls[this_thread()].x.detach()
     bound |= {name: None for name in CACHE_NAMES if name in bound}  # its keys went into the cache the first time
     if mixer.drop_rope:
-        without_rotation(bound)
+        without_rotation(bound, mixer.site.routed)
     with torch.enable_grad():
         with mixer.transfer.student(module):
             output = module.forward(**bound)
@@ -192,26 +199,46 @@ def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher
 # ---------------------------------------------------------------- attaching mixers to a model
 
 
-def attach(model: PreTrainedModel, spec: dict[str, Any], mechanisms: dict[str, type[Mixer]]) -> None:
+class Switch:
+    """Stands for a config where the model's own must keep the plain name, since the architecture's code reads it."""
+
+    _attn_implementation_internal = "eager"
+
+    @property
+    def _attn_implementation(self) -> str:
+        return self._attn_implementation_internal
+
+
+def attach(
+    model: PreTrainedModel,
+    spec: dict[str, Any],
+    mechanisms: dict[str, type[Mixer]],
+    capture: Callable[[nn.Module], None] | None = None,
+) -> None:
     """Give each module named in `spec["layers"]` its mixer and hooks, and switch the model to them.
 
+    `capture` serves modules that do not call the attention interface (capture.py); None if there are none.
     Raises AttributeError when the model lacks a module of the plan.
     """
+    switch = Switch() if capture else None
     for layer in spec["layers"]:
         site = Site.from_dict(layer["site"])
         module: Any = model.get_submodule(_own_path(model, site.path))
         mixer = mechanisms[layer["mechanism"]](site, **layer["options"])
         if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
-        mixer.switch = getattr(module, "config", model.config)
+        mixer.switch = switch or getattr(module, "config", model.config)
         mixer.seam = seam
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         module.mixer = mixer
         module.register_forward_pre_hook(before_attention, with_kwargs=True)
         module.register_forward_hook(after_attention, with_kwargs=True)
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
+        if capture:
+            capture(module)
+    parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        part.linearize_switch = switch
+        part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
 
 
@@ -226,11 +253,13 @@ def prefix_for(spec: dict[str, Any]) -> str:
     return ALL if spec["all_linear"] else HYBRID
 
 
-def set_names(model: PreTrainedModel, change: Callable[[str], str]) -> list[tuple[Any, str]]:
+def set_names(model: Any, change: Callable[[str], str]) -> list[tuple[Any, str]]:
     """Rename the attention implementation in every config of the model; returns (config, old name) pairs."""
     found: list[Any] = [
         m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
     ]
+    if model.linearize_switch:
+        found = [model.linearize_switch]
     configs = {id(config): config for config in found}
     old = [(config, config._attn_implementation) for config in configs.values()]
     for config, name in old:
@@ -245,7 +274,7 @@ def refuse_attention_maps(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Pre-hook: a linear layer has no T x T attention map to return."""
     asked = kwargs.get("output_attentions")
     asked = getattr(model.config, "output_attentions", False) if asked is None else asked
-    if asked and split_name(model.config._attn_implementation)[0]:
+    if asked and split_name((model.linearize_switch or model.config)._attn_implementation)[0]:
         raise ValueError(
             "output_attentions=True: linearized layers compute no attention maps; ask under `with model.teacher():`"
         )
@@ -258,12 +287,13 @@ class Linearized(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
     """
 
     mechanisms: dict[str, type[Mixer]]
+    capture: Callable[[nn.Module], None] | None = None
     # The state cannot be rolled back; this refuses assisted decoding at once instead of at the first rejection.
     _is_stateful = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        attach(self, config.linearize, self.mechanisms)
+        attach(self, config.linearize, self.mechanisms, self.capture)
 
     def initialize_weights(self) -> None:
         """Initialise mixers first; the native initialiser of the inner model does not know them."""
@@ -278,6 +308,8 @@ class Linearized(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[
         """A softmax backend chosen by the user serves the layers that keep softmax; mixers stay on."""
         backend = split_name(attn_implementation)[1] or None
         backend = super()._check_and_adjust_attn_implementation(backend, *args, **kwargs)
+        if self.capture:
+            return backend
         register_backend(backend)
         return prefix_for(self.config.linearize) + backend
 

@@ -1,7 +1,8 @@
 """Probe: which attention modules a model has, found by running it once on the meta device.
 
 A recording attention function is registered with transformers; one short forward then names every module that
-calls it, with the shapes that it calls it with. No weights are read and no architecture is known by name.
+calls it, with the shapes that it calls it with. A model that calls it nowhere runs once more, to find softmax in its
+own code (unrouted.py). No weights are read and no architecture is known by name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.utils import logging as hf_logging
 from linearize_kernels.mixer import Site
 
 from .errors import Exit, LinearizeError
+from .unrouted import softmax_calls
 
 PROBE = "linearize_probe"
 TOKENS = 8
@@ -30,12 +32,12 @@ ORDINARY |= {"output_hidden_states", "past_key_values", "cache_position", "posit
 ORDINARY |= {"layer_idx"}
 
 
-def build_on_meta(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """The model of `config` without memory behind its weights, set up to record its attention calls."""
-    AttentionInterface.register(PROBE, _record)
-    AttentionMaskInterface.register(PROBE, _full_mask)
+def build_on_meta(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], implementation: str | None = None
+) -> PreTrainedModel:
+    """The model of `config` without memory behind its weights."""
     config = type(config).from_dict(config.to_dict())
-    config._attn_implementation = PROBE
+    config._attn_implementation = implementation
     with quiet(), torch.device("meta"):
         # bfloat16, because grouped expert products know no other dtype on the meta device.
         return model_class._from_config(config, dtype=torch.bfloat16).eval()
@@ -71,31 +73,25 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> list[
 
     Raises LinearizeError (exit 3) when the model cannot be built or run on the meta device, or calls no attention.
     """
-    records: list[dict[str, Any]] = []
-    try:
-        model = build_on_meta(config, model_class)
-        names = {id(module): name for name, module in model.named_modules()}
-        parts: list[Any] = list(model.modules())
-        for part in parts:
-            part._linearize_records = records
-        with quiet(), torch.no_grad():
-            ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-            handles = [m.register_forward_pre_hook(_keep_hidden, with_kwargs=True) for m in parts]
-            # An explicit 4D mask is passed on as it is, so no architecture inspects values that meta tensors lack.
-            mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
-            model(input_ids=ids, attention_mask=mask, use_cache=False)
-            for handle in handles:
-                handle.remove()
-    except Exception as error:  # whatever the architecture's own code raises
-        if isinstance(error, KeyError) and error.args == (PROBE,):  # a table of its own instead of the interface
-            raise _not_routed(config, model_class, "") from error
-        raise LinearizeError(
-            f"{model_class.__name__} cannot be probed on the meta device: {type(error).__name__}: {error}",
-            Exit.INCOMPATIBLE,
-        ) from error
+    records, obstacle = _interface_calls(config, model_class)
     if not records:
-        raise _not_routed(config, model_class, f". Attention-like modules seen: {_candidates(model) or 'none'}")
-    sites = [_site(number, names, record) for number, record in enumerate(records)]
+        records, second = _own_softmax(config, model_class)
+        # A KeyError of that name: the class looks its attention up in a table of its own.
+        if second is None or (isinstance(obstacle, KeyError) and obstacle.args == (PROBE,)):
+            obstacle = second
+    if obstacle:
+        raise LinearizeError(
+            f"{model_class.__name__} cannot be probed on the meta device: {type(obstacle).__name__}: {obstacle}",
+            Exit.INCOMPATIBLE,
+        ) from obstacle
+    if not records:
+        raise LinearizeError(
+            f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
+            "attention interface and computes no softmax over keys of its own. Attention-like modules seen: "
+            + (_candidates(build_on_meta(config, model_class)) or "none"),
+            Exit.INCOMPATIBLE,
+        )
+    sites = [_site(number, record) for number, record in enumerate(records)]
     for site in sites:
         if [other.path for other in sites].count(site.path) > 1:
             raise LinearizeError(
@@ -105,12 +101,37 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> list[
     return sites
 
 
-def _not_routed(config: PreTrainedConfig, model_class: type[PreTrainedModel], seen: str) -> LinearizeError:
-    return LinearizeError(
-        f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
-        f"attention interface{seen}",
-        Exit.INCOMPATIBLE,
-    )
+Found = tuple[list[dict[str, Any]], Exception | None]
+
+
+def _interface_calls(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
+    """A record for each call of the attention interface, and what the architecture's own code raised, if it did."""
+    records: list[dict[str, Any]] = []
+    AttentionInterface.register(PROBE, _record)
+    AttentionMaskInterface.register(PROBE, _full_mask)
+    try:
+        model = build_on_meta(config, model_class, PROBE)
+        parts: list[tuple[str, Any]] = list(model.named_modules())
+        for path, part in parts:
+            part._linearize_path, part._linearize_records = path, records
+            part.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
+        with quiet(), torch.no_grad():
+            ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+            # An explicit 4D mask is passed on as it is, so no architecture inspects values that meta tensors lack.
+            mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+    except Exception as error:  # whatever the architecture raises
+        return records, error
+    return records, None
+
+
+def _own_softmax(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
+    """The same for attention that modules compute in code of their own."""
+    try:
+        with quiet():
+            return softmax_calls(build_on_meta(config, model_class), TOKENS), None
+    except Exception as error:
+        return [], error
 
 
 def _keep_hidden(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -126,6 +147,7 @@ def _record(
     module._linearize_records.append(
         {
             "module": module,
+            "path": module._linearize_path,
             "hidden": module._linearize_hidden,
             "heads": H,
             "kv_heads": key.shape[1],
@@ -135,6 +157,7 @@ def _record(
             "causal": _causal(module, kwargs),
             "extras": tuple(sorted(name for name, value in kwargs.items() if name not in ORDINARY and _says(value))),
             "self": key.shape[2] == T,
+            "routed": True,
         }
     )
     return query.new_zeros(B, T, H, value.shape[-1]), None
@@ -154,17 +177,17 @@ def _full_mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) ->
     return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
 
 
-def _site(number: int, names: dict[int, str], record: dict[str, Any]) -> Site:
+def _site(number: int, record: dict[str, Any]) -> Site:
     module, own = record.pop("module"), record.pop("self")
     if not own or record["hidden"] is None:
         what = "takes keys from elsewhere" if not own else "gets no hidden states"
         raise LinearizeError(
-            f"{names[id(module)]} ({type(module).__name__}) {what}: not self-attention that can become linear",
+            f"{record['path']} ({type(module).__name__}) {what}: not self-attention that can become linear",
             Exit.INCOMPATIBLE,
         )
     layer = getattr(module, "layer_idx", None)
     layer = number if layer is None else int(layer)
-    return Site(layer=layer, path=names[id(module)], kind=type(module).__name__, **record)
+    return Site(layer=layer, kind=type(module).__name__, **record)
 
 
 def _candidates(model: nn.Module) -> str:

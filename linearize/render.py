@@ -49,8 +49,10 @@ MODEL_CLASS = """
 class Linearized{native}(Linearized, {native}):
     config_class = Linearized{config}
     mechanisms = MECHANISMS
-
+{capture}
 """
+
+CAPTURE = "    capture = staticmethod(capture)\n"
 
 
 class Natives:
@@ -99,18 +101,23 @@ def code_files(plan: Plan, natives: Natives) -> dict[str, str]:
     mechanisms = sorted({step.mechanism for step in plan.steps})
     mixers = {name: load_mechanism(name).__name__ for name in mechanisms}
     config = natives.config.__name__
+    captured = any(not step.site.routed for step in plan.steps)
+    carried = mixers | ({"capture": "capture"} if captured else {})
     names = {
         "version": __version__,
         "architecture": plan.architecture,
         "model_type": natives.model_type,
         "config": config,
         "imports": _imports([natives.config, *natives.models]),
-        "mixer_imports": "\n".join(f"from .{name} import {mixer}" for name, mixer in mixers.items()),
+        "mixer_imports": "\n".join(f"from .{file} import {name}" for file, name in carried.items()),
         "mechanisms": ", ".join(f'"{name}": {mixer}' for name, mixer in mixers.items()),
-        "classes": "\n".join(MODEL_CLASS.format(native=m.__name__, config=config) for m in natives.models),
+        "classes": "\n".join(
+            MODEL_CLASS.format(native=m.__name__, config=config, capture=CAPTURE if captured else "")
+            for m in natives.models
+        ),
         "pairs": _conversion_pairs(natives),
     }
-    return {"modeling_linearized.py": MODELING.format(**names)} | flat_files([*mechanisms, "seam"])
+    return {"modeling_linearized.py": MODELING.format(**names)} | flat_files([*carried, "seam"])
 
 
 def _conversion_pairs(natives: Natives) -> str:

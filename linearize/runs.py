@@ -1,12 +1,12 @@
 """A run's folder: resolved recipe, metrics, checkpoints that survive a kill at any moment, and where to resume.
 
-    run.json          resolved recipe and versions
-    converted/        the converted base (or absent when the base was converted already)
-    cache/            tokenised data
-    checkpoints/      <stage>-<step>/, complete or absent: written beside and renamed
-    metrics.jsonl     one JSON object per step or evaluation
-    report.json       the figures of a finished run
-    final/            the finished model
+run.json          resolved recipe and versions
+converted/        the converted base (or absent when the base was converted already)
+cache/            tokenised data
+checkpoints/      <stage>-<step>/, complete or absent: written beside and renamed
+metrics.jsonl     one JSON object per step or evaluation
+report.json       the figures of a finished run
+final/            the finished model
 """
 
 from __future__ import annotations

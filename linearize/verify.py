@@ -88,6 +88,7 @@ SOURCE_SIDE = """
 import importlib
 from safetensors.torch import load_file
 from transformers.utils import HF_MODULES_CACHE
+from linearize_kernels.capture import capture
 from linearize_kernels.mixer import own_mixer
 from linearize_kernels.seam import attach
 source, options = sys.argv[3], json.loads(sys.argv[4])
@@ -95,7 +96,9 @@ model_class = getattr(transformers, options["class"], None) or transformers.Auto
 model = model_class.from_pretrained(source, dtype=getattr(torch, options["dtype"]), trust_remote_code=options["trust"])
 spec = options["spec"]
 names = {layer["mechanism"] for layer in spec["layers"]}
-attach(model, spec, {n: own_mixer(importlib.import_module("linearize_kernels." + n)) for n in names})
+mechanisms = {n: own_mixer(importlib.import_module("linearize_kernels." + n)) for n in names}
+routed = all(layer["site"].get("routed", True) for layer in spec["layers"])
+attach(model, spec, mechanisms, None if routed else capture)
 mixers = load_file(sys.argv[1] + "/" + options["mixers"])
 loaded = model.load_state_dict(mixers, strict=False)
 assert not loaded.unexpected_keys, loaded.unexpected_keys

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from linearize.convert import convert, plan_conversion
+from linearize_kernels.capture import capture
 from linearize_kernels.mixer import own_mixer
 from linearize_kernels.seam import attach
 
@@ -117,7 +118,9 @@ def source_with_mixers(source: Path, converted: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     spec = transformers.AutoConfig.from_pretrained(converted, trust_remote_code=True).linearize
     names = {layer["mechanism"] for layer in spec["layers"]}
-    attach(model, spec, {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}")) for n in names})
+    mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}")) for n in names}
+    routed = all(layer["site"]["routed"] for layer in spec["layers"])
+    attach(model, spec, mechanisms, None if routed else capture)
     mixers = load_file(converted / "model-mixers.safetensors")
     assert not model.load_state_dict(mixers, strict=False).unexpected_keys
     return model.eval()

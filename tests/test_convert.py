@@ -314,9 +314,7 @@ def own_code(folder: Path) -> None:
 
 
 def other_architecture(folder: Path) -> None:
-    transformers.FalconConfig(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=97
-    ).save_pretrained(folder)
+    transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=97).save_pretrained(folder)
 
 
 QUANTIZED = {"quant_method": "gptq", "bits": 4}
@@ -334,7 +332,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "size is zero": (config(num_attention_heads=0), "(cannot be used|cannot be probed)"),
     "no layers": (config(num_hidden_layers=0), "no attention found"),
     "no head": (config(architectures=["LlamaModel"]), "is a LlamaModel, which does not generate text"),
-    "attention off the interface": (other_architecture, "no attention found: FalconForCausalLM"),
+    "no attention": (other_architecture, "no attention found: MambaForCausalLM .* modules seen: .*MambaMixer"),
     "quantized": (config(quantization_config=QUANTIZED), r"is quantized \(gptq\): surgery needs float weights"),
     "own code": (own_code, r"ships its own code \(modeling_own.py\)\. Read it, then pass --trust-remote-code"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),

@@ -29,8 +29,7 @@ LORA = {
     "gpt2": {"r": 2, "alpha": 4, "target": ["c_attn"]},
 }
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
 
