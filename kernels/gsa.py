@@ -290,6 +290,7 @@ class GatedSlotAttention(Mixer):
 
     title = "Gated slot attention"
     paper = "arXiv 2409.07146"
+    state_formula = "4 E M (D + Dv) + 8: E memories (key heads, or query heads) of M slots, key and value dims D, Dv"
     # What the paper's Mistral-7B conversion code does (flash-linear-attention's GSA layer).
     published = {
         "rope": False,

@@ -61,6 +61,8 @@ class Mixer(nn.Module):
 
     title: ClassVar[str]
     paper: ClassVar[str]
+    # Bytes of decode state of one layer and sequence, as a formula; what `state_bytes` computes.
+    state_formula: ClassVar[str]
     causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = False
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.

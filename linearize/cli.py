@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import bench, convert, demo, finetune, recipes
+from .commands import bench, convert, demo, doctor, finetune, generate, mechanisms, recipes
 from .errors import Exit, LinearizeError
 from .output import say
 
@@ -62,5 +62,8 @@ def _global(
 app.command()(convert.convert)
 app.command()(finetune.finetune)
 app.add_typer(recipes.recipes, name="recipes")
+app.command()(mechanisms.mechanisms)
+app.command()(generate.generate)
+app.command()(doctor.doctor)
 app.command()(demo.demo)
 app.add_typer(bench.bench, name="bench")

@@ -78,7 +78,7 @@ def check_code(folder: Path, trust_remote_code: bool) -> Plan:
         if changed:
             raise LinearizeError(
                 f"{folder} carries other code than this version of linearize writes ({', '.join(changed)}). "
-                "Read it, then set model.trust_remote_code: true",
+                "Read it, then pass --trust-remote-code (in a recipe, model.trust_remote_code: true)",
                 Exit.INCOMPATIBLE,
             )
     return plan

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,67 @@ def build_mixer(name: str, site: Any, options: dict[str, Any]) -> Any:
         return load_mechanism(name)(site, **options)
     except ValueError as error:
         raise LinearizeError(f"{name} at layer {site.layer}: {error}") from error
+
+
+# ---------------------------------------------------------------- what there is to know about one
+
+# The attention of Llama 3.2 1B, for numbers.
+EXAMPLE: dict[str, Any] = {
+    "layer": 0, "path": "model.layers.0.self_attn", "kind": "LlamaAttention", "hidden": 2048, "heads": 32,
+    "kv_heads": 8, "key_dim": 64, "value_dim": 64, "scale": 0.125,
+}  # fmt: skip
+EXAMPLE_NAME = "a layer of Llama 3.2 1B"
+EXAMPLE_TOKENS = 4096
+
+
+def describe(name: str) -> dict[str, Any]:
+    """All there is to know about a mechanism without running it, from its own file; JSON.
+
+    Raises LinearizeError (exit 2) for an unknown name.
+    """
+    import torch
+
+    from linearize_kernels.mixer import Site
+
+    from .render import flat_files
+
+    mixer = load_mechanism(name)
+    site = Site(**EXAMPLE, causal=mixer.causal)
+    with torch.device("meta"):
+        built = build_mixer(name, site, resolve_options(name, {}))
+    code = "".join(flat_files([name]).values())
+    return {
+        "name": name,
+        "title": mixer.title,
+        "paper": mixer.paper,
+        "about": inspect.getdoc(mixer),
+        "causal": mixer.causal,
+        "bidirectional": mixer.bidirectional,
+        "backends": ["torch", *(["triton"] if re.search(r"^ +import triton", code, re.MULTILINE) else [])],
+        "options": list(_options(mixer)),
+        "options_about": inspect.getdoc(mixer.__init__),
+        "state_formula": mixer.state_formula,
+        "example": {
+            "site": EXAMPLE_NAME,
+            "new_parameters": sum(p.numel() for p in built.parameters()),
+            "state_bytes": built.state_bytes(EXAMPLE_TOKENS),
+            "cache_bytes": 2 * EXAMPLE_TOKENS * site.kv_heads * (site.key_dim + site.value_dim),
+            "tokens": EXAMPLE_TOKENS,
+        },
+    }
+
+
+def _options(mixer: Any) -> Iterator[dict[str, Any]]:
+    """An option: its type, default, published value where that differs, and its range or choices."""
+    from linearize_kernels.mixer import option_types
+
+    for option, (kind, bounds, default) in option_types(mixer).items():
+        choices = typing.get_args(kind)
+        yield {
+            "name": option,
+            "type": "choice" if choices else kind.__name__,
+            "default": default,
+            "published": mixer.published.get(option, default),
+            **({"choices": list(choices)} if choices else {}),
+            **({"low": bounds.low, "high": bounds.high} if bounds else {}),
+        }

@@ -13,3 +13,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 def say(text: str) -> None:
     """One message for a person."""
     print(text, file=sys.stderr, flush=True)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

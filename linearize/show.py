@@ -8,21 +8,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from .output import size
 from .plan import Plan, ranges
 
 
 def console() -> Console:
     """The console for human text."""
     return Console(stderr=True, highlight=False)
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def short(count: float) -> str:
@@ -111,3 +103,48 @@ def report_table(report: dict[str, Any]) -> None:
         for row in report["layers"]:
             table.add_row(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}")
         out.print(table)
+
+
+# ---------------------------------------------------------------- results for people, on stdout
+
+
+def mechanisms_table(found: list[dict[str, Any]]) -> None:
+    """One line a mechanism."""
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("name", "what it is", "paper", "direction", "backends"):
+        table.add_column(column)
+    for one in found:
+        table.add_row(one["name"], one["title"], one["paper"], direction(one), ", ".join(one["backends"]))
+    Console(highlight=False).print(table)
+
+
+def mechanism_table(one: dict[str, Any]) -> None:
+    """Everything about one mechanism."""
+    out, example = Console(highlight=False, soft_wrap=True, markup=False), one["example"]
+    print(f"{one['name']}: {one['title']} ({one['paper']}), {direction(one)}; backends: {', '.join(one['backends'])}")
+    print(f"\n{one['about']}\n")
+    print(f"state, bytes per layer and sequence: {one['state_formula']}")
+    print(
+        f"{example['site']}: {example['new_parameters']:,} new parameters, state {size(example['state_bytes'])}, where "
+        f"a KV cache of {example['tokens']:,} tokens in 16 bits takes {size(example['cache_bytes'])}"
+    )
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("option", "values", "default", "published"):
+        table.add_column(column)
+    for option in one["options"]:
+        published = option["published"] if option["published"] != option["default"] else ""
+        table.add_row(option["name"], values(option), str(option["default"]), str(published))
+    out.print(table)
+    print(one["options_about"])
+
+
+def direction(one: dict[str, Any]) -> str:
+    """Which models a mechanism is for."""
+    return ", ".join(word for word in ("causal", "bidirectional") if one[word])
+
+
+def values(option: dict[str, Any]) -> str:
+    """What an option may be."""
+    if option["type"] == "choice":
+        return " | ".join(option["choices"])
+    return f"{option['type']} {option['low']:g} to {option['high']:g}" if "low" in option else option["type"]

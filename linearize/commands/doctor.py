@@ -1,0 +1,20 @@
+"""`linearize doctor`."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from ..errors import Exit
+from ..output import Json
+
+
+def doctor(as_json: Json = False) -> None:
+    """What this machine has of what linearize needs; exit 4 when something is missing."""
+    from ..doctor import examine, lines
+
+    found = examine()
+    print(json.dumps(found) if as_json else "\n".join(lines(found)))
+    if found["missing"]:
+        raise typer.Exit(int(Exit.RESOURCE))

@@ -1,0 +1,29 @@
+"""`linearize mechanisms`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from ..output import Json
+
+
+def mechanisms(
+    name: Annotated[str | None, typer.Argument(help="One of them, with its options.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What softmax can become: papers, options, state size, kernels."""
+    from ..mechanisms import describe, mechanism_names
+
+    found: Any = describe(name) if name is not None else [describe(known) for known in mechanism_names()]
+    if as_json:
+        print(json.dumps(found))
+        return
+    from ..show import mechanism_table, mechanisms_table
+
+    if name is None:
+        mechanisms_table(found)
+    else:
+        mechanism_table(found)

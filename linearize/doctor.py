@@ -1,0 +1,158 @@
+"""What this machine has of what linearize needs. Nothing here fails for what is missing: that is what it reports."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from .output import size
+
+# What tests need, not users.
+DEVELOPMENT = ("test",)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `linearize doctor` reports, as JSON; `missing` lists what is needed and not there."""
+    distribution = importlib.metadata.distribution("linearize")
+    packages = [_python(distribution.metadata["Requires-Python"]), *map(_package, _needed(distribution, ""))]
+    cuda = _cuda()
+    return {
+        "packages": packages,
+        "extras": dict(_extras(distribution)),
+        "cuda": cuda,
+        "triton": _triton(packages, cuda),
+        "disk": _disk(),
+        "hub": _hub(),
+        "missing": [package["problem"] for package in packages if package["problem"]],
+    }
+
+
+def _needed(distribution: importlib.metadata.Distribution, extra: str) -> Iterator[Requirement]:
+    """The requirements of linearize itself, or only those that an extra adds."""
+    for requirement in map(Requirement, distribution.requires or ()):
+        marker = requirement.marker
+        applies = marker is None or marker.evaluate({"extra": extra})
+        if applies and bool(extra) == (marker is not None and not marker.evaluate({"extra": ""})):
+            yield requirement
+
+
+def _python(needed: str) -> dict[str, Any]:
+    version = platform.python_version()
+    wrong = not SpecifierSet(needed).contains(version, prereleases=True)
+    problem = f"python {version} is not {needed}" if wrong else ""
+    return {"name": "python", "needed": needed, "version": version, "problem": problem}
+
+
+def _package(requirement: Requirement) -> dict[str, Any]:
+    """A package: the version found, and what is wrong with it (empty when nothing is)."""
+    name, problem, version = requirement.name, "", None
+    try:
+        version = importlib.metadata.version(name)
+        if not requirement.specifier.contains(version, prereleases=True):
+            problem = f'{name} {version} is not {requirement.specifier}: pip install "{name}{requirement.specifier}"'
+        elif name in ("torch", "transformers", "accelerate", "peft", "triton"):
+            importlib.import_module(name)
+    except importlib.metadata.PackageNotFoundError:
+        problem = f'{name} is missing: pip install "{name}{requirement.specifier}"'
+    except Exception as error:  # a broken installation raises as it likes
+        problem = f"{name} {version} does not import ({type(error).__name__}: {error})"
+    return {"name": name, "needed": str(requirement.specifier), "version": version, "problem": problem}
+
+
+def _extras(distribution: importlib.metadata.Distribution) -> Iterator[tuple[str, list[str]]]:
+    """Each optional extra, and the packages of it that are missing or out of range."""
+    for extra in distribution.metadata.get_all("Provides-Extra") or ():
+        if extra not in DEVELOPMENT:
+            yield extra, [p["name"] for p in map(_package, _needed(distribution, extra)) if p["problem"]]
+
+
+def _cuda() -> dict[str, Any]:
+    """Devices that torch sees, with capability and memory in bytes."""
+    try:
+        import torch
+
+        devices = []
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+            capability = f"{found.major}.{found.minor}"
+            devices.append({"name": found.name, "capability": capability, "free": free, "total": total})
+        return {"version": torch.version.cuda, "devices": devices}
+    except Exception as error:  # no torch, or a driver that does not answer
+        return {"version": None, "devices": [], "problem": f"{type(error).__name__}: {error}"}
+
+
+def _triton(packages: list[dict[str, Any]], cuda: dict[str, Any]) -> dict[str, Any]:
+    """Whether the Triton kernels run here, and why not; without them the PyTorch path does."""
+    found = next((p for p in packages if p["name"] == "triton"), None)
+    reason = ""
+    if found is None or found["problem"]:
+        reason = found["problem"] if found else f"no triton for {platform.system()} {platform.machine()}"
+    elif not cuda["devices"]:
+        reason = "no CUDA device"
+    return {"used": not reason, "reason": reason}
+
+
+def _disk() -> dict[str, int]:
+    """Free bytes where outputs go by default, where downloads go, and where the system keeps temporary files."""
+    import tempfile
+
+    places = [Path(), _cache(), Path(tempfile.gettempdir())]
+    return {str(place.resolve()): shutil.disk_usage(_existing(place)).free for place in places}
+
+
+def _existing(place: Path) -> Path:
+    place = place.resolve()
+    return next(folder for folder in (place, *place.parents) if folder.exists())
+
+
+def _cache() -> Path:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+
+
+def _hub() -> dict[str, Any]:
+    """Where the Hub is, whether it may be asked, and whether there is a token; never the token."""
+    try:
+        from huggingface_hub import constants, get_token
+    except Exception as error:
+        return {"problem": f"huggingface_hub does not import ({type(error).__name__}: {error})"}
+    return {
+        "endpoint": constants.ENDPOINT,
+        "cache": str(_cache()),
+        "offline": constants.HF_HUB_OFFLINE,
+        "token": get_token() is not None,
+    }
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """What `linearize doctor` found, a line each."""
+    for package in found["packages"]:
+        told = package["problem"] or f"{package['version']} (needs {package['needed'] or 'any'})"
+        yield f"{'missing' if package['problem'] else 'ok':<8} {package['name']}: {told}"
+    for extra, missing in found["extras"].items():
+        told = f'without {", ".join(missing)}: pip install "linearize[{extra}]"' if missing else "complete"
+        yield f"{'optional' if missing else 'ok':<8} extra {extra}: {told}"
+    for device in found["cuda"]["devices"]:
+        memory = f"{size(device['free'])} of {size(device['total'])} free"
+        yield f"{'ok':<8} {device['name']}, capability {device['capability']}, {memory}"
+    kernels = found["triton"]
+    told = "used" if kernels["used"] else f"not used, {kernels['reason']}; the PyTorch path is correct, and slower"
+    yield f"{'ok' if kernels['used'] else 'note':<8} Triton kernels: {told}"
+    for place, free in found["disk"].items():
+        yield f"{'ok':<8} disk: {size(free)} free in {place}"
+    hub = found["hub"]
+    if "problem" in hub:
+        yield f"missing  Hub: {hub['problem']}"
+    else:
+        token = "a token is set" if hub["token"] else "no token (hf auth login, for gated models and for uploads)"
+        yield f"{'ok':<8} Hub: {hub['endpoint']}{', offline' if hub['offline'] else ''}; {token}"

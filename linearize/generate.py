@@ -1,0 +1,138 @@
+"""Continue a text with a linearized model, with its softmax, or with any other causal model, for comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from .checkpoint import MANIFEST
+from .convert import load_config
+from .errors import Exit, LinearizeError, did_you_mean
+from .export import load_converted
+from .probe import quiet
+from .source import open_source
+
+DTYPE_NAMES = ("keep", "float32", "bfloat16", "float16")
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to write; with `teacher` its mixers rest and softmax runs."""
+
+    model: Any
+    tokenizer: Any
+    teacher: bool
+
+
+class Sampling(NamedTuple):
+    """How tokens are chosen: greedily at temperature 0."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
+class Stream(TextStreamer):
+    """Hands text over as soon as no later token can change it, and keeps the tokens."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write, self.text, self.tokens = write, "", list[int]()
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.tokens += value.flatten().tolist()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        self.write(text)
+
+
+def load(
+    model: str, revision: str | None, *, device: str, dtype: str, teacher: bool, trust_remote_code: bool
+) -> Loaded:
+    """The model of a folder or of the Hub, and its tokenizer, on a device.
+
+    A linearized folder's code runs when it is what this version writes. Raises LinearizeError: 2 for an option, 3 for
+    what cannot be loaded or needs trust, 4 for a device that is not there, 5 for the Hub.
+    """
+    where, kind = _device(device), _dtype(dtype)
+    source = open_source(model, revision)
+    linearized = (source.folder / MANIFEST).exists()
+    if teacher and not linearized:
+        raise LinearizeError(f"--teacher: {model} is not linearized, softmax is all it has")
+    if linearized:
+        loaded = load_converted(source.folder, kind, trust_remote_code)
+    else:
+        load_config(source, trust_remote_code)  # refuses code of its own without trust
+        loaded = _load_native(source.folder, kind, trust_remote_code)
+    return Loaded(loaded.to(where).eval(), load_tokenizer(source.folder, linearized or trust_remote_code), teacher)
+
+
+def _device(name: str) -> str:
+    choices = ("auto", "cpu", "cuda")
+    if name not in choices:
+        raise LinearizeError(f"--device {name}: choose {', '.join(choices)}.{did_you_mean(name, choices)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LinearizeError("--device cuda: torch sees no CUDA device", Exit.RESOURCE)
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(name: str) -> Any:
+    if name not in DTYPE_NAMES:
+        raise LinearizeError(f"--dtype {name}: choose {', '.join(DTYPE_NAMES)}.{did_you_mean(name, DTYPE_NAMES)}")
+    return "auto" if name == "keep" else getattr(torch, name)
+
+
+def _load_native(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
+    try:
+        with quiet():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise LinearizeError(f"cannot load {folder} as a causal language model: {error}", Exit.INCOMPATIBLE) from error
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer of a model folder. Raises LinearizeError (exit 3) when there is none."""
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LinearizeError(f"no tokenizer can be loaded from {folder}: {reason}", Exit.INCOMPATIBLE) from error
+
+
+def generate(loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[str], None]) -> dict[str, Any]:
+    """Continue `prompt`; `write` gets pieces of text as they become known. Returns what `--json` prints.
+
+    `tokens_per_s` counts new tokens over the whole time, the prompt's pass included. Raises LinearizeError (exit 2)
+    for a prompt without a token.
+    """
+    model, tokenizer = loaded.model, loaded.tokenizer
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise LinearizeError("the prompt has no token; give some text")
+    inputs["input_ids"] = inputs["input_ids"].long()
+    stream = Stream(tokenizer, write)
+    # top_k is off: a model's own generation config may have one, which would cut what top_p leaves.
+    sampled = sampling.temperature > 0
+    style = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampled else {}
+    torch.manual_seed(sampling.seed)
+    began = time.monotonic()
+    with quiet(), loaded.model.teacher() if loaded.teacher else contextlib.nullcontext():
+        model.generate(**inputs, max_new_tokens=sampling.max_new_tokens, do_sample=sampled, streamer=stream, **style)
+    seconds = time.monotonic() - began
+    return {
+        "text": stream.text,
+        "tokens": stream.tokens,
+        "tokens_per_s": len(stream.tokens) / seconds,
+        "prompt_tokens": inputs["input_ids"].shape[1],
+        "softmax": loaded.teacher or not hasattr(model, "teacher"),
+    }
