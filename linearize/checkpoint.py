@@ -1,11 +1,7 @@
-"""The delta writer: source shards untouched, one shard of mixers, an index, code, and provenance.
-
-Everything goes to a temporary sibling of the output, is synced, verified there, and renamed into place last.
-"""
+"""The delta writer: source shards untouched, one shard of mixers, an index, code, and provenance."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -19,13 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from . import __version__, card
-from .errors import Exit, LinearizeError
+from .atomic import MANIFEST
+from .errors import Exit, LinearizeError, redact
 from .mechanisms import build_mixer
-from .plan import Plan, some
+from .plan import Plan
 from .render import Natives, auto_map, code_files
 from .source import DTYPES, FOREIGN, WEIGHTS, Source, read_header
 
-MANIFEST = "linearize.json"
 MIXER_SHARD = "model-mixers.safetensors"
 # Never a name that save_pretrained would choose: older safetensors write in place, into the linked source file.
 SOURCE_SHARD = "model-source-{:05d}-of-{:05d}.safetensors"
@@ -33,90 +29,6 @@ SINGLE_SHARD = SOURCE_SHARD.format(1, 1)
 INDEX = "model.safetensors.index.json"
 # Files of the source that are rewritten or do not belong to a model folder.
 NOT_COPIED = ("config.json", "README.md", MANIFEST, ".gitattributes", *WEIGHTS, *FOREIGN)
-
-
-@contextlib.contextmanager
-def output_folder(output: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `output` when the block ends well, and vanishes when it does not.
-
-    Raises LinearizeError: 2 when `output` is in the way, 4 for a full disk or a folder that cannot be written.
-    """
-    check_output(output, overwrite)
-    output = output.absolute()
-    work = output.parent / f".{output.name[:100]}.{os.getpid()}.tmp"
-    new_parents = [parent for parent in output.parents if not parent.exists()]
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        work.mkdir()
-        yield work
-        _sync(work)
-        _move_into_place(work, output)
-    except OSError as error:
-        raise _resource_error(error, output) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        with contextlib.suppress(OSError):  # they hold the output, or something else by now
-            for parent in new_parents:
-                parent.rmdir()
-
-
-def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse (exit 2) an output that is a file, or a folder with anything that linearize did not write."""
-    if output.exists() and not output.is_dir():
-        raise LinearizeError(f"{output} is a file; choose another -o")
-    files = {f.relative_to(output).as_posix() for f in output.rglob("*") if not f.is_dir()}
-    if not files:
-        return
-    if not overwrite:
-        raise LinearizeError(
-            f"{output} has {len(files)} files. --overwrite replaces only what linearize wrote; or choose another -o"
-        )
-    ours = set()
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        ours = set(json.loads((output / MANIFEST).read_text("utf-8"))["files"])
-    foreign = sorted(files - ours)
-    if foreign:
-        raise LinearizeError(
-            f"{output} holds files that linearize did not write ({some(foreign)}). Move them away or choose another -o"
-        )
-
-
-def _resource_error(error: OSError, output: Path) -> LinearizeError:
-    if error.errno == errno.ENOSPC:
-        return LinearizeError(f"no space left on the disk of {output.parent}; nothing was written", Exit.RESOURCE)
-    return LinearizeError(f"cannot write {output}: {error.strerror or error} ({error.filename})", Exit.RESOURCE)
-
-
-def _move_into_place(work: Path, output: Path) -> None:
-    """Rename; an old output steps aside first and is removed last."""
-    old = work.with_suffix(".old")
-    if output.exists():
-        output.rename(old)
-    try:
-        work.rename(output)
-    except OSError:
-        if old.exists():
-            old.rename(output)
-        raise
-    _sync_folder(output.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        # A hard link shares its bytes with the source, which is on disk already.
-        if path.is_file() and path.stat().st_nlink == 1:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives, seed: int) -> None:
@@ -130,7 +42,7 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives,
             raise LinearizeError(f"{source.name} has a {name} of its own, where ours must go", Exit.INCOMPATIBLE)
         (folder / name).write_text(text, "utf-8")
     write_json(folder / "config.json", converted_config(source.config, plan, natives))
-    (folder / "README.md").write_text(card.model_card(plan, source), "utf-8")
+    (folder / "README.md").write_text(card.model_card(plan, source), "utf-8", errors="replace")
     write_json(folder / MANIFEST, manifest(folder, plan))
 
 
@@ -165,7 +77,7 @@ def manifest(folder: Path, plan: Plan) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    path.write_text(redact(json.dumps(data, indent=2)) + "\n", "utf-8")
 
 
 # ---------------------------------------------------------------- weights
@@ -274,17 +186,25 @@ def write_index(folder: Path, shards: dict[str, list[str]]) -> None:
 
 def _copy_small_files(folder: Path, source: Source) -> None:
     """Tokenizer, generation config, chat templates, licence, the source's own code: everything but weights."""
+    for path in _small_files(source.folder):
+        if path.relative_to(source.folder).parts[0] != "original":
+            target = folder / path.relative_to(source.folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
 
-    def ignore(directory: str, names: list[str]) -> set[str]:
-        return {n for n in names if n.startswith(".") or any(Path(n).match(p) for p in NOT_COPIED)}
 
-    for entry in sorted(source.folder.iterdir()):
-        if entry.name in ignore("", [entry.name]) or entry.name == "original":
+def _small_files(folder: Path) -> Iterator[Path]:
+    """Files below `folder` that travel. Links to files are followed; what is neither file nor folder is refused."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or any(path.match(pattern) for pattern in NOT_COPIED):
             continue
-        if entry.is_dir():
-            shutil.copytree(entry, folder / entry.name, ignore=ignore)
+        if path.is_dir() and not path.is_symlink():
+            yield from _small_files(path)
+        elif path.is_file():
+            yield path
         else:
-            shutil.copyfile(entry, folder / entry.name)
+            what = f"a link to {os.path.realpath(path)}" if path.is_symlink() else "a pipe or a device"
+            raise LinearizeError(f"{path} is {what}: not a file. Remove it or replace it", Exit.INCOMPATIBLE)
 
 
 def shard_dtype(shards: list[dict[str, Any]], declared: str | None) -> str:

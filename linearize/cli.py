@@ -6,14 +6,17 @@ torch and transformers are imported inside the commands, so that `--help` answer
 from __future__ import annotations
 
 import os
+import platform
+import shlex
 import sys
+import traceback
 from typing import Annotated
 
 import typer
 
 from . import __version__
 from .commands import bench, convert, demo, doctor, finetune, generate, mechanisms, recipes
-from .errors import Exit, LinearizeError
+from .errors import Exit, LinearizeError, resource_error
 from .output import say
 
 app = typer.Typer(
@@ -27,15 +30,29 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; every LinearizeError becomes one message and its exit code."""
+    """Run the command line; an error becomes one message and its exit code, a bug a report without local values."""
     try:
         app(standalone_mode=True)
-    except LinearizeError as error:
-        say(f"error: {error.message}")
-        sys.exit(int(error.code))
-    except KeyboardInterrupt:
-        say("interrupted")
-        sys.exit(int(Exit.INTERRUPTED))
+    except SystemExit as ended:
+        if ended.code == Exit.INTERRUPTED:  # typer's answer to Ctrl-C
+            say("interrupted")
+        raise
+    except Exception as error:
+        known = error if isinstance(error, LinearizeError) else resource_error(error)
+        say(f"error: {known.message}" if known else bug_report(error))
+        sys.exit(int(known.code if known else Exit.BUG))
+
+
+def bug_report(error: Exception) -> str:
+    """What to send when linearize fails in a way that it does not foresee: traceback, versions, command."""
+    versions = {"linearize": __version__, "Python": platform.python_version()}
+    versions |= {name: sys.modules[name].__version__ for name in ("torch", "transformers") if name in sys.modules}
+    return (
+        "".join(traceback.format_exception(error))
+        + f"error: {type(error).__name__}, a bug in linearize. Please open an issue with the lines above and these:\n"
+        + f"  command: {shlex.join(['linearize', *sys.argv[1:]])}\n"
+        + f"  versions: {', '.join(f'{name} {version}' for name, version in versions.items())}, {platform.platform()}"
+    )
 
 
 def _version(value: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from .checkpoint import check_output, load_pickle, output_folder, shard_dtype, write_checkpoint
+from .atomic import check_output, output_folder
+from .checkpoint import load_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError
 from .plan import Plan, choose_layers, item_bytes, make_steps, ranges, some
 from .probe import model_class_of, probe, quiet
@@ -44,7 +46,7 @@ def plan_conversion(
     config = load_config(source, trust_remote_code)
     natives = Natives(config, load_model_class(source, config, trust_remote_code))
     sites = probe(config, natives.head)
-    chosen, kept = choose_layers(sites, layers, keep_softmax)
+    chosen, kept = choose_layers(sites, layers, keep_softmax, source.name)
     steps = make_steps(chosen, mechanism, options or {})
     stored = stored_dtype(source)
     target = stored if dtype == "keep" else dtype
@@ -123,12 +125,18 @@ def _already(source: Source) -> LinearizeError:
 
 def load_model_class(source: Source, config: PretrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
     """The native class with a head, from transformers or from the code that the source carries."""
-    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    if reference and trust_remote_code:
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    entries = getattr(config, "auto_map", None)
+    reference = entries.get("AutoModelForCausalLM") if isinstance(entries, dict) else None
+    if not (reference and trust_remote_code):
+        return model_class_of(config)
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+    try:
         return get_class_from_dynamic_module(reference, str(source.folder))
-    return model_class_of(config)
+    except Exception as error:  # whatever that code raises
+        raise LinearizeError(
+            f"{source.name}: its own {reference} cannot be loaded: {_reason(error)}", Exit.INCOMPATIBLE
+        ) from error
 
 
 def stored_dtype(source: Source) -> str:
@@ -140,10 +148,17 @@ def stored_dtype(source: Source) -> str:
 
 def check_paths(source: Source, output: Path, overwrite: bool) -> None:
     """Refuse an output that is the source, inside it, or around it, and one that is not empty (exit 2)."""
-    a, b = source.folder.resolve(), output.resolve()
-    if a == b or a in b.parents or b in a.parents:
+    target, folder = Path(os.path.realpath(output)), Path(os.path.realpath(source.folder))
+    files = [Path(os.path.realpath(f)) for f in source.folder.iterdir() if f.is_symlink()]
+    if _holds(folder, target) or any(_holds(target, path) for path in (folder, *files)):
         raise LinearizeError(f"-o {output} and the source {source.folder} must be separate folders")
     check_output(output, overwrite)
+
+
+def _holds(folder: Path, path: Path) -> bool:
+    """Whether real `path` is `folder` or inside, by name or, as under a bind mount, by what is there."""
+    places = (path, *path.parents)
+    return folder in places or (folder.exists() and any(p.exists() and p.samefile(folder) for p in places))
 
 
 def check_weights(source: Source, natives: Natives) -> None:

@@ -1,10 +1,23 @@
-"""The one error class for users' mistakes, and the exit codes of the command line."""
+"""The one error class for users' mistakes, the exit codes of the command line, and what no message may hold."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What the machine refuses, whatever was asked of it; any other OSError may be a bug.
+REFUSED: tuple[int, ...] = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+REFUSED += (errno.EBUSY, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM)
+# Access tokens of the Hub, and the user part of an address.
+SECRET = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^\s/@'\"]+(?=@)")
+SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 
 
 class Exit(IntEnum):
@@ -36,3 +49,52 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest of `known`, or an empty string when nothing is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def redact(text: str) -> str:
+    """`text` with access tokens and passwords replaced by `***`: what is printed or stored goes through here."""
+    for variable in SECRET_VARIABLES:
+        value = os.environ.get(variable, "")
+        if len(value) >= 8:
+            text = text.replace(value, "***")
+    return SECRET.sub("***", text)
+
+
+def os_error(error: BaseException) -> OSError | None:
+    """The operating system's refusal behind `error`, which safetensors and torch wrap; None when there is none."""
+    if isinstance(error, OSError | LinearizeError):
+        return error if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+        return OSError(errno.ENOMEM, "out of memory")
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if found:
+        return OSError(int(found[1]), os.strerror(int(found[1])))
+    # torch.save forgets why a write was cut short.
+    if isinstance(error, RuntimeError) and re.search("PytorchStreamWriter failed|unexpected pos", str(error)):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return None
+
+
+@contextlib.contextmanager
+def writing(what: Path, then: str = "") -> Iterator[None]:
+    """Within: whatever the system refuses becomes `cannot write WHAT: ...` (exit 4)."""
+    try:
+        yield
+    except Exception as error:
+        refused = os_error(error)
+        if refused is None:
+            raise
+        raise LinearizeError(f"cannot write {what}: {_reason(refused)}{then}", Exit.RESOURCE) from error
+
+
+def resource_error(error: BaseException) -> LinearizeError | None:
+    """What to say (exit 4) of an error that nobody caught: None unless the machine refused and it can be no bug."""
+    refused = os_error(error)
+    if refused is None or refused.errno not in FULL + REFUSED:
+        return None
+    return LinearizeError(_reason(refused), Exit.RESOURCE)
+
+
+def _reason(refused: OSError) -> str:
+    said = "no space left on the disk" if refused.errno in FULL else refused.strerror or str(refused)
+    return f"{said} ({refused.filename})" if refused.filename else said

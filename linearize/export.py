@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from linearize_kernels.seam import evaluating
 
 from . import card, checkpoint
+from .atomic import output_folder
 from .errors import Exit, LinearizeError
 from .plan import Plan
 from .probe import model_class_of, quiet
@@ -131,7 +132,7 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, say: 
     if compare:
         student.model.float()
     trained = None if not compare else logits_of(student.model)
-    with checkpoint.output_folder(output, overwrite=False) as folder:
+    with output_folder(output, overwrite=False) as folder:
         changed = finish_adapters(student, folder if keep_adapter else None)
         copy_rest(base, folder)
         write_trained(student, base, folder, changed)

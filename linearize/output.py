@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from .errors import redact
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
 def say(text: str) -> None:
-    """One message for a person."""
-    print(text, file=sys.stderr, flush=True)
+    """One message for a person, without secrets."""
+    print(redact(text), file=sys.stderr, flush=True)
 
 
 def size(count: float) -> str:

@@ -109,8 +109,10 @@ def item_bytes(dtype: str) -> int:
     return torch.finfo(getattr(torch, dtype)).bits // 8
 
 
-def choose_layers(sites: list[Site], layers: str, keep_softmax: str) -> tuple[list[Site], list[Site]]:
-    """Split sites into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave alone.
+def choose_layers(
+    sites: list[Site], layers: str, keep_softmax: str, model: str = "the model"
+) -> tuple[list[Site], list[Site]]:
+    """Split sites of `model` into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave.
 
     Raises LinearizeError (exit 2) for a malformed selection or a layer that is not there.
     """
@@ -123,14 +125,14 @@ def choose_layers(sites: list[Site], layers: str, keep_softmax: str) -> tuple[li
             raise LinearizeError(f"--layers {layers}: every:N needs N >= 1")
         chosen = set(known[::step])
     else:
-        chosen = _layer_set(layers, "--layers", known)
-    chosen -= _layer_set(keep_softmax, "--keep-softmax", known)
+        chosen = _layer_set(layers, "--layers", known, model)
+    chosen -= _layer_set(keep_softmax, "--keep-softmax", known, model)
     if not chosen:
         raise LinearizeError(f"--layers {layers} with --keep-softmax {keep_softmax} leaves no layer to convert")
     return [s for s in sites if s.layer in chosen], [s for s in sites if s.layer not in chosen]
 
 
-def _layer_set(text: str, flag: str, known: list[int]) -> set[int]:
+def _layer_set(text: str, flag: str, known: list[int], model: str) -> set[int]:
     chosen: set[int] = set()
     for part in filter(None, (p.strip() for p in text.split(","))):
         low, dash, high = part.partition("-")
@@ -138,17 +140,20 @@ def _layer_set(text: str, flag: str, known: list[int]) -> set[int]:
         last = _number(high, f"{flag} {text}") if dash else first
         if last < first:
             raise LinearizeError(f"{flag} {text}: {part} runs backwards")
-        chosen |= set(range(first, last + 1))
+        chosen |= set(range(first, min(last, max(known) + 1) + 1))  # one beyond stands for all that are
+        chosen.add(last)
     missing = sorted(chosen - set(known))
+    if missing and known == list(range(len(known))):
+        raise LinearizeError(f"{flag} {text} but {model} has {len(known)} layers ({ranges(known)})")
     if missing:
         raise LinearizeError(
-            f"{flag} {text}: no softmax attention at layer {ranges(missing)}; the model has it at {ranges(known)}"
+            f"{flag} {text}: no softmax attention at layer {ranges(missing)}; {model} has it at {ranges(known)}"
         )
     return chosen
 
 
 def _number(text: str, where: str) -> int:
-    if not text.strip().isdecimal():
+    if not text.strip().isdecimal() or len(text) > 9:
         raise LinearizeError(f"{where}: {text!r} is no layer number. Write 0-3,7 or every:2 or all")
     return int(text)
 

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from .errors import LinearizeError, did_you_mean
+from .errors import LinearizeError, did_you_mean, redact
 from .mechanisms import check_name, resolve_options
 from .presets import recipe_path, recipes_folder
 from .recipe_data import SOURCES
@@ -76,6 +76,8 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     document.substitute("name")
     for keys, text in _name_clashes(document.data.get("stages")):
         document.problem(keys, text)
+    for keys in _secrets(document.data, ()):
+        document.problem(keys, "holds an access token or a password, and recipes are stored. Use HF_TOKEN instead")
     for error in _violations(document.data):
         _report(document, error)
     document.check()
@@ -104,6 +106,15 @@ def _violations(data: Any) -> Sequence[Mapping[str, Any]]:
     except ValidationError as error:
         return error.errors()
     return []
+
+
+def _secrets(item: Any, keys: Keys) -> Iterator[Keys]:
+    """Where a recipe holds what must not reach logs and model cards."""
+    if isinstance(item, dict | list):
+        for key, value in item.items() if isinstance(item, dict) else enumerate(item):
+            yield from _secrets(value, (*keys, key))
+    elif isinstance(item, str) and redact(item) != item:
+        yield keys
 
 
 def _name_clashes(stages: Any) -> Iterator[tuple[Keys, str]]:

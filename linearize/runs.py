@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -21,11 +22,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import LinearizeError
+from .errors import LinearizeError, writing
 from .recipe import Recipe, diff_resolved
 
 # What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
 CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
+UNBORN = "run.json.tmp"  # all that a run leaves which was killed before it had a name
 CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 
 
@@ -56,7 +58,7 @@ class Run:
         if record.exists():
             self._check_unchanged(json.loads(record.read_text("utf-8")))
             self.resume_from = self._resume_point()
-        elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        elif self.folder.exists() and (not self.folder.is_dir() or {f.name for f in self.folder.iterdir()} - {UNBORN}):
             raise LinearizeError(f"{self.folder} exists and is no run of linearize; choose another output_dir")
         elif resume not in ("auto", "never"):
             raise LinearizeError(f"--resume {resume}: there is no run in {self.folder} yet")
@@ -113,8 +115,9 @@ class Run:
             shutil.rmtree(self.final, ignore_errors=True)
         if self.resume == "never":
             shutil.rmtree(self.converted, ignore_errors=True)
-        for path in [*self.folder.glob(".*.tmp"), *self.checkpoints.glob("*.tmp")]:
-            shutil.rmtree(path, ignore_errors=True)
+        left = [self.folder.glob("*.tmp"), self.checkpoints.glob("*.tmp"), self.folder.glob("cache/*.partial")]
+        for path in itertools.chain(*left):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         position = read_position(self.resume_from) if self.resume_from else None
         for path in self.complete_checkpoints():
             if self.resume_from is None or order(path) > order(self.resume_from):
@@ -150,14 +153,16 @@ class Run:
         target = self.checkpoints / f"{self.recipe.stages[position.stage].name}-{position.step}{'-end' * position.done}"
         work = target.with_name(target.name + ".tmp")
         shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        newest = max(self.complete_checkpoints(), key=order, default="none")
         try:
-            write(work)
-            write_atomically(work / "position.json", json.dumps(dataclasses.asdict(position)))
-            for file in work.iterdir():
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
-            work.rename(target)
+            with writing(target, f". Make room and run the same command again; last checkpoint: {newest}"):
+                work.mkdir(parents=True)
+                write(work)
+                write_atomically(work / "position.json", json.dumps(dataclasses.asdict(position)))
+                for file in work.iterdir():
+                    with file.open("rb") as handle:
+                        os.fsync(handle.fileno())
+                work.rename(target)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         within = sorted((p for p in self.complete_checkpoints() if not read_position(p).done), key=order)
@@ -198,7 +203,7 @@ class Run:
     def log(self, **entry: Any) -> None:
         """Append one line to metrics.jsonl; what is not finite becomes null, JSON has no word for it."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite) + "\n")
 
     def _entries(self) -> list[dict[str, Any]]:
@@ -243,8 +248,9 @@ def order(checkpoint: Path) -> tuple[int, int, bool]:
 def write_atomically(path: Path, text: str) -> None:
     """Write beside and rename, so that the file is old or new, never half."""
     work = path.with_name(path.name + ".tmp")
-    with work.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    work.rename(path)
+    with writing(path):
+        with work.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        work.rename(path)

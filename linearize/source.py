@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
+import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -48,18 +51,36 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
 
     Raises LinearizeError: 3 for what is no usable checkpoint, 4 for unreadable files, 5 for the Hub.
     """
-    folder = Path(model).expanduser()
-    if folder.is_file():
-        raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
-    if not folder.is_dir():
-        folder, revision = _download(model, revision, weights)
+    folder = Path(os.path.expanduser(model))
     try:
+        if os.path.isfile(folder):
+            raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
+        local = _is_folder(folder)
+        if not local:
+            folder, revision = _download(model, revision, weights)
         config = _read_config(folder)
         shards, pickled = _find_shards(folder, weights)
-    except PermissionError as error:
-        raise LinearizeError(f"cannot read {error.filename}: permission denied", Exit.RESOURCE) from error
-    name = model if not Path(model).exists() else folder.resolve().name
+    except OSError as error:
+        raise unreadable(error) from error
+    name = os.path.basename(os.path.realpath(folder)) if local else model
     return Source(folder, name, revision, config, shards, pickled)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is one here; a name that no path can have may still be a Hub id. Raises OSError when hidden."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return False
+        raise
+
+
+def unreadable(error: OSError) -> LinearizeError:
+    """What to say (exit 4) of a file that the system does not give."""
+    return LinearizeError(f"cannot read {error.filename or 'the source'}: {error.strerror or error}", Exit.RESOURCE)
 
 
 def _download(model: str, revision: str | None, weights: bool) -> tuple[Path, str]:
@@ -117,7 +138,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise LinearizeError(f"{path} is not valid JSON: {error}", Exit.INCOMPATIBLE) from error
     if not isinstance(data, dict):
         raise LinearizeError(f"{path} holds {type(data).__name__}, expected an object", Exit.INCOMPATIBLE)
@@ -146,19 +167,19 @@ def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:
         raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
     shards = []
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
+        if Path(name).name != name or name in ("", ".."):
             raise LinearizeError(f"{index}: {name!r} leaves the folder", Exit.INCOMPATIBLE)
-        if not (index.parent / name).exists() and weights:
-            raise LinearizeError(f"{index} names {name}, which is missing. Download the model again", Exit.INCOMPATIBLE)
-        if (index.parent / name).exists():
+        if os.path.isfile(index.parent / name):
             shards.append(index.parent / name)
+        elif weights:
+            raise LinearizeError(f"{index} names {name}, which is missing. Download the model again", Exit.INCOMPATIBLE)
     return tuple(shards)
 
 
 def read_header(shard: Path) -> dict[str, Tensor]:
     """Tensors of a safetensors file from its header. Raises LinearizeError when it is cut short or lies."""
-    size = shard.stat().st_size
     try:
+        size = shard.stat().st_size
         with shard.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, MAX_HEADER):
@@ -178,9 +199,9 @@ def read_header(shard: Path) -> dict[str, Tensor]:
             spans.append((start, end))
         if [end for _, end in sorted(spans)] != [*(start for start, _ in sorted(spans)[1:]), size - 8 - length]:
             raise ValueError("its tensors overlap or leave gaps")
-    except PermissionError as error:
-        raise LinearizeError(f"cannot read {shard}: permission denied", Exit.RESOURCE) from error
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except OSError as error:
+        raise unreadable(error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as error:
         reason = f"{shard} is damaged or cut short: {error}. Download it again"
         raise LinearizeError(reason, Exit.INCOMPATIBLE) from error
     return tensors

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers.utils import HF_MODULES_CACHE
 
 from .checkpoint import INDEX, MIXER_SHARD
-from .errors import Exit, LinearizeError
+from .errors import SECRET_VARIABLES, Exit, LinearizeError
 from .plan import Plan, some
 from .source import DTYPES, Source, read_header
 
@@ -219,7 +219,8 @@ def clean_command(
     """Command and environment that run `script` after PRELUDE in a clean process; its code cache goes at the end."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment.pop("PYTHONPATH", None)
+        for variable in ("PYTHONPATH", *SECRET_VARIABLES):
+            environment.pop(variable, None)
         # -I hides user packages and this process's additions to the path; torch may be installed there. The code
         # cache of this process is among them and must not be found.
         paths = [path for path in sys.path if path and path != HF_MODULES_CACHE]

@@ -133,10 +133,12 @@ def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[in
 @pytest.mark.parametrize(
     ("layers", "keep", "message"),
     [
-        ("0-9", "", r"--layers 0-9: no softmax attention at layer 4-9; the model has it at 0-3"),
+        ("0-9", "", r"--layers 0-9 but the model has 4 layers \(0-3\)"),
+        ("0-999999999", "", r"--layers 0-999999999 but the model has 4 layers"),
+        ("9" * 5000, "", "is no layer number"),
         ("", "", "leaves no layer to convert"),
         ("all", "0-3", "leaves no layer to convert"),
-        ("all", "4", "--keep-softmax 4: no softmax attention at layer 4"),
+        ("all", "4", "--keep-softmax 4 but the model has 4 layers"),
         ("3-1", "", "3-1 runs backwards"),
         ("one", "", "'one' is no layer number"),
         ("-1", "", "'' is no layer number"),
@@ -149,6 +151,12 @@ def test_layers_that_are_not_there_are_refused(shared: Path, layers: str, keep: 
     with pytest.raises(LinearizeError, match=message) as caught:
         choose_layers([step.site for step in sites], layers, keep)
     assert caught.value.code == Exit.USAGE
+
+
+def test_layers_without_softmax_are_refused(shared: Path) -> None:
+    sites = [step.site for step in plan_conversion(str(shared), "gsa")[0].steps][1::2]
+    with pytest.raises(LinearizeError, match="--layers 0-2: no softmax attention at layer 0,2; tiny has it at 1,3"):
+        choose_layers(sites, "0-2", "", "tiny")
 
 
 def test_ranges_are_short() -> None:
