@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from . import __version__
-from .plan import Plan, ranges
+from .drops import ranges
+from .plan import Plan
 from .source import Source
 
 CARD = """---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .atomic import check_output, output_folder
 from .checkpoint import load_pickle, shard_dtype, write_checkpoint
+from .drops import check_losses, ranges
 from .errors import Exit, LinearizeError
-from .plan import Plan, choose_layers, item_bytes, make_steps, ranges, some
+from .plan import Plan, choose_layers, item_bytes, make_steps, some
 from .probe import model_class_of, probe, quiet
 from .render import Natives
 from .source import DTYPES, Source, open_source, read_header
@@ -30,12 +31,15 @@ def plan_conversion(
     layers: str = "all",
     keep_softmax: str = "",
     options: dict[str, Any] | None = None,
+    allow_drop: Sequence[str] = (),
     dtype: str = "keep",
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
 ) -> tuple[Plan, Source, Natives]:
     """Decide everything and touch nothing. With `weights` False the shards need not be there.
+
+    `allow_drop` consents, by name, to what the linear layers will lack (drops.py).
 
     Raises LinearizeError with the exit code of the obstacle.
     """
@@ -47,6 +51,7 @@ def plan_conversion(
     natives = Natives(config, load_model_class(source, config, trust_remote_code))
     sites = probe(config, natives.head)
     chosen, kept = choose_layers(sites, layers, keep_softmax, source.name)
+    check_losses(chosen, allow_drop)
     steps = make_steps(chosen, mechanism, options or {})
     stored = stored_dtype(source)
     target = stored if dtype == "keep" else dtype

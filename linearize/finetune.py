@@ -92,6 +92,7 @@ def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:
         layers=recipe.convert.layers,
         keep_softmax=recipe.convert.keep_softmax,
         options=recipe.convert.options,
+        allow_drop=recipe.convert.allow_drop,
         dtype=recipe.model.dtype or "keep",
         revision=recipe.model.revision,
         trust_remote_code=recipe.model.trust_remote_code,

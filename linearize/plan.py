@@ -9,16 +9,9 @@ import torch
 
 from linearize_kernels.mixer import Site
 
+from .drops import losses, ranges
 from .errors import Exit, LinearizeError
 from .mechanisms import build_mixer, load_mechanism, resolve_options
-
-# What a linear op does not reproduce, by the keyword under which the softmax function receives it.
-DROPPED = {
-    "sliding_window": "the source attends to a sliding window, the linear layer to everything before it",
-    "softcap": "the source caps attention scores, the linear layer does not",
-    "s_aux": "the source has attention sinks, the linear layer does not",
-    "position_bias": "the source adds a position bias to attention scores, the linear layer does not",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +52,8 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What the conversion drops, by name and layers."""
-        found: dict[str, list[int]] = {}
-        for step in self.steps:
-            for extra in step.site.extras:
-                if extra in DROPPED:
-                    found.setdefault(extra, []).append(step.site.layer)
-        return [f"{name}: {DROPPED[name]} (layers {ranges(layers)})" for name, layers in found.items()]
+        found = losses(step.site for step in self.steps)
+        return [f"{loss.name}: {loss.what} (layers {ranges(layers)})" for loss, layers in found.items()]
 
     def spec(self) -> dict[str, Any]:
         """What the saved config carries, enough to rebuild the mixers without probing."""
@@ -161,17 +150,6 @@ def _number(text: str, where: str) -> int:
 def some(names: list[str]) -> str:
     """The first three of `names`, and whether there are more."""
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-
-
-def ranges(numbers: list[int]) -> str:
-    """`[0,1,2,5]` -> `0-2,5`."""
-    parts: list[list[int]] = []
-    for n in sorted(numbers):
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any]) -> tuple[Step, ...]:

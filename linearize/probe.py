@@ -29,7 +29,7 @@ TOKENS = 8
 # Keyword arguments of attention functions that every architecture passes or that mean nothing to a mixer.
 ORDINARY = {"scaling", "dropout", "is_causal", "position_ids", "attention_mask", "use_cache", "output_attentions"}
 ORDINARY |= {"output_hidden_states", "past_key_values", "cache_position", "position_embeddings", "head_mask"}
-ORDINARY |= {"layer_idx"}
+ORDINARY |= {"layer_idx", "logits_to_keep"}
 
 
 def build_on_meta(
@@ -115,14 +115,20 @@ def _interface_calls(config: PreTrainedConfig, model_class: type[PreTrainedModel
         for path, part in parts:
             part._linearize_path, part._linearize_records = path, records
             part.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
-        with quiet(), torch.no_grad():
-            ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-            # An explicit 4D mask is passed on as it is, so no architecture inspects values that meta tensors lack.
-            mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
-            model(input_ids=ids, attention_mask=mask, use_cache=False)
     except Exception as error:  # whatever the architecture raises
-        return records, error
-    return records, None
+        return [], error
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    # An explicit 4D mask is passed on as it is, so that no architecture inspects values; some know no such mask.
+    obstacle = None
+    for mask in (torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta"), None):
+        records.clear()
+        try:
+            with quiet(), torch.no_grad():
+                model(input_ids=ids, attention_mask=mask, use_cache=False)
+            return records, None
+        except Exception as error:
+            obstacle = obstacle or error
+    return [], obstacle
 
 
 def _own_softmax(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
@@ -137,6 +143,7 @@ def _own_softmax(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -
 def _keep_hidden(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x = kwargs.get("hidden_states", args[0] if args else None)
     module._linearize_hidden = x.shape[-1] if isinstance(x, Tensor) and x.ndim == 3 else None
+    module._linearize_mask = kwargs.get("attention_mask")
 
 
 def _record(
@@ -155,12 +162,22 @@ def _record(
             "value_dim": value.shape[-1],
             "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
             "causal": _causal(module, kwargs),
-            "extras": tuple(sorted(name for name, value in kwargs.items() if name not in ORDINARY and _says(value))),
+            "extras": _extras(module, attention_mask, kwargs),
             "self": key.shape[2] == T,
             "routed": True,
         }
     )
     return query.new_zeros(B, T, H, value.shape[-1]), None
+
+
+def _extras(module: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Names of what softmax is given and a linear layer would not use; `score_bias` for what is hidden in the mask."""
+    names = {name for name, value in kwargs.items() if name not in ORDINARY and _says(value)}
+    given = module._linearize_mask
+    if isinstance(given, Tensor) and isinstance(mask, Tensor) and mask.is_floating_point():
+        # A float mask with memory of its own: the module has added something to the one that it was given.
+        names |= {"score_bias"} if mask.untyped_storage()._cdata != given.untyped_storage()._cdata else set()
+    return tuple(sorted(names))
 
 
 def _says(value: Any) -> bool:

@@ -12,6 +12,7 @@ from .recipe_types import (
     Count,
     Layers,
     Listed,
+    Names,
     ParentError,
     Parts,
     Positive,
@@ -40,6 +41,8 @@ class Convert(Strict):
     layers: Layers = "all"
     keep_softmax: Layers = ""
     """Layers left as they are, such as "7,15" or [7, 15]."""
+    allow_drop: Names = ()
+    """What the result may lack, as a refused plan names it: "alibi" or [alibi, sinks]."""
 
 
 class Optimizer(Strict):

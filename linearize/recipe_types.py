@@ -47,6 +47,9 @@ def _as_list(value: Any) -> Any:
 T = TypeVar("T")
 Listed = Annotated[tuple[T, ...], Field(strict=False, min_length=1)]  # strict would refuse YAML's lists
 Text = Annotated[str, Field(min_length=1)]
+Names = Annotated[
+    tuple[Text, ...], Field(strict=False), BeforeValidator(_as_list, json_schema_input_type=str | list[str])
+]
 Count = Annotated[int, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]

@@ -8,8 +8,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from .drops import ranges
 from .output import size
-from .plan import Plan, ranges
+from .plan import Plan
 
 
 def console() -> Console:

@@ -69,6 +69,12 @@ class Watch(Capture):
         self.model, self.running = model, running
         self.records: list[dict[str, Any]] = []
 
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs)
+        if function in (torch.zeros, torch.zeros_like):
+            result._linearize_zeros = True
+        return result
+
     def onwards(self, name: str, held: Tensor, tensors: list[Tensor], call: Any) -> Any:
         found, factors = scores_of(held), [arg for arg in call.args if isinstance(arg, float | int)]
         if name in ("mul", "div") and factors and isinstance(found, Seen) and not found.softmax:
@@ -85,6 +91,8 @@ class Watch(Capture):
     def meet(self, name: str, other: Tensor, found: Scores) -> None:
         super().meet(name, other, found)
         assert isinstance(found, Seen)
+        if hasattr(other, "_linearize_zeros"):  # what baddbmm is given where there is no bias
+            return
         memory = other.untyped_storage()._cdata
         arguments = {
             argument: value.untyped_storage()._cdata

@@ -20,6 +20,7 @@ from linearize.errors import Exit, LinearizeError
 ROOT = Path(__file__).resolve().parents[1]
 COLOUR = re.compile(r"\x1b\[(\d+;)*[39][0-8][;\d]*m")
 
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_source(tmp_path_factory.mktemp("cli") / "tiny", "mistral")

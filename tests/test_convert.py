@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from linearize.checkpoint import MANIFEST
 from linearize.convert import convert, plan_conversion
+from linearize.drops import ranges
 from linearize.errors import Exit, LinearizeError
 from linearize.mechanisms import build_mixer
-from linearize.plan import Plan, choose_layers, ranges
+from linearize.plan import Plan, choose_layers
 from linearize.source import read_header
 
 

@@ -21,6 +21,9 @@ def convert(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Mechanism option, key=value; repeatable.")
     ] = None,
+    allow_drop: Annotated[
+        list[str] | None, typer.Option("--allow-drop", help="What the result may lack, by name; repeatable.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16, float16 or float64.")] = "keep",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; reads no weights.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what linearize wrote before.")] = False,
@@ -44,6 +47,7 @@ def convert(
         layers=layers,
         keep_softmax=keep_softmax,
         options=parse_settings(settings or []),
+        allow_drop=[name.strip() for text in allow_drop or [] for name in text.split(",")],
         dtype=dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,
