@@ -14,6 +14,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from .errors import Exit, LinearizeError
 from .output import size
 
 # What tests need, not users.
@@ -21,8 +22,16 @@ DEVELOPMENT = ("test",)
 
 
 def examine() -> dict[str, Any]:
-    """Everything that `linearize doctor` reports, as JSON; `missing` lists what is needed and not there."""
-    distribution = importlib.metadata.distribution("linearize")
+    """Everything that `linearize doctor` reports, as JSON; `missing` lists what is needed and not there.
+
+    Raises LinearizeError (exit 4) for sources that are not installed: what they need is in the package's metadata.
+    """
+    try:
+        distribution = importlib.metadata.distribution("linearize")
+    except importlib.metadata.PackageNotFoundError:
+        raise LinearizeError(
+            "linearize runs from its sources, so what it needs is unknown. Install it: pip install -e .", Exit.RESOURCE
+        ) from None
     packages = [_python(distribution.metadata["Requires-Python"]), *map(_package, _needed(distribution, ""))]
     cuda = _cuda()
     return {

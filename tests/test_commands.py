@@ -264,6 +264,16 @@ def test_what_is_missing_is_exit_4(
     assert [line.startswith(said) for line in json.loads(out)["missing"]] == [True]
 
 
+def test_sources_that_are_not_installed_are_told(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    code, _, err = linearize("doctor")
+    assert code == Exit.RESOURCE
+    assert "pip install -e ." in err
+
+
 def test_a_missing_extra_is_told_with_its_remedy(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "datasets", None)
     code, out, _ = linearize("doctor")

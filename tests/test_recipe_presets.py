@@ -250,7 +250,7 @@ def test_the_table_of_stages_fits_a_terminal(
     told = capsys.readouterr().err
     assert "…" not in told
     assert all(len(line) <= 80 for line in told.splitlines())
-    words = ("attention_transfer", "8.01B", "100,000", "20B", "0.00025", "1M", "2.5 epochs")
+    words = ("attention_transfer", "8.01B", "100,000", "20B", "0.00025", "1M", "2.5 epochs", "1000.0", "none")
     assert all(word in told for word in words)
 
 
