@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import random
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks, Task
+import torch
+from forks import NO_MOUNT, Done, Forks, Task
 from models import convert_folder, load, save_source
 from training import BASES, byte_tokenizer, metrics, same, stage, tensors, write_recipe
 
+from linearize import __version__
 from linearize.atomic import output_folder
+from linearize.cli import main
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe import load_recipe
 from linearize.runs import Run
 
 OPTIONS = ("--to", "gsa", "--set", "slots=8", "--set", "chunk_size=16")
+NOT_UTF8 = os.fsdecode(b"\xff\xfe")
 CONVERT = {"mechanism": "gsa", "options": {"slots": 4, "chunk_size": 16}}
 
 
@@ -295,3 +302,381 @@ def test_a_folder_of_another_user_is_not_cleared(tmp_path: Path, monkeypatch: py
             pass
     assert caught.value.code == Exit.RESOURCE
     assert contents(tmp_path / "elsewhere") == {"theirs.txt": b"theirs"}
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def refused(done: Done, code: Exit, said: str, parent: Path, left: set[str]) -> None:
+    """The documented exit code, a message, and nothing that was not there before."""
+    if done.code == NO_MOUNT:
+        pytest.skip("mounting is not allowed here")
+    assert done.code == code, done.said
+    assert re.search(said, " ".join(done.said.split())), done.said
+    assert "Traceback" not in done.said
+    assert names(parent) == left
+
+
+@pytest.mark.parametrize(
+    ("limit", "more"),
+    [(3_000, []), (10_000, []), (20_000, ["--dtype", "bfloat16"]), (60_000, ["--dtype", "float64"])],
+    ids=str,
+)
+def test_a_disk_that_fills_while_converting(forks: Forks, source: Path, limit: int, more: list[str]) -> None:
+    """A limit on the size of files fails as a full disk does, in Python's writes and in those of safetensors."""
+    before = snapshot(source)
+    done = forks("convert", source, *OPTIONS, *more, "-o", source.parent / "linear", file_bytes=limit)
+    refused(done, Exit.RESOURCE, "cannot write .*linear: no space left on the disk", source.parent, {"source"})
+    assert snapshot(source) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [("size=160k", "no space left on the disk"), ("ro", "Read-only file system")]
+)
+def test_a_small_disk_and_one_that_is_read_only(forks: Forks, source: Path, options: str, said: str) -> None:
+    """Real ones, on which the shards cannot be linked either."""
+    before, disk = snapshot(source), source.parent / "disk"
+    disk.mkdir()
+    done = forks("convert", source, *OPTIONS, "-o", disk / "linear", mount=(str(disk), options))
+    refused(done, Exit.RESOURCE, said, source.parent, {"source", "disk"})
+    assert snapshot(source) == before
+
+
+def test_a_disk_that_fills_while_training(forks: Forks, shared: Path, tmp_path: Path) -> None:
+    """At the data, at the weights and the optimizer of a checkpoint, at the end; with room again the run goes on."""
+    base = convert_folder(shared, tmp_path / "base", options=CONVERT["options"])
+
+    def recipe(name: str) -> Path:
+        steps = stage("attention_transfer", steps=2)
+        data = {"train": {"files": ["short.txt"]}, "pack": {"seq_len": 32}}
+        return write_recipe(tmp_path / name, base, steps, checkpoint={"every_steps": 1}, data=data)
+
+    assert forks("finetune", recipe("whole")).code == 0
+    limits = {4_000: "blocks-", 4_400: "attention_transfer-1:", 7_000: "attention_transfer-1:", 16_000: "final:"}
+    for limit, where in limits.items():
+        done = forks("finetune", recipe(str(limit)), file_bytes=limit)
+        assert done.code == Exit.RESOURCE, done.said
+        assert re.search(f"cannot write .*{where}.*(no space left on the disk|File too large)", done.said), done.said
+        assert "Traceback" not in done.said
+        assert not (tmp_path / str(limit) / "run" / "final").exists()
+        again = forks("finetune", recipe(str(limit)))
+        assert again.code == 0, again.said
+        assert_as_undisturbed(tmp_path / str(limit), tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "SHARD", "."])
+def test_a_source_that_may_not_be_read(forks: Forks, source: Path, name: str) -> None:
+    path = next(source.glob("model-*")) if name == "SHARD" else source / name
+    path.chmod(0)
+    done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear", as_user=True)
+    path.chmod(0o755)
+    said = f"Permission denied.*{path.name}|{path.name}.*Permission denied"
+    refused(done, Exit.RESOURCE, said, source.parent, {"source"})
+
+
+def test_an_output_that_may_not_be_written(forks: Forks, source: Path) -> None:
+    place = source.parent / "place"
+    place.mkdir(mode=0o555)
+    done = forks("convert", source, *OPTIONS, "-o", place / "linear", as_user=True)
+    refused(done, Exit.RESOURCE, "cannot write .*linear: Permission denied", source.parent, {"source", "place"})
+    assert not names(place)
+
+
+# ---------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("name", ["Gewürz 模型 🚀", "a\nb", "é" * 127, "-v"], ids=range(4))
+def test_paths_in_any_script(forks: Forks, source: Path, name: str) -> None:
+    folder = source.rename(source.parent / name)
+    for file in (name[:50], NOT_UTF8):
+        (folder / file).write_text("a file of that name")
+    output = source.parent / "out" / name
+    done = forks("convert", *OPTIONS, "-o", output, "--", folder)
+    assert done.code == 0, done.said
+    load(output)
+    assert {name[:50], NOT_UTF8} <= set(json.loads((output / "linearize.json").read_text())["files"])
+    assert forks("convert", *OPTIONS, "-o", output, "--overwrite", "--", folder).code == 0
+
+
+def test_paths_that_safetensors_cannot_open(forks: Forks, source: Path) -> None:
+    folder = source.rename(source.parent / NOT_UTF8)
+    done = forks("convert", folder, *OPTIONS, "-o", source.parent / "linear")
+    refused(done, Exit.INCOMPATIBLE, "is not valid UTF-8", source.parent, {NOT_UTF8})
+
+
+def test_paths_that_are_too_long(forks: Forks, source: Path) -> None:
+    long = "x" * 300
+    done = forks("convert", source, *OPTIONS, "-o", source.parent / long)
+    refused(done, Exit.RESOURCE, "File name too long", source.parent, {"source"})
+    done = forks("convert", source, *OPTIONS, "-o", source.parent / Path(*["y" * 200] * 25))
+    refused(done, Exit.RESOURCE, "File name too long", source.parent, {"source"})
+    done = forks("convert", source.parent / long, *OPTIONS, "-o", source.parent / "linear")
+    refused(done, Exit.INCOMPATIBLE, "no such folder", source.parent, {"source"})
+
+
+# ---------------------------------------------------------------- links
+
+
+def test_links_to_a_source_are_followed(forks: Forks, source: Path) -> None:
+    """A linked folder, and linked files as in the cache of the Hub."""
+    parent = source.parent
+    blobs, snapshots = parent / "blobs", parent / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshots.mkdir(parents=True)
+    for number, path in enumerate(sorted(source.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshots / path.name).symlink_to(f"../../blobs/{number}")
+    (parent / "link").symlink_to("snapshots/abc")
+    before = snapshot(blobs)
+    assert forks("convert", parent / "link", *OPTIONS, "-o", parent / "linear").code == 0
+    assert not any(path.is_symlink() for path in (parent / "linear").rglob("*"))
+    load(parent / "linear")
+    assert snapshot(blobs) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "code", "said"),
+    [
+        ("tokenizer.json", "gone", Exit.INCOMPATIBLE, "tokenizer.json is a link to .*gone: not a file"),
+        ("config.json", "gone", Exit.INCOMPATIBLE, "no config.json"),
+        ("config.json", "config.json", Exit.INCOMPATIBLE, "no config.json"),
+        ("model.safetensors.index.json", "gone", Exit.INCOMPATIBLE, "has no weights"),
+        ("SHARD", "gone", Exit.INCOMPATIBLE, "index.json names model-.*, which is missing"),
+        ("assets", "/", Exit.INCOMPATIBLE, "assets is a link to /: not a file"),
+        ("loop", ".", Exit.INCOMPATIBLE, "loop is a link to .*source: not a file"),
+        ("zeros.txt", "/dev/zero", Exit.INCOMPATIBLE, "zeros.txt is a link to /dev/zero: not a file"),
+    ],
+)
+def test_links_that_lead_nowhere_or_too_far(
+    forks: Forks, source: Path, name: str, target: str, code: Exit, said: str
+) -> None:
+    path = next(source.glob("model-*")) if name == "SHARD" else source / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+    done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
+    refused(done, code, said, source.parent, {"source"})
+
+
+def test_an_output_that_meets_the_source_by_a_link(forks: Forks, source: Path) -> None:
+    parent = source.parent
+    for name, target in (("same", "source"), ("up", "."), ("loop", "loop")):
+        (parent / name).symlink_to(target)
+    converted = convert_folder(source, parent / "linear")
+    view = parent / "view"  # a source whose files are links into the output
+    view.mkdir()
+    (view / "config.json").symlink_to(source / "config.json")
+    (view / "model.safetensors").symlink_to(converted / "model-source-00001-of-00002.safetensors")
+    before, there = snapshot(source), names(parent)
+    separate = "must be separate folders"
+    for model, output, said in [
+        (source, parent / "same", separate),
+        (source, parent / "same" / "inside", separate),
+        (source, parent / "up" / "source" / "inside", separate),
+        (source, parent / "up", separate),
+        (parent / "same", source, separate),
+        (parent / "up" / "source", source / "a" / ".." / "b", separate),
+        (view, converted, separate),
+    ]:
+        done = forks("convert", model, *OPTIONS, "-o", output, "--overwrite")
+        refused(done, Exit.USAGE, said, parent, there)
+    done = forks("convert", source, *OPTIONS, "-o", parent / "loop")
+    refused(done, Exit.RESOURCE, "cannot write", parent, there)
+    assert snapshot(source) == before
+
+
+def test_an_output_that_is_a_link_stays_one(forks: Forks, source: Path) -> None:
+    parent = source.parent
+    (parent / "disk" / "real").mkdir(parents=True)
+    (parent / "linear").symlink_to("disk/real")
+    for more in ([], ["--overwrite", "--layers", "0"]):
+        assert forks("convert", source, *OPTIONS, "-o", parent / "linear", *more).code == 0
+        assert (parent / "linear").is_symlink()
+        load(parent / "disk" / "real")
+        assert names(parent / "disk") == {"real"}
+    assert names(parent) == {"source", "linear", "disk"}
+
+
+# ---------------------------------------------------------------- sources that mean harm
+
+
+def rewrite_index(folder: Path, name: str) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = name
+    path.write_text(json.dumps(index))
+
+
+def write_header(folder: Path, header: bytes) -> None:
+    shard = next(folder.glob("model-*"))
+    shard.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+HARM: dict[str, tuple[Any, str]] = {
+    "index names the parent": (lambda f: rewrite_index(f, ".."), "leaves the folder"),
+    "index names nothing": (lambda f: rewrite_index(f, ""), "leaves the folder"),
+    "index names a root path": (lambda f: rewrite_index(f, "/etc/hostname"), "leaves the folder"),
+    "index names a subfolder": (lambda f: rewrite_index(f, "sub/x.safetensors"), "leaves the folder"),
+    "index names no path": (lambda f: rewrite_index(f, "a\0b"), "is missing"),
+    "index names too much": (lambda f: rewrite_index(f, "x" * 5000), "is missing"),
+    "index names the config": (lambda f: rewrite_index(f, "config.json"), "damaged or cut short"),
+    "header is deep": (lambda f: write_header(f, b"[" * 10**6), "damaged or cut short"),
+    "header is infinite": (
+        lambda f: write_header(f, b'{"a":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,0]}}'),
+        "damaged or cut short",
+    ),
+    "header is a list": (lambda f: write_header(f, b"[]"), "damaged or cut short"),
+    "header is huge": (lambda f: next(f.glob("model-*")).write_bytes(b"\xff" * 99), "its header claims"),
+    "config is deep": (lambda f: (f / "config.json").write_text('{"a":' * 10**5), "is not valid JSON"),
+    "config has a huge number": (lambda f: (f / "config.json").write_text("9" * 10**5), "is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", HARM)
+def test_a_source_that_lies_is_refused(forks: Forks, source: Path, name: str) -> None:
+    damage, said = HARM[name]
+    damage(source)
+    done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
+    refused(done, Exit.INCOMPATIBLE, said, source.parent, {"source"})
+
+
+def test_half_a_character_is_carried_over(forks: Forks, source: Path) -> None:
+    """JSON can escape what UTF-8 cannot say."""
+    path = source / "config.json"
+    path.write_text(path.read_text().replace("{", '{"note": "\\ud800", ', 1))
+    done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
+    assert done.code == 0, done.said
+    assert json.loads((source.parent / "linear" / "config.json").read_text())["note"] == "\ud800"
+
+
+class Bomb:
+    """Unpickled with trust, this makes a folder."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_is_not_executed(forks: Forks, source: Path, zipped: bool) -> None:
+    """In the format of today, and in that from before torch 1.6, which is read on another path."""
+    for path in source.glob("model*"):
+        path.unlink()
+    trap = {"lm_head.weight": Bomb(source.parent / "executed")}
+    torch.save(trap, source / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
+    refused(done, Exit.INCOMPATIBLE, "not a plain pickle of tensors .* It was not executed", source.parent, {"source"})
+
+
+CANARY = """
+import pathlib
+pathlib.Path({flag!r}).mkdir()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+class Own{kind}({base}):
+    pass
+"""
+KINDS = {
+    "Config": ("AutoConfig", "LlamaConfig", "config.json"),
+    "ForCausalLM": ("AutoModelForCausalLM", "LlamaForCausalLM", "config.json"),
+    "Tokenizer": ("AutoTokenizer", "PreTrainedTokenizerFast", "tokenizer_config.json"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_of_a_source_runs_only_when_trusted(forks: Forks, source: Path, kind: str) -> None:
+    parent, flag = source.parent, source.parent / "executed"
+    entry, parent_class, file = KINDS[kind]
+    (source / "own.py").write_text(CANARY.format(flag=str(flag), kind=kind, base=parent_class))
+    values = json.loads((source / file).read_text())
+    where: Any = [None, f"own.Own{kind}"] if kind == "Tokenizer" else f"own.Own{kind}"
+    (source / file).write_text(json.dumps({**values, "auto_map": {entry: where}}))
+    recipe = recipe_in(parent / "ft", source)
+    commands: list[list[Any]] = [
+        ["convert", source, *OPTIONS, "-o", parent / "linear"],
+        ["convert", source, *OPTIONS, "--dry-run"],
+        ["finetune", recipe],
+        ["finetune", recipe, "--dry-run"],
+    ]
+    for command in commands:
+        done = forks(*command)
+        assert not flag.exists(), command
+        if kind != "Tokenizer" or (command[0] == "finetune" and len(command) == 2):
+            assert done.code == Exit.INCOMPATIBLE, done.said
+            assert re.search("trust.remote.code", done.said), done.said
+    shutil.rmtree(parent / "linear", ignore_errors=True)
+    trusting = [recipe, "model.trust_remote_code=true"] if kind == "Tokenizer" else [source, *OPTIONS]
+    verb = "finetune" if kind == "Tokenizer" else "convert"
+    flags = [] if kind == "Tokenizer" else ["--trust-remote-code", "-o", parent / "linear"]
+    forks(verb, *trusting, *flags)
+    assert flag.exists()
+
+
+# ---------------------------------------------------------------- secrets
+
+TOKEN = "hf_" + "CanaryCanaryCanaryCanaryCanary1234"
+PASSWORD = "canary-password"
+
+
+def assert_no_secret(done: Done, *folders: Path) -> None:
+    for secret in (TOKEN, PASSWORD):
+        assert secret not in done.said
+        for folder in folders:
+            for path in folder.rglob("*"):
+                assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+                assert secret not in path.name
+
+
+def test_tokens_reach_no_log_and_no_card(forks: Forks, source: Path) -> None:
+    """From the environment, a config of old, a remote of git, a recipe, an address on the command line."""
+    parent, environment = source.parent, {"HF_TOKEN": TOKEN, "WANDB_API_KEY": PASSWORD}
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_auth_token": TOKEN}))
+    (source / ".git").mkdir()
+    (source / ".git" / "config").write_text(f"url = https://user:{PASSWORD}@huggingface.co/a/b\n")
+    done = forks("convert", source, *OPTIONS, "-o", parent / "linear", "--json", environment=environment)
+    assert done.code == 0, done.said
+    assert_no_secret(done, parent / "linear")
+    recipe = recipe_in(parent / "ft", source)
+    done = forks("finetune", recipe, "--json", environment=environment)
+    assert done.code == 0, done.said
+    assert_no_secret(done, parent / "ft")
+    address = f"https://user:{PASSWORD}@huggingface.co/a/b"
+    for model in (address, TOKEN):
+        done = forks("convert", model, *OPTIONS, "-o", parent / "none", environment=environment)
+        assert done.code in (Exit.INCOMPATIBLE, Exit.HUB), done.said
+        assert "***" in done.said
+        assert_no_secret(done)
+
+
+@pytest.mark.parametrize("key", ["model.base", "data.train.path", "name", "output_dir"])
+def test_a_secret_in_a_recipe_is_refused(forks: Forks, shared: Path, tmp_path: Path, key: str) -> None:
+    recipe = recipe_in(tmp_path, shared)
+    value = TOKEN if key == "name" else f"https://user:{PASSWORD}@host/x"
+    done = forks("finetune", recipe, f"{key}={value}", folder=str(tmp_path))
+    assert done.code == Exit.USAGE, done.said
+    assert f"{key}: holds an access token or a password" in done.said
+    assert_no_secret(done, tmp_path)
+
+
+def test_a_bug_says_what_to_report(forks: Forks, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 1: the traceback, versions and command; no values of variables, for they may be secret."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        secret = "value of a variable"
+        raise AssertionError(f"{TOKEN} is odd", len(secret))
+
+    monkeypatch.setattr("linearize.convert.plan_conversion", fail)
+    monkeypatch.setattr(sys, "argv", ["linearize", "convert", "a model", "--to", "gsa"])
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert ended.value.code == Exit.BUG
+    versions = (f"linearize {__version__}", f"torch {torch.__version__}", "transformers", "Python")
+    command = "command: linearize convert 'a model' --to gsa"
+    for part in ("Traceback", "in fail", "AssertionError", "open an issue", command, *versions):
+        assert part in said, said
+    assert "value of a variable" not in said.replace('secret = "value of a variable"', "")
+    assert TOKEN not in said
