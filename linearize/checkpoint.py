@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,17 @@ from .errors import Exit, LinearizeError, redact
 from .mechanisms import build_mixer
 from .plan import Plan
 from .render import Natives, auto_map, code_files
-from .source import DTYPES, FOREIGN, WEIGHTS, Source, read_header
+from .source import DTYPES, SMALL_FILES, Source, read_header
 
 MIXER_SHARD = "model-mixers.safetensors"
 # Never a name that save_pretrained would choose: older safetensors write in place, into the linked source file.
 SOURCE_SHARD = "model-source-{:05d}-of-{:05d}.safetensors"
 SINGLE_SHARD = SOURCE_SHARD.format(1, 1)
 INDEX = "model.safetensors.index.json"
-# Files of the source that are rewritten or do not belong to a model folder.
-NOT_COPIED = ("config.json", "README.md", MANIFEST, ".gitattributes", *WEIGHTS, *FOREIGN)
+# Files that are rewritten or tell of the source alone.
+NOT_COPIED = ("config.json", MANIFEST, "*.index.json", "trainer_state.json")
+# The only folder that transformers reads: a loop of generation (custom_generate) knows the source, not this model.
+TEMPLATES = "additional_chat_templates"
 
 
 def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives, seed: int) -> None:
@@ -42,7 +43,7 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives,
             raise LinearizeError(f"{source.name} has a {name} of its own, where ours must go", Exit.INCOMPATIBLE)
         (folder / name).write_text(text, "utf-8")
     write_json(folder / "config.json", converted_config(source.config, plan, natives))
-    (folder / "README.md").write_text(card.model_card(plan, source), "utf-8", errors="replace")
+    (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
     write_json(folder / MANIFEST, manifest(folder, plan))
 
 
@@ -185,26 +186,23 @@ def write_index(folder: Path, shards: dict[str, list[str]]) -> None:
 
 
 def _copy_small_files(folder: Path, source: Source) -> None:
-    """Tokenizer, generation config, chat templates, licence, the source's own code: everything but weights."""
-    for path in _small_files(source.folder):
-        if path.relative_to(source.folder).parts[0] != "original":
+    """Tokenizer, generation config, chat templates, licence, the source's own code."""
+    for path in [*sorted(source.folder.iterdir()), *sorted((source.folder / TEMPLATES).glob("*.jinja"))]:
+        if _travels(path):
             target = folder / path.relative_to(source.folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
 
 
-def _small_files(folder: Path) -> Iterator[Path]:
-    """Files below `folder` that travel. Links to files are followed; what is neither file nor folder is refused."""
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or any(path.match(pattern) for pattern in NOT_COPIED):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            yield from _small_files(path)
-        elif path.is_file():
-            yield path
-        else:
-            what = f"a link to {os.path.realpath(path)}" if path.is_symlink() else "a pipe or a device"
-            raise LinearizeError(f"{path} is {what}: not a file. Remove it or replace it", Exit.INCOMPATIBLE)
+def _travels(path: Path) -> bool:
+    """Whether a file is copied. Links to files are followed; what should be copied and is no file is refused."""
+    wanted = any(path.match(pattern) for pattern in SMALL_FILES)
+    if not wanted or path.is_dir() or any(path.match(pattern) for pattern in (".*", *NOT_COPIED)):
+        return False
+    if not path.is_file():
+        what = f"a link to {os.path.realpath(path)}" if path.is_symlink() else "a pipe or a device"
+        raise LinearizeError(f"{path} is {what}: not a file. Remove it or replace it", Exit.INCOMPATIBLE)
+    return True
 
 
 def shard_dtype(shards: list[dict[str, Any]], declared: str | None) -> str:

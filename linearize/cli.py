@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import bench, convert, demo, doctor, finetune, generate, mechanisms, recipes
+from .commands import bench, convert, demo, doctor, finetune, generate, mechanisms, push, recipes
 from .errors import Exit, LinearizeError, resource_error
 from .output import say
 
@@ -79,6 +79,7 @@ def _global(
 app.command()(convert.convert)
 app.command()(finetune.finetune)
 app.add_typer(recipes.recipes, name="recipes")
+app.command()(push.push)
 app.command()(mechanisms.mechanisms)
 app.command()(generate.generate)
 app.command()(doctor.doctor)

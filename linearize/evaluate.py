@@ -20,9 +20,14 @@ from .trainable import Student
 
 def batches(blocks: Blocks, size: int, max_tokens: int, device: torch.device) -> Iterator[Batch]:
     """The first blocks in order, `size` at a time, up to max_tokens tokens."""
-    count = max(1, min(len(blocks), max_tokens // blocks.seq_len))
+    count = block_count(blocks, max_tokens)
     for start in range(0, count, size):
         yield collate([blocks[i] for i in range(start, min(start + size, count))], device)
+
+
+def block_count(blocks: Blocks, max_tokens: int) -> int:
+    """How many blocks an evaluation of at most `max_tokens` tokens reads, at least one."""
+    return max(1, min(len(blocks), max_tokens // blocks.seq_len))
 
 
 def collate(items: list[Batch], device: torch.device) -> Batch:

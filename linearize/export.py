@@ -119,10 +119,10 @@ def _changed_code(folder: Path, plan: Plan) -> Iterator[str]:
 # ---------------------------------------------------------------- saving
 
 
-def save_final(student: Student, base: Path, output: Path, recipe: Recipe, say: Any) -> None:
+def save_final(student: Student, base: Path, output: Path, recipe: Recipe, report: dict[str, Any], say: Any) -> None:
     """Write the finished model, reload it in a clean process, compare, then put it in place.
 
-    Whatever was not trained is linked or copied from the base, byte for byte.
+    Whatever was not trained is linked or copied from the base, byte for byte. The card has the `report`'s figures.
     """
     plan = read_plan(base)
     shutil.rmtree(output, ignore_errors=True)
@@ -136,9 +136,10 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, say: 
         changed = finish_adapters(student, folder if keep_adapter else None)
         copy_rest(base, folder)
         write_trained(student, base, folder, changed)
-        (folder / "README.md").write_text(trained_card(plan, recipe), "utf-8")
+        (folder / "README.md").write_text(card.model_card(plan, base, recipe, report), "utf-8")
         checkpoint.write_json(
-            folder / checkpoint.MANIFEST, {**checkpoint.manifest(folder, plan), "recipe": recipe.resolved()}
+            folder / checkpoint.MANIFEST,
+            {**checkpoint.manifest(folder, plan), "recipe": card.portable(recipe.resolved())},
         )
         if recipe.finish.verify:
             say(verify_final(folder, plan, student, trained, keep_adapter))
@@ -215,13 +216,6 @@ def stored_names(model: Any, names: set[str], known: set[str], scratch: Path) ->
                 del values[original]
     short = {name: name.removeprefix(f"{model.base_model_prefix}.") for name in values}
     return {name if name in known else short[name]: value for name, value in values.items()}
-
-
-def trained_card(plan: Plan, recipe: Recipe) -> str:
-    """The model card of a finished run."""
-    stages = "; ".join(f"{s.kind} of {', '.join(s.train)}" for s in recipe.stages)
-    source = Source(Path(), plan.source, plan.revision, {}, (), False)
-    return card.model_card(plan, source, f"Trained with `linearize finetune` ({recipe.name}): {stages}.")
 
 
 # ---------------------------------------------------------------- verifying

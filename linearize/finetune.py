@@ -19,6 +19,7 @@ from .convert import convert, plan_conversion
 from .demo import model_folder
 from .errors import Exit, LinearizeError, did_you_mean
 from .export import meta_model, save_final
+from .hub import check_access, push_saved
 from .recipe import Recipe
 from .runs import Run
 from .runtime import Say, check_runtime, make_accelerator, stage_steps
@@ -33,7 +34,7 @@ def finetune(
     """Run a recipe; returns the report: `output`, `teacher_ppl`, `stages`, `layers` (also in report.json).
 
     `output` is None when `only` left later stages to do. Raises LinearizeError: 2 for the recipe, 3 for what does
-    not fit, 4 for resources, 6 for NaN or a failed verification, 130 when interrupted (state saved).
+    not fit, 4 for resources, 5 for the Hub, 6 for NaN or a failed verification, 130 when interrupted (state saved).
     """
     check_only(recipe, only)
     run = Run(recipe, resume, max_steps)
@@ -42,6 +43,8 @@ def finetune(
         return run.read_report()
     tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say)
     accelerator = tuner.accelerator
+    if recipe.finish.push is not None and accelerator.is_main_process:
+        check_access(recipe.finish.push)
     with memory_errors(tuner):
         with run.preparing(accelerator.is_main_process):
             if accelerator.is_main_process:
@@ -54,7 +57,9 @@ def finetune(
     report = run.report(layers, complete)
     if complete and accelerator.is_main_process:
         run.write_report(report)
-        save_final(tuner.student, base_folder(recipe, run), run.final, recipe, say)
+        save_final(tuner.student, base_folder(recipe, run), run.final, recipe, report, say)
+        if recipe.finish.push is not None:
+            report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return report

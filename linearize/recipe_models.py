@@ -190,6 +190,8 @@ class Track(Strict):
 class Finish(Strict):
     merge_lora: bool = True
     verify: bool = True
+    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """user/repo on the Hub that receives the finished model."""
 
 
 class Recipe(Strict):

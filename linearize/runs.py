@@ -188,7 +188,8 @@ class Run:
         for name, entry in found.items():
             tokens += entry["tokens"]
             ppl = entry["eval_ppl"]
-            rows.append({"name": name, "tokens": tokens, "ppl": ppl, "ppl_ratio": ppl / teacher if teacher else None})
+            row = {"name": name, "tokens": tokens, "eval_tokens": entry["eval_tokens"], "ppl": ppl}
+            rows.append({**row, "ppl_ratio": ppl / teacher if teacher else None})
         output = str(self.final) if complete else None
         return {"output": output, "teacher_ppl": teacher, "stages": rows, "layers": layers}
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from .data import BlockOrder, Blocks, build_blocks
 from .errors import Exit, LinearizeError
-from .evaluate import batches, collate, layer_fidelity, perplexity
+from .evaluate import batches, block_count, collate, layer_fidelity, perplexity
 from .export import load_converted
 from .loop import StageLoop, seed_for
 from .recipe import AttentionTransfer, Recipe, Stage
@@ -38,6 +38,7 @@ class Finetuner:
         self.last_checkpoint: Path | None = run.resume_from
         self.interrupted = False  # by a signal, in this process
         self._blocks: dict[tuple[str, str], Blocks | None] = {}
+        self.eval_tokens = 0  # of the last evaluation
         self.wide = accelerator.mixed_precision != "no"
 
     def load(self, folder: Path) -> None:
@@ -177,13 +178,14 @@ class Finetuner:
         blocks = self.blocks(stage, "eval")
         if blocks is None:
             return None
+        self.eval_tokens = block_count(blocks, self.recipe.eval.max_tokens) * blocks.seq_len
         data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.device)
         return perplexity(self.model, data, self.accelerator.autocast)
 
     def log_evaluation(self, name: str, step: int, tokens: int, ppl: float) -> None:
         """One evaluation into metrics.jsonl and to the person who waits."""
         if self.accelerator.is_main_process:
-            self.run.log(stage=name, step=step, tokens=tokens, eval_ppl=ppl)
+            self.run.log(stage=name, step=step, tokens=tokens, eval_ppl=ppl, eval_tokens=self.eval_tokens)
         self.say(f"{name}{f' step {step}' if step else ''}: held-out perplexity {ppl:.4g}")
 
     def fidelity(self) -> list[dict[str, float]]:

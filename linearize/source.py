@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Exit, LinearizeError
+from .hub import download
 
-# Source formats that are never copied: other frameworks' weights, and code.
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-FOREIGN = ("*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.tflite", "*.ot")
+# What belongs to a model beside its weights: configs, tokenizer, templates, its own code, and the licence with what it
+# asks to be passed on. Weights of other frameworks, logs, tables, pictures and states of a training do not.
+SMALL_FILES = (
+    *("*.json", "*.py", "*.jinja"),
+    *("*.txt", "*.model", "*.tiktoken", "*.bpe", "*.codes", "*.spm", "*.vocab"),
+    *("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*"),
+)
+# Weights in the order in which they are looked for: stem and suffix, in one file or, with an index, in many.
+FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -57,7 +64,7 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
             raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
         local = _is_folder(folder)
         if not local:
-            folder, revision = _download(model, revision, weights)
+            folder, revision = download(model, revision, weights)
         config = _read_config(folder)
         shards, pickled = _find_shards(folder, weights)
     except OSError as error:
@@ -81,41 +88,6 @@ def _is_folder(path: Path) -> bool:
 def unreadable(error: OSError) -> LinearizeError:
     """What to say (exit 4) of a file that the system does not give."""
     return LinearizeError(f"cannot read {error.filename or 'the source'}: {error.strerror or error}", Exit.RESOURCE)
-
-
-def _download(model: str, revision: str | None, weights: bool) -> tuple[Path, str]:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    where = constants.ENDPOINT
-    try:
-        skip = [*FOREIGN, "original/*"] + ([] if weights else [p for p in WEIGHTS if not p.endswith(".json")])
-        folder = Path(snapshot_download(model, revision=revision, ignore_patterns=skip))
-    except HFValidationError as error:
-        raise LinearizeError(f"no such folder {model!r}, and it is no Hub id (user/repo)", Exit.INCOMPATIBLE) from error
-    except GatedRepoError as error:
-        raise LinearizeError(
-            f"{model} is gated. 1) accept the licence at {where}/{model} 2) hf auth login, or set HF_TOKEN", Exit.HUB
-        ) from error
-    except RevisionNotFoundError as error:
-        raise LinearizeError(f"{model} has no revision {revision!r} on {where}", Exit.HUB) from error
-    except RepositoryNotFoundError as error:
-        raise LinearizeError(f"no repo {model!r} on {where} and no such folder", Exit.HUB) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
-        raise LinearizeError(
-            f"{model!r} is no folder here, and {where} cannot be reached or does not have it in the cache "
-            f"({type(error).__name__}). Fetch it once: hf download {model}",
-            Exit.HUB,
-        ) from error
-    return folder, folder.name
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -147,7 +119,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _find_shards(folder: Path, weights: bool) -> tuple[tuple[Path, ...], bool]:
     """Shards in order and whether they are pickled; safetensors win over pickles."""
-    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+    for stem, suffix in FORMATS:
         index, single = folder / f"{stem}{suffix}.index.json", folder / f"{stem}{suffix}"
         # transformers prefers the single file when both are there.
         if single.exists():
@@ -161,14 +133,30 @@ def _find_shards(folder: Path, weights: bool) -> tuple[tuple[Path, ...], bool]:
     )
 
 
-def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:
+def weight_files(folder: Path) -> list[list[str]]:
+    """Names of the weights in each format, best first, by the indices in `folder`; without one, of a single file."""
+    found = []
+    for stem, suffix in FORMATS:
+        index = folder / f"{stem}{suffix}.index.json"
+        found.append(_index_names(index) if index.exists() else [f"{stem}{suffix}"])
+    return found
+
+
+def _index_names(index: Path) -> list[str]:
+    """The shards that an index names, none of them outside its folder."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
-    shards = []
-    for name in sorted(set(weight_map.values())):
+    names = sorted(set(weight_map.values()))
+    for name in names:
         if Path(name).name != name or name in ("", ".."):
             raise LinearizeError(f"{index}: {name!r} leaves the folder", Exit.INCOMPATIBLE)
+    return names
+
+
+def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:
+    shards = []
+    for name in _index_names(index):
         if os.path.isfile(index.parent / name):
             shards.append(index.parent / name)
         elif weights:

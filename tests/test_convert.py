@@ -405,7 +405,7 @@ def test_a_converted_model_is_not_converted_again(source: Path) -> None:
     ("model", "code", "message"),
     [
         ("no such folder", Exit.INCOMPATIBLE, "no such folder"),
-        ("nobody/nothing-of-this-name", Exit.HUB, "is no folder here"),
+        ("nobody/nothing-of-this-name", Exit.HUB, "is not cached"),
     ],
 )
 def test_a_model_that_is_nowhere(model: str, code: Exit, message: str) -> None:
@@ -547,11 +547,13 @@ def test_small_files_travel_and_others_stay(source: Path) -> None:
     (source / ".git").mkdir()
     (source / ".git" / "HEAD").write_text("ref")
     (source / "assets").mkdir()
-    (source / "assets" / "vocab.txt").write_text("a")
+    (source / "assets" / "results.json").write_text("{}")
+    (source / "curve.csv").write_text("1,2")
     folder = convert_folder(source, source.parent / "linear")
     names = set(snapshot(folder))
-    assert {"tokenizer.json", "generation_config.json", "chat_template.jinja", "LICENSE", "assets/vocab.txt"} <= names
-    assert not {"model.onnx", ".git/HEAD", "model.safetensors"} & names
+    assert {"tokenizer.json", "generation_config.json", "chat_template.jinja", "LICENSE"} <= names
+    left = {"model.onnx", ".git/HEAD", "model.safetensors", "assets/results.json", "curve.csv"}
+    assert not left & names
     assert load(folder).generation_config.temperature == 0.7
 
 
@@ -572,7 +574,7 @@ def test_the_manifest_and_the_card_tell_the_facts(source: Path) -> None:
     assert saved["model_type"] == "linearized_llama"
     card = (folder / "README.md").read_text()
     for fact in (
-        "base_model: source",
+        "`source` with its softmax",
         "- gsa",
         "GSA in layers 0,2; layers 1,3 keep softmax",
         "untrained: distil before use",

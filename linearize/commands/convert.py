@@ -32,15 +32,19 @@ def convert(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     verify: Annotated[str, typer.Option(help="auto, full, keys or none.")] = "auto",
+    push: Annotated[str | None, typer.Option(help="Then upload it to this Hub repository, user/repo.")] = None,
     as_json: Json = False,
 ) -> None:
     """Replace softmax attention; writes an ordinary Hugging Face model folder."""
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
     from .. import convert as story
+    from .. import hub
     from ..mechanisms import parse_settings
     from ..show import plan_table
 
+    if push is not None:
+        hub.check_name(push) if dry_run else hub.check_access(push)
     plan, source, natives = story.plan_conversion(
         model,
         to,
@@ -69,5 +73,7 @@ def convert(
         )
         say(f"saved {target}. Next: distil it with linearize finetune")
         result |= {"output": str(target), "verified": checked}
+        if push is not None:
+            result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)
     if as_json:
         print(json.dumps(result))

@@ -1,0 +1,40 @@
+"""`linearize push`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..output import Json, say
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(help="A folder that convert or finetune wrote.")],
+    repo: Annotated[str, typer.Argument(help="user/repo; made when it is not there.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code in the folder that this version did not write.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print what would be uploaded, and stop.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Upload a converted model to the Hub, with its card; an interrupted push goes on where it stopped."""
+    from .. import hub
+
+    upload = hub.plan_push(folder, repo, private=private, pr=pr, message=message, trust_remote_code=trust_remote_code)
+    for note in upload.notes:
+        say(f"note: {note}")
+    result: dict[str, Any] = {"upload": upload.to_json()}
+    if dry_run:
+        for name, size in upload.files.items():
+            say(f"{size:>16,}  {name}")
+        say(f"{sum(upload.files.values()):>16,}  bytes to {repo}: {upload.message}\n\n{upload.card}")
+    else:
+        result |= hub.push(upload, say)
+    if as_json:
+        print(json.dumps(result))

@@ -1,0 +1,295 @@
+"""The Hub: fetch a source, push a converted folder, and each of the Hub's refusals as one message with exit code 5.
+
+A push is decided by `plan_push`, which asks nothing of the network, and carried out by `push` as one commit: the
+repository is the old one or the new one, never half of each. An interrupted push goes on where it stopped, for the
+client of the Hub sends only what the Hub lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import Exit, LinearizeError
+
+Say = Callable[[str], None]
+
+# What a Hub repository may hold before the first push: it comes with the first, and its web page writes the others.
+EXPECTED = (".gitattributes", "README.md", "LICENSE")
+SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}|(?<=://)[^\s/@'\"]+:[^\s/@'\"]+(?=@)")
+
+
+@contextlib.contextmanager
+def hub_errors(repo: str, absent: str, offline: str, revision: str | None = None) -> Iterator[None]:
+    """Within: what the Hub or the network refuses becomes a LinearizeError (exit 5); anything else goes on as it is.
+
+    `absent` is what to say when there is no such repository, `offline` when the Hub may not be asked.
+    """
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except Exception as error:
+        chain: list[BaseException] = [error]  # uploads in threads and lookups in the cache wrap what happened
+        while chain[-1].__cause__ is not None:
+            chain.append(chain[-1].__cause__)
+        answers = [e for e in chain if isinstance(e, errors.HfHubHTTPError | errors.LocalTokenNotFoundError)]
+        if answers:
+            said = _answer(answers[-1], repo, absent, revision)
+        elif not any(map(_unreached, chain)):
+            raise
+        elif constants.HF_HUB_OFFLINE:
+            said = offline
+        else:
+            reason = type(chain[-1]).__name__
+            said = f"{constants.ENDPOINT} cannot be reached ({reason}). Try again: what arrived is not sent twice"
+        raise LinearizeError(said, Exit.HUB) from error
+
+
+def _unreached(error: BaseException) -> bool:
+    """Whether it says that the Hub did not answer: an error of the network, or of a cache that lacks something."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    network = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2", "hf_xet")
+    return network or isinstance(error, LocalEntryNotFoundError | ConnectionError)
+
+
+def _answer(error: Any, repo: str, absent: str, revision: str | None) -> str:
+    """What to say of the Hub's own no."""
+    from huggingface_hub import constants, errors
+
+    where, login = constants.ENDPOINT, "hf auth login, or set HF_TOKEN"
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return f"{where} wants to know who asks, and there is no token: {login}"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{repo} is gated. 1) accept the licence at {where}/{repo} 2) {login}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repo} has no revision {revision!r} on {where}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"no repo {repo!r} on {where}{absent}. If it is private: {login}"
+    status = error.response.status_code
+    if status == 401:
+        return f"{where} does not accept the token (401). {login}"
+    if status == 403:
+        return f"the token may not do this to {repo} (403). Use one with write access: {where}/settings/tokens"
+    return f"{where} answered {status} for {repo}: {error.server_message or type(error).__name__}"
+
+
+# ---------------------------------------------------------------- fetching
+
+
+def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str]:
+    """The snapshot of a Hub repository in the cache, and its commit; of its weights one format, or none.
+
+    Raises LinearizeError: 3 for a name that is no repository's, 5 for what the Hub refuses.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    from .source import SMALL_FILES, weight_files
+
+    offline = f"offline and {model!r} is not cached. Fetch it once: hf download {model}"
+    try:
+        with hub_errors(model, " and no such folder", offline, revision):
+            wanted = SMALL_FILES if weights else ("config.json", "*.py", "*.index.json")
+            folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*wanted, "README.md"]))
+            for names in weight_files(folder) if weights else ():
+                # Of that commit, whatever the branch has become meanwhile.
+                snapshot_download(model, revision=folder.name, allow_patterns=names)
+                if all((folder / name).exists() for name in names):
+                    break
+    except HFValidationError as error:
+        raise LinearizeError(f"no such folder {model!r}, and it is no Hub id (user/repo)", Exit.INCOMPATIBLE) from error
+    return folder, folder.name
+
+
+# ---------------------------------------------------------------- pushing
+
+
+@dataclasses.dataclass(frozen=True)
+class Upload:
+    """A push, decided: what goes where. `files` are bytes by name; `notes` are what a person should know before."""
+
+    folder: Path
+    repo: str
+    private: bool
+    pr: bool
+    message: str
+    files: dict[str, int]
+    card: str
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything above as plain JSON values."""
+        return {**dataclasses.asdict(self), "folder": str(self.folder)}
+
+
+def plan_push(
+    folder: Path,
+    repo: str,
+    *,
+    private: bool = False,
+    pr: bool = False,
+    message: str | None = None,
+    trust_remote_code: bool = False,
+) -> Upload:
+    """Check a folder and decide what of it is uploaded; asks nothing of the Hub.
+
+    Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not write, 6 for one that does not
+    verify, whose card cannot be shown, or that holds an access token.
+    """
+    from .atomic import MANIFEST
+    from .card import for_repo
+    from .export import check_code
+    from .verify import check_keys
+
+    check_name(repo)
+    plan = check_code(folder, trust_remote_code)
+    listed = json.loads((folder / MANIFEST).read_text("utf-8")).get("files", ())
+    if MANIFEST not in listed:
+        raise LinearizeError(f"{folder / MANIFEST} does not say which files are the model's", Exit.INCOMPATIBLE)
+    present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    missing = sorted(set(listed) - present.keys())
+    if missing:
+        raise _failed(f"{folder} lacks {', '.join(missing)}, which {MANIFEST} lists. Convert or train again")
+    check_keys(folder)
+    files = {name: present[name].stat().st_size for name in sorted(listed)}
+    for name in files:
+        if not name.endswith(".safetensors"):
+            check_secrets(present[name])
+    notes = check_card(folder / "README.md")
+    others = sorted(name for name in present.keys() - set(listed) if not name.startswith("."))
+    if others:
+        notes.append(f"not uploaded, for linearize did not write them: {', '.join(others)}. hf upload sends them")
+    mechanisms = "+".join(sorted({step.mechanism for step in plan.steps}))
+    card = for_repo((folder / "README.md").read_text("utf-8"), repo)
+    message = message or f"Upload {plan.source} with {mechanisms} attention"
+    return Upload(folder, repo, private, pr, message, files, card, tuple(notes))
+
+
+def _failed(reason: str) -> LinearizeError:
+    return LinearizeError(reason, Exit.CHECK_FAILED)
+
+
+def check_name(repo: str) -> None:
+    """Refuse (exit 2) what is no user/repo."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise LinearizeError(f"{repo!r} is no name for a Hub repository: {error}") from error
+    if "/" not in repo:
+        raise LinearizeError(f"{repo!r} is no name for a Hub repository. Write user/repo, or organisation/repo")
+
+
+def check_secrets(path: Path) -> None:
+    """Refuse (exit 6) a file that holds an access token or a password, without repeating it."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+        if SECRET.search(line) or (token and token in line):
+            raise _failed(f"{path}:{number} holds an access token or a password. Take it out, and revoke it")
+
+
+def check_card(path: Path) -> list[str]:
+    """What the card of a public model should say and this one does not. Raises LinearizeError (exit 6) when it
+    cannot be read, or names a base that is no Hub repository.
+    """
+    import yaml
+    from huggingface_hub import metadata_load
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        data = metadata_load(path) or {}
+        bases = data.get("base_model", [])
+        for base in [bases] if isinstance(bases, str) else bases:
+            validate_repo_id(base)
+    except (ValueError, TypeError, yaml.YAMLError, HFValidationError) as error:
+        raise _failed(f"{path}: its metadata cannot be used: {error}") from error
+    wanted = {"license": "the source's card names none", "base_model": "the source was a local folder"}
+    notes = [f"the card names no {key}: {why}. Add it to {path}" for key, why in wanted.items() if not data.get(key)]
+    if "trust_remote_code" not in path.read_text("utf-8"):
+        notes.append(f"the card does not say that loading needs trust_remote_code=True. Add it to {path}")
+    return notes
+
+
+def check_access(repo: str) -> None:
+    """Before hours of work: the name is possible, the Hub answers, and the token is one. Raises LinearizeError."""
+    from huggingface_hub import HfApi
+
+    check_name(repo)
+    with _pushing(repo):
+        HfApi().whoami()
+
+
+def _pushing(repo: str) -> contextlib.AbstractContextManager[None]:
+    offline = f"offline: nothing can be pushed to {repo}. Leave out --offline, and unset HF_HUB_OFFLINE"
+    return hub_errors(repo, "", offline)
+
+
+def push(upload: Upload, say: Say = print) -> dict[str, Any]:
+    """Carry a push out; returns `repo`, `commit`, its `url`, and that of the pull request (`pr`, or None).
+
+    Raises LinearizeError: 2 when something else is in the repository, 5 for what the Hub refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api, repo = HfApi(), upload.repo
+    with _pushing(repo):
+        api.whoami()
+        api.create_repo(repo, private=upload.private or None, exist_ok=True)
+        stale = check_remote(api, upload)
+        operations: list[Any] = [CommitOperationDelete(name) for name in sorted(stale)]
+        for name in upload.files:
+            content = upload.card.encode() if name == "README.md" else upload.folder / name
+            operations.append(CommitOperationAdd(name, content))
+        say(f"pushing {len(upload.files)} files, {sum(upload.files.values()) / 2**20:,.1f} MiB, to {repo}")
+        done = api.create_commit(repo, operations, commit_message=upload.message, create_pr=upload.pr)
+    say(f"pushed {done.pr_url or done.commit_url}")
+    return {"repo": repo, "commit": done.oid, "url": done.commit_url, "pr": done.pr_url}
+
+
+def check_remote(api: Any, upload: Upload) -> set[str]:
+    """Files of an earlier push that this one does not have.
+
+    Raises LinearizeError: 2 when the repository holds another model, 5 when it is public and was to be private.
+    """
+    from .atomic import MANIFEST
+
+    repo, info = upload.repo, api.model_info(upload.repo)
+    if upload.private and not info.private:
+        raise LinearizeError(f"{repo} exists and is public; --private does not change that. Its settings do", Exit.HUB)
+    present = {file.rfilename for file in info.siblings}
+    if MANIFEST not in present:
+        ours = sorted((present & upload.files.keys()) - set(EXPECTED))
+        if ours and not upload.pr:
+            raise LinearizeError(
+                f"{repo} holds a model that linearize did not write ({', '.join(ours[:3])}). "
+                "Choose another name, or propose it with --pr"
+            )
+        return set()
+    earlier = Path(api.hf_hub_download(repo, MANIFEST, revision=info.sha))
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # whatever someone made of it
+        return present & set(json.loads(earlier.read_text("utf-8"))["files"]) - upload.files.keys()
+    return set()
+
+
+def push_saved(folder: Path, repo: str, trust_remote_code: bool, say: Say) -> dict[str, Any]:
+    """`plan_push` and `push` of a folder just written; when they fail, the message says how to go on."""
+    try:
+        upload = plan_push(folder, repo, trust_remote_code=trust_remote_code)
+        for note in upload.notes:
+            say(f"note: {note}")
+        return push(upload, say)
+    except LinearizeError as error:
+        again = f"{error.message}. The model is in {folder}; push it later: linearize push {folder} {repo}"
+        raise LinearizeError(again, error.code) from error
