@@ -138,8 +138,8 @@ MISTAKES = [
         "r.yaml:10:27 stages[0].optimizer.lrr: unknown key. Did you mean 'lr'?",
     ),
     (
-        MINIMAL + "finish: {publish: null}\n",
-        "r.yaml:16:10 finish.publish: unknown key. Known: merge_lora, verify, push",
+        MINIMAL + "finish: {report: null}\n",
+        "r.yaml:16:10 finish.report: unknown key. Known: merge_lora, verify, push",
     ),
     (edited("base: demo", "base: demo\n  base: x"), "r.yaml:5:3 model.base: duplicate key, first at 4:3"),
     (edited("name: tiny\n", ""), "r.yaml:1:1 name: missing; set it in the file or with name=..."),
