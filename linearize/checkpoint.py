@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import errno
+import dataclasses
 import json
 import os
 import shutil
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from . import __version__, card
 from .atomic import MANIFEST
@@ -19,7 +19,8 @@ from .errors import Exit, LinearizeError, redact
 from .mechanisms import build_mixer
 from .plan import Plan
 from .render import Natives, auto_map, code_files
-from .source import DTYPES, SMALL_FILES, Source, read_header
+from .shards import BLOCK, NAMES, TORCH_DTYPES, described, in_parallel, place_shard, read_tensor, sha256, write_shard
+from .source import DTYPES, SMALL_FILES, Entry, Source, read_header
 
 MIXER_SHARD = "model-mixers.safetensors"
 # Never a name that save_pretrained would choose: older safetensors write in place, into the linked source file.
@@ -31,10 +32,14 @@ NOT_COPIED = ("config.json", MANIFEST, "*.index.json", "trainer_state.json")
 # The only folder that transformers reads: a loop of generation (custom_generate) knows the source, not this model.
 TEMPLATES = "additional_chat_templates"
 
+Shards = dict[str, list[str]]  # file name -> tensor names
+Untouched = dict[str, dict[str, str]]  # "shards" and "tensors": name -> sha256
+Rewritten = tuple[dict[str, Entry], dict[str, str]]  # what a shard holds now; name -> sha256 of what kept its bytes
+
 
 def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives, seed: int) -> None:
     """Write the whole converted model into the empty `folder`."""
-    shards = write_source_shards(folder, source, plan, natives.tied())
+    shards, untouched = write_source_shards(folder, source, plan, natives.tied())
     shards[MIXER_SHARD] = write_mixers(folder / MIXER_SHARD, plan, seed)
     write_index(folder, shards)
     _copy_small_files(folder, source)
@@ -44,7 +49,7 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives,
         (folder / name).write_text(text, "utf-8")
     write_json(folder / "config.json", converted_config(source.config, plan, natives))
     (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
-    write_json(folder / MANIFEST, manifest(folder, plan))
+    write_json(folder / MANIFEST, manifest(folder, plan, untouched))
 
 
 def converted_config(config: dict[str, Any], plan: Plan, natives: Natives) -> dict[str, Any]:
@@ -68,13 +73,23 @@ def _other_code(config: dict[str, Any]) -> dict[str, Any]:
     return {name: where for name, where in entries.items() if not name.startswith(("AutoModel", "AutoConfig"))}
 
 
-def manifest(folder: Path, plan: Plan) -> dict[str, Any]:
-    """What linearize.json says: who wrote this folder, from what, by which plan, and which files."""
+def manifest(folder: Path, plan: Plan, untouched: Untouched) -> dict[str, Any]:
+    """What linearize.json says: who wrote this folder, from what, by which plan, and which files.
+
+    `untouched` is what has the very bytes of the source: whole shards, and tensors of shards that were rewritten.
+    """
     import transformers
 
     files = sorted({*(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()), MANIFEST})
     versions = {"linearize": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    return {"linearize": __version__, "versions": versions, "plan": plan.to_json(), "files": files}
+    return {
+        "linearize": __version__,
+        "versions": versions,
+        "plan": plan.to_json(),
+        "files": files,
+        "code": {path.name: sha256(path) for path in sorted(folder.glob("*.py"))},
+        "untouched": untouched,
+    }
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
@@ -84,42 +99,68 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- weights
 
 
-def write_source_shards(folder: Path, source: Source, plan: Plan, tied: set[str]) -> dict[str, list[str]]:
-    """Link, or rewrite where the format or dtype changes; returns shard name -> tensor names."""
-    shards: dict[str, list[str]] = {}
-    for number, shard in enumerate(source.shards, 1):
-        name = SOURCE_SHARD.format(number, len(source.shards))
-        if source.pickled:
-            tensors = _cast(_independent(load_pickle(shard), tied), plan)
-            save_file(tensors, folder / name, {"format": "pt"})
-            shards[name] = list(tensors)
-        elif plan.cast:
-            with safe_open(shard, "pt") as file:
-                tensors = _cast({key: file.get_tensor(key) for key in read_header(shard)}, plan)
-            save_file(tensors, folder / name, {"format": "pt"})
-            shards[name] = list(tensors)
-        else:
-            shards[name] = list(read_header(shard))
-            link_or_copy(shard.resolve(), folder / name)
-    return shards
+def write_source_shards(folder: Path, source: Source, plan: Plan, tied: set[str]) -> tuple[Shards, Untouched]:
+    """Link, or rewrite where the format or dtype changes; also says what has the bytes that the source has."""
+    names = {SOURCE_SHARD.format(n, len(source.shards)): shard for n, shard in enumerate(source.shards, 1)}
+    if source.pickled or plan.cast:
+        rewrite = rewrite_pickle if source.pickled else rewrite_cast
+        written = {name: rewrite(shard, folder / name, plan, tied) for name, shard in names.items()}
+        shards = {name: list(kept) for name, (kept, _) in written.items()}
+        return shards, {"shards": {}, "tensors": {t: h for _, same in written.values() for t, h in same.items()}}
+    hashes = in_parallel(lambda name: place_shard(names[name], folder / name), names)
+    shards = {name: list(read_header(shard)) for name, shard in names.items()}
+    return shards, {"shards": dict(zip(names, hashes, strict=True)), "tensors": {}}
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link, or a byte-for-byte copy where the file system does not allow one."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
-            raise
-        shutil.copyfile(source, target)
+def rewrite_cast(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewritten:
+    """Cast a safetensors file, block by block."""
+    old = read_header(shard)
+    # Only what is known to be floating is cast; float8 is not, its scales lie elsewhere.
+    entries = {name: dataclasses.replace(e, dtype=_target(e.dtype, plan)) for name, e in old.items()}
+    new = {name: TORCH_DTYPES[e.dtype] for name, e in entries.items() if e.dtype != old[name].dtype}
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        for block in read_tensor(shard, old[name]):
+            yield block.to(new.get(name, block.dtype))
+
+    hashes = write_shard(target, entries, values)
+    return entries, {name: value for name, value in hashes.items() if name not in new}
+
+
+def _target(dtype: str, plan: Plan) -> str:
+    return NAMES[getattr(torch, plan.dtype)] if dtype in DTYPES else dtype
+
+
+def rewrite_pickle(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewritten:
+    """Write a pickle's tensors as safetensors, cast where the plan says so, block by block."""
+    tensors = load_pickle(shard)
+    kept = _independent(tensors, tied)
+    old = {name: tensors[name].dtype for name in kept}
+    new = {name: getattr(torch, plan.dtype) if plan.cast and d.is_floating_point else d for name, d in old.items()}
+    entries = {name: described(name, tensors[name], new[name]) for name in kept}
+    mapped, touched = zipfile.is_zipfile(shard), 0
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        nonlocal tensors, touched
+        count = max(1, tensors[name].shape[0]) if tensors[name].ndim else 1
+        rows = max(1, BLOCK * count // max(1, tensors[name].nbytes))
+        for first in range(0, count, rows):
+            # Pages that were read stay with the process until the file is no longer mapped.
+            if mapped and touched > 4 * BLOCK:
+                tensors, touched = load_pickle(shard), 0
+            block = tensors[name][first : first + rows] if tensors[name].ndim else tensors[name]
+            touched += block.nbytes
+            yield block.to(new[name])
+
+    hashes = write_shard(target, entries, values)
+    return entries, {name: value for name, value in hashes.items() if new[name] == old[name]}
 
 
 def load_pickle(shard: Path) -> dict[str, torch.Tensor]:
     """Tensors of a `.bin` shard, read with weights_only. Raises LinearizeError (exit 3) for anything but tensors."""
     try:
-        tensors = torch.load(shard, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:
-        tensors = _load_legacy_pickle(shard)
+        # Files from before torch 1.6 cannot be mapped into memory.
+        tensors = torch.load(shard, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(shard))
     except Exception as error:
         raise _pickle_error(shard, error) from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
@@ -127,12 +168,9 @@ def load_pickle(shard: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _load_legacy_pickle(shard: Path) -> Any:
-    """Files from before torch 1.6 cannot be mapped into memory."""
-    try:
-        return torch.load(shard, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise _pickle_error(shard, error) from error
+def meta_pickle(shard: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a `.bin` shard without their values."""
+    return {name: tensor.to("meta") for name, tensor in load_pickle(shard).items()}
 
 
 def _pickle_error(shard: Path, error: Exception) -> LinearizeError:
@@ -143,42 +181,47 @@ def _pickle_error(shard: Path, error: Exception) -> LinearizeError:
     )
 
 
-def _cast(tensors: dict[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
-    if not plan.cast:
-        return tensors
-    dtype = getattr(torch, plan.dtype)
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-
-
-def _independent(tensors: dict[str, torch.Tensor], tied: set[str]) -> dict[str, torch.Tensor]:
-    """Contiguous tensors without shared memory; a `tied` name that shares is dropped, transformers ties it again."""
-    kept: dict[str, torch.Tensor] = {}
+def _independent(tensors: dict[str, torch.Tensor], tied: set[str]) -> list[str]:
+    """Names to keep: of `tied` ones that share memory with another, transformers ties them again."""
+    kept: list[str] = []
     storages: set[int] = set()
     for name in sorted(tensors, key=lambda name: name in tied):
-        tensor = tensors[name]
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in storages and name in tied:
-            continue
-        kept[name] = tensor.clone(memory_format=torch.contiguous_format) if storage in storages else tensor.contiguous()
+        storage = tensors[name].untyped_storage().data_ptr()
+        if storage not in storages or name not in tied:
+            kept.append(name)
         storages.add(storage)
     return kept
 
 
 def write_mixers(path: Path, plan: Plan, seed: int) -> list[str]:
-    """Initialise every mixer, reproducibly, and save them as one shard; returns the tensor names."""
-    tensors: dict[str, torch.Tensor] = {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for step in plan.steps:
+    """Initialise every mixer, reproducibly, and save them as one shard, one at a time; returns the tensor names."""
+    dtype = getattr(torch, plan.dtype)
+    steps = {f"{step.site.path}.mixer.": step for step in plan.steps}
+    entries: dict[str, Entry] = {}
+    for prefix, step in steps.items():
+        with torch.device("meta"):
+            state = build_mixer(step.mechanism, step.site, step.options).state_dict()
+        entries |= {prefix + name: described(name, value, dtype) for name, value in state.items()}
+    built: dict[str, dict[str, torch.Tensor]] = {}
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        start = name.rindex(".mixer.") + len(".mixer.")
+        prefix, own = name[:start], name[start:]
+        if prefix not in built:
+            step = steps[prefix]
+            built.clear()
             mixer = build_mixer(step.mechanism, step.site, step.options)
             mixer.reset_parameters()
-            for name, value in mixer.state_dict().items():
-                tensors[f"{step.site.path}.mixer.{name}"] = value.to(getattr(torch, plan.dtype))
-    save_file(tensors, path, {"format": "pt"})
-    return list(tensors)
+            built[prefix] = mixer.state_dict()
+        yield built[prefix][own].to(dtype)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        write_shard(path, entries, values)
+    return list(entries)
 
 
-def write_index(folder: Path, shards: dict[str, list[str]]) -> None:
+def write_index(folder: Path, shards: Shards) -> None:
     """model.safetensors.index.json for these shards."""
     size = sum((folder / name).stat().st_size for name in shards)
     weight_map = {tensor: name for name, tensors in sorted(shards.items()) for tensor in tensors}

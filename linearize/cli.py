@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import bench, convert, demo, doctor, finetune, generate, mechanisms, push, recipes
+from .commands import bench, convert, demo, doctor, finetune, generate, mechanisms, push, recipes, verify
 from .errors import Exit, LinearizeError, resource_error
 from .output import say
 
@@ -82,6 +82,7 @@ app.add_typer(recipes.recipes, name="recipes")
 app.command()(push.push)
 app.command()(mechanisms.mechanisms)
 app.command()(generate.generate)
+app.command()(verify.verify)
 app.command()(doctor.doctor)
 app.command()(demo.demo)
 app.add_typer(bench.bench, name="bench")

@@ -9,15 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .atomic import check_output, output_folder
-from .checkpoint import load_pickle, shard_dtype, write_checkpoint
+from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
 from .drops import check_losses, ranges
 from .errors import Exit, LinearizeError
 from .plan import Plan, choose_layers, item_bytes, make_steps, some
 from .probe import model_class_of, probe, quiet
 from .render import Natives
+from .shards import meta_tensors
 from .source import DTYPES, Source, open_source, read_header
 from .verify import Level, verify
 
@@ -168,15 +170,19 @@ def _holds(folder: Path, path: Path) -> bool:
 
 def check_weights(source: Source, natives: Natives) -> None:
     """Load the source onto the meta device: raises LinearizeError (exit 3) when config and weights disagree."""
+    weights: dict[str, torch.Tensor] = {}
     for shard in source.shards:
-        if source.pickled:
-            load_pickle(shard)
-        else:
-            read_header(shard)
+        weights |= meta_pickle(shard) if source.pickled else meta_tensors(shard)
     try:
         with quiet():
+            # Not the folder: even onto the meta device, transformers would read every weight in it.
             _, report = natives.head.from_pretrained(
-                source.folder, device_map={"": "meta"}, output_loading_info=True, ignore_mismatched_sizes=True
+                None,
+                config=natives.source_config,
+                state_dict=weights,
+                device_map={"": "meta"},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
             )
     except Exception as error:  # loaders of many architectures raise as they like
         raise _disagree(source, f"{natives.head.__name__} cannot load them ({_reason(error)})") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import subprocess
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,7 +27,8 @@ from .plan import Plan
 from .probe import model_class_of, quiet
 from .recipe import Recipe
 from .render import Natives, auto_map, code_files
-from .source import DTYPES, Source, read_header
+from .shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
+from .source import Entry, Source, read_header
 from .trainable import ADAPTER, Student
 from .verify import LOAD, LOGITS, TOLERANCE, check_keys, clean_command, fits_twice
 
@@ -75,7 +76,7 @@ def check_code(folder: Path, trust_remote_code: bool) -> Plan:
     """The plan by which a folder was converted, whose code is this version's or trusted; else exit 3."""
     plan = read_plan(folder)
     if not trust_remote_code:
-        changed = sorted(_changed_code(folder, plan))
+        changed = sorted(changed_code(folder, plan))
         if changed:
             raise LinearizeError(
                 f"{folder} carries other code than this version of linearize writes ({', '.join(changed)}). "
@@ -97,7 +98,7 @@ def read_plan(folder: Path) -> Plan:
         ) from error
 
 
-def _changed_code(folder: Path, plan: Plan) -> Iterator[str]:
+def changed_code(folder: Path, plan: Plan) -> Iterator[str]:
     """Names of Python files, and of JSON files that say which code to load, that differ from what a plan leads to."""
     try:
         with quiet():
@@ -135,11 +136,11 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
     with output_folder(output, overwrite=False) as folder:
         changed = finish_adapters(student, folder if keep_adapter else None)
         copy_rest(base, folder)
-        write_trained(student, base, folder, changed)
+        untouched = write_trained(student, base, folder, changed)
         (folder / "README.md").write_text(card.model_card(plan, base, recipe, report), "utf-8")
         checkpoint.write_json(
             folder / checkpoint.MANIFEST,
-            {**checkpoint.manifest(folder, plan), "recipe": card.portable(recipe.resolved())},
+            {**checkpoint.manifest(folder, plan, untouched), "recipe": card.portable(recipe.resolved())},
         )
         if recipe.finish.verify:
             say(verify_final(folder, plan, student, trained, keep_adapter))
@@ -179,24 +180,38 @@ def copy_rest(base: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def write_trained(student: Student, base: Path, folder: Path, changed: set[str]) -> None:
-    """The shards of the base with the trained values in their places; a shard without any is linked."""
+def write_trained(student: Student, base: Path, folder: Path, changed: set[str]) -> checkpoint.Untouched:
+    """The shards of the base with the trained values in their places; a shard without any is linked.
+
+    Returns what of it nothing has changed since the source, with its sha256: whole shards, and tensors of others.
+    """
     headers = {shard: read_header(shard) for shard in sorted(base.glob("*.safetensors"))}
     known = {name for header in headers.values() for name in header}
     values = stored_names(student.model, changed, known, folder)
     values |= {name: p.detach() for name, p in student.named_parameters() if ".mixer." in name}
+    missing = values.keys() - known
+    if missing:
+        raise RuntimeError(f"the converted base has no {', '.join(sorted(missing))}")
+    before = json.loads((base / checkpoint.MANIFEST).read_text("utf-8")).get("untouched", {})
+    shards, tensors = before.get("shards", {}), dict(before.get("tensors", {}))
+    untouched: checkpoint.Untouched = {"shards": {}, "tensors": {}}
     for shard, header in headers.items():
-        new = {name: values.pop(name) for name in header.keys() & values.keys()}
-        if not new:
-            checkpoint.link_or_copy(shard.resolve(), folder / shard.name)
+        if not header.keys() & values.keys():
+            link_or_copy(shard, folder / shard.name)
+            untouched["shards"] |= {shard.name: shards[shard.name]} if shard.name in shards else {}
             continue
-        with safe_open(shard, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in header if name not in new}
-        for name, value in new.items():
-            tensors[name] = value.to(getattr(torch, DTYPES[header[name].dtype])).contiguous().clone()
-        save_file(tensors, folder / shard.name, {"format": "pt"})
-    if values:
-        raise RuntimeError(f"the converted base has no {', '.join(sorted(values))}")
+        hashes = write_shard(folder / shard.name, header, functools.partial(_value, values, shard, header))
+        tensors |= hashes if shard.name in shards else {}
+    untouched["tensors"] = {name: value for name, value in tensors.items() if name not in values}
+    return untouched
+
+
+def _value(values: dict[str, Tensor], shard: Path, header: dict[str, Entry], name: str) -> Iterator[Tensor]:
+    """A tensor of the base's shard, or what training made of it."""
+    if name not in values:
+        yield from read_tensor(shard, header[name])
+    else:
+        yield values[name].to(TORCH_DTYPES[header[name].dtype])
 
 
 def stored_names(model: Any, names: set[str], known: set[str], scratch: Path) -> dict[str, Tensor]:

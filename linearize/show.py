@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .drops import ranges
 from .output import size
 from .plan import Plan
+
+if TYPE_CHECKING:
+    from .checks import Check
 
 
 def console() -> Console:
@@ -104,6 +108,19 @@ def report_table(report: dict[str, Any]) -> None:
         for row in report["layers"]:
             table.add_row(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}")
         out.print(table)
+
+
+def checks_table(title: str, checks: list[Check]) -> None:
+    """What `linearize verify` found."""
+    table = Table(title=title)
+    for column in ("check", "result", "difference", "limit", "detail"):
+        table.add_column(column, justify="right" if column in ("difference", "limit") else "left", overflow="fold")
+    colours = {"passed": "green", "failed": "red", "warning": "yellow", "skipped": "yellow"}
+    for check in checks:
+        numbers = ["" if value is None else f"{value:.1e}" for value in (check.difference, check.limit)]
+        result = f"[{colours[check.status]}]{check.status}[/]"
+        table.add_row(check.name, result, *numbers, escape(check.detail))
+    console().print(table)
 
 
 # ---------------------------------------------------------------- results for people, on stdout

@@ -30,11 +30,13 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16"
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One entry of a safetensors header."""
+class Entry:
+    """One tensor of a safetensors header; its `size` bytes start at byte `start` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
+    start: int = 0
+    size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:
     return tuple(shards)
 
 
-def read_header(shard: Path) -> dict[str, Tensor]:
+def read_header(shard: Path) -> dict[str, Entry]:
     """Tensors of a safetensors file from its header. Raises LinearizeError when it is cut short or lies."""
     try:
         size = shard.stat().st_size
@@ -183,7 +185,7 @@ def read_header(shard: Path) -> dict[str, Tensor]:
             item = ITEM_BYTES.get(entry["dtype"])
             if min(shape, default=0) < 0 or (item is not None and end - start != math.prod(shape) * item):
                 raise ValueError(f"tensor {name} has {end - start} bytes, which its shape {list(shape)} does not fill")
-            tensors[name] = Tensor(entry["dtype"], shape)
+            tensors[name] = Entry(entry["dtype"], shape, 8 + length + start, end - start)
             spans.append((start, end))
         if [end for _, end in sorted(spans)] != [*(start for start, _ in sorted(spans)[1:]), size - 8 - length]:
             raise ValueError("its tensors overlap or leave gaps")

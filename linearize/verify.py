@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
 from transformers.utils import HF_MODULES_CACHE
 
 from .checkpoint import INDEX, MIXER_SHARD
 from .errors import SECRET_VARIABLES, Exit, LinearizeError
 from .plan import Plan, some
+from .shards import read_tensor
 from .source import DTYPES, Source, read_header
 
 Level = Literal["auto", "full", "keys", "none"]
@@ -53,18 +53,33 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 """
 
-# Loads the checkpoint as anyone would; `meta` without memory behind the weights.
+# Loads the checkpoint as anyone would. On `meta`, its tensors have names and shapes only: transformers would read
+# every weight in the folder to load it there.
 LOAD = """
-from transformers import AutoModelForCausalLM
-meta = sys.argv[2] == "meta"
-model, report = AutoModelForCausalLM.from_pretrained(
-    sys.argv[1],
-    trust_remote_code=True,
-    output_loading_info=True,
-    **({"device_map": {"": "meta"}} if meta else {"dtype": torch.float32}),
-)
-if not meta:
-    torch.save(logits(model.eval()), sys.argv[2])
+from transformers import AutoConfig, AutoModelForCausalLM
+folder, target = sys.argv[1:3]
+if target == "meta":
+    from pathlib import Path
+    from safetensors import safe_open
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.modeling_utils import str_to_torch_dtype
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    weights = {}
+    for shard in Path(folder).glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():
+                value = file.get_slice(name)
+                dtype = str_to_torch_dtype[value.get_dtype()]
+                weights[name] = torch.empty(value.get_shape(), dtype=dtype, device="meta")
+    model_class = get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], folder)
+    arguments = {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
+    arguments["device_map"] = {"": "meta"}
+else:
+    model_class = AutoModelForCausalLM
+    arguments = {"pretrained_model_name_or_path": folder, "trust_remote_code": True, "dtype": torch.float32}
+model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
+if target != "meta":
+    torch.save(logits(model.eval()), target)
 print(json.dumps({
     "report": {key: sorted(map(str, value)) for key, value in report.items()},
     "mixers": {name: list(p.shape) for name, p in model.state_dict().items() if ".mixer." in name},
@@ -146,8 +161,8 @@ def free_memory() -> int:
 def check_keys(folder: Path) -> int:
     """Every tensor of the index exists in its shard and in the model, and the other way round; returns how many."""
     count = _check_index(folder)
-    with clean_command(LOAD, [str(folder), "meta"]) as command, _start(*command) as loading:
-        _check_loaded(folder, _result(loading))
+    with clean_command(LOAD, [str(folder), "meta"]) as command, started(*command) as loading:
+        _check_loaded(folder, result_of(loading))
     return count
 
 
@@ -164,11 +179,11 @@ def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple
         with (
             clean_command(LOGITS + LOAD, [str(folder), str(ours)]) as a,
             clean_command(LOGITS + SOURCE_SIDE, arguments, refused=()) as b,
-            _start(*a) as loading,
-            _start(*b) as comparing,
+            started(*a) as loading,
+            started(*b) as comparing,
         ):
-            loaded = _result(loading)
-            _result(comparing)
+            loaded = result_of(loading)
+            result_of(comparing)
         _check_loaded(folder, loaded)
         return count, _difference(torch.load(ours), torch.load(theirs))
 
@@ -188,8 +203,8 @@ def _check_index(folder: Path) -> int:
     stored = {tensor: name for name in set(index.values()) for tensor in read_header(folder / name)}
     for tensor, name in sorted(set(stored.items()) ^ set(index.items())):
         _fail(f"{tensor} is in {name} by the {'index' if index.get(tensor) == name else 'shards'} only")
-    for tensor, value in load_file(folder / MIXER_SHARD).items():
-        if not bool(torch.isfinite(value).all()):
+    for tensor, entry in read_header(folder / MIXER_SHARD).items():
+        if not all(bool(block.isfinite().all()) for block in read_tensor(folder / MIXER_SHARD, entry)):
             _fail(f"{tensor} has values that are not finite")
     return len(index)
 
@@ -230,7 +245,7 @@ def clean_command(
 
 
 @contextlib.contextmanager
-def _start(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """A running child, killed when the block is left before it has ended."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -242,7 +257,7 @@ def _start(command: list[str], environment: dict[str, str]) -> Iterator[subproce
             child.kill()
 
 
-def _result(child: subprocess.Popen[str]) -> Any:
+def result_of(child: subprocess.Popen[str]) -> Any:
     """Wait for a child; the JSON of its last line, None when it prints nothing."""
     out, errors = child.communicate()
     if child.returncode:

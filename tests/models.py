@@ -126,6 +126,14 @@ def source_with_mixers(source: Path, converted: Path) -> Any:
     return model.eval()
 
 
+def copied(folder: Path, target: Path) -> Path:
+    """A copy that may be damaged."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
 def tokens(batch: int, length: int, seed: int = 3) -> Tensor:
     """Random token ids [batch, length], never the padding token."""
     generator = torch.Generator().manual_seed(seed)

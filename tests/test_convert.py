@@ -505,7 +505,7 @@ def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_shard", full)
     with pytest.raises(LinearizeError, match="no space left on the disk") as caught:
         convert(*plan, source.parent / "deep" / "linear", level="none")
     assert caught.value.code == Exit.RESOURCE

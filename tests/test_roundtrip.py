@@ -20,6 +20,7 @@ from models import (
     HYBRID,
     Zoo,
     convert_folder,
+    copied,
     load,
     logits,
     save_source,
@@ -105,7 +106,7 @@ def test_convert_proves_its_result(tmp_path: Path) -> None:
 def test_verification_refuses_a_wrong_checkpoint(zoo: Zoo, tmp_path: Path, damage: str) -> None:
     from safetensors.torch import save_file
 
-    folder = copy_of(zoo.folders("llama")[1], tmp_path / "linear")
+    folder = copied(zoo.folders("llama")[1], tmp_path / "linear")
     shard, index = folder / "model-mixers.safetensors", folder / "model.safetensors.index.json"
     tensors, listed = load_file(shard), json.loads(index.read_text())
     name = sorted(tensors)[0]
@@ -129,14 +130,6 @@ def test_verification_refuses_a_wrong_checkpoint(zoo: Zoo, tmp_path: Path, damag
     with pytest.raises(LinearizeError, match="verification failed") as caught:
         check_keys(folder)
     assert caught.value.code == Exit.CHECK_FAILED
-
-
-def copy_of(folder: Path, target: Path) -> Path:
-    """A copy that may be damaged."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
 
 
 # ---------------------------------------------------------------- source formats
@@ -312,7 +305,7 @@ def test_mixers_of_a_new_model_are_initialised(zoo: Zoo) -> None:
 
 
 def test_lost_mixers_are_initialised_not_left_to_chance(zoo: Zoo, tmp_path: Path) -> None:
-    folder = copy_of(zoo.folders("llama")[1], tmp_path / "linear")
+    folder = copied(zoo.folders("llama")[1], tmp_path / "linear")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] = {k: v for k, v in index["weight_map"].items() if ".mixer." not in k}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,0 +1,228 @@
+"""`linearize verify`: what a saved folder promises, checked one by one; the checks that run code do so elsewhere.
+
+Weights are compared with the hashes that linearize.json recorded, names with the index, and behaviours.py says in a
+clean process whether the model loads and whether all ways to cut up a forward pass agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from linearize_kernels.mixer import Site
+
+from .checkpoint import INDEX, MANIFEST
+from .errors import Exit, LinearizeError
+from .export import changed_code
+from .plan import Plan, Step, some
+from .shards import in_parallel, read_bytes, read_tensor, sha256
+from .source import DTYPES, Entry, open_source, read_header
+from .verify import clean_command, free_memory, result_of, started
+
+# Difference of logits over the largest. float32: whatever the weights are stored in, they are computed with in
+# float32, where two orders of the same sums differ by 1e-7 to 6e-6 on small models and broken code by 1e-3 and more.
+# A model that fits memory only as it is stored is held to the rounding of that dtype.
+LIMITS = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+STRICT_LIMIT = 2e-5
+# Tokens of a row: more than a chunk; strict: more than two chunks of the largest size.
+LENGTH, STRICT_LENGTH = 100, 560
+BEHAVIOURS = "behaviours.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One row of the table. `status` is passed, failed, warning (failed when strict) or skipped (the same)."""
+
+    name: str
+    status: str
+    detail: str = ""
+    difference: float | None = None
+    limit: float | None = None
+
+
+def verify_folder(model: str, *, strict: bool = False, trust_remote_code: bool = False) -> list[Check]:
+    """Every check of the linearized model in a folder, or in the cache of the Hub.
+
+    Raises LinearizeError: 3 for what is no linearized model, and for code that this version does not write unless
+    `trust_remote_code`; 4 and 5 as `open_source`.
+    """
+    folder = Path(model) if Path(model).is_dir() else open_source(model, None).folder
+    config = read_linearized_config(folder)
+    if not trust_remote_code:
+        ensure_code(folder, config)
+    checks = [
+        _attempt("files", lambda: check_files(folder)),
+        _attempt("index", lambda: check_index(folder)),
+        _attempt("untouched weights", lambda: check_hashes(folder)),
+        _attempt("new weights", lambda: check_new(folder, strict)),
+    ]
+    checks += check_behaviours(folder, strict)
+    return [_strictly(check) for check in checks] if strict else checks
+
+
+def _strictly(check: Check) -> Check:
+    status = "failed" if check.status in ("warning", "skipped") else check.status
+    return dataclasses.replace(check, status=status)
+
+
+def _attempt(name: str, work: Callable[[], tuple[str, str]]) -> Check:
+    """`work` returns (status, detail); files that cannot be read are failures."""
+    try:
+        return Check(name, *work())
+    except LinearizeError as error:
+        return Check(name, "failed", error.message.removeprefix("verification failed: "))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Check(name, "failed", f"{type(error).__name__}: {error}")
+
+
+def read_linearized_config(folder: Path) -> dict[str, Any]:
+    """config.json of a linearized model; raises LinearizeError (exit 3) that says what the folder is instead."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        linear = bool(config.get("linearize"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise LinearizeError(f"{folder} is no model folder: {path.name}: {error}", Exit.INCOMPATIBLE) from error
+    if not linear:
+        kind = ", ".join(map(str, config.get("architectures") or [])) or "a model"
+        raise LinearizeError(
+            f"{folder} is {kind} ({config.get('model_type')}) as transformers has it, with no layer that linearize "
+            f"converted: nothing to verify. Convert it first: linearize convert {folder} --to gsa",
+            Exit.INCOMPATIBLE,
+        )
+    return config
+
+
+def ensure_code(folder: Path, config: dict[str, Any]) -> None:
+    """The folder's code will be run: it must be what this version writes for its plan, else exit 3."""
+    changed = sorted(changed_code(folder, plan_of(config)))
+    if changed:
+        raise LinearizeError(
+            f"{folder} carries other code than this version of linearize writes ({some(changed)}). Verifying runs "
+            "it. Read it, then pass --trust-remote-code",
+            Exit.INCOMPATIBLE,
+        )
+
+
+def plan_of(config: dict[str, Any]) -> Plan:
+    """As much of a plan as a linearized config.json holds; a folder saved by transformers has no linearize.json."""
+    layers = config["linearize"]["layers"]
+    steps = tuple(Step(Site.from_dict(one["site"]), one["mechanism"], one["options"], 0, 0) for one in layers)
+    architecture = config["architectures"][0].removeprefix("Linearized")
+    model_type, dtype = config["model_type"].removeprefix("linearized_"), str(config.get("dtype"))
+    return Plan("", None, architecture, model_type, dtype, False, False, steps, (), 0, 0)
+
+
+# ---------------------------------------------------------------- what is on disk
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """linearize.json, empty where there is none: save_pretrained does not write it."""
+    path = folder / MANIFEST
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def check_files(folder: Path) -> tuple[str, str]:
+    """linearize.json lists the files and the hashes of the code; others beside them are worth a warning."""
+    manifest = manifest_of(folder)
+    if not manifest:
+        return "warning", f"no {MANIFEST}: not written by linearize convert or finetune, or saved again since"
+    present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    present = {name for name in present if not any(part.startswith((".", "__pycache__")) for part in name.split("/"))}
+    listed, code = set(manifest["files"]), manifest.get("code", {})
+    lost = sorted(name for name in listed - present if not name.split("/")[-1].startswith("."))
+    if lost:
+        return "failed", f"missing: {some(lost)}"
+    edited = sorted(name for name, value in code.items() if name in present and sha256(folder / name) != value)
+    edited += sorted(name for name in present - listed if name.endswith(".py"))
+    if edited:
+        return "warning", f"code that linearize did not write: {some(edited)}"
+    foreign = sorted(present - listed)
+    return ("warning", f"files that linearize did not write: {some(foreign)}") if foreign else ("passed", "")
+
+
+def check_index(folder: Path) -> tuple[str, str]:
+    """Every tensor of the index is in the shard that it names, and the other way round."""
+    if (folder / INDEX).exists():
+        index = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+    else:
+        index = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
+    held = {(tensor, path.name) for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path)}
+    wrong = sorted(held ^ set(index.items()))
+    if wrong:
+        tensor, name = wrong[0]
+        return "failed", f"{tensor} is in {name} by the {'shards' if (tensor, name) in held else 'index'} only"
+    return "passed", f"{len(index)} tensors"
+
+
+def check_hashes(folder: Path) -> tuple[str, str]:
+    """What linearize.json calls untouched has the bytes that the source had."""
+    recorded = manifest_of(folder).get("untouched")
+    if not recorded:
+        return "warning", "no hashes are recorded"
+    shards, tensors = recorded["shards"], recorded["tensors"]
+    wrong = [name for name, value in zip(shards, in_parallel(lambda n: sha256(folder / n), shards), strict=True)
+             if value != shards[name]]  # fmt: skip
+    if tensors:
+        places = {name: (p, entry) for p in folder.glob("*.safetensors") for name, entry in read_header(p).items()}
+        found = in_parallel(lambda name: tensor_sha256(*places[name]), tensors)
+        wrong += [name for name, value in zip(tensors, found, strict=True) if value != tensors[name]]
+    if wrong:
+        return "failed", f"not the recorded bytes: {some(sorted(wrong))}"
+    return "passed", f"{len(shards)} shards" + (f", {len(tensors)} tensors of other shards" if tensors else "")
+
+
+def tensor_sha256(path: Path, entry: Entry) -> str:
+    """The hash of one tensor's bytes."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for block in read_bytes(path, entry.start, entry.size):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def check_new(folder: Path, everything: bool) -> tuple[str, str]:
+    """The mixers' numbers (or `everything`) are finite."""
+    for shard in sorted(folder.glob("*.safetensors")):
+        for name, entry in read_header(shard).items():
+            wanted = (everything or ".mixer." in name) and entry.dtype in DTYPES
+            if wanted and not all(bool(block.isfinite().all()) for block in read_tensor(shard, entry)):
+                return "failed", f"{name} has values that are not finite"
+    return "passed", "all weights are finite" if everything else "all mixers are finite"
+
+
+# ---------------------------------------------------------------- what it computes
+
+
+def check_behaviours(folder: Path, strict: bool) -> list[Check]:
+    """Reload in a clean process and run behaviours.py there."""
+    dtype = fitting_dtype(folder)
+    if dtype is None:
+        return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
+    limit = min(STRICT_LIMIT, LIMITS[dtype]) if strict and dtype == "float32" else LIMITS[dtype]
+    script = (Path(__file__).parent / BEHAVIOURS).read_text("utf-8").replace("from __future__ import annotations", "")
+    arguments = [str(folder.absolute()), dtype, str(STRICT_LENGTH if strict else LENGTH), str(limit)]
+    try:
+        with clean_command(script, arguments) as command, started(*command) as child:
+            found = result_of(child)
+    except LinearizeError as error:
+        return [Check("reload", "failed", error.message.removeprefix("verification failed: "))]
+    wrong = [f"{kind.replace('_', ' ')}: {some(names)}" for kind, names in found["keys"].items()]
+    first = Check("reload", "failed" if wrong else "passed", "; ".join(wrong) or "no key missing, none unexpected")
+    return [first, *(Check(name, **result) for name, result in found["checks"].items())]
+
+
+def fitting_dtype(folder: Path) -> str | None:
+    """float32 where the model fits memory so, else what it is stored in, else None."""
+    free = free_memory()
+    entries = [entry for shard in folder.glob("*.safetensors") for entry in read_header(shard).values()]
+    numbers, stored = sum(math.prod(e.shape) for e in entries), sum(e.size for e in entries)
+    if 4 * numbers < free:
+        return "float32"
+    kinds = [DTYPES[e.dtype] for e in entries if e.dtype in DTYPES]
+    return max(set(kinds), key=kinds.count) if stored < free else None
