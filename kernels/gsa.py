@@ -322,17 +322,19 @@ class GatedSlotAttention(Mixer):
         half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 2048.0,
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
+        window: Annotated[int, Bounds(0, 65536)] = 0,
     ) -> None:
         """`slots` M; `damping` tau; `gate_heads`: one memory per key head or per query head; `clock`: how many of
         the slots take turns, each written at every clock-th token, so that they hold the last `clock` tokens
         nearly exactly and a conversion starts near its source (-1: three quarters of the slots); `rope`: keep the
         rotary embedding on q and k; `norm`: RMS norm of the output per head or over all heads; `unit_scale`: 1
         instead of the architecture's factor on q.k; half-lives in tokens, 0 as minimum for
-        zero biases; `gate_std` of W_f at the start.
+        zero biases; `gate_std` of W_f at the start; `window`: exact softmax over so many last tokens beside it.
 
-        Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two.
+        Raises ValueError when clock > slots, half_life_max < half_life_min, chunk_size is no power of two, or a
+        window meets rope=False.
         """
-        super().__init__(site)
+        super().__init__(site, window)
         clock = slots * 3 // 4 if clock < 0 else clock
         if clock > slots:
             raise ValueError(f"clock={clock}: must be <= slots={slots}")
@@ -340,6 +342,8 @@ class GatedSlotAttention(Mixer):
             raise ValueError(f"half_life_max={half_life_max}: must be >= half_life_min={half_life_min}")
         if chunk_size & (chunk_size - 1):
             raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
+        if window and not rope:
+            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.slots, self.damping, self.clock, self.chunk_size = slots, damping, clock, chunk_size
         self.gate_count = site.heads if gate_heads == "query" else site.kv_heads
         self.drop_rope = not rope
@@ -355,6 +359,7 @@ class GatedSlotAttention(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         init.normal_(self.forget.weight, 0.0, self.gate_std)
         init.copy_(self.forget.bias, self._spread_half_lives().to(self.forget.bias))
         if self.clock:
@@ -421,8 +426,12 @@ class GatedSlotAttention(Mixer):
         power = y.square().mean((-1,) if self.norm == "head" else (-2, -1), keepdim=True)
         return (y * torch.rsqrt(power + 1e-6) * self.norm_weight.float()).to(o.dtype)
 
-    def state_bytes(self, tokens: int) -> int:
-        return 4 * self.gate_count * self.slots * (self.site.key_dim + self.site.value_dim) + 8
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        return (
+            super().state_bytes(tokens, item)
+            + 4 * self.gate_count * self.slots * (self.site.key_dim + self.site.value_dim)
+            + 8
+        )
 
     @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:

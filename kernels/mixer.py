@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .window import Window, WindowedState
+
 
 @dataclasses.dataclass(frozen=True)
 class Site:
@@ -73,9 +75,11 @@ class Mixer(nn.Module):
     switch: Any
     arguments: tuple[str, ...]
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, window: int = 0) -> None:
+        """`window`: exact softmax over so many last tokens beside the mechanism, an option of causal ones (0: none)."""
         super().__init__()
         self.site = site
+        self.near = Window(site.heads, window, site.scale) if window else None
         # Hand q and k to `mix` without rotary embedding. Read by the seam before the attention module runs.
         self.drop_rope = False
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
@@ -86,6 +90,26 @@ class Mixer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves behind what belongs to one call, which an interrupted forward may have left."""
         return {**self.__dict__, "calls": {}, "transfer": None}
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        *,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        state: Any,
+        causal: bool,
+    ) -> tuple[Tensor, Any]:
+        """`mix`, and the exact window beside it where there is one; same arguments and results."""
+        if self.near is None:
+            return self.mix(q, k, v, x, padding=padding, segments=segments, state=state, causal=causal)
+        far, near = (None, None) if state is None else state
+        o, far = self.mix(q, k, v, x, padding=padding, segments=segments, state=far, causal=causal)
+        o, near = self.near(o, q, k, v, padding=padding, segments=segments, state=near)
+        return o, WindowedState(far, near)
 
     def mix(
         self,
@@ -107,12 +131,21 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Write the initial value of every parameter, through `transformers.initialization` (flag-aware)."""
-        raise NotImplementedError
+        """Write the initial value of every parameter, through `transformers.initialization` (flag-aware).
 
-    def state_bytes(self, tokens: int) -> int:
-        """Bytes of decode state per sequence after `tokens` tokens."""
-        raise NotImplementedError
+        A subclass writes its own and calls this for the window's.
+        """
+        if self.near is not None:
+            self.near.reset_parameters()
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        """Bytes of decode state per sequence after `tokens` tokens, activations having `item` bytes.
+
+        A subclass adds its own to the window's.
+        """
+        site = self.site
+        row = site.kv_heads * (site.key_dim + site.value_dim) * item
+        return 0 if self.near is None else self.near.window * row + 8
 
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
         """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: nothing."""

@@ -130,7 +130,7 @@ def seam(
     slot = call.slot
     seen = None if slot is None else slot.seen - q.shape[1]
     padding, segments = token_layout(attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)
-    o, state = mixer.mix(
+    o, state = mixer(
         q,
         k,
         v,
@@ -179,7 +179,7 @@ def transfer(
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         causal = is_causal(module, kwargs)
-        o, _ = mixer.mix(*inputs, padding=padding, segments=segments, state=None, causal=causal)
+        o, _ = mixer(*inputs, padding=padding, segments=segments, state=None, causal=causal)
         listener.hear(mixer, inputs, o, target)
     return o.to(query.dtype) if second else target
 

@@ -49,8 +49,7 @@ class StateLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.state is not None:
-            self.state = type(self.state)(*(change(part) for part in self.state))
+        self.state = map_state(change, self.state)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda part: part.index_select(0, beam_idx.to(part.device)))
@@ -77,6 +76,13 @@ class StateLayer(CacheLayerMixin):
                 "a linearized layer cannot drop tokens from its state, so assisted decoding and cache cropping "
                 "are not possible; generate without an assistant model"
             )
+
+
+def map_state(change: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """`change` applied to every tensor of a state, which may hold other states."""
+    if state is None or isinstance(state, Tensor):
+        return state if state is None else change(state)
+    return type(state)(*(map_state(change, part) for part in state))
 
 
 def state_slot(cache: Any, layer_idx: int, *, alone: bool) -> StateLayer:

@@ -54,9 +54,9 @@ def plan_conversion(
     sites = probe(config, natives.head)
     chosen, kept = choose_layers(sites, layers, keep_softmax, source.name)
     check_losses(chosen, allow_drop)
-    steps = make_steps(chosen, mechanism, options or {})
     stored = stored_dtype(source)
     target = stored if dtype == "keep" else dtype
+    steps = make_steps(chosen, mechanism, options or {}, item_bytes(target))
     new, old = sum(step.new_parameters for step in steps), natives.parameters()
     rewritten = old if source.pickled or target != stored else 0
     plan = Plan(

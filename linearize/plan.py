@@ -152,8 +152,11 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
-def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any]) -> tuple[Step, ...]:
-    """A step per site. Raises LinearizeError: 2 for unknown names and bad options, 3 for an unfit mechanism."""
+def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: int = 4) -> tuple[Step, ...]:
+    """A step per site of a model whose activations have `item` bytes.
+
+    Raises LinearizeError: 2 for unknown names and bad options, 3 for an unfit mechanism.
+    """
     mixer_class, options = load_mechanism(mechanism), resolve_options(mechanism, given)
     steps = []
     for site in sites:
@@ -163,5 +166,5 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any]) -> tupl
         with torch.device("meta"):
             mixer = build_mixer(mechanism, site, options)
         new = sum(p.numel() for p in mixer.parameters())
-        steps.append(Step(site, mechanism, options, new, mixer.state_bytes(0)))
+        steps.append(Step(site, mechanism, options, new, mixer.state_bytes(0, item)))
     return tuple(steps)

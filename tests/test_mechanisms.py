@@ -17,6 +17,8 @@ from torch import Tensor
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from linearize_kernels.mixer import Bounds, Mixer, Site, option_types, own_mixer
+from linearize_kernels.state import map_state
+from linearize_kernels.window import WindowedState
 
 HIDDEN = 24
 SITES = {
@@ -28,14 +30,16 @@ LONG = 150  # crosses chunks and blocks of 64
 
 every_mechanism = pytest.mark.parametrize("name", mechanism_names())
 every_site = pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
-every_variant = pytest.mark.parametrize("faithful", [False, True], ids=["default", "faithful"])
+# Options that every mechanism has; a window of 48 fits no block of 64.
+VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "faithful": {"faithful": True}, "window": {"window": 48}}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def make(name: str, site: Site = SITES["heads share keys"], faithful: bool = False, **options: Any) -> Mixer:
+def make(name: str, site: Site = SITES["heads share keys"], variant: str = "default", **options: Any) -> Mixer:
     torch.manual_seed(0)
-    mixer = build_mixer(name, site, resolve_options(name, {"faithful": faithful, **options}))
+    mixer = build_mixer(name, site, resolve_options(name, {**VARIANTS[variant], **options}))
     mixer.reset_parameters()
     return mixer
 
@@ -57,7 +61,12 @@ def cut(inputs: Inputs, start: int | None, stop: int | None) -> Inputs:
 
 
 def mix(mixer: Mixer, inputs: Inputs, **layout: Any) -> tuple[Tensor, Any]:
-    return mixer.mix(*inputs, **{"padding": None, "segments": None, "state": None, "causal": True, **layout})
+    return mixer(*inputs, **{"padding": None, "segments": None, "state": None, "causal": True, **layout})
+
+
+def parts(state: Any) -> list[Tensor]:
+    """The tensors of a state, which may hold other states."""
+    return [state] if isinstance(state, Tensor) else [tensor for part in state for tensor in parts(part)]
 
 
 def same(ours: Tensor, reference: Tensor) -> bool:
@@ -113,7 +122,7 @@ def behaviour(mixer: Mixer) -> list[Tensor]:
     inputs = tokens(mixer.site, LONG)
     o, state = mix(mixer, inputs)
     mixer.calibrate(*inputs, o.detach(), 2 * o.detach() + 1)
-    return [torch.tensor(float(mixer.drop_rope)), *mixer.state_dict().values(), o.detach(), *state]
+    return [torch.tensor(float(mixer.drop_rope)), *mixer.state_dict().values(), o.detach(), *parts(state)]
 
 
 @every_mechanism
@@ -133,9 +142,9 @@ def test_no_option_is_stored_and_never_read(name: str) -> None:
 @every_mechanism
 @every_site
 @every_variant
-def test_reset_writes_every_parameter_unless_it_was_loaded(name: str, site: Site, faithful: bool) -> None:
+def test_reset_writes_every_parameter_unless_it_was_loaded(name: str, site: Site, variant: str) -> None:
     with torch.device("meta"):
-        empty = build_mixer(name, site, resolve_options(name, {"faithful": faithful}))
+        empty = build_mixer(name, site, resolve_options(name, VARIANTS[variant]))
     mixer = empty.to_empty(device="cpu")
     for parameter in mixer.parameters():
         torch.nn.init.constant_(parameter, math.nan)
@@ -143,7 +152,7 @@ def test_reset_writes_every_parameter_unless_it_was_loaded(name: str, site: Site
     assert [n for n, p in mixer.named_parameters() if not p.isfinite().all()] == []
     assert list(mixer.buffers()) == [], "a buffer that is not saved comes back as uninitialised memory"
 
-    loaded = make(name, site, faithful)
+    loaded = make(name, site, variant)
     for parameter in loaded.parameters():
         torch.nn.init.constant_(parameter, 7.0)
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -153,8 +162,8 @@ def test_reset_writes_every_parameter_unless_it_was_loaded(name: str, site: Site
 
 @every_mechanism
 @every_variant
-def test_gradients_reach_every_parameter_and_every_input(name: str, faithful: bool) -> None:
-    mixer = make(name, faithful=faithful)
+def test_gradients_reach_every_parameter_and_every_input(name: str, variant: str) -> None:
+    mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, 70)
     leaves = {**dict(zip("qkvx", inputs, strict=True)), **dict(mixer.named_parameters())}
     for leaf in leaves.values():
@@ -173,15 +182,16 @@ def test_gradients_reach_every_parameter_and_every_input(name: str, faithful: bo
 @every_site
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_shapes_and_dtypes(name: str, site: Site, faithful: bool, dtype: torch.dtype) -> None:
-    mixer, inputs = make(name, site, faithful), tokens(site, 70)
+def test_shapes_and_dtypes(name: str, site: Site, variant: str, dtype: torch.dtype) -> None:
+    mixer, inputs = make(name, site, variant), tokens(site, 70)
     exact, _ = mix(mixer, inputs)
     half: Any = tuple(y.to(dtype) for y in inputs)
     o, state = mix(mixer.to(dtype), half)
     assert o.shape == (2, 70, site.heads, site.value_dim)
     assert o.dtype == dtype
-    assert all(part.shape[0] == 2 for part in state)
-    assert all(part.dtype in (torch.float32, torch.int64) for part in state)
+    assert all(part.shape[0] == 2 for part in parts(state))
+    memory = state.far if isinstance(state, WindowedState) else state  # the window holds activations
+    assert all(part.dtype in (torch.float32, torch.int64) for part in parts(memory))
     # Gates computed in half precision are within a few roundings of the exact ones.
     assert relative_error(o.detach(), exact.detach()) <= 3 * TOLERANCE[dtype]
 
@@ -189,19 +199,19 @@ def test_shapes_and_dtypes(name: str, site: Site, faithful: bool, dtype: torch.d
 @every_mechanism
 @every_site
 @every_variant
-def test_state_bytes_are_those_of_the_state(name: str, site: Site, faithful: bool) -> None:
-    mixer = make(name, site, faithful)
+def test_state_bytes_are_those_of_the_state(name: str, site: Site, variant: str) -> None:
+    mixer = make(name, site, variant)
     for T in (1, 64, LONG):
         _, state = mix(mixer, tokens(site, T, B=1))
-        assert sum(part.numel() * part.element_size() for part in state) == mixer.state_bytes(T)
+        assert sum(part.numel() * part.element_size() for part in parts(state)) == mixer.state_bytes(T)
 
 
 @every_mechanism
 @every_site
 @every_variant
 @pytest.mark.parametrize("prefill", [1, 63, 64, 67])
-def test_prefill_then_decode_is_one_pass(name: str, site: Site, faithful: bool, prefill: int) -> None:
-    mixer, inputs = make(name, site, faithful), tokens(site, 90)
+def test_prefill_then_decode_is_one_pass(name: str, site: Site, variant: str, prefill: int) -> None:
+    mixer, inputs = make(name, site, variant), tokens(site, 90)
     whole, last = mix(mixer, inputs)
     o, state = mix(mixer, cut(inputs, None, prefill))
     outputs = [o]
@@ -210,18 +220,18 @@ def test_prefill_then_decode_is_one_pass(name: str, site: Site, faithful: bool, 
         outputs.append(o)
     o, state = mix(mixer, cut(inputs, 80, None), state=state)
     assert same(torch.cat([*outputs, o], 1), whole)
-    assert all(same(a, b) for a, b in zip(state, last, strict=True))
+    assert all(same(a, b) for a, b in zip(parts(state), parts(last), strict=True))
 
 
 @every_mechanism
 @every_variant
-def test_states_follow_their_rows(name: str, faithful: bool) -> None:
+def test_states_follow_their_rows(name: str, variant: str) -> None:
     """Beam search reorders states along the batch."""
-    mixer = make(name, faithful=faithful)
+    mixer = make(name, variant=variant)
     inputs, order = tokens(mixer.site, 71, B=3), torch.tensor([2, 0, 0])
     _, state = mix(mixer, cut(inputs, None, 70))
     step: Any = tuple(y[order, 70:] for y in inputs)
-    o, _ = mix(mixer, step, state=type(state)(*(part[order] for part in state)))
+    o, _ = mix(mixer, step, state=map_state(lambda part: part[order], state))
     expected, _ = mix(mixer, cut(inputs, 70, None), state=state)
     assert same(o, expected[order])
 
@@ -230,8 +240,8 @@ def test_states_follow_their_rows(name: str, faithful: bool) -> None:
 @every_site
 @every_variant
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_as_if_it_were_not_there(name: str, site: Site, faithful: bool, side: str) -> None:
-    mixer, T, pad = make(name, site, faithful), 70, 9
+def test_padding_is_as_if_it_were_not_there(name: str, site: Site, variant: str, side: str) -> None:
+    mixer, T, pad = make(name, site, variant), 70, 9
     inputs = tokens(site, T + pad)
     start, stop = (pad, None) if side == "left" else (None, T)
     padding = torch.zeros(2, T + pad, dtype=torch.bool)
@@ -242,7 +252,7 @@ def test_padding_is_as_if_it_were_not_there(name: str, site: Site, faithful: boo
     plain, last = mix(mixer, cut(inputs, start, stop))
     assert same(o[:, start:stop], plain)
     assert not o[~padding].any()
-    assert all(same(a, b) for a, b in zip(state, last, strict=True))
+    assert all(same(a, b) for a, b in zip(parts(state), parts(last), strict=True))
     for y, gradient in zip("qkvx", torch.autograd.grad(o.square().sum(), inputs), strict=True):
         assert not gradient[~padding].any(), y
     step = tokens(site, 1)
@@ -251,8 +261,8 @@ def test_padding_is_as_if_it_were_not_there(name: str, site: Site, faithful: boo
 
 @every_mechanism
 @every_variant
-def test_rows_of_one_batch_do_not_meet(name: str, faithful: bool) -> None:
-    mixer = make(name, faithful=faithful)
+def test_rows_of_one_batch_do_not_meet(name: str, variant: str) -> None:
+    mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, 70)
     padding = torch.arange(70)[None] >= torch.tensor([[0], [23]])
     o, _ = mix(mixer, inputs, padding=padding)
@@ -263,8 +273,8 @@ def test_rows_of_one_batch_do_not_meet(name: str, faithful: bool) -> None:
 @every_mechanism
 @every_site
 @every_variant
-def test_packed_documents_do_not_meet(name: str, site: Site, faithful: bool) -> None:
-    mixer, inputs = make(name, site, faithful), tokens(site, LONG)
+def test_packed_documents_do_not_meet(name: str, site: Site, variant: str) -> None:
+    mixer, inputs = make(name, site, variant), tokens(site, LONG)
     lengths = [1, 66, 5, LONG - 72]
     segments = torch.repeat_interleave(torch.tensor([4, 0, 4, 1]), torch.tensor(lengths)).expand(2, -1)
     packed, _ = mix(mixer, inputs, segments=segments)
@@ -275,8 +285,8 @@ def test_packed_documents_do_not_meet(name: str, site: Site, faithful: bool) -> 
 
 @every_mechanism
 @every_variant
-def test_no_bit_of_the_past_depends_on_the_future(name: str, faithful: bool) -> None:
-    mixer = make(name, faithful=faithful)
+def test_no_bit_of_the_past_depends_on_the_future(name: str, variant: str) -> None:
+    mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, LONG)
     before, _ = mix(mixer, inputs)
     for t in (1, 63, 64, 130):
@@ -288,8 +298,8 @@ def test_no_bit_of_the_past_depends_on_the_future(name: str, faithful: bool) -> 
 
 @every_mechanism
 @every_variant
-def test_bidirectional_mechanisms_see_both_sides(name: str, faithful: bool) -> None:
-    mixer = make(name, faithful=faithful)
+def test_bidirectional_mechanisms_see_both_sides(name: str, variant: str) -> None:
+    mixer = make(name, variant=variant)
     assert mixer.causal or mixer.bidirectional
     if mixer.bidirectional:
         inputs = tokens(mixer.site, 70)
@@ -305,8 +315,8 @@ def test_bidirectional_mechanisms_see_both_sides(name: str, faithful: bool) -> N
 @every_variant
 @pytest.mark.parametrize("size", [0.0, 1.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_nan_for_any_size_of_input(name: str, faithful: bool, size: float, dtype: torch.dtype) -> None:
-    mixer = make(name, faithful=faithful).to(dtype)
+def test_no_nan_for_any_size_of_input(name: str, variant: str, size: float, dtype: torch.dtype) -> None:
+    mixer = make(name, variant=variant).to(dtype)
     for T in (1, 70):
         inputs: Any = tuple((y * size).to(dtype).requires_grad_() for y in tokens(mixer.site, T))
         padding = torch.ones(2, T, dtype=torch.bool)
@@ -314,13 +324,13 @@ def test_no_nan_for_any_size_of_input(name: str, faithful: bool, size: float, dt
         for layout in ({}, {"padding": padding}):
             o, state = mix(mixer, inputs, **layout)
             gradients = torch.autograd.grad(o.float().sum(), inputs)
-            assert all(bool(y.isfinite().all()) for y in (o, *state, *gradients))
+            assert all(bool(y.isfinite().all()) for y in (o, *parts(state), *gradients))
 
 
 @every_mechanism
 @every_variant
-def test_twice_the_same_is_the_same_bit_for_bit(name: str, faithful: bool) -> None:
-    mixer = make(name, faithful=faithful)
+def test_twice_the_same_is_the_same_bit_for_bit(name: str, variant: str) -> None:
+    mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, LONG)
     first, second = (mix(mixer, inputs)[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -328,8 +338,8 @@ def test_twice_the_same_is_the_same_bit_for_bit(name: str, faithful: bool) -> No
 
 @every_mechanism
 @every_variant
-def test_memory_for_the_backward_pass_is_linear(name: str, faithful: bool) -> None:
-    mixer = make(name, faithful=faithful)
+def test_memory_for_the_backward_pass_is_linear(name: str, variant: str) -> None:
+    mixer = make(name, variant=variant)
 
     def saved_bytes(T: int) -> int:
         storages: dict[int, int] = {}
@@ -347,21 +357,22 @@ def test_memory_for_the_backward_pass_is_linear(name: str, faithful: bool) -> No
 
 
 @every_mechanism
-def test_compiles_as_one_graph_with_gradients(name: str) -> None:
-    mixer = make(name)
+@every_variant
+def test_compiles_as_one_graph_with_gradients(name: str, variant: str) -> None:
+    mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, 70)
     padding = torch.arange(70)[None] >= torch.tensor([[0], [23]])
     results = []
-    for run in (mixer.mix, torch.compile(mixer.mix, fullgraph=True, backend="aot_eager")):
+    for run in (mixer, torch.compile(mixer, fullgraph=True, backend="aot_eager")):
         o, state = run(*inputs, padding=padding, segments=None, state=None, causal=True)
-        results.append((o, *state, *torch.autograd.grad(o.square().sum(), list(mixer.parameters()))))
+        results.append((o, *parts(state), *torch.autograd.grad(o.square().sum(), list(mixer.parameters()))))
     assert all(same(ours, eager) for eager, ours in zip(*results, strict=True))
 
 
 @every_mechanism
 @every_variant
-def test_calibrate_keeps_outputs_finite(name: str, faithful: bool) -> None:
-    mixer = make(name, faithful=faithful)
+def test_calibrate_keeps_outputs_finite(name: str, variant: str) -> None:
+    mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, 70)
     o, _ = mix(mixer, inputs)
     mixer.calibrate(*inputs, o.detach(), torch.zeros_like(o))

@@ -1,0 +1,160 @@
+"""Exact attention to the last W tokens, beside a mechanism that remembers the rest in a state of constant size.
+
+    near_t = sum_{t-W < i <= t} softmax_i(c q_t.k_i) v_i        o_t = w far_t + (1 - w) near_t,  w = sigmoid(theta_h)
+
+`far` is what the mechanism computes, over all tokens. The decode state is the last W keys and values of each row's
+document, in order and aligned to the right. (Arora et al., "Based", arXiv 2402.18668, and Zhang et al., "LoLCATs",
+arXiv 2410.10254, show what a short exact window is worth to a linear layer.)
+
+Letters: B batch, T time, H query heads, Hkv key heads, G = H/Hkv, D key dim, Dv value dim, W window, c queries per
+block, N blocks. A block of c queries meets the W + c keys that end with its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+
+class Ring(NamedTuple):
+    """The last W tokens: keys [B,W,Hkv,D], values [B,W,Hkv,Dv]; the last `held` [B] int64 of them are real."""
+
+    keys: Tensor
+    values: Tensor
+    held: Tensor
+
+
+class WindowedState(NamedTuple):
+    """What a mechanism remembers, and the tokens of the window beside it."""
+
+    far: Any
+    near: Ring
+
+
+def empty_ring(k: Tensor, v: Tensor, W: int) -> Ring:
+    """A window that has seen nothing, for k [B,T,Hkv,D] and v [B,T,Hkv,Dv]."""
+    B = k.shape[0]
+    count = torch.zeros(B, dtype=torch.long, device=k.device)
+    return Ring(k.new_zeros(B, W, *k.shape[2:]), v.new_zeros(B, W, *v.shape[2:]), count)
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scale: float,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Ring | None = None,
+) -> tuple[Tensor, Ring]:
+    """Softmax over the last `window` real tokens of the same document: o [B,T,H,Dv] and the ring after them.
+
+    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `scale` multiplies q.k; `padding` [B,T] bool is True at real tokens,
+    the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
+    first one. Time and memory grow with T * window.
+    """
+    (B, T, H, _), W = q.shape, window
+    ring = empty_ring(k, v, W) if state is None else state
+    if T == 0:
+        return q.new_zeros(B, 0, H, v.shape[-1]), ring
+    if segments is not None:  # numbered by their changes: a number that comes back is another document
+        segments = F.pad((segments[:, 1:] != segments[:, :-1]).long().cumsum(1), (1, 0))
+    order: Tensor | None = None
+    if padding is not None:  # real tokens first, so that places count real tokens only
+        order = padding.logical_not().long().argsort(dim=1, stable=True)
+        q, k, v = (y.take_along_dim(order[:, :, None, None], 1) for y in (q, k, v))
+        segments = None if segments is None else segments.take_along_dim(order, 1)
+    keys, values = torch.cat([ring.keys, k], 1), torch.cat([ring.values, v], 1)  # [B,W+T,..]
+    document = _documents(ring.held, padding, segments, W, (B, T))
+    o = _blocks(q, keys, values, document, W, scale)
+    if order is not None and padding is not None:
+        o = torch.zeros_like(o).scatter(1, order[:, :, None, None].expand_as(o), o) * padding[:, :, None, None]
+    return o, _last(keys, values, document, padding, W)
+
+
+def _documents(
+    count: Tensor, padding: Tensor | None, segments: Tensor | None, W: int, shape: tuple[int, int]
+) -> Tensor:
+    """The document number of each token of ring and input, real tokens first: [B,W+T] int64, -1 for none."""
+    device = count.device
+    own = torch.zeros(shape, dtype=torch.long, device=device) if segments is None else segments
+    if padding is not None:
+        real = torch.arange(shape[1], device=device) < padding.long().sum(1, keepdim=True)
+        own = torch.where(real, own, -1)
+    held = torch.arange(W, device=device) >= W - count[:, None]
+    return torch.cat([torch.where(held, own[:, :1].clamp_min(0), -1), own], 1)
+
+
+def _blocks(q: Tensor, keys: Tensor, values: Tensor, document: Tensor, W: int, scale: float) -> Tensor:
+    """Attention of every query to the W tokens that end with itself, block by block."""
+    (B, T, H, _), Hkv = q.shape, keys.shape[2]
+    c = min(W, T)
+    tail = -T % c
+    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(1, (-1, c)).unflatten(3, (Hkv, -1))  # [B,N,c,Hkv,G,D]
+    rows = q.permute(0, 1, 3, 4, 2, 5).flatten(3, 4).flatten(0, 1)  # [B*N,Hkv,G*c,D]
+    keys, values = (F.pad(y, (0, 0, 0, 0, 0, tail)).unfold(1, W + c, c) for y in (keys, values))  # [B,N,Hkv,D,W+c]
+    keys, values = (y.flatten(0, 1).mT for y in (keys, values))  # [B*N,Hkv,W+c,D]
+    document = F.pad(document, (0, tail), value=-1).unfold(1, W + c, c)  # [B,N,W+c]
+    visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, q.device)
+    # A token always sees itself, so that no row of padding is empty.
+    visible = visible | torch.eye(c, W + c, dtype=torch.bool, device=q.device).roll(W, 1)
+    visible = visible.flatten(0, 1)[:, None].repeat(1, 1, H // Hkv, 1)  # [B*N,1,G*c,W+c]
+    o = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale)
+    o = o.unflatten(2, (H // Hkv, c)).unflatten(0, (B, -1)).permute(0, 1, 4, 2, 3, 5)  # [B,N,c,Hkv,G,Dv]
+    return o.flatten(3, 4).flatten(1, 2)[:, :T]
+
+
+def _band(W: int, c: int, device: torch.device) -> Tensor:
+    """Query r of a block sees its places r+1 .. r+W: [c,W+c] bool."""
+    ahead = torch.arange(W + c, device=device) - torch.arange(c, device=device)[:, None]
+    return (ahead >= 1) & (ahead <= W)
+
+
+def _last(keys: Tensor, values: Tensor, document: Tensor, padding: Tensor | None, W: int) -> Ring:
+    """The last W real tokens of ring and input, those of the last document counted."""
+    if padding is None:
+        keys, values, document = keys[:, -W:], values[:, -W:], document[:, -W:]
+    else:
+        place = padding.long().sum(1, keepdim=True) + torch.arange(W, device=padding.device)  # [B,W]
+        keys, values = (y.take_along_dim(place[:, :, None, None], 1) for y in (keys, values))
+        document = document.take_along_dim(place, 1)
+    count = ((document == document[:, -1:]) & (document >= 0)).sum(1)
+    return Ring(keys, values, count)
+
+
+class Window(nn.Module):
+    """The window of one mixer, and per query head how much of the mechanism beside it comes through."""
+
+    def __init__(self, heads: int, window: int, scale: float) -> None:
+        super().__init__()
+        self.window, self.scale = window, scale
+        self.far_logit = nn.Parameter(torch.empty(heads))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        # Least perplexity of a converted model, among -20, -4, -2, -1, 0, 1 (docs/gsa.md).
+        init.constant_(self.far_logit, -1.0)
+
+    def forward(
+        self,
+        far: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        state: Ring | None,
+    ) -> tuple[Tensor, Ring]:
+        """The mechanism's output `far` [B,T,H,Dv] mixed with exact attention to the window, and the ring."""
+        near, ring = window_attention(
+            q, k, v, window=self.window, scale=self.scale, padding=padding, segments=segments, state=state
+        )
+        w = torch.sigmoid(self.far_logit.float())[:, None]
+        return (w * far + (1.0 - w) * near).to(far.dtype), ring

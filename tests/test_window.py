@@ -1,0 +1,153 @@
+"""The exact window beside a mechanism: against its definition, and inside converted models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import TOLERANCE, relative_error
+from models import HYBRID, Zoo, logits, small_model, tokens
+from torch import Tensor
+from transformers import DynamicCache
+
+from linearize.convert import plan_conversion
+from linearize.errors import LinearizeError
+from linearize.mechanisms import build_mixer, resolve_options
+from linearize_kernels.mixer import Site
+from linearize_kernels.window import window_attention
+
+EXACT = TOLERANCE[torch.float32]
+WINDOWED: dict[str, Any] = {"window": 6, "clock": 0}
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, padding: Tensor | None, segments: Tensor | None
+) -> Tensor:
+    """Softmax over the last `window` real tokens of the same document, query by query."""
+    B, T, H, _ = q.shape
+    o = torch.zeros(B, T, H, v.shape[-1])
+    for b in range(B):
+        real = [t for t in range(T) if padding is None or padding[b, t]]
+        for place, t in enumerate(real):
+            seen: list[int] = []
+            for i in reversed(real[: place + 1]):
+                if len(seen) == window or (segments is not None and segments[b, i] != segments[b, t]):
+                    break
+                seen.append(i)
+            for h in range(H):
+                own = h * k.shape[2] // H
+                o[b, t, h] = torch.softmax(scale * k[b, seen, own] @ q[b, t, h], 0) @ v[b, seen, own]
+    return o
+
+
+def inputs(T: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(2, T, 4, 8), torch.randn(2, T, 2, 8), torch.randn(2, T, 2, 6)
+
+
+@pytest.mark.parametrize("T", [1, 5, 16, 37])
+@pytest.mark.parametrize("window", [1, 4, 8, 64])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+def test_it_is_softmax_over_the_last_tokens(T: int, window: int, padded: bool, packed: bool) -> None:
+    q, k, v = inputs(T)
+    padding = torch.rand(2, T) > 0.3 if padded else None
+    segments = (torch.rand(2, T) < 0.15).long().cumsum(1) if packed else None
+    o, _ = window_attention(q, k, v, window=window, scale=0.3, padding=padding, segments=segments)
+    assert relative_error(o, definition(q, k, v, window, 0.3, padding, segments)) < EXACT
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
+@pytest.mark.parametrize("window", [3, 8, 64])
+def test_a_ring_carries_it_on(window: int, padded: bool) -> None:
+    q, k, v = inputs(37)
+    padding = torch.rand(2, 37) > 0.3 if padded else None
+    ring, outputs = None, []
+    for start, stop in ((0, 11), (11, 12), (12, 13), (13, 13), (13, 37)):
+        own = None if padding is None else padding[:, start:stop]
+        piece = (y[:, start:stop] for y in (q, k, v))
+        o, ring = window_attention(*piece, window=window, scale=0.3, padding=own, state=ring)
+        outputs.append(o)
+    assert relative_error(torch.cat(outputs, 1), definition(q, k, v, window, 0.3, padding, None)) < EXACT
+
+
+def test_a_ring_forgets_the_documents_before_the_last() -> None:
+    q, k, v = inputs(20)
+    segments = torch.tensor([0] * 15 + [1] * 5).expand(2, -1)
+    _, ring = window_attention(
+        q[:, :18], k[:, :18], v[:, :18], window=8, scale=0.3, padding=None, segments=segments[:, :18]
+    )
+    assert ring.held.tolist() == [3, 3]
+    o, _ = window_attention(q[:, 18:], k[:, 18:], v[:, 18:], window=8, scale=0.3, state=ring)
+    assert relative_error(o, definition(q, k, v, 8, 0.3, None, segments)[:, 18:]) < EXACT
+
+
+# ---------------------------------------------------------------- in a model
+
+some_models = pytest.mark.parametrize(
+    ("name", "layers"), [("llama", "all"), ("llama", HYBRID), ("mistral", "1,3"), ("gpt2", "all")]
+)
+
+
+@some_models
+def test_prefill_and_steps_are_one_forward(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers, **WINDOWED), tokens(2, 24)
+    cache, pieces = DynamicCache(), []
+    for piece in ids.split([13, 7, 1, 1, 1, 1], 1):
+        with torch.no_grad():
+            pieces.append(model(input_ids=piece, past_key_values=cache, use_cache=True).logits)
+    assert relative_error(torch.cat(pieces, 1), logits(model, ids)) < EXACT
+
+
+@some_models
+def test_left_padding_and_packing_change_nothing(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers, **WINDOWED), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = logits(model, ids, attention_mask=mask, position_ids=places)
+    alone = logits(model, ids[1:, 7:])
+    assert relative_error(padded[1, 7:], alone[0]) < EXACT
+    row = torch.cat([ids[:1], ids[1:, 7:]], 1)
+    packed = logits(model, row, position_ids=torch.cat([torch.arange(20), torch.arange(13)])[None])
+    assert relative_error(packed[:, 20:], alone) < EXACT
+
+
+@some_models
+def test_beams_reorder_the_ring(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers, **WINDOWED), tokens(2, 9)
+    search = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    scores = [
+        model.generate(ids, **search, output_scores=True, use_cache=cached, pad_token_id=0).sequences_scores
+        for cached in (True, False)
+    ]
+    assert relative_error(*scores) < EXACT
+
+
+def test_a_window_as_long_as_the_text_is_the_teacher(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama", window=64), tokens(2, 24)
+    with torch.no_grad():
+        for parameter in (p for n, p in model.named_parameters() if n.endswith("far_logit")):
+            parameter.fill_(-100.0)
+    student = logits(model, ids)
+    with model.teacher():
+        assert relative_error(student, logits(model, ids)) < EXACT
+
+
+def test_a_window_needs_rotary_embedding() -> None:
+    site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
+    with pytest.raises(LinearizeError, match="window=8: exact attention needs the rotary embedding; set rope=true"):
+        build_mixer("gsa", site, resolve_options("gsa", {"window": 8, "faithful": True}))
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_the_plan_counts_its_bytes(tmp_path: Any, dtype: str, item: int) -> None:
+    source = tmp_path / "source"
+    small_model("llama").save_pretrained(source)
+    plain, windowed = (
+        plan_conversion(str(source), "gsa", options={"window": window}, dtype=dtype)[0].steps[0] for window in (0, 10)
+    )
+    site = windowed.site
+    ring = 10 * site.kv_heads * (site.key_dim + site.value_dim) * item + 8
+    assert windowed.state_bytes - plain.state_bytes == ring
+    assert windowed.new_parameters - plain.new_parameters == site.heads
