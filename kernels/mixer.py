@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -67,6 +68,10 @@ class Mixer(nn.Module):
     state_formula: ClassVar[str]
     causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = False
+    # Its output is a mean with positive weights. `mix_with_mass` is then `mix` with (o, m, state) for a result, m
+    # [B,T,H] fp32 the logarithm of the sum of the weights.
+    normalised: ClassVar[bool] = False
+    mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
     # Set by the seam: its attention function, the config that names the implementation, and the names of the
@@ -76,10 +81,15 @@ class Mixer(nn.Module):
     arguments: tuple[str, ...]
 
     def __init__(self, site: Site, window: int = 0) -> None:
-        """`window`: exact softmax over so many last tokens beside the mechanism, an option of causal ones (0: none)."""
+        """`window`: exact softmax over so many last tokens beside the mechanism, where it is causal (0: none).
+
+        Raises ValueError for a window at a bidirectional site.
+        """
         super().__init__()
+        if window and not site.causal:
+            raise ValueError(f"window={window}: this attention sees both sides; a window looks back only")
         self.site = site
-        self.near = Window(site.heads, window, site.scale) if window else None
+        self.near = Window(site.heads, window, site.scale, self.normalised) if window else None
         # Hand q and k to `mix` without rotary embedding. Read by the seam before the attention module runs.
         self.drop_rope = False
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
@@ -107,8 +117,12 @@ class Mixer(nn.Module):
         if self.near is None:
             return self.mix(q, k, v, x, padding=padding, segments=segments, state=state, causal=causal)
         far, near = (None, None) if state is None else state
-        o, far = self.mix(q, k, v, x, padding=padding, segments=segments, state=far, causal=causal)
-        o, near = self.near(o, q, k, v, padding=padding, segments=segments, state=near)
+        mass, layout = None, {"padding": padding, "segments": segments}
+        if self.normalised:
+            o, mass, far = self.mix_with_mass(q, k, v, x, **layout, state=far, causal=causal)
+        else:
+            o, far = self.mix(q, k, v, x, **layout, state=far, causal=causal)
+        o, near = self.near(o, mass, q, k, v, **layout, state=near)
         return o, WindowedState(far, near)
 
     def mix(

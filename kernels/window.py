@@ -1,10 +1,13 @@
 """Exact attention to the last W tokens, beside a mechanism that remembers the rest in a state of constant size.
 
-    near_t = sum_{t-W < i <= t} softmax_i(c q_t.k_i) v_i        o_t = w far_t + (1 - w) near_t,  w = sigmoid(theta_h)
+    near_t = sum_{t-W < i <= t} softmax_i(c q_t.k_i) v_i        o_t = w far_t + (1 - w) near_t
 
-`far` is what the mechanism computes, over all tokens. The decode state is the last W keys and values of each row's
-document, in order and aligned to the right. (Arora et al., "Based", arXiv 2402.18668, and Zhang et al., "LoLCATs",
-arXiv 2410.10254, show what a short exact window is worth to a linear layer.)
+`far` is what the mechanism computes, over all tokens; w = sigmoid(theta), theta learned per head. A mechanism with a
+normaliser g of its own shares one with the window: w = sigmoid(theta + log g_t - log sum_i e^{c q_t.k_i}).
+
+The decode state is the last W keys and values of each row's document, in order and aligned to the right. (Arora et
+al., "Based", arXiv 2402.18668, and Zhang et al., "LoLCATs", arXiv 2410.10254, show what a short exact window is worth
+to a linear layer.)
 
 Letters: B batch, T time, H query heads, Hkv key heads, G = H/Hkv, D key dim, Dv value dim, W window, c queries per
 block, N blocks. A block of c queries meets the W + c keys that end with its own.
@@ -52,8 +55,9 @@ def window_attention(
     padding: Tensor | None = None,
     segments: Tensor | None = None,
     state: Ring | None = None,
-) -> tuple[Tensor, Ring]:
-    """Softmax over the last `window` real tokens of the same document: o [B,T,H,Dv] and the ring after them.
+) -> tuple[Tensor, Tensor, Ring]:
+    """Softmax over the last `window` real tokens of the same document: o [B,T,H,Dv], log sum_i e^{c q.k_i} [B,T,H] fp32
+    and the ring after them.
 
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `scale` multiplies q.k; `padding` [B,T] bool is True at real tokens,
     the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
@@ -62,7 +66,7 @@ def window_attention(
     (B, T, H, _), W = q.shape, window
     ring = empty_ring(k, v, W) if state is None else state
     if T == 0:
-        return q.new_zeros(B, 0, H, v.shape[-1]), ring
+        return q.new_zeros(B, 0, H, v.shape[-1]), q.new_zeros(B, 0, H, dtype=torch.float32), ring
     if segments is not None:  # numbered by their changes: a number that comes back is another document
         segments = F.pad((segments[:, 1:] != segments[:, :-1]).long().cumsum(1), (1, 0))
     order: Tensor | None = None
@@ -72,10 +76,12 @@ def window_attention(
         segments = None if segments is None else segments.take_along_dim(order, 1)
     keys, values = torch.cat([ring.keys, k], 1), torch.cat([ring.values, v], 1)  # [B,W+T,..]
     document = _documents(ring.held, padding, segments, W, (B, T))
-    o = _blocks(q, keys, values, document, W, scale)
+    o, mass = _blocks(q, keys, values, document, W, scale)
     if order is not None and padding is not None:
-        o = torch.zeros_like(o).scatter(1, order[:, :, None, None].expand_as(o), o) * padding[:, :, None, None]
-    return o, _last(keys, values, document, padding, W)
+        back = order.argsort(1)
+        o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
+        o = o * padding[:, :, None, None]
+    return o, mass, _last(keys, values, document, padding, W)
 
 
 def _documents(
@@ -91,23 +97,23 @@ def _documents(
     return torch.cat([torch.where(held, own[:, :1].clamp_min(0), -1), own], 1)
 
 
-def _blocks(q: Tensor, keys: Tensor, values: Tensor, document: Tensor, W: int, scale: float) -> Tensor:
-    """Attention of every query to the W tokens that end with itself, block by block."""
-    (B, T, H, _), Hkv = q.shape, keys.shape[2]
+def _blocks(q: Tensor, keys: Tensor, values: Tensor, document: Tensor, W: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of every query to the W tokens that end with itself, block by block, and its log-normaliser."""
+    T, Hkv = q.shape[1], keys.shape[2]
     c = min(W, T)
     tail = -T % c
     q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(1, (-1, c)).unflatten(3, (Hkv, -1))  # [B,N,c,Hkv,G,D]
-    rows = q.permute(0, 1, 3, 4, 2, 5).flatten(3, 4).flatten(0, 1)  # [B*N,Hkv,G*c,D]
     keys, values = (F.pad(y, (0, 0, 0, 0, 0, tail)).unfold(1, W + c, c) for y in (keys, values))  # [B,N,Hkv,D,W+c]
-    keys, values = (y.flatten(0, 1).mT for y in (keys, values))  # [B*N,Hkv,W+c,D]
     document = F.pad(document, (0, tail), value=-1).unfold(1, W + c, c)  # [B,N,W+c]
     visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, q.device)
     # A token always sees itself, so that no row of padding is empty.
     visible = visible | torch.eye(c, W + c, dtype=torch.bool, device=q.device).roll(W, 1)
-    visible = visible.flatten(0, 1)[:, None].repeat(1, 1, H // Hkv, 1)  # [B*N,1,G*c,W+c]
-    o = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale)
-    o = o.unflatten(2, (H // Hkv, c)).unflatten(0, (B, -1)).permute(0, 1, 4, 2, 3, 5)  # [B,N,c,Hkv,G,Dv]
-    return o.flatten(3, 4).flatten(1, 2)[:, :T]
+    scores = scale * torch.einsum("bnckgd,bnkdw->bnckgw", q, keys).float()
+    scores = scores.masked_fill(~visible[:, :, :, None, None], -torch.inf)
+    mass = scores.logsumexp(-1)  # [B,N,c,Hkv,G]
+    weights = (scores - mass[..., None]).exp().to(values.dtype)
+    o = torch.einsum("bnckgw,bnkdw->bnckgd", weights, values)
+    return o.flatten(3, 4).flatten(1, 2)[:, :T], mass.flatten(3, 4).flatten(1, 2)[:, :T]
 
 
 def _band(W: int, c: int, device: torch.device) -> Tensor:
@@ -131,19 +137,20 @@ def _last(keys: Tensor, values: Tensor, document: Tensor, padding: Tensor | None
 class Window(nn.Module):
     """The window of one mixer, and per query head how much of the mechanism beside it comes through."""
 
-    def __init__(self, heads: int, window: int, scale: float) -> None:
+    def __init__(self, heads: int, window: int, scale: float, shared: bool) -> None:
         super().__init__()
-        self.window, self.scale = window, scale
+        self.window, self.scale, self.shared = window, scale, shared
         self.far_logit = nn.Parameter(torch.empty(heads))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        # Least perplexity of a converted model, among -20, -4, -2, -1, 0, 1 (docs/gsa.md).
-        init.constant_(self.far_logit, -1.0)
+        # Least perplexity of a just converted model (docs/window.md), among -20, -6, -4, -2, -1, 0, 1.
+        init.constant_(self.far_logit, -4.0 if self.shared else -1.0)
 
     def forward(
         self,
         far: Tensor,
+        mass: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -152,9 +159,13 @@ class Window(nn.Module):
         segments: Tensor | None,
         state: Ring | None,
     ) -> tuple[Tensor, Ring]:
-        """The mechanism's output `far` [B,T,H,Dv] mixed with exact attention to the window, and the ring."""
-        near, ring = window_attention(
+        """The mechanism's output `far` [B,T,H,Dv] mixed with exact attention to the window, and the ring.
+
+        `mass` [B,T,H]: the logarithm of the mechanism's normaliser, where it has one.
+        """
+        near, own_mass, ring = window_attention(
             q, k, v, window=self.window, scale=self.scale, padding=padding, segments=segments, state=state
         )
-        w = torch.sigmoid(self.far_logit.float())[:, None]
+        logit = self.far_logit.float()
+        w = torch.sigmoid(logit if mass is None else logit + mass - own_mass)[..., None]
         return (w * far + (1.0 - w) * near).to(far.dtype), ring

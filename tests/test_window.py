@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from linearize.convert import plan_conversion
 from linearize.errors import LinearizeError
-from linearize.mechanisms import build_mixer, resolve_options
+from linearize.mechanisms import build_mixer, mechanism_names, resolve_options
 from linearize_kernels.mixer import Site
 from linearize_kernels.window import window_attention
 
@@ -53,7 +53,7 @@ def test_it_is_softmax_over_the_last_tokens(T: int, window: int, padded: bool, p
     q, k, v = inputs(T)
     padding = torch.rand(2, T) > 0.3 if padded else None
     segments = (torch.rand(2, T) < 0.15).long().cumsum(1) if packed else None
-    o, _ = window_attention(q, k, v, window=window, scale=0.3, padding=padding, segments=segments)
+    o, _, _ = window_attention(q, k, v, window=window, scale=0.3, padding=padding, segments=segments)
     assert relative_error(o, definition(q, k, v, window, 0.3, padding, segments)) < EXACT
 
 
@@ -66,7 +66,7 @@ def test_a_ring_carries_it_on(window: int, padded: bool) -> None:
     for start, stop in ((0, 11), (11, 12), (12, 13), (13, 13), (13, 37)):
         own = None if padding is None else padding[:, start:stop]
         piece = (y[:, start:stop] for y in (q, k, v))
-        o, ring = window_attention(*piece, window=window, scale=0.3, padding=own, state=ring)
+        o, _, ring = window_attention(*piece, window=window, scale=0.3, padding=own, state=ring)
         outputs.append(o)
     assert relative_error(torch.cat(outputs, 1), definition(q, k, v, window, 0.3, padding, None)) < EXACT
 
@@ -74,11 +74,11 @@ def test_a_ring_carries_it_on(window: int, padded: bool) -> None:
 def test_a_ring_forgets_the_documents_before_the_last() -> None:
     q, k, v = inputs(20)
     segments = torch.tensor([0] * 15 + [1] * 5).expand(2, -1)
-    _, ring = window_attention(
+    _, _, ring = window_attention(
         q[:, :18], k[:, :18], v[:, :18], window=8, scale=0.3, padding=None, segments=segments[:, :18]
     )
     assert ring.held.tolist() == [3, 3]
-    o, _ = window_attention(q[:, 18:], k[:, 18:], v[:, 18:], window=8, scale=0.3, state=ring)
+    o, _, _ = window_attention(q[:, 18:], k[:, 18:], v[:, 18:], window=8, scale=0.3, state=ring)
     assert relative_error(o, definition(q, k, v, 8, 0.3, None, segments)[:, 18:]) < EXACT
 
 
@@ -134,10 +134,17 @@ def test_a_window_as_long_as_the_text_is_the_teacher(zoo: Zoo) -> None:
         assert relative_error(student, logits(model, ids)) < EXACT
 
 
-def test_a_window_needs_rotary_embedding() -> None:
+@pytest.mark.parametrize("name", mechanism_names())
+def test_a_window_needs_rotary_embedding(name: str) -> None:
     site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
     with pytest.raises(LinearizeError, match="window=8: exact attention needs the rotary embedding; set rope=true"):
-        build_mixer("gsa", site, resolve_options("gsa", {"window": 8, "faithful": True}))
+        build_mixer(name, site, resolve_options(name, {"window": 8, "rope": False}))
+
+
+def test_a_window_looks_back_only() -> None:
+    site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=False)
+    with pytest.raises(LinearizeError, match="window=8: this attention sees both sides"):
+        build_mixer("la", site, resolve_options("la", {"window": 8}))
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])

@@ -1,0 +1,340 @@
+"""LA: linear attention with the normalised kernel f(x) = a + b x (Gerami & Duraiswami, arXiv 2510.21956).
+
+    o_t = sum_{i<=t} f(q_t.k_i) v_i / g_t        g_t = sum_{i<=t} f(q_t.k_i)                    (paper eqs. 4, 5)
+
+Per key head the state is S = sum k_i v_i^T, z = sum k_i, u = sum v_i and the number n of tokens:
+
+    o_t = (a u + b S^T q_t) / g_t                g_t = a n + b z.q_t
+
+which is linear attention without normaliser for the longer vectors q' = [b q, a], k' = [k, 1], v' = [v, 1]: the last
+entry of its output is g, and its state [[S, z], [u, n]]. Padding must leave all of k' and v' out, for f(0) = a.
+
+The paper takes unit vectors q and k, so that x is in [-1, 1], and a = b = 1. Only b/a matters.
+
+Letters: B batch, T time, H query heads, Hkv key heads, D key (feature) dim, Dv value dim, C chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .linear import linear_attention, linear_attention_both_ways
+from .mixer import Bounds, Mixer, Site
+
+# The normaliser is at least this share of what it is for f = 1: only signed kernels come near.
+GUARD = 1e-6
+
+
+class LAState(NamedTuple):
+    """S [B,Hkv,D,Dv], z [B,Hkv,D], u [B,Hkv,Dv] in fp32, and `tokens` [B] int64: n of the document."""
+
+    products: Tensor
+    keys: Tensor
+    values: Tensor
+    tokens: Tensor
+
+
+def la(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    a: Tensor | float = 1.0,
+    b: Tensor | float = 1.0,
+    causal: bool = True,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LAState | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, LAState]:
+    """Normalised linear attention, eq. 5: o [B,T,H,Dv] in q's dtype and the state after the last token.
+
+    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv], Hkv dividing H, as the kernel is to see them (unit vectors, features);
+    `a`, `b` numbers or [H]. `padding` [B,T] bool is True at real tokens; others add nothing and output 0.
+    `segments` [B,T] int: sums restart where it changes. `cu_seqlens` [S+1] int32 with B=1: S sequences end to end;
+    `state` then has S rows. Without `causal` every token sees its whole document, and no state goes in.
+
+    Raises ValueError for shapes that do not fit, or a state without `causal`.
+    """
+    _check(q, k, v, padding, segments, cu_seqlens, state, causal)
+    if cu_seqlens is not None:
+        return _each_sequence(q, k, v, a, b, causal, cu_seqlens, state, chunk_size)
+    o, _, state = _la(q, k, v, a, b, causal, padding, segments, state, chunk_size)
+    return o, state
+
+
+def _la(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor | float,
+    b: Tensor | float,
+    causal: bool,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    state: LAState | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, LAState]:
+    """`la` for rows, and the normaliser g [B,T,H] beside its results."""
+    state = fresh_state(q, k, v) if state is None else state
+    if q.shape[1] == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3]), state
+    q1, k1, v1 = _longer(q, k, v, a, b, padding, state.products.dtype)
+    if causal:
+        sums, memory = linear_attention(q1, k1, v1, _join(state), segments, chunk_size)
+        last = _split(memory)
+    else:
+        sums, last = linear_attention_both_ways(q1, k1, v1, segments, chunk_size), state
+    g = _guarded(sums[..., -1:])
+    o = sums[..., :-1] / g
+    if padding is not None:
+        o = o * padding[:, :, None, None]
+    return o.to(q.dtype), g[..., 0], last
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    cu: Tensor | None,
+    state: LAState | None,
+    causal: bool,
+) -> None:
+    """Raise ValueError, with the shapes found, unless the arguments of `la` fit together."""
+    (B, T, H, D), Hkv = q.shape, k.shape[2]
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv):
+        raise ValueError(f"q, k, v must be [B,T,heads,dim] with equal B, T and key dim, found {shapes}")
+    if H % Hkv:
+        raise ValueError(f"key heads must divide query heads, found {shapes}")
+    for name, mask in (("padding", padding), ("segments", segments)):
+        if mask is not None and mask.shape != (B, T):
+            raise ValueError(f"{name} must be [B,T] = {(B, T)}, found {tuple(mask.shape)}")
+    if cu is not None and (B != 1 or padding is not None or segments is not None):
+        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
+    if state is not None and not causal:
+        raise ValueError("a state has no meaning where every token sees all others; pass causal=True")
+
+
+def fresh_state(q: Tensor, k: Tensor, v: Tensor) -> LAState:
+    """Empty sums for these shapes."""
+    (B, _, Hkv, D), Dv = k.shape, v.shape[-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return LAState(
+        q.new_zeros(B, Hkv, D, Dv, dtype=dtype),
+        q.new_zeros(B, Hkv, D, dtype=dtype),
+        q.new_zeros(B, Hkv, Dv, dtype=dtype),
+        torch.zeros(B, dtype=torch.long, device=q.device),
+    )
+
+
+def _longer(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor | float, b: Tensor | float, padding: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[b q, a], [k, 1] and [v, 1] in the dtype of the sums, with nothing at padding."""
+    a, b = (torch.as_tensor(y, device=q.device, dtype=dtype).expand(q.shape[2])[:, None] for y in (a, b))
+    one = torch.ones(*k.shape[:3], 1, device=k.device, dtype=dtype)
+    q1 = torch.cat([b * q.to(dtype), a.expand(*q.shape[:3], 1)], -1)
+    k1, v1 = (torch.cat([y.to(dtype), one], -1) for y in (k, v))
+    if padding is not None:
+        real = padding[:, :, None, None]
+        k1, v1 = torch.where(real, k1, 0.0), torch.where(real, v1, 0.0)
+    return q1, k1, v1
+
+
+def _join(state: LAState) -> Tensor:
+    """[[S, z], [u, n]]: [B,Hkv,D+1,Dv+1]."""
+    S, z, u, n = state
+    count = n.to(S.dtype)[:, None, None, None].expand(-1, S.shape[1], 1, 1)
+    return torch.cat([torch.cat([S, z[..., None]], -1), torch.cat([u[:, :, None], count], -1)], -2)
+
+
+def _split(memory: Tensor) -> LAState:
+    """The inverse of `_join`."""
+    S, z, u = memory[..., :-1, :-1], memory[..., :-1, -1], memory[..., -1, :-1]
+    return LAState(S.contiguous(), z.contiguous(), u.contiguous(), memory[:, 0, -1, -1].round().long())
+
+
+def _guarded(g: Tensor) -> Tensor:
+    """g, or where it all but vanishes the guard with its sign, as a constant."""
+    return torch.where(g.abs() < GUARD, torch.where(g < 0, -GUARD, GUARD), g)
+
+
+def _each_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor | float,
+    b: Tensor | float,
+    causal: bool,
+    cu: Tensor,
+    state: LAState | None,
+    chunk_size: int,
+) -> tuple[Tensor, LAState]:
+    """`cu_seqlens` as a loop over sequences."""
+    outputs, states = [], []
+    for n, (start, end) in enumerate(pairwise(cu.tolist())):
+        own = None if state is None else LAState(*(x[n : n + 1] for x in state))
+        pieces = (y[:, start:end] for y in (q, k, v))
+        o, last = la(*pieces, a=a, b=b, causal=causal, state=own, chunk_size=chunk_size)
+        outputs.append(o)
+        states.append(last)
+    return torch.cat(outputs, 1), LAState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+
+
+def la_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    a: Tensor | float = 1.0,
+    b: Tensor | float = 1.0,
+    causal: bool = True,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Eq. 5 with its T x T weights, for checking: o [B,T,H,Dv] in the dtype of the inputs."""
+    (B, T, H, _), G = q.shape, q.shape[2] // k.shape[2]
+    k, v = (y.repeat_interleave(G, 2) for y in (k, v))
+    a, b = (torch.as_tensor(y, dtype=q.dtype).expand(H)[:, None, None] for y in (a, b))
+    f = a + b * torch.einsum("bthd,bihd->bhti", q, k)
+    allowed = torch.ones(B, T, T, dtype=torch.bool)
+    if causal:
+        allowed = allowed.tril()
+    if padding is not None:
+        allowed = allowed & padding[:, None, :] & padding[:, :, None]
+    if segments is not None:
+        allowed = allowed & (segments[:, None, :] == segments[:, :, None])
+    f = f * allowed[:, None]
+    return torch.einsum("bhti,bihd->bthd", f, v) / _guarded(f.sum(-1)).transpose(1, 2)[..., None]
+
+
+# ---------------------------------------------------------------- the mixer
+
+
+class LinearAttention(Mixer):
+    """LA in place of the softmax of one attention module.
+
+    `unit` features are the paper's: q and k normalised to length 1, f(x) = 1 + slope x. `hedgehog` (Zhang et al.,
+    arXiv 2402.04347) and `relu` (Kasai et al., arXiv 2103.13076) learn a map per head; their features are positive
+    and have products of about 1, f(x) = 1 - slope + slope x.
+    """
+
+    title = "Linear attention, kernel a + b x"
+    paper = "arXiv 2510.21956"
+    bidirectional = True
+    normalised = True
+    published = {"slope": 1.0, "learn_slope": False}
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        features: Literal["unit", "hedgehog", "relu"] = "unit",
+        slope: Annotated[float, Bounds(0.0, 1.0)] = 0.9,
+        learn_slope: bool = True,
+        rope: bool = True,
+        chunk_size: Annotated[int, Bounds(16, 256)] = 64,
+        window: Annotated[int, Bounds(0, 65536)] = 0,
+    ) -> None:
+        """`features` of q and k; `slope`: how much of the weight depends on q.k, per head and learned unless
+        `learn_slope` is off; `rope`: keep the rotary embedding on q and k; `window`: exact softmax over so many last
+        tokens, in one normaliser with the rest.
+
+        Raises ValueError when a learned slope starts at 0 or 1, where it has no gradient, when chunk_size is no power
+        of two, or a window meets rope=False.
+        """
+        super().__init__(site, window)
+        if learn_slope and not 0.0 < slope < 1.0:
+            raise ValueError(f"slope={slope:g}: a learned slope starts between 0 and 1; or set learn_slope=false")
+        if chunk_size & (chunk_size - 1):
+            raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
+        if window and not rope:
+            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
+        self.features, self.slope, self.chunk_size, self.drop_rope = features, slope, chunk_size, not rope
+        if learn_slope:
+            self.slope_logit = nn.Parameter(torch.empty(site.heads))
+        D = site.key_dim
+        if features != "unit":
+            self.query_map = nn.Parameter(torch.empty(site.heads, D, D))
+            self.key_map = nn.Parameter(torch.empty(site.kv_heads, D, D))
+        if features == "relu":
+            self.query_bias = nn.Parameter(torch.empty(site.heads, D))
+            self.key_bias = nn.Parameter(torch.empty(site.kv_heads, D))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "slope_logit"):
+            init.constant_(self.slope_logit, math.log(self.slope / (1.0 - self.slope)))
+        if self.features != "unit":
+            for weight in (self.query_map, self.key_map):
+                init.copy_(weight, torch.eye(weight.shape[-1], device=weight.device).expand_as(weight))
+        if self.features == "relu":
+            init.zeros_(self.query_bias)
+            init.zeros_(self.key_bias)
+
+    def kernel(self) -> tuple[Tensor | float, Tensor | float]:
+        """a and b of f(x) = a + b x, per query head."""
+        slope = torch.sigmoid(self.slope_logit.float()) if hasattr(self, "slope_logit") else self.slope
+        return 1.0 if self.features == "unit" else 1.0 - slope, slope
+
+    def feature_map(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
+        """Features in fp32 of queries or keys y [B,T,heads,D]."""
+        y = y.float()
+        if self.features == "unit":
+            return y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12)
+        # q and k share the scale of q.k between them.
+        y = torch.einsum("bthd,hed->bthe", y * self.site.scale**0.5, getattr(self, f"{role}_map").float())
+        D = y.shape[-1]
+        if self.features == "relu":
+            return F.relu(y + getattr(self, f"{role}_bias").float()) * (2.0 / D) ** 0.5
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1) * (D / 2.0) ** 0.5
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        *,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        state: LAState | None,
+        causal: bool,
+    ) -> tuple[Tensor, LAState]:
+        o, _, state = self.mix_with_mass(q, k, v, x, padding=padding, segments=segments, state=state, causal=causal)
+        return o, state
+
+    def mix_with_mass(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        *,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        state: LAState | None,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, LAState]:
+        a, b = self.kernel()
+        # Autocast would run the fp32 sums in half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            q, k = self.feature_map(q, "query"), self.feature_map(k, "key")
+            o, g, state = _la(q, k, v, a, b, causal, padding, segments, state, self.chunk_size)
+        return o.to(v.dtype), g.clamp_min(GUARD).log(), state
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        D, Dv = self.site.key_dim * (2 if self.features == "hedgehog" else 1), self.site.value_dim
+        return super().state_bytes(tokens, item) + 4 * self.site.kv_heads * (D * Dv + D + Dv) + 8
