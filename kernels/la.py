@@ -232,6 +232,7 @@ class LinearAttention(Mixer):
 
     title = "Linear attention, kernel a + b x"
     paper = "arXiv 2510.21956"
+    state_formula = "4 E (F Dv + F + Dv) + 8: E key heads, value dim Dv, F features (2 D for hedgehog, else D)"
     bidirectional = True
     normalised = True
     published = {"slope": 1.0, "learn_slope": False}
