@@ -203,7 +203,7 @@ def test_a_revision_is_asked_of_the_hub(linearize: Command, monkeypatch: pytest.
     from linearize import source
 
     asked = []
-    monkeypatch.setattr(source, "_download", lambda *of: asked.append(of) or (folder, "abc"))
+    monkeypatch.setattr(source, "download", lambda *of: asked.append(of) or (folder, "abc"))
     assert linearize("generate", "user/model", "x", "--revision", "abc", "--max-new-tokens", "1")[0] == 0
     assert asked == [("user/model", "abc", True)]
 
