@@ -24,7 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .documents import Piece, Source, fingerprint, identity, pieces
+from .cache_key import fingerprint, identity
+from .documents import Piece, Source, pieces
 from .errors import Exit, LinearizeError
 
 if TYPE_CHECKING:

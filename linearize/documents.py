@@ -6,7 +6,6 @@ knows the block length; packing is data.py's.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SLAB = 1 << 20  # characters per tokenizer call: feeds its threads, bounds its memory (240 bytes a token)
-_SUFFIXES = (".txt", ".jsonl")
-_PROBE = "a B1, 2\n\u00e9  <s>"  # how a tokenizer cuts this stands in for what its vocabulary does not say
+SUFFIXES = (".txt", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -71,35 +69,7 @@ def pieces(source: Source, tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> 
     """The documents of `source` in order. Without `sft` a conversation is text like any other."""
     if tokenizer.eos_token_id is None:
         raise LinearizeError("the tokenizer has no eos token to end documents with", Exit.INCOMPATIBLE)
-    return _Encoder(tokenizer, source.text_key, sft).pieces(_rows(source))
-
-
-def identity(source: Source) -> list[Any]:
-    """What the text depends on, for a cache key: content where it is at hand, else the dataset's address."""
-    address = [source.path, source.name, source.split, source.streaming, source.text_key]
-    if source.demo:
-        texts = "\0".join(row.fields[source.text_key] for row in _rows(source))
-        return [*address, source.demo, hashlib.sha256(texts.encode()).hexdigest()]
-    files = list(source.files)
-    for file in files:
-        if file.suffix not in _SUFFIXES:
-            raise LinearizeError(f"{file}: known file types are {', '.join(_SUFFIXES)}")
-    if source.path and (folder := Path(source.path)).is_dir():
-        files = sorted(file for file in folder.rglob("*") if file.is_file())
-    elif source.path and folder.is_file():
-        raise LinearizeError(f"{folder} is a file: give it as files: [{folder}], not as path")
-    return [*address, [[file.name, _digest(file)] for file in files]]
-
-
-def fingerprint(tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> str:
-    """A hash of all that decides which ids a document gets."""
-    if tokenizer.is_fast:
-        rules: Any = json.loads(tokenizer.backend_tokenizer.to_str())
-        rules |= {"truncation": None, "padding": None}  # left behind by whoever called it last
-    else:
-        rules = sorted(tokenizer.get_vocab().items())
-    facts = [type(tokenizer).__name__, tokenizer.eos_token_id, tokenizer(_PROBE)["input_ids"], rules]
-    return hashlib.sha256(json.dumps([*facts, tokenizer.chat_template if sft else None]).encode()).hexdigest()
+    return _Encoder(tokenizer, source.text_key, sft).pieces(rows_of(source))
 
 
 class _Encoder:
@@ -241,7 +211,7 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
     return list(messages)
 
 
-def _rows(source: Source) -> Iterator[_Row]:
+def rows_of(source: Source) -> Iterator[_Row]:
     if source.demo:
         from linearize.demo.corpus import documents, package_documents
 
@@ -296,14 +266,3 @@ def _dataset_rows(source: Source) -> Iterator[_Row]:
         raise LinearizeError(f"no folder {source}, and cannot fetch it: {error}", Exit.HUB) from error
     except (DatasetsError, ValueError) as error:  # an unknown name or split, or rows that do not parse
         raise LinearizeError(f"dataset {source}: {error}") from error
-
-
-def _digest(file: Path) -> str:
-    try:
-        with file.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
-    except FileNotFoundError as error:
-        siblings = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise LinearizeError(f"no such file: {file}.{did_you_mean(file.name, siblings)}") from error
-    except OSError as error:
-        raise LinearizeError(f"cannot read {file}: {error}", Exit.RESOURCE) from error
