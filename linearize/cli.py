@@ -39,7 +39,9 @@ def main() -> None:
         raise
     except Exception as error:
         known = error if isinstance(error, LinearizeError) else resource_error(error)
-        say(f"error: {known.message}" if known else bug_report(error))
+        rank = os.environ.get("RANK", "0")  # of several processes each speaks for itself
+        where = "" if rank == "0" else f" in process {rank}"
+        say(f"error{where}: {known.message}" if known else bug_report(error))
         sys.exit(int(known.code if known else Exit.BUG))
 
 

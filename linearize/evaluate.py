@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from linearize_kernels.seam import evaluating
@@ -18,11 +18,21 @@ from .stages import Batch, Listener, forward, listen
 from .trainable import Student
 
 
-def batches(blocks: Blocks, size: int, max_tokens: int, device: torch.device) -> Iterator[Batch]:
-    """The first blocks in order, `size` at a time, up to max_tokens tokens."""
+def batches(blocks: Blocks, size: int, max_tokens: int, accelerator: Accelerator) -> Iterator[Batch]:
+    """This process's share of the first blocks, in order, `size` at a time, up to max_tokens tokens over all.
+
+    Every process gets as many batches, for shards are gathered together: what is missing is a block without tokens.
+    """
     count = block_count(blocks, max_tokens)
-    for start in range(0, count, size):
-        yield collate([blocks[i] for i in range(start, min(start + size, count))], device)
+    for start in range(0, count, size * accelerator.num_processes):
+        own = start + size * accelerator.process_index
+        items = [blocks[i] for i in range(own, min(own + size, count))] or [_blank(blocks[0])]
+        yield collate(items, accelerator.device)
+
+
+def _blank(block: Batch) -> Batch:
+    """The same, of which nothing counts."""
+    return block | {"labels": torch.full_like(block["labels"], -100), "valid": torch.zeros_like(block["valid"])}
 
 
 def block_count(blocks: Blocks, max_tokens: int) -> int:
@@ -36,15 +46,17 @@ def collate(items: list[Batch], device: torch.device) -> Batch:
 
 
 @torch.no_grad()
-def perplexity(model: Any, data: Iterator[Batch], autocast: Any = contextlib.nullcontext) -> float:
-    """exp of the mean next-token loss in nats, over every target; at most 1e304."""
+def perplexity(model: Any, data: Iterator[Batch], accelerator: Accelerator) -> float:
+    """exp of the mean next-token loss in nats, over every target of every process; at most 1e304."""
     total, count = 0.0, 0
     with evaluating(model):
         for batch in data:
             targets = int((batch["labels"][:, 1:] != -100).sum())
-            with autocast():
+            with accelerator.autocast():
                 loss = next_token_ce(forward(model, batch), batch["labels"])
             total, count = total + loss.item() * targets, count + targets
+    sums = torch.tensor([total, count], dtype=torch.float64, device=accelerator.device)
+    total, count = accelerator.reduce(sums, "sum").tolist()
     return math.exp(min(total / max(count, 1), 700.0))
 
 
@@ -66,16 +78,15 @@ class Fidelity(Listener):
         self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + sums
 
 
-def layer_fidelity(
-    student: Student, data: Iterator[Batch], autocast: Any = contextlib.nullcontext
-) -> list[dict[str, float]]:
+def layer_fidelity(student: Student, data: Iterator[Batch], accelerator: Accelerator) -> list[dict[str, float]]:
     """Per layer, on the teacher's hidden states: relative squared error and mean cosine of the module's output."""
     listener = Fidelity(student)
     for batch in data:
         listener.valid = batch["valid"]
-        with autocast():
+        with accelerator.autocast():
             listen(student, listener, batch)
     rows = []
-    for layer, (error, power, cosine, count) in sorted(listener.sums.items()):
-        rows.append({"layer": layer, "relative_mse": float(error / power), "cosine": float(cosine / count)})
+    for layer, sums in sorted(listener.sums.items()):
+        error, power, cosine, count = accelerator.reduce(sums, "sum").tolist()
+        rows.append({"layer": layer, "relative_mse": error / power, "cosine": cosine / count})
     return rows

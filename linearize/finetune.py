@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from .errors import Exit, LinearizeError, did_you_mean
 from .export import meta_model, save_final
 from .hub import check_access, push_saved
 from .recipe import Recipe
-from .runs import Run
+from .runs import Run, processes
 from .runtime import Say, check_runtime, make_accelerator, stage_steps
 from .session import Finetuner, check_model
 from .source import open_source
@@ -45,7 +44,7 @@ def finetune(
     accelerator = tuner.accelerator
     if recipe.finish.push is not None and accelerator.is_main_process:
         check_access(recipe.finish.push)
-    with memory_errors(tuner):
+    with memory_errors(tuner), contextlib.closing(run):
         with run.preparing(accelerator.is_main_process):
             if accelerator.is_main_process:
                 prepare_base(recipe, run, say)
@@ -54,14 +53,14 @@ def finetune(
         accelerator.init_trackers(recipe.name)
         complete = tuner.train(only)
         layers = tuner.fidelity() if complete else []
-    report = run.report(layers, complete)
-    if complete and accelerator.is_main_process:
-        run.write_report(report)
-        save_final(tuner.student, base_folder(recipe, run), run.final, recipe, report, say)
-        if recipe.finish.push is not None:
-            report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+        report = run.report(layers, complete)
+        if complete and accelerator.is_main_process:
+            run.write_report(report)
+            save_final(tuner.whole_student(), base_folder(recipe, run), run.final, recipe, report, say)
+            if recipe.finish.push is not None:
+                report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
     return report
 
 
@@ -124,11 +123,10 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None) -> list[dict
     model = meta_model(folder, planned, None if wide else torch.float32, recipe.model.trust_remote_code)
     check_model(model, recipe)
     student = Student(model)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
     rows = []
     for stage in recipe.stages:
         parameters = student.prepare(stage, wide=wide)
-        blocks = stage.batch.per_device * stage.batch.accumulate * processes
+        blocks = stage.batch.per_device * stage.batch.accumulate * processes()
         seq_len = recipe.data_for(stage).pack.seq_len
         steps = stage_steps(stage, blocks, seq_len, max_steps)
         rows.append(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .data import BlockOrder, Blocks
 from .errors import Exit, LinearizeError
@@ -23,6 +24,7 @@ from .evaluate import collate
 from .progress import StageProgress, memory_bytes
 from .recipe import AttentionTransfer, Stage
 from .runs import Position
+from .sharding import like, whole
 from .stages import end_to_end_loss, transfer_loss
 
 if TYPE_CHECKING:
@@ -57,11 +59,12 @@ class StageLoop:
         accelerator = owner.accelerator
         accelerator.free_memory()  # forget the optimizer of the stage before
         self.transfers = isinstance(stage, AttentionTransfer)
-        self.wrapped, self.optimizer = owner.model, accelerator.prepare(optimizer)
+        self.wrapped, self.optimizer = owner.model, accelerator.prepare_optimizer(optimizer)
         # Layer losses of a transfer are backpropagated inside forward, past the hooks of DDP: no wrapper there,
         # gradients are added up by hand. A single process needs none, and accelerate's would widen the logits.
-        if not self.transfers and accelerator.num_processes > 1:
-            self.wrapped = accelerator.prepare(owner.model)
+        self.replicated = not self.transfers and accelerator.num_processes > 1 and not owner.sharded
+        if self.replicated:
+            self.wrapped = accelerator.prepare_model(owner.model)
         if not self.transfers and owner.recipe.runtime.compile:
             self.wrapped = torch.compile(self.wrapped)
         set_checkpointing(owner.model, owner.recipe.runtime.gradient_checkpointing and not self.transfers)
@@ -93,7 +96,7 @@ class StageLoop:
                     raise owner.not_finite("held-out loss is nan", self.number, done + 1)
                 owner.log_evaluation(self.stage.name, done, done * self.tokens_per_step, ppl)
         if last or self.stopping or done % recipe.checkpoint.every_steps == 0:
-            owner.save(Position(self.number, done, done * self.tokens_per_step, last), self.state())
+            owner.save(Position(self.number, done, done * self.tokens_per_step, last), {} if last else self.state())
         if self.stopping:
             raise LinearizeError(
                 f"interrupted after step {done} of {self.stage.name}; state saved in {owner.last_checkpoint}. "
@@ -112,12 +115,10 @@ class StageLoop:
         for number, batch in enumerate(micro):
             torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, number, accelerator.process_index))
             last = number == len(micro) - 1
-            with contextlib.nullcontext() if last or self.transfers else accelerator.no_sync(self.wrapped):
+            with accelerator.no_sync(self.wrapped) if self.replicated and not last else contextlib.nullcontext():
                 losses.append(self._micro_batch(batch, tokens))
-        if self.transfers:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad = accelerator.reduce(parameter.grad, "sum")
+        if not self.replicated:
+            self._add_gradients()
         norm = float(accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.clip))
         shares = torch.stack(losses).sum()
         loss, stop = accelerator.reduce(torch.stack([shares, shares.new_tensor(owner.interrupted)]), "sum").tolist()
@@ -125,6 +126,13 @@ class StageLoop:
         lr = self.stage.optimizer.lr * self.schedule(step)
         self._update(loss, norm, lr, step)
         return loss, norm, lr
+
+    def _add_gradients(self) -> None:
+        """Over processes, for parameters that neither DDP nor FSDP takes care of."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                how = "sum" if self.transfers else "mean"
+                parameter.grad = self.owner.accelerator.reduce(parameter.grad, how)
 
     def _update(self, loss: float, norm: float, lr: float, step: int) -> None:
         """The optimizer's part of a step, unless loss or gradients are unusable."""
@@ -146,7 +154,7 @@ class StageLoop:
             with accelerator.autocast():
                 return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward)
         loss = end_to_end_loss(self.stage, owner.student, self.wrapped, batch, tokens, accelerator.autocast)
-        # DDP takes the mean over processes of what has to be a sum.
+        # DDP and FSDP take the mean over processes of what has to be a sum.
         accelerator.backward(loss * accelerator.num_processes)
         return loss.detach()
 
@@ -162,7 +170,7 @@ class StageLoop:
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Within: the first Ctrl-C finishes the step and saves, the second stops at once."""
+        """Within: the first Ctrl-C or SIGTERM finishes the step and saves, the second stops at once."""
 
         def on_signal(number: int, frame: Any) -> None:
             if self.owner.interrupted:
@@ -171,14 +179,15 @@ class StageLoop:
             self.owner.say("interrupted: finishing this step, then saving (again to stop at once)")
 
         try:
-            before = signal.signal(signal.SIGINT, on_signal)
+            before = {kind: signal.signal(kind, on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:  # not the main thread: nobody can press Ctrl-C here
             yield
             return
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
 
     def _log(self, step: int, **values: float) -> None:
         if self.owner.accelerator.is_main_process:
@@ -186,18 +195,31 @@ class StageLoop:
             self.owner.run.log(stage=self.stage.name, step=step, tokens=tokens, **values, memory=memory_bytes())
             self.owner.accelerator.log({f"{self.stage.name}/{k}": v for k, v in values.items()}, step=step)
 
+    def names(self) -> list[str]:
+        """Names of the trained parameters in the optimizer's order, which depends on what is in shards."""
+        known = {id(parameter): name for name, parameter in self.owner.student.named_parameters()}
+        return [known[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def state(self) -> dict[str, Any]:
-        """Optimizer and loss scale, for a checkpoint; the rest follows from the step."""
-        scaler = self.owner.accelerator.scaler
-        return {
-            "optimizer": self.optimizer.state_dict()["state"],
-            "scaler": scaler.state_dict() if scaler is not None else None,
-        }
+        """Optimizer and loss scale, for a checkpoint of the main process; the rest follows from the step."""
+        scaler, kept = self.owner.accelerator.scaler, self.owner.accelerator.is_main_process
+        names, moments = self.names(), {}
+        for number, values in self.optimizer.state_dict()["state"].items():
+            full = {key: whole(value) for key, value in values.items()}
+            if kept:
+                moments[names[number]] = {key: value.cpu() for key, value in full.items()}
+        return {"optimizer": moments, "scaler": scaler.state_dict() if scaler is not None else None}
 
     def restore(self, checkpoint: Path) -> None:
         """The inverse of `state`; learning rate, betas and the like are the recipe's, which may have changed."""
-        state = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
+        state = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
+        own = dict(self.owner.student.named_parameters())
+        moments = {
+            number: {key: like(value, own[name]) for key, value in state["optimizer"][name].items()}
+            for number, name in enumerate(self.names())
+            if name in state["optimizer"]  # not one that never had a gradient
+        }
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         if state["scaler"] is not None and self.owner.accelerator.scaler is not None:
             self.owner.accelerator.scaler.load_state_dict(state["scaler"])
 

@@ -1,6 +1,7 @@
 """A run's folder: resolved recipe, metrics, checkpoints that survive a kill at any moment, and where to resume.
 
 run.json          resolved recipe and versions
+.lock             held by the process that runs, whose number is in it
 converted/        the converted base (or absent when the base was converted already)
 cache/            tokenised data
 checkpoints/      <stage>-<step>/, complete or absent: written beside and renamed
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import math
@@ -20,7 +22,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .errors import LinearizeError, writing
 from .recipe import Recipe, diff_resolved
@@ -28,6 +30,7 @@ from .recipe import Recipe, diff_resolved
 # What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
 CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
 UNBORN = "run.json.tmp"  # all that a run leaves which was killed before it had a name
+LOCK = ".lock"
 CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 
 
@@ -54,11 +57,14 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
         self.resume, self.resume_from = resume, None
+        self._lock: IO[str] | None = None
         record = self.folder / "run.json"
         if record.exists():
             self._check_unchanged(json.loads(record.read_text("utf-8")))
             self.resume_from = self._resume_point()
-        elif self.folder.exists() and (not self.folder.is_dir() or {f.name for f in self.folder.iterdir()} - {UNBORN}):
+        elif self.folder.exists() and (
+            not self.folder.is_dir() or {f.name for f in self.folder.iterdir()} - {UNBORN, LOCK}
+        ):
             raise LinearizeError(f"{self.folder} exists and is no run of linearize; choose another output_dir")
         elif resume not in ("auto", "never"):
             raise LinearizeError(f"--resume {resume}: there is no run in {self.folder} yet")
@@ -86,7 +92,7 @@ class Run:
     def _check_unchanged(self, record: dict[str, Any]) -> None:
         if self.resume == "never":
             return
-        old, new = record["recipe"], self.recipe.resolved()
+        old, new = _per_step(record["recipe"], record["processes"]), _per_step(self.recipe.resolved(), processes())
         if self.resume != "auto":
             old, new = _fixed(old), _fixed(new)
         changes = diff_resolved(old, new)
@@ -123,13 +129,19 @@ class Run:
             if self.resume_from is None or order(path) > order(self.resume_from):
                 shutil.rmtree(path, ignore_errors=True)
         self._rewind_metrics(position)
-        record = {"recipe": self.recipe.resolved(), "max_steps": self.max_steps, "versions": versions}
+        settings = {"max_steps": self.max_steps, "processes": processes()}
+        record = {"recipe": self.recipe.resolved(), **settings, "versions": versions}
         write_atomically(self.folder / "run.json", json.dumps(record, indent=2))
 
     @contextlib.contextmanager
     def preparing(self, owner: bool) -> Iterator[None]:
-        """Within: what fails leaves no folder behind that was not there before. One process is the `owner`."""
+        """Within: what fails leaves no folder behind that was not there before. One process is the `owner`.
+
+        It locks the folder until `close` or its death. Raises LinearizeError (exit 2) when another process has it.
+        """
         new = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        if owner:
+            self._hold()
         try:
             yield
         except BaseException:
@@ -139,6 +151,31 @@ class Run:
                     for parent in new[1:]:
                         parent.rmdir()
             raise
+
+    def _hold(self) -> None:
+        """Lock the folder, unless it changed since this run looked where to resume."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.seek(0)
+            raise LinearizeError(
+                f"{self.folder} is in use: process {self._lock.read()} runs in it. Wait for its end, or choose "
+                "another output_dir"
+            ) from error
+        except OSError:  # a file system without locks
+            return
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+        if self.resume == "auto" and (self.finished or self._resume_point() != self.resume_from):
+            raise LinearizeError(f"{self.folder} changed while this started: another process ran in it. Start again")
+
+    def close(self) -> None:
+        """Let the folder go."""
+        if self._lock is not None:
+            self._lock.close()
 
     # ------------------------------------------------------------ checkpoints
 
@@ -227,6 +264,20 @@ class Run:
             if (stage, entry["step"]) <= (position.stage, position.step):
                 kept.append(entry)
         write_atomically(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def processes() -> int:
+    """How many processes train together, as the launcher says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:
+    """A resolved recipe with the blocks of a whole optimizer step in place of what divides them."""
+    stages = [dict(stage) for stage in resolved["stages"]]
+    for stage in stages:
+        batch = stage.pop("batch")
+        stage["blocks_per_step"] = batch["per_device"] * batch["accumulate"] * processes
+    return {**resolved, "stages": stages}
 
 
 def _fixed(resolved: dict[str, Any]) -> dict[str, Any]:

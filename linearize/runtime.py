@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from transformers import get_scheduler
 
 from .data import Source
 from .errors import Exit, LinearizeError
 from .recipe import Recipe, Stage
+from .sharding import read_plugin
 
 Say = Callable[[str], None]
-SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
+# The main process converts, tokenises and saves alone, while the others wait.
+PATIENCE = timedelta(days=1)
 
 
 def check_runtime(recipe: Recipe) -> str:
@@ -45,10 +49,19 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     track = None if recipe.track.to == "none" else recipe.track.to
     # Another run in this process may have had another precision, which accelerate would hold against this one.
     AcceleratorState._reset_state(True)
-    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, log_with=track, project_dir=str(folder))
+    plugin = read_plugin(recipe, precision)
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        cpu=cpu,
+        log_with=track,
+        project_dir=str(folder),
+        fsdp_plugin=plugin,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
     if accelerator.distributed_type not in SUPPORTED:
         kind = accelerator.distributed_type.value
-        raise LinearizeError(f"{kind} is not supported; launch with plain data parallelism", Exit.INCOMPATIBLE)
+        raise LinearizeError(f"{kind} is not supported; launch with plain data parallelism or FSDP2", Exit.INCOMPATIBLE)
+    accelerator.state.fsdp_plugin = plugin  # on a CPU accelerate would drop it, and replicate in silence
     return accelerator
 
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from .data import BlockOrder, Blocks, build_blocks
@@ -19,6 +20,7 @@ from .loop import StageLoop, seed_for
 from .recipe import AttentionTransfer, Recipe, Stage
 from .runs import Position, Run, read_position
 from .runtime import Say, make_schedule, stage_steps, to_source
+from .sharding import reshard, shard, whole
 from .stages import Calibration, error_scale, listen
 from .trainable import Student, check_targets
 
@@ -40,20 +42,47 @@ class Finetuner:
         self._blocks: dict[tuple[str, str], Blocks | None] = {}
         self.eval_tokens = 0  # of the last evaluation
         self.wide = accelerator.mixed_precision != "no"
+        self.sharded = accelerator.state.fsdp_plugin is not None
 
     def load(self, folder: Path) -> None:
         """Model, tokenizer and data, with every check that must not wait until a stage begins."""
-        dtype = "auto" if self.wide else torch.float32
-        if self.wide and self.recipe.model.dtype is not None:
-            dtype = getattr(torch, self.recipe.model.dtype)
-        model = load_converted(folder, dtype, self.recipe.model.trust_remote_code)
-        check_model(model, self.recipe)
-        self.model = model.to(self.device)
+        self.base = folder
+        self.model = self.open_model()
+        check_model(self.model, self.recipe)
         self.student = Student(self.model)
+        if self.sharded:
+            self.shard()
+        else:
+            self.model.to(self.device)
         # Its code is checked by now; without the flag transformers asks on the terminal because of the model's.
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
-        check_vocabulary(self.tokenizer, model, [blocks for blocks in found if blocks is not None])
+        check_vocabulary(self.tokenizer, self.model, [blocks for blocks in found if blocks is not None])
+
+    def open_model(self) -> Any:
+        """The converted base, on the CPU."""
+        dtype = "auto" if self.wide else torch.float32
+        if self.wide and self.recipe.model.dtype is not None:
+            dtype = getattr(torch, self.recipe.model.dtype)
+        return load_converted(self.base, dtype, self.recipe.model.trust_remote_code)
+
+    def shard(self) -> None:
+        """Divide the source's weights among the processes; those that some stage trains become float32 masters."""
+        names = {name for stage in self.recipe.stages for name in self.student.names_of(stage.train)}
+        trained = [parameter for name, parameter in self.student.named_parameters() if name in names]
+        if self.wide:
+            for parameter in trained:
+                parameter.data = parameter.data.float()
+        shard(self.model, self.accelerator, trained)
+
+    def whole_student(self) -> Student:
+        """The trained model in one piece, in the main process: from shards, the base and the last checkpoint's."""
+        if self.sharded:
+            assert self.last_checkpoint is not None
+            self.model = self.open_model()
+            self.student = Student(self.model)
+            self.restore_weights(len(self.recipe.stages) - 1, self.last_checkpoint)
+        return self.student
 
     # ------------------------------------------------------------ data
 
@@ -123,8 +152,10 @@ class Finetuner:
         steps = stage_steps(stage, self.blocks_per_step(stage), blocks.seq_len, self.run.max_steps, len(blocks))
         assert steps is not None
         parameters = self.prepare(number, stage)
+        shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        others = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         optimizer = torch.optim.AdamW(
-            parameters,
+            [{"params": group} for group in (others, shards) if group],  # one kernel takes no mixture
             lr=stage.optimizer.lr,
             betas=stage.optimizer.betas,
             weight_decay=stage.optimizer.weight_decay,
@@ -151,7 +182,7 @@ class Finetuner:
         """Trained tensors of the resume point; LoRA layers and teacher copies of the stages so far come first."""
         for earlier, stage in enumerate(self.recipe.stages[: number + 1]):
             self.prepare(earlier, stage)
-        self.student.load_state(load_file(checkpoint / "trained.safetensors", device=str(self.device)))
+        self.student.load_state(load_file(checkpoint / "trained.safetensors"))
 
     def calibrate(self, batch: dict[str, torch.Tensor]) -> None:
         """Before the first step of all: mixers with norms take the teacher's scale, the same in every process."""
@@ -179,8 +210,10 @@ class Finetuner:
         if blocks is None:
             return None
         self.eval_tokens = block_count(blocks, self.recipe.eval.max_tokens) * blocks.seq_len
-        data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.device)
-        return perplexity(self.model, data, self.accelerator.autocast)
+        data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.accelerator)
+        ppl = perplexity(self.model, data, self.accelerator)
+        reshard(self.model)
+        return ppl
 
     def log_evaluation(self, name: str, step: int, tokens: int, ppl: float) -> None:
         """One evaluation into metrics.jsonl and to the person who waits."""
@@ -194,14 +227,18 @@ class Finetuner:
         blocks = self.blocks(stage, "eval")
         if blocks is None:
             return []
-        data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.device)
-        return layer_fidelity(self.student, data, self.accelerator.autocast)
+        data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.accelerator)
+        return layer_fidelity(self.student, data, self.accelerator)
 
     def save(self, position: Position, state: dict[str, Any]) -> None:
-        """A checkpoint: trained tensors by name, and the optimizer unless the stage is over."""
+        """A checkpoint: trained tensors by name, whole, and the optimizer unless the stage is over."""
+        tensors = {}
+        for name, tensor in self.student.state().items():  # of shards, one at a time is whole on the device
+            tensor = whole(tensor)
+            if self.accelerator.is_main_process:
+                tensors[name] = tensor.contiguous().cpu()
 
         def write(folder: Path) -> None:
-            tensors = {name: tensor.contiguous().cpu() for name, tensor in self.student.state().items()}
             broken = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
             if broken is not None:
                 raise self.not_finite(f"{broken} is not finite", position.stage, position.step + 1)

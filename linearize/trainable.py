@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from .errors import Exit, LinearizeError, did_you_mean
 from .recipe import Stage
+from .sharding import like, reshard, whole
 
 ADAPTER = "default"
 
@@ -54,7 +56,7 @@ class Student:
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name in names)
             if name in names:
-                if wide:
+                if wide and parameter.dtype != torch.float32:
                     parameter.data = parameter.data.float()
                 chosen.append(parameter)
         return chosen
@@ -101,21 +103,45 @@ class Student:
 
     @contextlib.contextmanager
     def source_weights(self) -> Iterator[None]:
-        """Swap the source's values in, by pointer, and back."""
+        """Swap the source's values in and back."""
+        reshard(self.model)
         self._aside = self._swap(self.originals)
         try:
             yield
         finally:
+            reshard(self.model)
             self._swap(self._aside)
             self._aside = {}
 
     def _swap(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Point the named parameters at `values`; returns what they pointed at."""
-        old = {}
-        for name, parameter in self.named_parameters():
-            if name in values:
-                old[name], parameter.data = parameter.data, values[name]
+        """Put these tensors where the named parameters are; returns what was there.
+
+        Parameters change places, not their `data`: a `data` of another dtype, even for a moment, loses DDP's hooks.
+        FSDP gathers from memory that it knows, so shards are copied; within its forward pass a layer is gathered.
+        """
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        old: dict[str, Tensor] = {}
+        new: dict[str, nn.Parameter] = {}
+        for module in self.model.modules():
+            for key, parameter in module._parameters.items():
+                name = names.get(id(parameter), "")
+                if name not in values or parameter is None:
+                    continue
+                if name not in old:  # a tied weight comes twice
+                    old[name], new[name] = self._exchange(parameter, values[name])
+                module._parameters[key] = new[name]
         return old
+
+    @staticmethod
+    def _exchange(parameter: nn.Parameter, value: Tensor) -> tuple[Tensor, nn.Parameter]:
+        """What to keep of a parameter, and what to put where it was, so that `value` is there."""
+        if isinstance(parameter, DTensor):
+            kept = parameter.detach().clone()
+            with torch.no_grad():
+                parameter.copy_(value)
+            return kept, parameter
+        value = whole(value)
+        return parameter, value if isinstance(value, nn.Parameter) else nn.Parameter(value, False)
 
     @contextlib.contextmanager
     def as_student(self, module: nn.Module) -> Iterator[None]:
@@ -144,8 +170,9 @@ class Student:
         """Copy tensors written by `state` back; names must exist."""
         own = dict(self.named_parameters())
         for name, value in tensors.items():
-            own[name].data = own[name].data.to(value.dtype)
-            own[name].copy_(value)
+            if own[name].dtype != value.dtype:
+                own[name].data = own[name].data.to(value.dtype)
+            own[name].copy_(like(value, own[name]))
 
 
 def is_source(name: str) -> bool:

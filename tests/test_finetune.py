@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -68,23 +66,6 @@ def test_micro_batches_add_up_to_the_batch(kind: str, parts: Any, root: Path, tm
         torch.testing.assert_close(theirs, losses, rtol=1e-5, atol=0)
         for name, value in weights.items():
             assert relative_error(tensors_of_other[name], value) < 1e-3, name
-
-
-def test_two_processes_train_what_one_does(root: Path, tmp_path: Path) -> None:
-    stages = [stage(kind, parts, steps=3, optimizer={"lr": 1e-3}) for kind, parts in KINDS[:2]]
-    train(make_recipe(tmp_path / "one", base(root, "llama"), *stages, data=CHAT))
-    shared = [{**each, "batch": {"per_device": 1}} for each in stages]
-    recipe = write_recipe(tmp_path / "two", base(root, "llama"), *shared, data=CHAT)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [*launch, "-m", "linearize", "finetune", str(recipe)]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for key in ("loss", "grad_norm"):
-        ours, theirs = (torch.tensor(metrics(tmp_path / name, key)) for name in ("two", "one"))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
-    ours, theirs = (tensors(tmp_path / name / "run" / "final") for name in ("two", "one"))
-    assert all(relative_error(ours[name], theirs[name]) < 1e-3 for name in theirs)
 
 
 # ---------------------------------------------------------------- options

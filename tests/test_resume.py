@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import LORA, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
+from training import AT, LORA, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
 
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
@@ -50,39 +50,6 @@ def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_in(folder: Path, root: Path, **changes: Any) -> Any:
     return make_recipe(folder, base(root, "gpt2"), *stages(), **{**CHECKPOINTS, **changes})
-
-
-# Runs the command line with one function replaced by one that sends a signal to this process.
-AT = """
-import os, signal, sys
-from linearize import cli, finetune, loop, runs
-kind, place, number = signal.Signals[sys.argv[1]], sys.argv[2], int(sys.argv[3])
-def now():
-    os.kill(os.getpid(), kind)
-calls = 0
-def counted(original, during):
-    def function(*arguments, **named):
-        global calls
-        calls += 1
-        if calls == number and not during:
-            now()
-        result = original(*arguments, **named)
-        if calls == number and during:
-            now()
-        return result
-    return function
-if place == "step":
-    loop.StageLoop._update = counted(loop.StageLoop._update, True)
-elif place == "write":
-    save = runs.Run.save
-    def half(self, position, write):
-        return save(self, position, counted(write, True))
-    runs.Run.save = half
-elif place == "end":
-    finetune.save_final = counted(finetune.save_final, False)
-sys.argv = ["linearize", "finetune", *sys.argv[4:]]
-cli.main()
-"""
 
 
 def run_until(kind: str, place: str, number: int, recipe: Path) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,8 @@ def finetune(
         result: dict[str, Any] = {"stages": plans}
     else:
         result = story.finetune(loaded, resume=resume, only=stage, max_steps=max_steps, say=say)
+        if int(os.environ.get("RANK", "0")):
+            return  # of several processes the first one speaks
         report_table(result)
     if as_json:
         print(json.dumps(result))
