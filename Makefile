@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 CLEAN := .venv-clean-current .venv-clean-517
 
-.PHONY: demo test lint types unit clean-load environments environment clean
+.PHONY: demo test lint types unit clean-load architectures architectures-docs environments environment clean
 
 demo: .venv/ready
 	$(BIN)/linearize demo
@@ -36,6 +36,13 @@ clean-load: .venv/ready-test $(CLEAN:=/ready)
 	$(BIN)/python tests/clean_demo.py make .venv/clean-load
 	$(BIN)/python tests/clean_env.py check .venv/clean-load $(CLEAN:=/bin/python)
 	$(BIN)/python tests/clean_demo.py check .venv/clean-load $(CLEAN:=/bin/python)
+
+# Every causal type of transformers, against docs/architectures.md; the second writes that file.
+architectures: .venv/ready-test
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/architectures.py check
+
+architectures-docs: .venv/ready-test
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/architectures.py write
 
 environments: .venv/ready-test $(CLEAN:=/ready)
 

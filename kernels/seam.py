@@ -60,10 +60,13 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     bound = bind(module, args, kwargs)
     cache = next((bound[name] for name in CACHE_NAMES if bound.get(name) is not None), None)
     recurrent = prefix != TRANSFER and cache is not None
-    index = getattr(module, "layer_idx", mixer.site.layer)
+    # Modules that serve several layers are told which.
+    index = next(
+        i for i in (bound.get("layer_idx"), getattr(module, "layer_idx", None), mixer.site.layer) if i is not None
+    )
     slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
     places = {name: bound[name] for name in PLACE_NAMES if name in bound}
-    mixer.calls[this_thread()] = Call(bound["hidden_states"], slot, places)
+    mixer.calls[this_thread()] = Call(bound[hidden_name(mixer)], slot, places)
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
     without_rotation(bound, mixer.site.routed)
@@ -84,6 +87,11 @@ def after_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
             f"{mixer.site.path} ({type(module).__name__}) ran without calling transformers' attention interface, so "
             "its mixer was skipped. This transformers version may not fit this checkpoint"
         )
+
+
+def hidden_name(mixer: Mixer) -> str:
+    """What the attention module calls the hidden states that it is given."""
+    return "hidden_states" if "hidden_states" in mixer.arguments else mixer.arguments[0]
 
 
 def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +194,7 @@ def transfer(
 
 def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher_output: Any) -> None:
     """The second, differentiable call of a module whose student needs q and k of its own; past the hooks."""
-    bound["hidden_states"] = mixer.calls[this_thread()].x.detach()
+    bound[hidden_name(mixer)] = mixer.calls[this_thread()].x.detach()
     bound |= {name: None for name in CACHE_NAMES if name in bound}  # its keys went into the cache the first time
     if mixer.drop_rope:
         without_rotation(bound, mixer.site.routed)
@@ -368,7 +376,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def mixers_of(model: nn.Module) -> dict[str, Mixer]:
     """Every mixer by the name of its attention module."""
-    return {name.removesuffix(".mixer"): m for name, m in model.named_modules() if name.endswith(".mixer")}
+    # Not by class, which may be another copy's, nor by name alone: architectures have mixers of their own.
+    named = ((name, m) for name, m in model.named_modules() if name.endswith(".mixer") and hasattr(m, "site"))
+    return {name.removesuffix(".mixer"): m for name, m in named}
 
 
 def carry_conversions(*pairs: tuple[str, str]) -> None:

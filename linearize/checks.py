@@ -114,7 +114,7 @@ def plan_of(config: dict[str, Any]) -> Plan:
     steps = tuple(Step(Site.from_dict(one["site"]), one["mechanism"], one["options"], 0, 0) for one in layers)
     architecture = config["architectures"][0].removeprefix("Linearized")
     model_type, dtype = config["model_type"].removeprefix("linearized_"), str(config.get("dtype"))
-    return Plan("", None, architecture, model_type, dtype, False, False, steps, (), 0, 0)
+    return Plan("", None, architecture, model_type, dtype, False, False, steps, (), (), False, 0, 0)
 
 
 # ---------------------------------------------------------------- what is on disk

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import bench, convert, demo, doctor, finetune, generate, mechanisms, push, recipes, verify
+from .commands import bench, convert, demo, doctor, finetune, generate, inspect, mechanisms, push, recipes, verify
 from .errors import Exit, LinearizeError, resource_error
 from .output import say
 
@@ -78,6 +78,7 @@ def _global(
 
 
 # One line per command, in the order of `--help`.
+app.command()(inspect.inspect)
 app.command()(convert.convert)
 app.command()(finetune.finetune)
 app.add_typer(recipes.recipes, name="recipes")

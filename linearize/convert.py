@@ -16,8 +16,9 @@ from .atomic import check_output, output_folder
 from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
 from .drops import check_losses, ranges
 from .errors import Exit, LinearizeError
-from .plan import Plan, choose_layers, item_bytes, make_steps, some
-from .probe import model_class_of, probe, quiet
+from .plan import Plan, choose_layers, grouped, item_bytes, make_steps, some
+from .probe import model_class_of, probe
+from .recording import quiet
 from .render import Natives
 from .shards import meta_tensors
 from .source import DTYPES, Source, open_source, read_header
@@ -51,8 +52,8 @@ def plan_conversion(
     source = open_source(model, revision, weights=weights)
     config = load_config(source, trust_remote_code)
     natives = Natives(config, load_model_class(source, config, trust_remote_code))
-    sites = probe(config, natives.head)
-    chosen, kept = choose_layers(sites, layers, keep_softmax, source.name)
+    found = probe(config, natives.head)
+    chosen, kept = choose_layers(found, layers, keep_softmax, source.name)
     check_losses(chosen, allow_drop)
     stored = stored_dtype(source)
     target = stored if dtype == "keep" else dtype
@@ -69,6 +70,8 @@ def plan_conversion(
         pickled=source.pickled,
         steps=steps,
         kept=tuple(kept),
+        others=grouped(found.others),
+        reads_masks=found.reads_masks,
         source_bytes=source.bytes or old * item_bytes(stored),
         needed_bytes=(new + rewritten) * item_bytes(target),
     )

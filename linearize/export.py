@@ -24,8 +24,9 @@ from . import card, checkpoint
 from .atomic import output_folder
 from .errors import Exit, LinearizeError
 from .plan import Plan
-from .probe import model_class_of, quiet
+from .probe import model_class_of
 from .recipe import Recipe
+from .recording import quiet
 from .render import Natives, auto_map, code_files
 from .shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
 from .source import Entry, Source, read_header

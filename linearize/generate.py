@@ -15,7 +15,7 @@ from .checkpoint import MANIFEST
 from .convert import load_config
 from .errors import Exit, LinearizeError, did_you_mean
 from .export import load_converted
-from .probe import quiet
+from .recording import quiet
 from .source import open_source
 
 DTYPE_NAMES = ("keep", "float32", "bfloat16", "float16")

@@ -12,6 +12,7 @@ from linearize_kernels.mixer import Site
 from .drops import losses, ranges
 from .errors import Exit, LinearizeError
 from .mechanisms import build_mixer, load_mechanism, resolve_options
+from .probe import Found, Other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax.
+    """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax; `others` says
+    of other modules that mix tokens why they stay as they are. `reads_masks`: see `probe.Found`.
 
     `dtype` is that of the result; source weights are rewritten in it when `cast`, rewritten as safetensors when
     `pickled`, and else linked or copied byte for byte. `needed_bytes` is what is written anew.
@@ -42,6 +44,8 @@ class Plan:
     pickled: bool
     steps: tuple[Step, ...]
     kept: tuple[Site, ...]
+    others: tuple[str, ...]
+    reads_masks: bool
     source_bytes: int
     needed_bytes: int
 
@@ -60,7 +64,9 @@ class Plan:
         layers = [
             {"site": dataclasses.asdict(s.site), "mechanism": s.mechanism, "options": s.options} for s in self.steps
         ]
-        return {"format": 1, "all_linear": not self.kept, "layers": layers}
+        # Then nothing needs a T x T mask, and none is made.
+        alone = not (self.kept or self.others or self.reads_masks)
+        return {"format": 1, "all_linear": alone, "layers": layers}
 
     def cache_bytes(self, tokens: int) -> dict[str, int]:
         """Decode memory per sequence after `tokens` tokens: of the source, and of the converted model."""
@@ -90,6 +96,7 @@ class Plan:
         fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
         fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
         fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
+        fields["others"] = tuple(data["others"])
         return cls(**fields)
 
 
@@ -99,13 +106,13 @@ def item_bytes(dtype: str) -> int:
 
 
 def choose_layers(
-    sites: list[Site], layers: str, keep_softmax: str, model: str = "the model"
+    found: Found, layers: str, keep_softmax: str, model: str = "the model"
 ) -> tuple[list[Site], list[Site]]:
     """Split sites of `model` into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave.
 
-    Raises LinearizeError (exit 2) for a malformed selection or a layer that is not there.
+    Raises LinearizeError: 2 for a malformed selection or a layer that is not there, 3 for one that cannot be linear.
     """
-    known = [site.layer for site in sites]
+    known = [site.layer for site in found.sites]
     if layers == "all":
         chosen = set(known)
     elif layers.startswith("every:"):
@@ -114,15 +121,16 @@ def choose_layers(
             raise LinearizeError(f"--layers {layers}: every:N needs N >= 1")
         chosen = set(known[::step])
     else:
-        chosen = _layer_set(layers, "--layers", known, model)
-    chosen -= _layer_set(keep_softmax, "--keep-softmax", known, model)
+        chosen = _layer_set(layers, "--layers", found, model)
+    chosen -= _layer_set(keep_softmax, "--keep-softmax", found, model)
     if not chosen:
         raise LinearizeError(f"--layers {layers} with --keep-softmax {keep_softmax} leaves no layer to convert")
-    return [s for s in sites if s.layer in chosen], [s for s in sites if s.layer not in chosen]
+    return [s for s in found.sites if s.layer in chosen], [s for s in found.sites if s.layer not in chosen]
 
 
-def _layer_set(text: str, flag: str, known: list[int], model: str) -> set[int]:
+def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
     chosen: set[int] = set()
+    known = [site.layer for site in found.sites]
     for part in filter(None, (p.strip() for p in text.split(","))):
         low, dash, high = part.partition("-")
         first = _number(low, f"{flag} {text}")
@@ -132,6 +140,9 @@ def _layer_set(text: str, flag: str, known: list[int], model: str) -> set[int]:
         chosen |= set(range(first, min(last, max(known) + 1) + 1))  # one beyond stands for all that are
         chosen.add(last)
     missing = sorted(chosen - set(known))
+    for other in found.others:
+        if other.layer in missing:
+            raise LinearizeError(f"{flag} {text}: {other}. Choose among layers {ranges(known)}", Exit.INCOMPATIBLE)
     if missing and known == list(range(len(known))):
         raise LinearizeError(f"{flag} {text} but {model} has {len(known)} layers ({ranges(known)})")
     if missing:
@@ -145,6 +156,19 @@ def _number(text: str, where: str) -> int:
     if not text.strip().isdecimal() or len(text) > 9:
         raise LinearizeError(f"{where}: {text!r} is no layer number. Write 0-3,7 or every:2 or all")
     return int(text)
+
+
+def grouped(others: tuple[Other, ...]) -> tuple[str, ...]:
+    """A line for each class of module that stays as it is: where it is, and why."""
+    groups: dict[tuple[str, str], list[Other]] = {}
+    for other in others:
+        groups.setdefault((other.kind, other.reason), []).append(other)
+    lines = []
+    for (kind, reason), members in groups.items():
+        layers = sorted({other.layer for other in members if other.layer is not None})
+        where = f"in layers {ranges(layers)}" if layers else some([other.path for other in members])
+        lines.append(f"{kind} {where}: {reason}")
+    return tuple(lines)
 
 
 def some(names: list[str]) -> str:

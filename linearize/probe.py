@@ -7,40 +7,48 @@ own code (unrouted.py). No weights are read and no architecture is known by name
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
+import dataclasses
+from collections import Counter
 from typing import Any
 
-import torch
 import transformers
-from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.utils import logging as hf_logging
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from linearize_kernels.mixer import Site
 
 from .errors import Exit, LinearizeError
-from .unrouted import softmax_calls
+from .recording import PROBE, Run, interface_calls, own_softmax, quiet
 
-PROBE = "linearize_probe"
-TOKENS = 8
-# Keyword arguments of attention functions that every architecture passes or that mean nothing to a mixer.
-ORDINARY = {"scaling", "dropout", "is_causal", "position_ids", "attention_mask", "use_cache", "output_attentions"}
-ORDINARY |= {"output_hidden_states", "past_key_values", "cache_position", "position_embeddings", "head_mask"}
-ORDINARY |= {"layer_idx", "logits_to_keep"}
+# Words in the class names of modules that mix tokens, and what is said of one that ran outside the interface.
+MIXING = ("Attention", "Attn", "Mixer", "Mamba", "SSM", "DeltaNet", "ShortConv", "Recurrent", "LSTM", "Retention")
+PLAIN_SLOTS = ("DynamicLayer", "DynamicSlidingWindowLayer")
+NOT_ROUTED = "not softmax attention"
 
 
-def build_on_meta(
-    config: PreTrainedConfig, model_class: type[PreTrainedModel], implementation: str | None = None
-) -> PreTrainedModel:
-    """The model of `config` without memory behind its weights."""
-    config = type(config).from_dict(config.to_dict())
-    config._attn_implementation = implementation
-    with quiet(), torch.device("meta"):
-        # bfloat16, because grouped expert products know no other dtype on the meta device.
-        return model_class._from_config(config, dtype=torch.bfloat16).eval()
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """A module that mixes tokens and keeps doing it its own way; `reason` says why it cannot become linear."""
+
+    layer: int | None
+    path: str
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is {self.kind}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What the probe saw: `sites` can become linear, `others` cannot.
+
+    `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
+    """
+
+    sites: tuple[Site, ...]
+    others: tuple[Other, ...]
+    reads_masks: bool = False
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -68,161 +76,90 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
-def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> list[Site]:
-    """The softmax attention modules of a model, in the order in which they run.
+def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
+    """The softmax attention modules of a model, in the order in which they run, and what else mixes tokens in it.
 
-    Raises LinearizeError (exit 3) when the model cannot be built or run on the meta device, or calls no attention.
+    Raises LinearizeError (exit 3) when the model cannot be built or run on the meta device, or nothing in it fits.
     """
-    records, obstacle = _interface_calls(config, model_class)
-    if not records:
-        records, second = _own_softmax(config, model_class)
+    run = interface_calls(config, model_class)
+    obstacle = run.error
+    if not run.records:
+        run = own_softmax(config, model_class)
         # A KeyError of that name: the class looks its attention up in a table of its own.
-        if second is None or (isinstance(obstacle, KeyError) and obstacle.args == (PROBE,)):
-            obstacle = second
+        if run.error is None or (isinstance(obstacle, KeyError) and obstacle.args == (PROBE,)):
+            obstacle = run.error
     if obstacle:
         raise LinearizeError(
             f"{model_class.__name__} cannot be probed on the meta device: {type(obstacle).__name__}: {obstacle}",
             Exit.INCOMPATIBLE,
         ) from obstacle
-    if not records:
+    calls = Counter(record["path"] for record in run.records)
+    others = _mixing_without_calls(run, calls)
+    if not run.records:
+        kinds = ", ".join(sorted({other.kind for other in others}))
         raise LinearizeError(
             f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
             "attention interface and computes no softmax over keys of its own. Attention-like modules seen: "
-            + (_candidates(build_on_meta(config, model_class)) or "none"),
+            + (kinds or "none"),
             Exit.INCOMPATIBLE,
         )
-    sites = [_site(number, record) for number, record in enumerate(records)]
-    for site in sites:
-        if [other.path for other in sites].count(site.path) > 1:
-            raise LinearizeError(
-                f"{site.path} ({site.kind}) runs more than once in a forward pass, so one state cannot serve it",
-                Exit.INCOMPATIBLE,
-            )
-    return sites
+    slots = _cache_slots(config)
+    sites: list[Site] = []
+    unfit: list[Other] = []
+    for number, record in enumerate(run.records):
+        site, reason = _site(number, record, calls, slots)
+        if reason is None:
+            sites.append(site)
+        elif all(other.path != site.path for other in unfit):
+            unfit.append(Other(site.layer, site.path, site.kind, reason))
+    if not sites:
+        raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
+    return Found(tuple(sites), (*unfit, *others), run.reads_masks)
 
 
-Found = tuple[list[dict[str, Any]], Exception | None]
-
-
-def _interface_calls(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
-    """A record for each call of the attention interface, and what the architecture's own code raised, if it did."""
-    records: list[dict[str, Any]] = []
-    AttentionInterface.register(PROBE, _record)
-    AttentionMaskInterface.register(PROBE, _full_mask)
-    try:
-        model = build_on_meta(config, model_class, PROBE)
-        parts: list[tuple[str, Any]] = list(model.named_modules())
-        for path, part in parts:
-            part._linearize_path, part._linearize_records = path, records
-            part.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
-    except Exception as error:  # whatever the architecture raises
-        return [], error
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    # An explicit 4D mask is passed on as it is, so that no architecture inspects values; some know no such mask.
-    obstacle = None
-    for mask in (torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta"), None):
-        records.clear()
-        try:
-            with quiet(), torch.no_grad():
-                model(input_ids=ids, attention_mask=mask, use_cache=False)
-            return records, None
-        except Exception as error:
-            obstacle = obstacle or error
-    return [], obstacle
-
-
-def _own_softmax(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
-    """The same for attention that modules compute in code of their own."""
+def _cache_slots(config: PreTrainedConfig) -> list[str]:
+    """The classes of cache layers that generation will use, by layer; none where the config does not say."""
     try:
         with quiet():
-            return softmax_calls(build_on_meta(config, model_class), TOKENS), None
-    except Exception as error:
-        return [], error
+            return [type(layer).__name__ for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers]
+    except Exception:  # a config that no cache is made for
+        return []
 
 
-def _keep_hidden(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    x = kwargs.get("hidden_states", args[0] if args else None)
-    module._linearize_hidden = x.shape[-1] if isinstance(x, Tensor) and x.ndim == 3 else None
-    module._linearize_mask = kwargs.get("attention_mask")
+def _mixing_without_calls(run: Run, calls: Counter[str]) -> list[Other]:
+    """Innermost modules named like attention or recurrence that made no call, nor hold or serve one that did."""
+    found: list[Other] = []
+    for path, module in run.model.named_modules() if run.model else ():
+        inner = any(_mixes(part) for part in module.modules() if part is not module)
+        if not _mixes(module) or inner or any(_within(path, call) or _within(call, path) for call in calls):
+            continue
+        layer = getattr(module, "layer_idx", None)
+        reason = NOT_ROUTED if path in run.ran else "does not run on text"
+        found.append(Other(layer if isinstance(layer, int) else None, path, type(module).__name__, reason))
+    return found
 
 
-def _record(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """The recording attention function: notes the call and returns zeros of the right shape."""
-    B, H, T, D = query.shape
-    module._linearize_records.append(
-        {
-            "module": module,
-            "path": module._linearize_path,
-            "hidden": module._linearize_hidden,
-            "heads": H,
-            "kv_heads": key.shape[1],
-            "key_dim": D,
-            "value_dim": value.shape[-1],
-            "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
-            "causal": _causal(module, kwargs),
-            "extras": _extras(module, attention_mask, kwargs),
-            "self": key.shape[2] == T,
-            "routed": True,
-        }
-    )
-    return query.new_zeros(B, T, H, value.shape[-1]), None
+def _within(inner: str, outer: str) -> bool:
+    return inner == outer or inner.startswith(outer + ".")
 
 
-def _extras(module: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Names of what softmax is given and a linear layer would not use; `score_bias` for what is hidden in the mask."""
-    names = {name for name, value in kwargs.items() if name not in ORDINARY and _says(value)}
-    given = module._linearize_mask
-    if isinstance(given, Tensor) and isinstance(mask, Tensor) and mask.is_floating_point():
-        # A float mask with memory of its own: the module has added something to the one that it was given.
-        names |= {"score_bias"} if mask.untyped_storage()._cdata != given.untyped_storage()._cdata else set()
-    return tuple(sorted(names))
+def _mixes(module: nn.Module) -> bool:
+    kind = type(module).__name__
+    return any(word in kind for word in MIXING) and not kind.endswith(("Norm", "FeedForward", "MLP"))
 
 
-def _says(value: Any) -> bool:
-    return value is not None and value is not False
-
-
-def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    given = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
-
-
-def _full_mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor:
-    """A 4D mask, so that architectures which read its shape find one."""
-    return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-
-
-def _site(number: int, record: dict[str, Any]) -> Site:
+def _site(number: int, record: dict[str, Any], calls: Counter[str], slots: list[str]) -> tuple[Site, str | None]:
+    """The site of a recorded call, and what keeps it from becoming linear (None: nothing)."""
     module, own = record.pop("module"), record.pop("self")
-    if not own or record["hidden"] is None:
-        what = "takes keys from elsewhere" if not own else "gets no hidden states"
-        raise LinearizeError(
-            f"{record['path']} ({type(module).__name__}) {what}: not self-attention that can become linear",
-            Exit.INCOMPATIBLE,
-        )
+    obstacle = None
+    if not own:
+        obstacle = "takes keys from elsewhere"
+    elif record["hidden"] is None:
+        obstacle = "gets no hidden states"
+    elif calls[record["path"]] > 1:
+        obstacle = f"calls attention {calls[record['path']]} times in a forward pass, and one state cannot serve them"
     layer = getattr(module, "layer_idx", None)
     layer = number if layer is None else int(layer)
-    return Site(layer=layer, kind=type(module).__name__, **record)
-
-
-def _candidates(model: nn.Module) -> str:
-    kinds = {type(m).__name__ for m in model.modules()}
-    return ", ".join(sorted(k for k in kinds if any(w in k for w in ("Attention", "Attn", "Mixer", "SSM", "Mamba"))))
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers' log lines, bars and warnings about a model that is only looked at."""
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
+    if obstacle is None and layer < len(slots) and slots[layer] not in PLAIN_SLOTS:
+        obstacle = f"shares its slot of the cache ({slots[layer]}) with what a state does not replace"
+    return Site(layer=layer, kind=type(module).__name__, **record), obstacle

@@ -12,7 +12,7 @@ import transformers
 from . import __version__
 from .mechanisms import kernels_folder, load_mechanism
 from .plan import Plan
-from .probe import build_on_meta
+from .recording import build_on_meta
 
 RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 

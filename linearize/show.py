@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from .drops import ranges
+from .inspection import Inspection
 from .output import size
-from .plan import Plan
+from .plan import Plan, grouped
 
 if TYPE_CHECKING:
     from .checks import Check
@@ -62,8 +63,32 @@ def plan_table(plan: Plan) -> None:
     )
     if plan.kept:
         out.print(f"softmax stays in layers {ranges([s.layer for s in plan.kept])}")
+    for other in plan.others:
+        out.print(f"stays as it is: {other}")
     for note in plan.notes:
         out.print(f"[yellow]dropped[/yellow] {note}")
+
+
+def inspection_tables(inspection: Inspection) -> None:
+    """Attention modules with their shapes, and which mechanisms fit."""
+    out, found = console(), inspection.found
+    table = Table(title=f"{inspection.source} ({inspection.architecture}, {inspection.model_type})")
+    for column in ("layer", "module", "class", "H", "Hkv", "D", "Dv", "scale", "also passed to softmax"):
+        table.add_column(column, justify="right" if column in ("layer", "H", "Hkv", "D", "Dv", "scale") else "left")
+    for site in found.sites:
+        heads = (site.heads, site.kv_heads, site.key_dim, site.value_dim)
+        numbers = (*map(str, heads), f"{site.scale:.4g}")
+        table.add_row(str(site.layer), site.path, site.kind, *numbers, ", ".join(site.extras))
+    out.print(table)
+    for other in grouped(found.others):
+        out.print(f"stays as it is: {other}")
+    table = Table(title="mechanisms")
+    for column in ("name", "what it is", "fits layers", "why not the others"):
+        table.add_column(column)
+    for fit in inspection.fits:
+        reasons = dict.fromkeys(reason for _, reason in fit.obstacles)
+        table.add_row(fit.mechanism, fit.title, ranges(list(fit.layers)) or "none", "\n".join(reasons))
+    out.print(table)
 
 
 def recipe_table(plans: list[dict[str, Any]]) -> None:

@@ -105,7 +105,7 @@ class Watch(Capture):
     def record(self, found: Any, v: Tensor, softmax: Any) -> Tensor:
         """What `Capture` found: a record like those of the attention interface."""
         module, arguments = self.running[-1]
-        x = arguments.get("hidden_states")
+        x = arguments.get("hidden_states", next(iter(arguments.values())))
         q, k = (part.reshape(1, -1, *part.shape[-2:]) for part in (found.q, found.k))
         self.records.append(
             {

@@ -80,9 +80,10 @@ else:
 model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
 if target != "meta":
     torch.save(logits(model.eval()), target)
+ours = tuple(layer["site"]["path"] + ".mixer." for layer in model.config.linearize["layers"])
 print(json.dumps({
     "report": {key: sorted(map(str, value)) for key, value in report.items()},
-    "mixers": {name: list(p.shape) for name, p in model.state_dict().items() if ".mixer." in name},
+    "mixers": {name: list(p.shape) for name, p in model.state_dict().items() if name.startswith(ours)},
 }))
 """
 

@@ -10,6 +10,7 @@ The check runs this file in each interpreter, isolated; that part imports torch 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -26,30 +27,40 @@ FOREIGN = ("linearize", "linearize_kernels", "peft", "accelerate")
 LIMIT = 1e-4
 
 
-def compute(model: Any) -> dict[str, Any]:
+def compute(model: Any, steps: bool = True) -> dict[str, Any]:
     """Logits of a left-padded batch in one pass, and of a prefill followed by steps."""
     import torch
 
-    ids = (torch.arange(40).reshape(2, 20) * 31 + 7) % (model.config.vocab_size - 1) + 1
+    ids = (torch.arange(40).reshape(2, 20) * 31 + 7) % (model.config.get_text_config().vocab_size - 3) + 3
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
     with torch.no_grad():
         whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        if not steps:
+            return {"whole": whole}
         out = model(input_ids=ids[:1, :13], use_cache=True)
-        steps = [out.logits]
+        if "past_key_values" not in out:  # it keeps no cache that one can hold
+            return {"whole": whole}
+        parts = [out.logits]
         for t in range(13, 20):
             out = model(input_ids=ids[:1, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
-            steps.append(out.logits)
-    return {"whole": whole, "steps": torch.cat(steps, 1)}
+            parts.append(out.logits)
+    return {"whole": whole, "steps": torch.cat(parts, 1)}
 
 
 def lay_out(place: Path, source: Path, converted: Path) -> None:
     """Copy a converted checkpoint to `place`, and beside it what the source class with the same mixers computes."""
-    import torch
     from models import source_with_mixers
 
     shutil.copytree(converted, place)
-    torch.save(compute(source_with_mixers(source, converted)), place.with_suffix("." + EXPECTED))
+    expect(place, compute(source_with_mixers(source, converted)))
+
+
+def expect(place: Path, logits: dict[str, Any]) -> None:
+    """Note beside a checkpoint what it must compute: what `compute` gives, and perhaps `teacher`, softmax's `whole`."""
+    import torch
+
+    torch.save(logits, place.with_name(f"{place.name}.{EXPECTED}"))
 
 
 def make(folder: Path) -> None:
@@ -63,29 +74,59 @@ def make(folder: Path) -> None:
 
 def load(folder: Path) -> None:
     """Inside the clean environment: load every checkpoint of `folder` and compare; one line each."""
+    import transformers
+
+    in_clean_environment()
+    for expected in sorted(folder.glob("*." + EXPECTED)):
+        name = check_one(expected)
+        print(f"{name} loads with transformers {transformers.__version__}, logits equal")
+
+
+def survey(folder: Path) -> None:
+    """As `load`, but go on after a failure: one line of JSON each, its name and what went wrong or null."""
+    in_clean_environment()
+    for expected in sorted(folder.glob("*." + EXPECTED)):
+        failure = None
+        try:
+            check_one(expected)
+        except Exception as error:  # the reason is the result
+            failure = f"{type(error).__name__}: {str(error).strip()}"
+        print(json.dumps([expected.name.removesuffix("." + EXPECTED), failure]), flush=True)
+
+
+def in_clean_environment() -> None:
+    """Proof that nothing of this project is installed, and no noise."""
     import importlib.util
 
-    import torch
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     present = [name for name in FOREIGN if importlib.util.find_spec(name)]
     assert not present, f"not a clean environment: it has {present}"
-    for expected in sorted(folder.glob("*." + EXPECTED)):
-        place = expected.with_name(expected.name.removesuffix("." + EXPECTED))
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            place, trust_remote_code=True, output_loading_info=True
-        )
-        assert not any(report.values()), f"{place}: {report}"
-        refused_without_trust(place)
-        for key, theirs in torch.load(expected).items():
-            ours = compute(model.eval())[key]
-            difference = float((ours - theirs).abs().max() / theirs.abs().max())
-            assert difference < LIMIT, f"{place}: {key} logits differ by {difference:.1e}"
-        ids = torch.arange(1, 8)[None]
-        assert model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 11)
-        print(f"{place.name}: {type(model).__name__} loads with transformers {transformers.__version__}, logits equal")
+
+
+def check_one(expected: Path) -> str:
+    """Load the checkpoint beside `expected`, compare, generate; returns what it is."""
+    import torch
+    import transformers
+
+    place = expected.with_name(expected.name.removesuffix("." + EXPECTED))
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        place, trust_remote_code=True, output_loading_info=True
+    )
+    assert not any(report.values()), f"{place}: {report}"
+    refused_without_trust(place)
+    theirs, ours = torch.load(expected), compute(model.eval())
+    if "teacher" in theirs:
+        with model.teacher():
+            ours["teacher"] = compute(model, steps=False)["whole"]
+    for key in theirs:
+        difference = float((ours[key] - theirs[key]).abs().max() / theirs[key].abs().max())
+        assert difference < LIMIT, f"{place}: {key} logits differ by {difference:.1e}"
+    ids = torch.arange(3, 10)[None]
+    assert model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 11)
+    return f"{place.name}: {type(model).__name__}"
 
 
 def refused_without_trust(place: Path) -> None:
@@ -124,18 +165,17 @@ class Without:
     def __getattr__(self, name):
         return getattr(self.finder, name)
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
-sys.argv[0:1] = [{file}, "load"]
+sys.argv[0:1] = [{file}, "{verb}"]
 runpy.run_path({file}, run_name="__main__")
 """
 
 
 @contextlib.contextmanager
-def without_packages() -> Iterator[list[str]]:
-    """A command that runs `load` on its argument in this interpreter with the foreign packages hidden."""
+def without_packages(verb: str = "load") -> Iterator[list[str]]:
+    """A command that runs `load` (or `survey`) on its argument in this interpreter, the foreign packages hidden."""
     with tempfile.TemporaryDirectory() as modules:
-        code = HIDING.replace("{names}", repr((*FOREIGN, "triton"))).replace(
-            "{file}", repr(str(Path(__file__).resolve()))
-        )
+        code = HIDING.replace("{names}", repr((*FOREIGN, "triton"))).replace("{verb}", verb)
+        code = code.replace("{file}", repr(str(Path(__file__).resolve())))
         yield ["env", f"HF_MODULES_CACHE={modules}", "HF_HUB_OFFLINE=1", sys.executable, "-I", "-c", code]
 
 
@@ -144,7 +184,7 @@ def main() -> None:
     if verb == "check":
         check(Path(folder), interpreters)
     else:
-        {"make": make, "load": load}[verb](Path(folder))
+        {"make": make, "load": load, "survey": survey}[verb](Path(folder))
 
 
 if __name__ == "__main__":

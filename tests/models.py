@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,9 @@ def source_with_mixers(source: Path, converted: Path) -> Any:
     """The reference: the source class on the source's weights, with the package's mixers attached."""
     from safetensors.torch import load_file
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(source)
-    spec = transformers.AutoConfig.from_pretrained(converted, trust_remote_code=True).linearize
+    head = json.loads((source / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, head, transformers.AutoModelForCausalLM).from_pretrained(source)
+    spec = json.loads((converted / "config.json").read_text())["linearize"]
     names = {layer["mechanism"] for layer in spec["layers"]}
     mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}")) for n in names}
     routed = all(layer["site"]["routed"] for layer in spec["layers"])

@@ -22,6 +22,7 @@ from linearize.drops import ranges
 from linearize.errors import Exit, LinearizeError
 from linearize.mechanisms import build_mixer
 from linearize.plan import Plan, choose_layers
+from linearize.probe import Found
 from linearize.source import read_header
 
 
@@ -148,16 +149,16 @@ def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[in
     ],
 )
 def test_layers_that_are_not_there_are_refused(shared: Path, layers: str, keep: str, message: str) -> None:
-    sites = [*plan_conversion(str(shared), "gsa")[0].steps]
+    steps = plan_conversion(str(shared), "gsa")[0].steps
     with pytest.raises(LinearizeError, match=message) as caught:
-        choose_layers([step.site for step in sites], layers, keep)
+        choose_layers(Found(tuple(step.site for step in steps), ()), layers, keep)
     assert caught.value.code == Exit.USAGE
 
 
 def test_layers_without_softmax_are_refused(shared: Path) -> None:
-    sites = [step.site for step in plan_conversion(str(shared), "gsa")[0].steps][1::2]
+    steps = plan_conversion(str(shared), "gsa")[0].steps[1::2]
     with pytest.raises(LinearizeError, match="--layers 0-2: no softmax attention at layer 0,2; tiny has it at 1,3"):
-        choose_layers(sites, "0-2", "", "tiny")
+        choose_layers(Found(tuple(step.site for step in steps), ()), "0-2", "", "tiny")
 
 
 def test_ranges_are_short() -> None:

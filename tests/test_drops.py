@@ -106,7 +106,7 @@ class Tilted(transformers.LlamaForCausalLM):
 
 
 def test_what_nobody_has_judged_goes_by_consent() -> None:
-    sites = probe(small_config("llama"), Tilted)
+    sites = probe(small_config("llama"), Tilted).sites
     assert {site.extras for site in sites} == {("tilt",)}
     with pytest.raises(LinearizeError, match=r"tilt at layers 0-3: .* --allow-drop tilt") as caught:
         check_losses(sites, [])

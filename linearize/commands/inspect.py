@@ -1,0 +1,28 @@
+"""`linearize inspect`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from ..output import Json
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A local folder or a Hub id.")],
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model ships.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a model's attention modules and which mechanisms fit them; reads only the config."""
+    from ..inspection import inspect_model
+    from ..show import inspection_tables
+
+    inspection = inspect_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    inspection_tables(inspection)
+    if as_json:
+        print(json.dumps(inspection.to_json()))

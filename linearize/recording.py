@@ -1,0 +1,203 @@
+"""Recording: a model built on the meta device and run once, every call of attention in it noted.
+
+No weights are read and no architecture is known by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils import logging as hf_logging
+
+from .unrouted import softmax_calls
+
+PROBE = "linearize_probe"
+TOKENS = 8
+# Keyword arguments of attention functions that every architecture passes or that mean nothing to a mixer.
+ORDINARY = {"scaling", "dropout", "is_causal", "position_ids", "attention_mask", "use_cache", "output_attentions"}
+ORDINARY |= {"output_hidden_states", "past_key_values", "cache_position", "position_embeddings", "head_mask"}
+ORDINARY |= {"layer_idx", "logits_to_keep"}
+
+
+def build_on_meta(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], implementation: str | None = None
+) -> PreTrainedModel:
+    """The model of `config` without memory behind its weights."""
+    config = type(config).from_dict(config.to_dict())
+    config._attn_implementation = implementation
+    with quiet(), torch.device("meta"):
+        # bfloat16, because grouped expert products know no other dtype on the meta device.
+        return model_class._from_config(config, dtype=torch.bfloat16).eval()
+
+
+@dataclasses.dataclass
+class Run:
+    """One forward pass: a record for each call of attention, the paths that ran, what the architecture raised."""
+
+    model: PreTrainedModel | None = None
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    ran: set[str] = dataclasses.field(default_factory=set)
+    reads_masks: bool = False
+    error: Exception | None = None
+
+
+def interface_calls(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
+    """Run with the recording function in the attention interface.
+
+    Architectures differ in the masks that they take. An explicit 4D one comes first: most pass it on as it is.
+    """
+    AttentionInterface.register(PROBE, _record)
+    AttentionMaskInterface.register(PROBE, _full_mask)
+    run = Run()
+    errors: list[Exception] = []
+    try:
+        run.model = build_on_meta(config, model_class, PROBE)
+    except Exception as error:  # whatever the architecture raises, here and below
+        return Run(error=error)
+    _watch(run)
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    square = _full_mask(1, TOKENS, TOKENS)
+    with quiet(), torch.no_grad(), AsIfZero():
+        for mask in (square, torch.ones_like(ids), None):
+            run.records.clear()
+            try:
+                run.model(input_ids=ids, attention_mask=mask, use_cache=False)
+                run.reads_masks = _reads_masks(run)
+                return run
+            except Exception as error:
+                errors.append(error)
+    return dataclasses.replace(run, error=errors[0])
+
+
+def _reads_masks(run: Run) -> bool:
+    """Whether attention got another mask than the model made, or the model fails with the 2D mask of padding alone."""
+    records = list(run.records)
+    plain = [record.pop("plain_mask") for record in records]
+    if not all(plain):
+        return True
+    AttentionMaskInterface.register(PROBE, lambda *args, **kwargs: kwargs.get("attention_mask"))
+    flat = torch.ones(2, TOKENS, dtype=torch.long, device="meta")
+    try:
+        assert run.model is not None
+        run.model(input_ids=flat, attention_mask=flat, use_cache=False)
+    except Exception:  # whatever a wrong number of dimensions leads to
+        return True
+    finally:
+        run.records[:] = records
+    return False
+
+
+def own_softmax(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
+    """The same for attention that modules compute in code of their own."""
+    run = Run()
+    try:
+        run.model = build_on_meta(config, model_class)
+        _watch(run)
+        with quiet(), AsIfZero():
+            run.records += softmax_calls(run.model, TOKENS)
+    except Exception as error:
+        run.error = error
+    return run
+
+
+def _watch(run: Run) -> None:
+    """Let each module know its path and what it was given, and note whether it runs."""
+    assert run.model is not None
+    parts: list[tuple[str, Any]] = list(run.model.named_modules())
+    for path, part in parts:
+        part._linearize_path, part._linearize_run = path, run
+        part.register_forward_pre_hook(_note, with_kwargs=True)
+
+
+def _note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    module._linearize_run.ran.add(module._linearize_path)
+    module._linearize_mask = kwargs.get("attention_mask")
+    x = kwargs.get("hidden_states", args[0] if args else None)
+    module._linearize_hidden = x.shape[-1] if isinstance(x, Tensor) and x.ndim == 3 else None
+
+
+class AsIfZero(TorchDispatchMode):
+    """Answers questions about values, which tensors on the meta device lack, as if all of them were zero."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return False if args[0].dtype == torch.bool else 0
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return args[0].new_empty((0, args[0].ndim), dtype=torch.long)
+        return func(*args, **(kwargs or {}))
+
+
+def _record(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The recording attention function: notes the call and returns zeros of the right shape."""
+    B, H, T, D = query.shape
+    module._linearize_run.records.append(
+        {
+            "module": module,
+            "path": module._linearize_path,
+            "hidden": module._linearize_hidden,
+            "heads": H,
+            "kv_heads": key.shape[1],
+            "key_dim": D,
+            "value_dim": value.shape[-1],
+            "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
+            "causal": _causal(module, kwargs),
+            "extras": _extras(module, attention_mask, kwargs),
+            "self": key.shape[2] == T,
+            "routed": True,
+            "plain_mask": attention_mask is None or hasattr(attention_mask, "_linearize_plain"),
+        }
+    )
+    return query.new_zeros(B, T, H, value.shape[-1]), None
+
+
+def _extras(module: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Names of what softmax is given and a linear layer would not use; `score_bias` for what is hidden in the mask."""
+    names = {name for name, value in kwargs.items() if name not in ORDINARY and _says(value)}
+    given = module._linearize_mask
+    if isinstance(given, Tensor) and isinstance(mask, Tensor) and mask.is_floating_point():
+        # A float mask with memory of its own: the module has added something to the one that it was given.
+        names |= {"score_bias"} if mask.untyped_storage()._cdata != given.untyped_storage()._cdata else set()
+    return tuple(sorted(names))
+
+
+def _says(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def _full_mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor:
+    """A 4D mask, so that architectures which read its shape find one, that is known again when attention gets it."""
+    mask: Any = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    mask._linearize_plain = True
+    return mask
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' log lines, bars and warnings about a model that is only looked at."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()

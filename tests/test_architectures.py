@@ -1,0 +1,72 @@
+"""Families of architectures: converted, reloaded in a clean process, padded, cached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import survey
+from conftest import TOLERANCE, relative_error
+from models import load, logits
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "granite", "smollm3")
+FAMILIES += ("starcoder2", "phi", "phi3", "gpt_neox", "gpt2", "opt", "stablelm", "mixtral", "qwen3_moe", "olmoe")
+FAMILIES += ("gpt_oss", "cohere2", "glm4", "ministral", "llama4_text", "deepseek_v3", "qwen3_next")
+# One clean process serves several.
+SHARES = [list(FAMILIES[start::4]) for start in range(4)]
+CLOSE = TOLERANCE[torch.float32] * 3
+
+
+@pytest.mark.parametrize("share", SHARES, ids=" ".join)
+def test_families_convert_reload_pad_cache_and_generate(tmp_path: Path, share: list[str]) -> None:
+    rows = survey(tmp_path, share)
+    assert [(row["type"], row.get("reason")) for row in rows if row["stage"] != "converted"] == []
+    for row in rows:
+        # qwen3_next: one of four layers has softmax attention; the others stay linear as they are.
+        assert row["checked"] == (["all"] if row["type"] == "qwen3_next" else ["all", "hybrid"])
+        for layers in row["checked"]:
+            model = load(tmp_path / f"{row['type']}.{layers}")
+            padding_does_not_matter(model, row["type"])
+            steps_continue_a_prefill(model, row["type"])
+            generation_follows_the_logits(model, row["type"])
+
+
+def some_tokens(*shape: int) -> torch.Tensor:
+    """Token ids that no small config uses for padding or for the end."""
+    return torch.randint(3, 128, shape, generator=torch.Generator().manual_seed(3))
+
+
+def padding_does_not_matter(model: Any, name: str) -> None:
+    """A row with padding on its left has the logits of the row alone."""
+    ids, mask = some_tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[1, :7] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    named = {"position_ids": positions} if name != "opt" else {}
+    padded = logits(model, ids, attention_mask=mask, **named)[1, 7:]
+    assert relative_error(padded, logits(model, ids[1:, 7:])[0]) < CLOSE, name
+
+
+def steps_continue_a_prefill(model: Any, name: str) -> None:
+    """A prefill and single steps from its cache have the logits of one pass."""
+    ids = some_tokens(2, 20)
+    with torch.no_grad():
+        out = model(input_ids=ids[:, :9], use_cache=True)
+        parts = [out.logits]
+        for t in range(9, 20):
+            out = model(input_ids=ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+            parts.append(out.logits)
+    assert relative_error(torch.cat(parts, 1), logits(model, ids)) < CLOSE, name
+
+
+def generation_follows_the_logits(model: Any, name: str) -> None:
+    """Greedy tokens of a left-padded batch are those that one pass over each row alone would choose."""
+    ids, mask = some_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    made = model.generate(ids, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=1)
+    assert made.shape == (2, 15), name
+    for row, start in ((0, 0), (1, 4)):
+        choice = logits(model, made[row : row + 1, start:-1])[0, -6:]
+        choice[:, model.generation_config.eos_token_id or []] = -torch.inf
+        assert torch.equal(choice.argmax(-1), made[row, 9:]), name

@@ -1,0 +1,99 @@
+"""`linearize inspect`: what is found in a config, and what is said of what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from architectures import small_config
+from models import Zoo
+
+from linearize import mechanisms
+from linearize.convert import plan_conversion
+from linearize.errors import Exit, LinearizeError
+from linearize.inspection import inspect_model
+
+
+def config_only(folder: Path, model_type: str, **changes: object) -> Path:
+    """A folder that holds nothing but the config of a small model."""
+    config = small_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_a_config_is_enough(tmp_path: Path) -> None:
+    inspection = inspect_model(str(config_only(tmp_path / "tiny", "gemma2"))).to_json()
+    assert json.loads(json.dumps(inspection)) is not None
+    sites = inspection["sites"]
+    assert [site["layer"] for site in sites] == [0, 1, 2, 3]
+    assert {(site["kind"], site["heads"], site["kv_heads"], site["key_dim"], site["value_dim"]) for site in sites} == {
+        ("Gemma2Attention", 4, 2, 8, 8)
+    }
+    assert sites[1]["path"] == "model.layers.1.self_attn"
+    assert sites[1]["scale"] == pytest.approx(256**-0.5)
+    assert [site["extras"] for site in sites[:2]] == [("sliding_window", "softcap"), ("softcap",)]
+    assert inspection["others"] == ()
+    assert {fit["mechanism"]: fit["layers"] for fit in inspection["mechanisms"]}["gsa"] == (0, 1, 2, 3)
+
+
+def test_every_mechanism_is_tried_and_its_obstacle_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mechanisms.load_mechanism("gsa"), "causal", False)
+    inspection = inspect_model(str(config_only(tmp_path / "tiny", "llama")))
+    assert [fit.mechanism for fit in inspection.fits] == mechanisms.mechanism_names()
+    fit = next(fit for fit in inspection.fits if fit.mechanism == "gsa")
+    assert fit.layers == ()
+    assert fit.obstacles[2] == (2, "model.layers.2.self_attn is causal; 'gsa' is not")
+
+
+def test_layers_that_are_linear_already_are_named_and_kept(tmp_path: Path) -> None:
+    folder = config_only(tmp_path / "tiny", "qwen3_next")
+    found = inspect_model(str(folder)).found
+    assert [site.path for site in found.sites] == ["model.layers.3.self_attn"]
+    assert [(other.layer, other.kind) for other in found.others] == [(n, "Qwen3NextGatedDeltaNet") for n in range(3)]
+    plan = plan_conversion(str(folder), "gsa", weights=False)[0]
+    assert [step.site.layer for step in plan.steps] == [3]
+    assert plan.others == ("Qwen3NextGatedDeltaNet in layers 0-2: not softmax attention",)
+    assert not plan.spec()["all_linear"]
+    message = r"--layers 1,3: model\.layers\.1\.linear_attn is Qwen3NextGatedDeltaNet: .* layers 3$"
+    with pytest.raises(LinearizeError, match=message) as caught:
+        plan_conversion(str(folder), "gsa", layers="1,3", weights=False)
+    assert caught.value.code == Exit.INCOMPATIBLE
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("mamba", "no attention found: MambaForCausalLM .* Attention-like modules seen: MambaMixer"),
+        ("rwkv", "no attention found: RwkvForCausalLM .* seen: RwkvSelfAttention"),
+        ("diffllama", r"layers\.0\.self_attn is DiffLlamaAttention: calls attention 2 times in a forward pass"),
+        ("falcon_h1", r"FalconH1Attention: shares its slot of the cache \(LinearAttentionAndFullAttentionLayer\)"),
+        ("deepseek_v32", r"DeepseekV32Attention: shares its slot of the cache \(DynamicIndexedLayer\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, model_type: str, message: str) -> None:
+    with pytest.raises(LinearizeError, match=message) as caught:
+        inspect_model(str(config_only(tmp_path / "tiny", model_type)))
+    assert caught.value.code == Exit.INCOMPATIBLE
+
+
+def test_masks_that_the_architecture_reads_are_made(tmp_path: Path) -> None:
+    for model_type, reads, drops in (("llama", False, ()), ("doge", True, ("score_bias",))):
+        folder = config_only(tmp_path / model_type, model_type)
+        plan = plan_conversion(str(folder), "gsa", weights=False, allow_drop=drops)[0]
+        assert plan.reads_masks == reads
+        assert plan.spec()["all_linear"] == (not reads)
+
+
+def test_the_command_prints_tables_and_json(zoo: Zoo) -> None:
+    source = zoo.folders("llama")[0]
+    command = [sys.executable, "-m", "linearize", "inspect", str(source), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
+    assert [site["layer"] for site in json.loads(done.stdout)["sites"]] == [0, 1, 2, 3]
+    for word in ("LlamaAttention", "model.layers.0.self_attn", "Gated slot attention", "0-3"):
+        assert word in done.stderr
