@@ -39,7 +39,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tiny(preset: Preset, folder: Path) -> list[str]:
     """Overrides by which a preset runs on the small model and its text, in no time."""
-    stages = load_recipe(preset.path, ["model.base=demo"]).stages
+    recipe = load_recipe(preset.path, ["model.base=demo"])
+    assert recipe.convert is not None
+    small = ["convert.options.slots=8"] if recipe.convert.mechanism == "gsa" else []
+    stages = recipe.stages
     return [
         f"model.base={folder / 'source'}",
         "model.dtype=null",
@@ -48,7 +51,7 @@ def tiny(preset: Preset, folder: Path) -> list[str]:
         "data.eval={files: [heldout.txt]}",
         "eval.max_tokens=128",
         f"data.pack.seq_len={T}",
-        "convert.options.slots=8",
+        *small,
         "runtime.device=cpu",
         *(f"stages.{s.name}.batch.accumulate=1" for s in stages),
         *(f"stages.{s.name}.data=" + "{}" for s in stages),
