@@ -1,13 +1,15 @@
-"""Families of architectures: converted, reloaded in a clean process, padded, cached."""
+"""Families of architectures: converted, reloaded in a clean process, padded, cached. All types: architectures.py."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import survey
+import transformers
+from architectures import DOCS, GOAL, causal_types, survey
 from conftest import TOLERANCE, relative_error
 from models import load, logits
 
@@ -70,3 +72,16 @@ def generation_follows_the_logits(model: Any, name: str) -> None:
         choice = logits(model, made[row : row + 1, start:-1])[0, -6:]
         choice[:, model.generation_config.eos_token_id or []] = -torch.inf
         assert torch.equal(choice.argmax(-1), made[row, 9:]), name
+
+
+def test_the_list_of_architectures_is_of_this_transformers() -> None:
+    text = DOCS.read_text("utf-8")
+    written = re.search(r"transformers ([\d.]+)", text)
+    assert written is not None
+    if written[1] != transformers.__version__:
+        pytest.skip(f"written with transformers {written[1]}")
+    listed = re.findall(r"^\| ([\w.-]+) \| ", text, re.MULTILINE)
+    assert sorted(name for name in listed if name != "type") == sorted(causal_types())
+    passing = re.search(r"\*\*(\d+) of (\d+) types pass", text)
+    assert passing is not None
+    assert int(passing[1]) >= GOAL
