@@ -22,26 +22,26 @@ N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .gsa_chunks import GSAChunks
-from .gsa_launch import chunked_op, runs_on, step_op
+from .gsa_launch import runs_on
+from .gsa_ops import chunked_op, step_op
+from .gsa_torch import (
+    GSAState,
+    each_sequence,
+    fresh_state,
+    gsa_chunked,
+    gsa_step,
+    real_tokens,
+    to_gate_heads,
+    write_strength,
+)
 from .mixer import Bounds, Mixer, Site, positions
-from .scan import from_chunks, into_chunks
-
-
-class GSAState(NamedTuple):
-    """Decode state: keys [B,E,M,D], values [B,E,M,Dv] in fp32, and the number of tokens absorbed, [B] int64."""
-
-    keys: Tensor
-    values: Tensor
-    seen: Tensor
 
 
 def gsa(
@@ -74,10 +74,10 @@ def gsa(
     if q.shape[1] > 0 and _use_triton(backend, q, v, g):
         return _gsa_triton(q, k, v, g, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
-        return _each_sequence(q, k, v, g, scale, cu_seqlens, state, chunk_size)
+        return each_sequence(q, k, v, g, scale, cu_seqlens, state, chunk_size)
     if q.shape[1] == 1 and segments is None:
         return gsa_step(q, k, v, g, scale=scale, padding=padding, state=state)
-    return _gsa_chunked(q, k, v, g, scale, padding, segments, state, chunk_size)
+    return gsa_chunked(q, k, v, g, scale, padding, segments, state, chunk_size)
 
 
 def check_shapes(
@@ -95,31 +95,6 @@ def check_shapes(
             raise ValueError(f"{name} must be [B,T] = {(B, T)}, found {tuple(mask.shape)}")
     if cu is not None and (B != 1 or padding is not None or segments is not None):
         raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
-
-
-def write_strength(g: Tensor) -> Tensor:
-    """s = 1 - exp(g), as -expm1(g): at g = -1e-4 the direct form has no correct digit left in bf16."""
-    return -torch.expm1(g)
-
-
-def fresh_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> GSAState:
-    """The empty memory for these shapes: zeros, nothing absorbed."""
-    B, (E, M) = q.shape[0], g.shape[2:]
-    dtype = _state_dtype(q)
-    return GSAState(
-        q.new_zeros(B, E, M, k.shape[-1], dtype=dtype),
-        q.new_zeros(B, E, M, v.shape[-1], dtype=dtype),
-        torch.zeros(B, dtype=torch.long, device=q.device),
-    )
-
-
-def _state_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _real_tokens(q: Tensor, padding: Tensor | None) -> Tensor:
-    B, T = q.shape[:2]
-    return torch.full((B,), T, device=q.device) if padding is None else padding.long().sum(1)
 
 
 # ---------------------------------------------------------------- literal reference
@@ -148,92 +123,14 @@ def gsa_reference(
         real = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if padding is None else padding[:, t]
         g_t = torch.where(real[:, None, None], g[:, t].to(K.dtype), 0.0)  # [B,E,M]
         s_t = write_strength(g_t)
-        k_t, v_t = (_to_gate_heads(y[:, t : t + 1], E)[:, 0].to(K.dtype) for y in (k, v))  # [B,E,D]
+        k_t, v_t = (to_gate_heads(y[:, t : t + 1], E)[:, 0].to(K.dtype) for y in (k, v))  # [B,E,D]
         K = g_t.exp()[..., None] * K + s_t[..., None] * k_t[:, :, None]
         V = g_t.exp()[..., None] * V + s_t[..., None] * v_t[:, :, None]
         q_t = q[:, t].unflatten(1, (E, -1)).to(K.dtype)  # [B,E,G,D]
         p_t = torch.softmax(scale * torch.einsum("bemd,begd->begm", K, q_t), -1)
         outputs.append((torch.einsum("begm,bemd->begd", p_t, V) * real[:, None, None, None]).flatten(1, 2))
     o = torch.stack(outputs, 1) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])
-    return o.to(q.dtype), GSAState(K, V, state.seen + _real_tokens(q, padding))
-
-
-def _to_gate_heads(y: Tensor, E: int) -> Tensor:
-    """[B,T,Hkv,D] -> [B,T,E,D]: gate heads of one key head share its keys."""
-    return y if y.shape[2] == E else y.repeat_interleave(E // y.shape[2], dim=2)
-
-
-# ---------------------------------------------------------------- recurrent step
-
-
-def gsa_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float,
-    padding: Tensor | None = None,
-    state: GSAState | None = None,
-) -> tuple[Tensor, GSAState]:
-    """One token, T=1: eq. 6 as it stands. Reads and writes the state once."""
-    E = g.shape[2]
-    K, V, seen = fresh_state(q, k, v, g) if state is None else state
-    g_t = g[:, 0].to(K.dtype)
-    if padding is not None:
-        g_t = torch.where(padding[:, 0, None, None], g_t, 0.0)
-    alpha, s = g_t.exp()[..., None], write_strength(g_t)[..., None]  # [B,E,M,1]
-    k_t, v_t = (_to_gate_heads(y, E)[:, 0, :, None].to(K.dtype) for y in (k, v))  # [B,E,1,D]
-    K, V = alpha * K + s * k_t, alpha * V + s * v_t
-    q_t = q[:, 0].unflatten(1, (E, -1)).to(K.dtype)  # [B,E,G,D]
-    p = torch.softmax(scale * (q_t @ K.mT), -1)  # [B,E,G,M]
-    o = (p @ V).flatten(1, 2)[:, None]  # [B,1,H,Dv]
-    if padding is not None:
-        o = o * padding[:, :, None, None]
-    return o.to(q.dtype), GSAState(K, V, seen + _real_tokens(q, padding))
-
-
-# ---------------------------------------------------------------- chunk form
-
-
-def _gsa_chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    state: GSAState | None,
-    chunk_size: int,
-) -> tuple[Tensor, GSAState]:
-    (B, T, H, _), E = q.shape, g.shape[2]
-    C = min(chunk_size, 1 << max(T - 1, 0).bit_length())
-    K, V, seen = fresh_state(q, k, v, g) if state is None else state
-    if T == 0:
-        return q.new_zeros(B, 0, H, v.shape[-1]), GSAState(K, V, seen)
-    if padding is not None:
-        g = torch.where(padding[:, :, None, None], g, 0.0)
-    inputs = (q.to(K.dtype) * scale, _to_gate_heads(k, E), _to_gate_heads(v, E), g)
-    o, K, V = GSAChunks.apply(*(into_chunks(y, C, E, K.dtype) for y in inputs), K, V, segments)
-    o = from_chunks(o, C, T)
-    if padding is not None:
-        o = o * padding[:, :, None, None]
-    return o.to(q.dtype), GSAState(K, V, seen + _real_tokens(q, padding))
-
-
-def _each_sequence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, cu: Tensor, state: GSAState | None, chunk_size: int
-) -> tuple[Tensor, GSAState]:
-    """`cu_seqlens` as a loop over sequences: the definition; the GPU kernels do it in one launch."""
-    bounds, outputs, states = cu.tolist(), [], []
-    for n, (start, end) in enumerate(pairwise(bounds)):
-        q_n, k_n, v_n, g_n = (y[:, start:end] for y in (q, k, v, g))
-        own = None if state is None else GSAState(*(x[n : n + 1] for x in state))
-        o, last = _gsa_chunked(q_n, k_n, v_n, g_n, scale, None, None, own, chunk_size)
-        outputs.append(o)
-        states.append(last)
-    return torch.cat(outputs, 1), GSAState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+    return o.to(q.dtype), GSAState(K, V, state.seen + real_tokens(q, padding))
 
 
 # ---------------------------------------------------------------- Triton kernels
@@ -272,7 +169,7 @@ def _gsa_triton(
     if padding is not None:
         o = o * padding[:, :, None, None]
     if cu is None:
-        absorbed = _real_tokens(q, padding)
+        absorbed = real_tokens(q, padding)
     else:
         absorbed = (cu[1:] - cu[:-1]).long()
     return o, GSAState(K, V, absorbed if state is None else state.seen + absorbed)

@@ -21,9 +21,10 @@ class Config(NamedTuple):
     block_dv: int
     # Keep in shared memory what all query heads of one memory share.
     hold: bool
-    # Query heads per program of the output kernel.
-    heads: int
+    # Query heads of one memory that the query side takes at a time, each with `warps` of its own.
+    stack: int
     warps: int
+    key_warps: int
     # Buffers for the tiles that the key kernel loads per query head.
     key_stages: int
     # Columns of the memories that the step kernel takes at a time.
@@ -36,8 +37,8 @@ class Config(NamedTuple):
 
 # (capability, BM, wider of BD and BDV) -> what differs from `safe` for bf16. Measured: one H200, 64 slots x 128.
 SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
-    ((9, 0), 64, 64): {"key_stages": 2, "step_warps": 2},
-    ((9, 0), 64, 128): {"key_stages": 2, "step_warps": 2},
+    ((9, 0), 64, 64): {"stack": 2, "key_stages": 2, "step_warps": 2},
+    ((9, 0), 64, 128): {"stack": 2, "key_stages": 2, "step_warps": 2},
 }
 
 
@@ -48,7 +49,7 @@ def configure(q: Tensor, v: Tensor, g: Tensor) -> Config:
 
 def _configure(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int) -> Config:
     if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
-        return choose((0, 0), 1 << 20, M, D, DV, dtype)._replace(chunk=32, precision="ieee")
+        return choose((0, 0), 1 << 20, M, D, DV, dtype)._replace(chunk=32, stack=2, precision="ieee")
     properties = torch.cuda.get_device_properties(device)
     # A property that torch has and its type stub has not.
     shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
@@ -83,23 +84,29 @@ def safe(shared: int, M: int, D: int, DV: int, dtype: torch.dtype) -> Config:
     BM, BD, BDV = (max(16, 1 << (x - 1).bit_length()) for x in (M, D, DV))
     wide = max(BD, BDV)
     # In fp32, chunks of 64 would use Hopper's wgmma: three tf32 products through it race (seen with triton 3.6).
-    longest = 64 if dtype != torch.float32 else 32 if wide <= 64 else 16
-    fitting = [C for C in (64, 32, 16) if longest >= C and shared_bytes(C, BM, wide, dtype) <= shared]
+    # With heads of 256, wgmma leaves ptxas without registers.
+    longest = 64 if dtype != torch.float32 and wide <= 128 else 32 if dtype != torch.float32 or wide <= 128 else 16
+    fitting = [C for C in (64, 32, 16) if longest >= C and shared_bytes(C, BM, wide, dtype, shared) <= shared]
     if not fitting:
         raise ValueError(f"{M} slots with head dim {max(D, DV)} need more than {shared} bytes of shared memory")
     chunk = fitting[0]
     hold = dtype == torch.bfloat16 and held_bytes(chunk, BM, wide) <= shared
-    # Three bf16 products carry 16 bits of each factor, three tf32 products 21: as many as fp16 and fp32 inputs need.
-    precision = {torch.bfloat16: "tf32", torch.float16: "bf16x3", torch.float32: "tf32x3"}[dtype]
-    return Config(chunk, BM, BD, BDV, hold, 4, 4, 1, min(64, wide), 4, precision)
+    # With bf16 inputs gsa_tiles.py cuts operands into parts, and only the step takes tf32. Three bf16 products carry
+    # 16 bits of each factor, enough for fp16; six carry 24. Three tf32 products left twice the error (one H200).
+    precision = {torch.bfloat16: "tf32", torch.float16: "bf16x3", torch.float32: "bf16x6"}[dtype]
+    return Config(chunk, BM, BD, BDV, hold, 1, 4, 4, 1, min(64, wide), 4, precision)
 
 
-def shared_bytes(C: int, BM: int, BD: int, dtype: torch.dtype) -> int:
+def shared_bytes(C: int, BM: int, BD: int, dtype: torch.dtype, shared: int) -> int:
     """Bound on the shared memory of every kernel without `hold`, from the compiler's reports for 8.0 and 9.0."""
     tiles = max(C * (4 * BD + 20 * BM), 4 * BM * BD + 4 * C * (BM + BD))
     if BM >= 128:
         tiles += 3 * BM * BD // 2
-    return tiles * (2 if dtype == torch.float32 else 1)
+    tiles *= 2 if dtype == torch.float32 else 1
+    if shared < 227 * 1024:
+        # Where it was not tried: room for every part of a memory in both orientations.
+        tiles = max(tiles, (12 if dtype == torch.float32 else 8) * BM * BD + 2 * C * (BM + BD))
+    return tiles
 
 
 def held_bytes(C: int, BM: int, BD: int) -> int:

@@ -1,21 +1,18 @@
-"""GSA on the GPU, host side: scratch, launches, shipped configurations, and the registered operators.
-
-The operators live in a namespace of this very module object: when several copies of the file meet in one process
-(the package, checkpoints, versions), each keeps its own, whatever the order of imports.
+"""GSA on the GPU, host side: chunks, scratch and launches. Each function takes the arguments of its operator in
+gsa_ops.py, in that order.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from .gsa_config import Config, configure, obstacle
-from .gsa_triton import output_kernel, scan_kernel, states_kernel, step_kernel, triton
-from .gsa_triton_bwd import key_kernel, query_kernel, writes_kernel
+from .gsa_config import configure, obstacle
+from .gsa_tiles import triton
+from .gsa_triton import output_kernel, scan_kernel, states_kernel, step_kernel
+from .gsa_triton_bwd import key_kernel, logits_kernel, query_kernel, writes_kernel
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
@@ -67,8 +64,8 @@ def lay_out(q: Tensor, cu: Tensor | None, C: int) -> Layout:
     return Layout(N, S, N + S, per_chunk, per_row)
 
 
-class Problem(NamedTuple):
-    """The arguments of one call and what every launch derives from them."""
+class Call(NamedTuple):
+    """The arguments of the forward operator; the backward one has three gradients before them."""
 
     q: Tensor
     k: Tensor
@@ -76,21 +73,44 @@ class Problem(NamedTuple):
     g: Tensor
     scale: float
     segments: Tensor | None
-    layout: Layout
-    config: Config
+    cu: Tensor | None
+    K0: Tensor | None
+    V0: Tensor | None
+
+
+class Problem:
+    """One call, made dense, and what every launch derives from it."""
+
+    def __init__(self, call: Call) -> None:
+        self.q, self.k, self.v = (dense(x) for x in call[:3])
+        self.g, self.scale, self.segments = call.g.contiguous(), call.scale, call.segments
+        self.start = [None if x is None else x.float().contiguous() for x in (call.K0, call.V0)]
+        (self.B, self.T, self.H, self.D), self.DV, (self.E, self.M) = call.q.shape, call.v.shape[-1], call.g.shape[2:]
+        self.config = c = configure(call.q, call.v, call.g)
+        self.layout = lay_out(call.q, call.cu, c.chunk)
+        self.grid = self.layout.chunks, self.B * self.E
+        self.options = {"num_warps": c.warps, "num_stages": 1}
+        # Query heads whose rows share one tile, where they come in that number.
+        self.stack = c.stack if self.H // self.E % c.stack == 0 else 1
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, device=self.q.device, dtype=dtype)
+
+    def memory_pair(self, count: int) -> tuple[Tensor, Tensor]:
+        """Room for key and value memories: [count,E,M,D] and [count,E,M,Dv] in fp32."""
+        return self.new(count, self.E, self.M, self.D), self.new(count, self.E, self.M, self.DV)
 
     @property
     def sizes(self) -> dict[str, Any]:
         """Keyword arguments that all chunk kernels take."""
-        D, DV, (E, M) = self.q.shape[-1], self.v.shape[-1], self.g.shape[2:]
         c = self.config
         return {
-            "T": self.q.shape[1],
+            "T": self.T,
             "N": self.layout.chunks,
-            "E": E,
-            "M": M,
-            "D": D,
-            "DV": DV,
+            "E": self.E,
+            "M": self.M,
+            "D": self.D,
+            "DV": self.DV,
             "C": c.chunk,
             "BM": c.block_m,
             "BD": c.block_d,
@@ -103,17 +123,20 @@ class Problem(NamedTuple):
     @property
     def reading(self) -> dict[str, Any]:
         """What the kernels that work inside a chunk take on top."""
-        E = self.g.shape[2]
+        c = self.config
         return {
-            "H": self.q.shape[2],
-            "SHARE": E // self.k.shape[2],
-            "LEVELS": self.config.chunk.bit_length() - 1,
-            "RANGE": self.config.range,
+            "H": self.H,
+            "SHARE": self.E // self.k.shape[2],
+            "LEVELS": c.chunk.bit_length() - 1,
+            "RANGE": c.range,
+            **self.sizes,
         }
 
     @property
-    def grid(self) -> tuple[int, int]:
-        return self.layout.chunks, self.q.shape[0] * self.g.shape[2]
+    def stacked(self) -> dict[str, Any]:
+        """What those that take several query heads at a time take on top of that."""
+        warps = self.config.warps * self.stack
+        return {"STACK": self.stack, "HOLD": self.config.hold, "num_warps": warps, "num_stages": 1, **self.reading}
 
 
 class Memories(NamedTuple):
@@ -132,13 +155,6 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def problem(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, segments: Tensor | None, cu: Tensor | None
-) -> Problem:
-    config = configure(q, v, g)
-    return Problem(dense(q), dense(k), dense(v), g.contiguous(), scale, segments, lay_out(q, cu, config.chunk), config)
 
 
 def scan(
@@ -163,131 +179,82 @@ def scan(
     )  # fmt: skip
 
 
-def memories(x: Problem, start: list[Tensor | None], last: list[Tensor | None]) -> Memories:
-    """What enters every chunk, from `start`; the memories after the last token go to `last`."""
-    (B, T, E, M), slots = x.g.shape, x.layout.slots
-    new: dict[str, Any] = {"device": x.q.device, "dtype": torch.float32}
-    out = Memories(
-        torch.empty(B, T, E, M, **new),
-        torch.empty(slots, E, M, **new),
-        torch.empty(slots, E, M, x.k.shape[-1], **new),
-        torch.empty(slots, E, M, x.v.shape[-1], **new),
-    )
+def memories(x: Problem, last: list[Tensor | None]) -> Memories:
+    """What enters every chunk; the memories after the last token go to `last`."""
+    out = Memories(x.new(x.B, x.T, x.E, x.M), x.new(x.layout.slots, x.E, x.M), *x.memory_pair(x.layout.slots))
     states_kernel[x.grid](
-        x.k, x.v, x.g, x.segments, x.layout.per_chunk, *out, *strides(x.k, x.v), SHARE=x.reading["SHARE"],
-        **x.sizes, num_warps=x.config.warps, num_stages=1,
+        x.k, x.v, x.g, x.segments, x.layout.per_chunk, *out, *strides(x.k, x.v), SHARE=x.E // x.k.shape[2],
+        **x.sizes, **x.options,
     )  # fmt: skip
-    scan(x, out.decay, out.K, out.V, start, last, reverse=False)
+    scan(x, out.decay, out.K, out.V, x.start, last, reverse=False)
     return out
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    K0: Tensor | None,
-    V0: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """o [B,T,H,Dv] and the memories after the last token, [rows,E,M,D] and [rows,E,M,Dv] in fp32."""
-    x = problem(q, k, v, g, scale, segments, cu)
-    (B, T, H, D), DV, (E, M) = q.shape, v.shape[-1], g.shape[2:]
-    o = q.new_empty(B, T, H, DV)
-    K1 = q.new_empty(x.layout.rows, E, M, D, dtype=torch.float32)
-    V1 = q.new_empty(x.layout.rows, E, M, DV, dtype=torch.float32)
-    m = memories(x, [_dense(K0), _dense(V0)], [K1, V1])
-    heads = min(x.config.heads, H // E)
-    output_kernel[(*x.grid, -(-(H // E) // heads))](
-        x.q, x.k, x.v, x.g, segments, x.layout.per_chunk, m.b, m.K, m.V, o, scale, *strides(x.q, x.k, x.v),
-        HEADS=heads, HOLD=x.config.hold, **x.sizes, **x.reading, num_warps=x.config.warps, num_stages=1,
+    x = Problem(Call(*inputs))
+    o, (K1, V1) = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.memory_pair(x.layout.rows)
+    m = memories(x, [K1, V1])
+    output_kernel[x.grid](
+        x.q, x.k, x.v, x.g, x.segments, x.layout.per_chunk, m.b, m.K, m.V, o, x.scale, *strides(x.q, x.k, x.v),
+        **x.stacked,
     )  # fmt: skip
     return o, K1, V1
 
 
-def backward(
-    do: Tensor,
-    dK1: Tensor | None,
-    dV1: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    K0: Tensor | None,
-    V0: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g and of the entering memories (empty tensors where none entered)."""
-    x = problem(q, k, v, g, scale, segments, cu)
-    (B, T, H, D), DV, (E, M), rows = q.shape, v.shape[-1], g.shape[2:], x.layout.rows
-    new: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
-    do = dense(do)
-    m = memories(x, [_dense(K0), _dense(V0)], [None, None])
+    call = Call(*inputs)
+    x, do = Problem(call), dense(do)
+    m = memories(x, [None, None])
 
-    dq = torch.empty(B, T, H, D, device=q.device, dtype=q.dtype)
-    p, dl = torch.empty(B, T, H, M, **new), torch.empty(B, T, H, M, **new)
-    db = torch.empty(B, T, E, M, **new)
+    p, dl, db = x.new(x.B, x.T, x.H, x.M), x.new(x.B, x.T, x.H, x.M), x.new(x.B, x.T, x.E, x.M)
+    logits_kernel[x.grid](
+        x.q, x.k, x.v, x.g, do, x.segments, x.layout.per_chunk, m.b, m.K, m.V, p, dl, db, x.scale,
+        *strides(x.q, x.k, x.v, do), **x.stacked,
+    )  # fmt: skip
+    dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
     query_kernel[x.grid](
-        x.q, x.k, x.v, x.g, do, segments, x.layout.per_chunk, m.b, m.K, m.V, dq, p, dl, db, scale,
-        *strides(x.q, x.k, x.v, do), HOLD=x.config.hold, **x.sizes, **x.reading, num_warps=x.config.warps, num_stages=1,
+        x.k, x.g, x.segments, x.layout.per_chunk, m.b, m.K, dl, dq, *strides(x.k), **x.stacked,
     )  # fmt: skip
 
     dK, dV = torch.empty_like(m.K), torch.empty_like(m.V)
-    writes_kernel[x.grid](
-        x.q, do, segments, x.layout.per_chunk, m.b, p, dl, dK, dV, scale, *strides(x.q, do), H=H,
-        RANGE=x.config.range, **x.sizes, num_warps=x.config.warps, num_stages=1,
+    writes_kernel[*x.grid, 2](
+        x.q, do, x.segments, x.layout.per_chunk, m.b, p, dl, dK, dV, *strides(x.q, do), H=x.H, RANGE=x.config.range,
+        **x.sizes, **x.options,
     )  # fmt: skip
-    dK0 = torch.empty(rows, E, M, D, **new) if K0 is not None else torch.empty(0, **new)
-    dV0 = torch.empty(rows, E, M, DV, **new) if V0 is not None else torch.empty(0, **new)
-    last: list[Tensor | None] = [dK0, dV0] if K0 is not None else [None, None]
-    scan(x, m.decay, dK, dV, _both(dK1, dV1, rows, (E, M, D, DV), new), last, reverse=True)
+    first: list[Tensor | None] = [*x.memory_pair(x.layout.rows)] if call.K0 is not None else [None, None]
+    scan(x, m.decay, dK, dV, _both(x, dK1, dV1), first, reverse=True)
 
     # Gate heads that share a key head each make their own part of its gradient; the sum is below.
-    shared = k.shape[2] < E
-    dk = torch.empty(B, T, E, D, device=q.device, dtype=torch.float32 if shared else k.dtype)
-    dv = torch.empty(B, T, E, DV, device=q.device, dtype=torch.float32 if shared else v.dtype)
-    dg = torch.empty(B, T, E, M, device=q.device, dtype=g.dtype)
-    key_kernel[x.grid](
-        x.q, x.k, x.v, x.g, do, segments, x.layout.per_chunk, m.b, m.K, m.V, dK, dV, p, dl, db, dk, dv, dg, scale,
-        *strides(x.q, x.k, x.v, do), **x.sizes, **x.reading, num_warps=x.config.warps, num_stages=x.config.key_stages,
-    )  # fmt: skip
+    shared = x.k.shape[2] < x.E
+    dk = x.new(x.B, x.T, x.E, x.D, dtype=torch.float32 if shared else x.k.dtype)
+    dv = x.new(x.B, x.T, x.E, x.DV, dtype=torch.float32 if shared else x.v.dtype)
+    # Each program reads its part of db before it writes dg there.
+    dg = db if x.g.dtype == torch.float32 else x.new(x.B, x.T, x.E, x.M, dtype=x.g.dtype)
+    for sent, y, w, S, dS, dy, out in ((do, x.v, p, m.V, dV, dv, db), (x.q, x.k, dl, m.K, dK, dk, dg)):
+        sizes = x.reading | {"D": y.shape[-1], "BD": x.config.block_dv if y is x.v else x.config.block_d}
+        del sizes["DV"], sizes["BDV"]
+        key_kernel[x.grid](
+            sent, y, x.g, w, x.segments, x.layout.per_chunk, m.b, S, dS, db, dy, out, *strides(sent, y), **sizes,
+            num_warps=x.config.key_warps, num_stages=x.config.key_stages,
+        )  # fmt: skip
     if shared:
-        dk = dk.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype)
-        dv = dv.unflatten(2, (k.shape[2], -1)).sum(3).to(v.dtype)
-    return dq, dk, dv, dg, dK0, dV0
+        dk, dv = (y.unflatten(2, (x.k.shape[2], -1)).sum(3).to(x.k.dtype) for y in (dk, dv))
+    return dq, dk, dv, dg, *(x.new(0) if y is None else y for y in first)
 
 
-def _dense(state: Tensor | None) -> Tensor | None:
-    return None if state is None else state.float().contiguous()
-
-
-def _both(
-    dK: Tensor | None, dV: Tensor | None, rows: int, dims: tuple[int, int, int, int], new: dict[str, Any]
-) -> list[Tensor | None]:
+def _both(x: Problem, *gradients: Tensor | None) -> list[Tensor | None]:
     """Both gradients of the last memories or neither."""
-    if dK is None and dV is None:
+    if all(dS is None for dS in gradients):
         return [None, None]
-    E, M, D, DV = dims
-    dK = torch.zeros(rows, E, M, D, **new) if dK is None else _dense(dK)
-    return [dK, torch.zeros(rows, E, M, DV, **new) if dV is None else _dense(dV)]
+    rooms = x.memory_pair(x.layout.rows)
+    return [room.zero_() if dS is None else dS.float().contiguous() for dS, room in zip(gradients, rooms, strict=True)]
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float,
-    padding: Tensor | None,
-    K: Tensor,
-    V: Tensor,
-    seen: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def step(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One token in one launch: o [B,1,H,Dv] and the new state."""
+    q, k, v, g, scale, padding, K, V, seen = inputs
     (B, _, H, D), DV, (E, M) = q.shape, v.shape[-1], g.shape[2:]
     q, k, v, g, K, V = dense(q), dense(k), dense(v), g.contiguous(), K.contiguous(), V.contiguous()
     o, K1, V1, seen1 = q.new_empty(B, 1, H, DV), torch.empty_like(K), torch.empty_like(V), torch.empty_like(seen)
@@ -300,110 +267,3 @@ def step(
         num_warps=c.step_warps, num_stages=1,
     )  # fmt: skip
     return o, K1, V1, seen1
-
-
-# ---------------------------------------------------------------- registration
-
-
-def _own_namespace() -> str:
-    """A namespace no other module object has taken; the name of the module makes it stable across processes."""
-    name = "linearize_" + hashlib.sha256(__name__.encode()).hexdigest()[:12]
-    taken = 0
-    while hasattr(getattr(torch.ops, f"{name}_{taken}"), "gsa_forward"):
-        taken += 1
-    return f"{name}_{taken}"
-
-
-NAMESPACE = _own_namespace()
-
-FORWARD = (
-    "(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? segments, Tensor? cu, Tensor? K0, Tensor? V0)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-BACKWARD = (
-    "(Tensor do, Tensor? dK1, Tensor? dV1, Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? segments,"
-    " Tensor? cu, Tensor? K0, Tensor? V0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-STEP = (
-    "(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? padding, Tensor K, Tensor V, Tensor seen)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-chunked_op = torch.library.custom_op(f"{NAMESPACE}::gsa_forward", forward, mutates_args=(), schema=FORWARD)
-backward_op = torch.library.custom_op(f"{NAMESPACE}::gsa_backward", backward, mutates_args=(), schema=BACKWARD)
-step_op = torch.library.custom_op(f"{NAMESPACE}::gsa_step", step, mutates_args=(), schema=STEP)
-
-
-@chunked_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    K0: Tensor | None,
-    V0: Tensor | None,
-) -> tuple[Tensor, ...]:
-    rows, (E, M) = q.shape[0] if cu is None else cu.shape[0] - 1, g.shape[2:]
-    return (
-        q.new_empty(*q.shape[:3], v.shape[-1]),
-        q.new_empty(rows, E, M, q.shape[-1], dtype=torch.float32),
-        q.new_empty(rows, E, M, v.shape[-1], dtype=torch.float32),
-    )
-
-
-@backward_op.register_fake
-def _(do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *forward_inputs: Any) -> tuple[Tensor, ...]:
-    *inputs, _, _, _, K0, V0 = forward_inputs
-    dense_inputs = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
-    return (*dense_inputs, *(do.new_empty(0 if x is None else x.shape, dtype=torch.float32) for x in (K0, V0)))
-
-
-@step_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float,
-    padding: Tensor | None,
-    K: Tensor,
-    V: Tensor,
-    seen: Tensor,
-) -> tuple[Tensor, ...]:
-    return (q.new_empty(*q.shape[:3], v.shape[-1]), *(torch.empty_like(x) for x in (K, V, seen)))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, g, ctx.scale, segments, cu, K0, V0 = inputs
-    ctx.save_for_backward(q, k, v, g, segments, cu, K0, V0)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, do: Tensor | None, dK1: Tensor | None, dV1: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, g, segments, cu, K0, V0 = ctx.saved_tensors
-    if do is None:
-        do = q.new_zeros(*q.shape[:3], v.shape[-1])
-    *inputs, dK0, dV0 = backward_op(do, dK1, dV1, q, k, v, g, ctx.scale, segments, cu, K0, V0)
-    return (*inputs, None, None, None, None if K0 is None else dK0, None if V0 is None else dV0)
-
-
-chunked_op.register_autograd(_differentiate, setup_context=_save)
-
-
-def _forward_flops(q: Any, k: Any, v: Any, g: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Multiply-adds of the chunk form, counted twice, causal halves not discounted: 4 C (D + M) + 8 D M a token."""
-    (B, T, H, D), DV, M, C = q, v[-1], g[-1], 64
-    return B * T * H * (2 * C * (D + DV + 2 * M) + 4 * M * (D + DV))
-
-
-def _backward_flops(do: Any, dK1: Any, dV1: Any, *inputs: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """2.5 times the forward, and the forward's logits again."""
-    return 3 * _forward_flops(*inputs)
-
-
-_packets = getattr(torch.ops, NAMESPACE)
-register_flop_formula(_packets.gsa_forward)(_forward_flops)
-register_flop_formula(_packets.gsa_backward)(_backward_flops)

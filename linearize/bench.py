@@ -1,8 +1,8 @@
 """`linearize bench kernels`: the GPU kernels beside their peers, in one process, with the ceilings measured first.
 
 Peers on the same inputs: our PyTorch path, flash-linear-attention's `chunk_gsa` when installed, and causal softmax
-through SDPA's flash kernel, which does other arithmetic for the same purpose. Times are medians of single runs
-between CUDA events after a warm-up; spread is the middle half. fla tunes itself for minutes on a first call: that
+through SDPA's flash kernel, which does other arithmetic for the same purpose. Times are medians of runs between CUDA
+events after a warm-up; spread is the middle half. fla tunes itself for minutes on a first call: that
 stays outside the measurement.
 """
 
@@ -14,9 +14,11 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
@@ -89,14 +91,17 @@ def machine() -> dict[str, str]:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "fla": _version("fla") or "not installed",
+        "fla": _version("fla-core"),
         "python": platform.python_version(),
         "date": date.today().isoformat(),
     }
 
 
 def _version(package: str) -> str:
-    return __import__(package).__version__ if importlib.util.find_spec(package) else ""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Tensor]:
@@ -112,30 +117,31 @@ def make_inputs(shape: Shape, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 
 
 def timed(run: Callable[[], Any], seconds: float = 0.4) -> dict[str, float]:
-    """Median and middle half of the run's time in ms."""
+    """Median and middle half of the run's time in ms; runs are queued without waiting, as a training loop does."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    times: list[float] = []
-    while len(times) < 7 or (sum(times) < 1e3 * seconds and len(times) < 200):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    count = max(9, min(200, round(seconds / (time.perf_counter() - begun))))
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in events:
         start.record()
         run()
         end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    times.sort()
-    n = len(times)
-    return {"ms": times[n // 2], "low": times[n // 4], "high": times[3 * n // 4]}
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) for start, end in events)
+    return {"ms": times[count // 2], "low": times[count // 4], "high": times[3 * count // 4]}
 
 
-def peak_mib(run: Callable[[], Any]) -> float:
-    """Peak of allocated memory while it runs, inputs included."""
+def peak_mib(run: Callable[[], Any], before: int) -> float:
+    """Peak of allocated memory while it runs, inputs included, less the bytes that were allocated `before`."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**20
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def measure_ceilings() -> dict[str, float]:
@@ -160,7 +166,7 @@ def cold_start() -> float:
 def contenders(inputs: list[Tensor], peers: bool) -> dict[str, Callable[[], Tensor]]:
     """name -> forward pass on q, k, v, g."""
     q, k, v, g = inputs
-    out: dict[str, Callable[[], Tensor]] = {"linearize": lambda: gsa(q, k, v, g, backend="triton")[0]}
+    out: dict[str, Callable[[], Tensor]] = {"linearize": lambda: gsa(q, k, v, g)[0]}
     if not peers:
         return out
     if q.shape[0] * q.shape[1] <= PYTORCH_TOKENS:
@@ -185,6 +191,7 @@ def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def measure_shape(shape: Shape, ceilings: dict[str, float], peers: bool) -> list[dict[str, Any]]:
     """One record per contender: forward, forward + backward, peak memory, rates as shares of the ceilings."""
+    before = torch.cuda.memory_allocated()
     inputs = [x.requires_grad_() for x in make_inputs(shape)]
     do = torch.randn_like(inputs[0])
     in_and_out = sum(x.nbytes for x in inputs) + do.nbytes
@@ -198,18 +205,27 @@ def measure_shape(shape: Shape, ceilings: dict[str, float], peers: bool) -> list
         with torch.no_grad():
             forward()
             record: dict[str, Any] = {"name": name, "shape": str(shape)}
-            record |= {"forward": timed(forward), "forward_mib": peak_mib(forward)}
+            record |= {"forward": timed(forward), "forward_mib": peak_mib(forward, before)}
         both()
-        record |= {"both": timed(both), "both_mib": peak_mib(both)}
-        with FlopCounterMode(display=False) as counter:
-            both()
+        record |= {"both": timed(both), "both_mib": peak_mib(both, before)}
+        flops = count_flops(name, both, shape)
         # Each input read once, each output written once; backward reads them again with do and writes gradients.
-        flops, moved = counter.get_total_flops(), 3 * in_and_out
+        moved = 3 * in_and_out
         record["tflop_s"], record["tb_s"] = (x / record["both"]["ms"] / 1e9 for x in (flops, moved))
         record["tflop_share"] = record["tflop_s"] / ceilings["bf16_tflop_s"]
         record["tb_share"] = record["tb_s"] / ceilings["copy_tb_s"]
         records.append(record)
     return records
+
+
+def count_flops(name: str, both: Callable[[], Any], shape: Shape) -> int:
+    """Of a forward and backward. torch's counter does not know grouped heads in SDPA: two causal products forward,
+    five backward."""
+    if name.startswith("softmax"):
+        return 7 * shape.B * shape.H * shape.T**2 * shape.D
+    with FlopCounterMode(display=False) as counter:
+        both()
+    return counter.get_total_flops()
 
 
 def measure_errors(shape: Shape) -> list[dict[str, Any]]:
@@ -277,6 +293,3 @@ def _graph_us(runs: list[Callable[[], Any]]) -> float:
     with torch.cuda.graph(graph):
         kept.extend(run() for run in runs)
     return 1e3 * timed(graph.replay, 0.1)["ms"] / len(runs)
-
-
-# ---------------------------------------------------------------- showing

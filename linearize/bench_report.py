@@ -22,10 +22,12 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     for run in result["runs"]:
         f, b = run["forward"], run["both"]
+        # A kernel that torch does not know has no operations to count.
+        rate = f"{run['tflop_s']:.0f} ({run['tflop_share']:.0%})" if run["tflop_s"] else ""
         lines.append(
             f"| {run['shape']} | {run['name']} | {f['ms']:.3f} ({f['low']:.3f}-{f['high']:.3f}) "
             f"| {b['ms']:.3f} ({b['low']:.3f}-{b['high']:.3f}) | {run['forward_mib']:.0f}, {run['both_mib']:.0f} "
-            f"| {run['tflop_s']:.0f} ({run['tflop_share']:.0%}) | {run['tb_s']:.2f} ({run['tb_share']:.0%}) |"
+            f"| {rate} | {run['tb_s']:.2f} ({run['tb_share']:.0%}) |"
         )
     lines += ["", "| inputs | gates | path | o | dq | dk | dv | dg |", "|---|---|---|---|---|---|---|---|"]
     for record in result["errors"]:
