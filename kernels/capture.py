@@ -51,6 +51,8 @@ def capture(module: Any) -> None:
     module.forward = functools.partial(run, module)
 
 
+# Traced, the hooks around it and what follows a graph break inside it would not find each other's notes.
+@torch.compiler.disable
 def run(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's forward: its own code, and inside it the mixer where softmax was."""
     own = functools.partial(type(module).forward, module)

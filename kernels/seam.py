@@ -239,10 +239,12 @@ def attach(
         mixer.seam = seam
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         module.mixer = mixer
-        module.register_forward_pre_hook(before_attention, with_kwargs=True)
-        module.register_forward_hook(after_attention, with_kwargs=True)
+        before, after = before_attention, after_attention
         if capture:
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
             capture(module)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True)
     parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         part.linearize_switch = switch

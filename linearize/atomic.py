@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all, whatever happens to the process that writes it.
+"""A folder or file that appears complete or not at all, whatever happens to the process that writes it.
 
 Everything goes to a temporary sibling, is synced there, and renamed into place last.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from .errors import LinearizeError, writing
 from .plan import some
 
+ATTEMPTS = 100  # to lock a folder that others make and remove meanwhile; each fails only when another one was done
 MANIFEST = "linearize.json"  # names the files that linearize wrote into a folder
 
 
@@ -75,7 +76,7 @@ def _lock(work: Path) -> int:
         f"{work} is in use: another linearize writes this output. Wait for it, or choose another -o; "
         "if none is running, remove that folder"
     )
-    while True:
+    for _ in range(ATTEMPTS):
         new = False
         with contextlib.suppress(FileExistsError):
             work.mkdir()
@@ -89,7 +90,8 @@ def _lock(work: Path) -> int:
             return handle
         os.close(handle)  # its owner has it, or was done before it could be locked: then try again
         if not free:
-            raise taken
+            break
+    raise taken
 
 
 def _try_lock(handle: int, new: bool) -> bool:
@@ -161,3 +163,14 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside and rename, so that the file is old or new, never half."""
+    work = path.with_name(path.name + ".tmp")
+    with writing(path):
+        with work.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        work.rename(path)

@@ -145,12 +145,18 @@ def measured(report: dict[str, Any]) -> str:
     lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher |"]
     lines.append("|---|---|---|---|---|")
     if teacher is not None:
-        lines.append(f"| teacher (softmax) | | {rows[0]['eval_tokens']:,} | {teacher:.4g} | 1 |")
+        lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 |")
     for row in rows:
         ratio = f"{row['ppl_ratio']:.4g}" if row["ppl_ratio"] is not None else ""
-        lines.append(f"| {row['name']} | {row['tokens']:,} | {row['eval_tokens']:,} | {row['ppl']:.4g} | {ratio} |")
+        held = _count(row["eval_tokens"])
+        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} |")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return "\n".join([*lines, "", f"`linearize finetune`, {device}, {versions}, {datetime.date.today()}.", ""])
+
+
+def _count(tokens: int | None) -> str:
+    """Runs of earlier versions did not record how many there were."""
+    return "" if tokens is None else f"{tokens:,}"
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -174,6 +180,7 @@ def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
     if not report["stages"] or not isinstance(data.eval, DatasetSource):
         return []
     row = report["stages"][-1]
+    tokens = row["eval_tokens"]
     return [
         EvalResult(
             task_type="text-generation",
@@ -182,7 +189,7 @@ def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
             dataset_config=data.eval.name,
             dataset_split=data.eval.split,
             metric_type="perplexity",
-            metric_name=f"perplexity of {row['eval_tokens']} tokens in blocks of {data.pack.seq_len}",
+            metric_name=f"perplexity {f'of {tokens} tokens ' if tokens else ''}in blocks of {data.pack.seq_len}",
             metric_value=row["ppl"],
         )
     ]

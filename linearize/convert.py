@@ -160,6 +160,10 @@ def check_paths(source: Source, output: Path, overwrite: bool) -> None:
     """Refuse an output that is the source, inside it, or around it, and one that is not empty (exit 2)."""
     target, folder = Path(os.path.realpath(output)), Path(os.path.realpath(source.folder))
     files = [Path(os.path.realpath(f)) for f in source.folder.iterdir() if f.is_symlink()]
+    for path in (folder, target):
+        if os.fsencode(path).decode("utf-8", "replace") != str(path):
+            said = f"{path} is not valid UTF-8, and safetensors opens no such path. Rename it"
+            raise LinearizeError(said, Exit.INCOMPATIBLE)
     if _holds(folder, target) or any(_holds(target, path) for path in (folder, *files)):
         raise LinearizeError(f"-o {output} and the source {source.folder} must be separate folders")
     check_output(output, overwrite)

@@ -87,6 +87,15 @@ def writing(what: Path, then: str = "") -> Iterator[None]:
         raise LinearizeError(f"cannot write {what}: {_reason(refused)}{then}", Exit.RESOURCE) from error
 
 
+@contextlib.contextmanager
+def undamaged(path: Path, then: str) -> Iterator[None]:
+    """Within: a file that this program wrote is read; raises LinearizeError (exit 2) when it is no longer like that."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError) as error:
+        raise LinearizeError(f"{path} is damaged ({type(error).__name__}: {error}). {then}") from error
+
+
 def resource_error(error: BaseException) -> LinearizeError | None:
     """What to say (exit 4) of an error that nobody caught: None unless the machine refused and it can be no bug."""
     refused = os_error(error)

@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import LinearizeError, writing
+from .atomic import write_atomically
+from .errors import LinearizeError, undamaged, writing
 from .recipe import Recipe, diff_resolved
 
 # What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
@@ -60,7 +61,7 @@ class Run:
         self._lock: IO[str] | None = None
         record = self.folder / "run.json"
         if record.exists():
-            self._check_unchanged(json.loads(record.read_text("utf-8")))
+            self._check_unchanged(record)
             self.resume_from = self._resume_point()
         elif self.folder.exists() and (
             not self.folder.is_dir() or {f.name for f in self.folder.iterdir()} - {UNBORN, LOCK}
@@ -89,15 +90,18 @@ class Run:
 
     # ------------------------------------------------------------ where to resume
 
-    def _check_unchanged(self, record: dict[str, Any]) -> None:
+    def _check_unchanged(self, path: Path) -> None:
         if self.resume == "never":
             return
-        old, new = _per_step(record["recipe"], record["processes"]), _per_step(self.recipe.resolved(), processes())
-        if self.resume != "auto":
-            old, new = _fixed(old), _fixed(new)
-        changes = diff_resolved(old, new)
-        if record["max_steps"] != self.max_steps:
-            changes.append(f"--max-steps {record['max_steps'] or 'none'} -> {self.max_steps or 'none'}")
+        with undamaged(path, "Restore it, start over with --resume never, or choose a new output_dir"):
+            record = json.loads(path.read_text("utf-8"))
+            old = _per_step(record["recipe"], record["processes"])
+            new = _per_step(self.recipe.resolved(), processes())
+            if self.resume != "auto":
+                old, new = _fixed(old), _fixed(new)
+            changes = diff_resolved(old, new)
+            if record["max_steps"] != self.max_steps:
+                changes.append(f"--max-steps {record['max_steps'] or 'none'} -> {self.max_steps or 'none'}")
         if changes:
             raise LinearizeError(
                 f"recipe changed since this run ({'; '.join(changes[:4])}{' ...' if len(changes) > 4 else ''}). "
@@ -105,9 +109,11 @@ class Run:
             )
 
     def _resume_point(self) -> Path | None:
+        if self.resume == "never":
+            return None
         known = sorted(self.complete_checkpoints(), key=order)
-        if self.resume in ("auto", "never"):
-            return known[-1] if known and self.resume == "auto" else None
+        if self.resume == "auto":
+            return known[-1] if known else None
         for path in known:
             if path.resolve() == Path(self.resume).resolve():
                 return path
@@ -225,7 +231,7 @@ class Run:
         for name, entry in found.items():
             tokens += entry["tokens"]
             ppl = entry["eval_ppl"]
-            row = {"name": name, "tokens": tokens, "eval_tokens": entry["eval_tokens"], "ppl": ppl}
+            row = {"name": name, "tokens": tokens, "eval_tokens": entry.get("eval_tokens"), "ppl": ppl}
             rows.append({**row, "ppl_ratio": ppl / teacher if teacher else None})
         output = str(self.final) if complete else None
         return {"output": output, "teacher_ppl": teacher, "stages": rows, "layers": layers}
@@ -236,7 +242,10 @@ class Run:
 
     def read_report(self) -> dict[str, Any]:
         """report.json of a run that is finished."""
-        return json.loads((self.folder / "report.json").read_text("utf-8"))
+        path = self.folder / "report.json"
+        with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
+            found = json.loads(path.read_text("utf-8"))
+            return {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")}
 
     def log(self, **entry: Any) -> None:
         """Append one line to metrics.jsonl; what is not finite becomes null, JSON has no word for it."""
@@ -288,21 +297,12 @@ def _fixed(resolved: dict[str, Any]) -> dict[str, Any]:
 
 def read_position(checkpoint: Path) -> Position:
     """How far a checkpoint is."""
-    return Position(**json.loads((checkpoint / "position.json").read_text("utf-8")))
+    path = checkpoint / "position.json"
+    with undamaged(path, f"Remove {checkpoint}, and the run goes on from an earlier checkpoint"):
+        return Position(**json.loads(path.read_text("utf-8")))
 
 
 def order(checkpoint: Path) -> tuple[int, int, bool]:
     """Sort key of checkpoints: the order in which a run writes them."""
     position = read_position(checkpoint)
     return position.stage, position.step, position.done
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside and rename, so that the file is old or new, never half."""
-    work = path.with_name(path.name + ".tmp")
-    with writing(path):
-        with work.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        work.rename(path)

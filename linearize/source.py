@@ -7,8 +7,10 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ SMALL_FILES = (
 )
 # Weights in the order in which they are looked for: stem and suffix, in one file or, with an index, in many.
 FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+# Keys of a config that say how often a part is built, and more than any model has; building them takes half a minute.
+AMOUNT = re.compile(r"(layer|block|depth|expert|group|stage|codebook)s?$")
+MAX_AMOUNT = 20_000
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -106,7 +111,27 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder.name} is quantized ({method}): surgery needs float weights; use its base model",
             Exit.INCOMPATIBLE,
         )
+    for key, value in _amounts(config):
+        if value > MAX_AMOUNT:
+            raise LinearizeError(
+                f"{path}: {key} is {value}, more than any model has (limit {MAX_AMOUNT:,}). Correct it, or download "
+                "the file again",
+                Exit.INCOMPATIBLE,
+            )
     return config
+
+
+def _amounts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The integers of a config that say how many layers, experts and the like there are, with their keys."""
+    left: list[tuple[str, Any]] = list(config.items())
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{key}.{inner}", item) for inner, item in value.items()]
+        elif isinstance(value, list):
+            left += [(key, item) for item in value]
+        elif isinstance(value, int) and AMOUNT.search(key):
+            yield key, value
 
 
 def _read_json(path: Path) -> dict[str, Any]:

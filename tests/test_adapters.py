@@ -107,6 +107,26 @@ def test_the_result_is_the_source_with_mixers_in_the_chosen_layers(folders: Fold
     assert torch.equal(logits(model, ids, attention_mask=mask), linear)
 
 
+@pytest.mark.parametrize("name", ["gptj", "bloom"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_compiles_around_the_captured_modules(folders: Folders, name: str, backend: str) -> None:
+    """With breaks in the graph; gradients too, and the state of a cache."""
+    model, (ids, mask) = load(folders(name, HYBRID)[1]), left_padded()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    expected = logits(model, ids, attention_mask=mask)
+    assert relative_error(logits(compiled, ids, attention_mask=mask), expected) < EXACT
+    with torch.no_grad():
+        cache = compiled(input_ids=ids[:1, :-1], use_cache=True).past_key_values
+        last = compiled(input_ids=ids[:1, -1:], past_key_values=cache).logits
+    assert relative_error(last, logits(model, ids[:1])[:, -1:]) < EXACT
+    compiled(input_ids=ids, attention_mask=mask, use_cache=False).logits.square().mean().backward()
+    assert all(p.grad is not None for mixer in mixers_of(model).values() for p in mixer.parameters())
+    with model.teacher():
+        softmax = logits(original(name), ids, attention_mask=mask)
+        assert relative_error(logits(compiled, ids, attention_mask=mask), softmax) < EXACT
+
+
 @each
 @each_variant
 def test_padding_and_a_cache_change_nothing(folders: Folders, name: str, layers: str) -> None:

@@ -240,6 +240,40 @@ def test_ctrl_c_in_finetune_is_130_and_the_command_continues(
         assert_as_undisturbed(folder, whole)
 
 
+DAMAGE = [b"", b'{"recipe": ', b"[]", b"{}", b'"run"', b"\xff", b"[" * 10**5]
+RECORDS = {
+    "run.json": ("--resume never", [*DAMAGE, b'{"recipe": {}}']),
+    "checkpoints/logit_kl-2-end/position.json": ("an earlier checkpoint", DAMAGE[:-1]),
+    "report.json": ("writes both again", [*DAMAGE, None]),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_damaged_record_of_a_run_is_told(
+    forks: Forks, shared: Path, trained: tuple[Path, int], tmp_path: Path, name: str
+) -> None:
+    """Which file, and what to do about it, which then works."""
+    recipe, (remedy, damages) = recipe_in(tmp_path, shared), RECORDS[name]
+    shutil.copytree(trained[0] / "run", tmp_path / "run")
+    path, record = tmp_path / "run" / name, tmp_path / "run" / "run.json"
+    record.write_text(record.read_text().replace(str(trained[0]), str(tmp_path)))  # the recipe names its place
+    if name.startswith("checkpoints"):
+        shutil.rmtree(tmp_path / "run" / "final")
+    for damage in damages:
+        path.unlink(missing_ok=True) if damage is None else path.write_bytes(damage)
+        before = contents(tmp_path)
+        done = forks("finetune", recipe)
+        refused(done, Exit.USAGE, f"{re.escape(str(path))} is damaged .*{remedy}", tmp_path, names(tmp_path))
+        assert contents(tmp_path) == before
+    if name.startswith("checkpoints"):
+        shutil.rmtree(path.parent)
+    elif name == "report.json":
+        shutil.rmtree(tmp_path / "run" / "final")
+    done = forks("finetune", recipe, *["--resume", "never"] * (name == "run.json"))
+    assert done.code == 0, done.said
+    assert_as_undisturbed(tmp_path, trained[0])
+
+
 # ---------------------------------------------------------------- two at once
 
 
@@ -302,6 +336,20 @@ def test_a_folder_of_another_user_is_not_cleared(tmp_path: Path, monkeypatch: py
             pass
     assert caught.value.code == Exit.RESOURCE
     assert contents(tmp_path / "elsewhere") == {"theirs.txt": b"theirs"}
+
+
+@pytest.mark.timeout(20)
+def test_a_folder_that_cannot_be_told_from_others_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system that follows the link, or knows no inodes, each attempt finds another folder."""
+    monkeypatch.setattr(os, "O_NOFOLLOW", 0)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".linear.linearize.tmp").symlink_to("elsewhere")
+    with pytest.raises(LinearizeError, match="is in use"), output_folder(tmp_path / "linear", overwrite=False):
+        pass
+    (tmp_path / "elsewhere").rmdir()
+    with pytest.raises(LinearizeError, match="is in use"), output_folder(tmp_path / "linear", overwrite=False):
+        pass
+    assert names(tmp_path) == {".linear.linearize.tmp"}
 
 
 # ---------------------------------------------------------------- the disk
@@ -388,13 +436,14 @@ def test_an_output_that_may_not_be_written(forks: Forks, source: Path) -> None:
 @pytest.mark.parametrize("name", ["Gewürz 模型 🚀", "a\nb", "é" * 127, "-v"], ids=range(4))
 def test_paths_in_any_script(forks: Forks, source: Path, name: str) -> None:
     folder = source.rename(source.parent / name)
-    for file in (name[:50], NOT_UTF8):
+    files = {name[:50] + ".txt", NOT_UTF8 + ".txt"}
+    for file in files:
         (folder / file).write_text("a file of that name")
     output = source.parent / "out" / name
     done = forks("convert", *OPTIONS, "-o", output, "--", folder)
     assert done.code == 0, done.said
     load(output)
-    assert {name[:50], NOT_UTF8} <= set(json.loads((output / "linearize.json").read_text())["files"])
+    assert files <= set(json.loads((output / "linearize.json").read_text())["files"])
     assert forks("convert", *OPTIONS, "-o", output, "--overwrite", "--", folder).code == 0
 
 
@@ -402,6 +451,9 @@ def test_paths_that_safetensors_cannot_open(forks: Forks, source: Path) -> None:
     folder = source.rename(source.parent / NOT_UTF8)
     done = forks("convert", folder, *OPTIONS, "-o", source.parent / "linear")
     refused(done, Exit.INCOMPATIBLE, "is not valid UTF-8", source.parent, {NOT_UTF8})
+    folder = folder.rename(source)
+    done = forks("convert", source, *OPTIONS, "-o", source.parent / NOT_UTF8)
+    refused(done, Exit.INCOMPATIBLE, "is not valid UTF-8", source.parent, {"source"})
 
 
 def test_paths_that_are_too_long(forks: Forks, source: Path) -> None:
@@ -442,8 +494,6 @@ def test_links_to_a_source_are_followed(forks: Forks, source: Path) -> None:
         ("config.json", "config.json", Exit.INCOMPATIBLE, "no config.json"),
         ("model.safetensors.index.json", "gone", Exit.INCOMPATIBLE, "has no weights"),
         ("SHARD", "gone", Exit.INCOMPATIBLE, "index.json names model-.*, which is missing"),
-        ("assets", "/", Exit.INCOMPATIBLE, "assets is a link to /: not a file"),
-        ("loop", ".", Exit.INCOMPATIBLE, "loop is a link to .*source: not a file"),
         ("zeros.txt", "/dev/zero", Exit.INCOMPATIBLE, "zeros.txt is a link to /dev/zero: not a file"),
     ],
 )
@@ -455,6 +505,14 @@ def test_links_that_lead_nowhere_or_too_far(
     path.symlink_to(target)
     done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
     refused(done, code, said, source.parent, {"source"})
+
+
+def test_linked_folders_are_left_out(forks: Forks, source: Path) -> None:
+    for name, target in (("assets.txt", "/"), ("loop.json", ".")):
+        (source / name).symlink_to(target)
+    done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
+    assert done.code == 0, done.said
+    assert not {"assets.txt", "loop.json"} & names(source.parent / "linear")
 
 
 def test_an_output_that_meets_the_source_by_a_link(forks: Forks, source: Path) -> None:
@@ -511,6 +569,11 @@ def write_header(folder: Path, header: bytes) -> None:
     shard.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
+def configure(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 HARM: dict[str, tuple[Any, str]] = {
     "index names the parent": (lambda f: rewrite_index(f, ".."), "leaves the folder"),
     "index names nothing": (lambda f: rewrite_index(f, ""), "leaves the folder"),
@@ -527,6 +590,11 @@ HARM: dict[str, tuple[Any, str]] = {
     "header is a list": (lambda f: write_header(f, b"[]"), "damaged or cut short"),
     "header is huge": (lambda f: next(f.glob("model-*")).write_bytes(b"\xff" * 99), "its header claims"),
     "config is deep": (lambda f: (f / "config.json").write_text('{"a":' * 10**5), "is not valid JSON"),
+    "config has many layers": (lambda f: configure(f, num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    "config has many experts": (
+        lambda f: configure(f, text_config={"sizes": [{"num_experts": 10**30}]}),
+        "text_config.sizes.num_experts is 1000000000",
+    ),
     "config has a huge number": (lambda f: (f / "config.json").write_text("9" * 10**5), "is not valid JSON"),
 }
 
@@ -584,27 +652,46 @@ KINDS = {
 }
 
 
+def plant(folder: Path, kind: str, flag: Path) -> None:
+    """Code in a model folder that makes `flag` when it runs, and the entry that asks for it."""
+    entry, parent_class, file = KINDS[kind]
+    (folder / "own.py").write_text(CANARY.format(flag=str(flag), kind=kind, base=parent_class))
+    values = json.loads((folder / file).read_text())
+    where: Any = [None, f"own.Own{kind}"] if kind == "Tokenizer" else f"own.Own{kind}"
+    (folder / file).write_text(json.dumps({**values, "auto_map": {**values.get("auto_map", {}), entry: where}}))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_code_of_a_source_runs_only_when_trusted(forks: Forks, source: Path, kind: str) -> None:
     parent, flag = source.parent, source.parent / "executed"
-    entry, parent_class, file = KINDS[kind]
-    (source / "own.py").write_text(CANARY.format(flag=str(flag), kind=kind, base=parent_class))
-    values = json.loads((source / file).read_text())
-    where: Any = [None, f"own.Own{kind}"] if kind == "Tokenizer" else f"own.Own{kind}"
-    (source / file).write_text(json.dumps({**values, "auto_map": {entry: where}}))
+    ours = convert_folder(source, parent / "ours", options=CONVERT["options"])
+    for folder in (source, ours):
+        plant(folder, kind, flag)
     recipe = recipe_in(parent / "ft", source)
-    commands: list[list[Any]] = [
+    refusing: list[list[Any]] = [
+        ["finetune", recipe],
+        ["generate", ours, "a"],
+        ["verify", ours],
+        ["push", ours, "user/repo", "--dry-run"],
+        ["push", ours, "user/repo"],
+    ]
+    # These ask for no tokenizer of its own.
+    with_models: list[list[Any]] = [
         ["convert", source, *OPTIONS, "-o", parent / "linear"],
         ["convert", source, *OPTIONS, "--dry-run"],
-        ["finetune", recipe],
         ["finetune", recipe, "--dry-run"],
+        ["inspect", source],
+        ["generate", source, "a"],
     ]
-    for command in commands:
+    for command in refusing + with_models:
         done = forks(*command)
         assert not flag.exists(), command
-        if kind != "Tokenizer" or (command[0] == "finetune" and len(command) == 2):
-            assert done.code == Exit.INCOMPATIBLE, done.said
-            assert re.search("trust.remote.code", done.said), done.said
+        expected = 0 if kind == "Tokenizer" and command in with_models else Exit.INCOMPATIBLE
+        assert done.code == expected, (command, done.said)
+        assert not expected or re.search("trust.remote.code", done.said), done.said
+    for command in (["verify", source], ["push", source, "user/repo"]):
+        done = forks(*command)
+        assert (done.code, flag.exists()) == (Exit.INCOMPATIBLE, False), done.said
     shutil.rmtree(parent / "linear", ignore_errors=True)
     trusting = [recipe, "model.trust_remote_code=true"] if kind == "Tokenizer" else [source, *OPTIONS]
     verb = "finetune" if kind == "Tokenizer" else "convert"

@@ -37,7 +37,7 @@ JSON = st.recursive(
 
 # ---------------------------------------------------------------- configs
 
-# Keys that decide what is built; those that say how much of it get no large numbers, for that is no mistake.
+# Keys that decide what is built; those that say how much of it get small or absurd numbers: a thousand is no mistake.
 AMOUNTS = ["num_hidden_layers", "n_layer"]
 KEYS = ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size",
         "max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "layer_types", "sliding_window",
@@ -56,7 +56,7 @@ SIZES = [key for key in KEYS if re.search("size|heads|n_|dim|id$", key)]
 CHANGES = st.dictionaries(st.sampled_from(SIZES), st.integers(-1, 64), max_size=2) | st.dictionaries(
     st.sampled_from(KEYS), VALUES, max_size=3
 )
-LAYERS = st.dictionaries(st.sampled_from(AMOUNTS), st.integers(-1, 6), max_size=1)
+LAYERS = st.dictionaries(st.sampled_from(AMOUNTS), st.integers(-1, 6) | st.sampled_from([10**9, 10**30]), max_size=1)
 
 
 def command(*arguments: str | Path) -> tuple[int, str]:
