@@ -18,7 +18,7 @@ FAMILIES += ("starcoder2", "phi", "phi3", "gpt_neox", "gpt2", "opt", "stablelm",
 FAMILIES += ("gpt_oss", "cohere2", "glm4", "ministral", "llama4_text", "deepseek_v3", "qwen3_next")
 # One clean process serves several.
 SHARES = [list(FAMILIES[start::4]) for start in range(4)]
-CLOSE = TOLERANCE[torch.float32] * 3
+EXACT = TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("share", SHARES, ids=" ".join)
@@ -44,10 +44,10 @@ def padding_does_not_matter(model: Any, name: str) -> None:
     """A row with padding on its left has the logits of the row alone."""
     ids, mask = some_tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[1, :7] = 0
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    named = {"position_ids": positions} if name != "opt" else {}
+    # Rotary positions may be shifted. Learned ones may not, and restarts in them look like documents: the weaker test.
+    named = {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)} if name == "gpt2" else {}
     padded = logits(model, ids, attention_mask=mask, **named)[1, 7:]
-    assert relative_error(padded, logits(model, ids[1:, 7:])[0]) < CLOSE, name
+    assert relative_error(padded, logits(model, ids[1:, 7:])[0]) < EXACT, name
 
 
 def steps_continue_a_prefill(model: Any, name: str) -> None:
@@ -59,7 +59,7 @@ def steps_continue_a_prefill(model: Any, name: str) -> None:
         for t in range(9, 20):
             out = model(input_ids=ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
             parts.append(out.logits)
-    assert relative_error(torch.cat(parts, 1), logits(model, ids)) < CLOSE, name
+    assert relative_error(torch.cat(parts, 1), logits(model, ids)) < EXACT, name
 
 
 def generation_follows_the_logits(model: Any, name: str) -> None:
