@@ -23,6 +23,7 @@ from training import BASES, byte_tokenizer, metrics, same, stage, tensors, write
 
 from linearize import __version__
 from linearize.atomic import output_folder
+from linearize.card import measured
 from linearize.cli import main
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe import load_recipe
@@ -167,6 +168,23 @@ def test_a_run_killed_before_it_had_a_name_can_start(shared: Path, tmp_path: Pat
         (tmp_path / "run" / name).write_text("{")
     Run(recipe, "auto").start({})
     assert {path.name for path in (tmp_path / "run").rglob("*")} == {"run.json", "checkpoints", "cache"}
+
+
+def test_metrics_that_do_not_say_how_many_tokens_were_held_out(shared: Path, tmp_path: Path) -> None:
+    """Runs of earlier versions."""
+    run = Run(load_recipe(recipe_in(tmp_path, shared)), "auto")
+    run.start({})
+    run.log(stage="teacher", step=0, tokens=0, eval_ppl=4.0)
+    run.log(stage="logit_kl", step=2, tokens=64, eval_ppl=8.0)
+    report = run.report([], complete=False)
+    assert report["stages"][0] == {
+        "name": "logit_kl",
+        "tokens": 64,
+        "eval_tokens": None,
+        "ppl": 8.0,
+        "ppl_ratio": 2.0,
+    }
+    assert "| logit_kl | 64 |  | 8 | 2 |" in measured(report)
 
 
 def test_ctrl_c_leaves_nothing_of_a_conversion(forks: Forks, source: Path) -> None:
