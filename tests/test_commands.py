@@ -119,6 +119,7 @@ def test_sampling_follows_its_options(linearize: Command, folder: Path) -> None:
     assert sampled("--temperature", 1, "--seed", 1) != sampled("--temperature", 1, "--seed", 2)
     assert sampled("--temperature", 1, "--seed", 1, "--top-p", 0.001) == sampled()
     assert sampled("--temperature", 0, "--seed", 1) == sampled()
+    assert sampled("--temperature", 1e-6, "--seed", 1) == sampled()
 
 
 def test_text_is_streamed(linearize: Command) -> None:
