@@ -90,7 +90,7 @@ def _la(
     q1, k1, v1 = _longer(q, k, v, a, b, padding, state.products.dtype)
     if causal:
         sums, memory = linear_attention(q1, k1, v1, _join(state), segments, chunk_size)
-        last = _split(memory)
+        last = _split(memory, _count(state.tokens, padding, segments, (q.shape[0], q.shape[1])))
     else:
         sums, last = linear_attention_both_ways(q1, k1, v1, segments, chunk_size), state
     g = _guarded(sums[..., -1:])
@@ -159,10 +159,20 @@ def _join(state: LAState) -> Tensor:
     return torch.cat([torch.cat([S, z[..., None]], -1), torch.cat([u[:, :, None], count], -1)], -2)
 
 
-def _split(memory: Tensor) -> LAState:
-    """The inverse of `_join`."""
+def _split(memory: Tensor, tokens: Tensor) -> LAState:
+    """The inverse of `_join`; the count comes apart from it, for fp32 counts only to 2^24."""
     S, z, u = memory[..., :-1, :-1], memory[..., :-1, -1], memory[..., -1, :-1]
-    return LAState(S.contiguous(), z.contiguous(), u.contiguous(), memory[:, 0, -1, -1].round().long())
+    return LAState(S.contiguous(), z.contiguous(), u.contiguous(), tokens)
+
+
+def _count(seen: Tensor, padding: Tensor | None, segments: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """Real tokens of each row's last document, [B] int64; `seen` [B] belong to its first."""
+    real = torch.ones(shape, dtype=torch.bool, device=seen.device) if padding is None else padding
+    if segments is None:
+        return seen + real.sum(1)
+    changes = F.pad((segments[:, 1:] != segments[:, :-1]).long().cumsum(1), (1, 0))
+    last = changes[:, -1:]
+    return torch.where(last[:, 0] == 0, seen, 0) + (real & (changes == last)).sum(1)
 
 
 def _guarded(g: Tensor) -> Tensor:

@@ -108,7 +108,8 @@ def _blocks(q: Tensor, keys: Tensor, values: Tensor, document: Tensor, W: int, s
     visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, q.device)
     # A token always sees itself, so that no row of padding is empty.
     visible = visible | torch.eye(c, W + c, dtype=torch.bool, device=q.device).roll(W, 1)
-    scores = scale * torch.einsum("bnckgd,bnkdw->bnckgw", q, keys).float()
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = scale * torch.einsum("bnckgd,bnkdw->bnckgw", q.to(exact), keys.to(exact))
     scores = scores.masked_fill(~visible[:, :, :, None, None], -torch.inf)
     mass = scores.logsumexp(-1)  # [B,N,c,Hkv,G]
     weights = (scores - mass[..., None]).exp().to(values.dtype)

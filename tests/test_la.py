@@ -127,6 +127,23 @@ def test_a_state_needs_a_direction() -> None:
         la(q, k, v, state=state, causal=False)
 
 
+def test_it_counts_past_what_fp32_can() -> None:
+    q, k, v = (y.float() for y in inputs(3))
+    _, state = la(q, k, v)
+    _, state = la(q, k, v, state=state._replace(tokens=torch.tensor([2**24, 2**24])))
+    assert state.tokens.tolist() == [2**24 + 3] * 2
+
+
+def test_it_counts_the_real_tokens_of_the_last_document() -> None:
+    q, k, v = inputs(8)
+    segments = torch.tensor([[5, 5, 5, 5, 5, 5, 5, 5], [0, 0, 1, 1, 1, 0, 0, 0]])
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0]]).bool()
+    _, state = la(q, k, v, segments=segments, padding=padding)
+    assert state.tokens.tolist() == [6, 2]
+    _, state = la(q, k, v, segments=segments, padding=padding, state=state)
+    assert state.tokens.tolist() == [12, 2]
+
+
 def test_no_tokens_no_change() -> None:
     q, k, v = inputs(5)
     _, state = la(q, k, v)

@@ -26,7 +26,7 @@ def definition(
 ) -> Tensor:
     """Softmax over the last `window` real tokens of the same document, query by query."""
     B, T, H, _ = q.shape
-    o = torch.zeros(B, T, H, v.shape[-1])
+    o = torch.zeros(B, T, H, v.shape[-1], dtype=v.dtype)
     for b in range(B):
         real = [t for t in range(T) if padding is None or padding[b, t]]
         for place, t in enumerate(real):
@@ -55,6 +55,14 @@ def test_it_is_softmax_over_the_last_tokens(T: int, window: int, padded: bool, p
     segments = (torch.rand(2, T) < 0.15).long().cumsum(1) if packed else None
     o, _, _ = window_attention(q, k, v, window=window, scale=0.3, padding=padding, segments=segments)
     assert relative_error(o, definition(q, k, v, window, 0.3, padding, segments)) < EXACT
+
+
+def test_scores_are_not_rounded_to_half_precision() -> None:
+    """Large scores of bf16 vectors: rounding them would cost ten times what rounding the output does."""
+    q, k, v = (y.bfloat16() for y in inputs(37))
+    o, _, _ = window_attention(4 * q, 4 * k, v, window=8, scale=0.3)
+    expected = definition(4 * q.double(), 4 * k.double(), v.double(), 8, 0.3, None, None)
+    assert relative_error(o, expected) < 0.5 * TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
