@@ -44,13 +44,15 @@ class Check:
     limit: float | None = None
 
 
-def verify_folder(model: str, *, strict: bool = False, trust_remote_code: bool = False) -> list[Check]:
-    """Every check of the linearized model in a folder, or in the cache of the Hub.
+def verify_folder(
+    model: str, *, strict: bool = False, trust_remote_code: bool = False, revision: str | None = None
+) -> list[Check]:
+    """Every check of the linearized model in a folder, or of `revision` on the Hub.
 
     Raises LinearizeError: 3 for what is no linearized model, and for code that this version does not write unless
     `trust_remote_code`; 4 and 5 as `open_source`.
     """
-    folder = Path(model) if Path(model).is_dir() else open_source(model, None).folder
+    folder = Path(model) if Path(model).is_dir() else open_source(model, revision).folder
     config = read_linearized_config(folder)
     if not trust_remote_code:
         ensure_code(folder, config)

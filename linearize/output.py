@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +17,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 def say(text: str) -> None:
     """One message for a person, without secrets."""
     print(redact(text), file=sys.stderr, flush=True)
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """A result as JSON; what is not finite becomes null, JSON has no word for it."""
+    print(json.dumps(finite(value), indent=indent, allow_nan=False))
+
+
+def finite(value: Any) -> Any:
+    """The same value, None in place of each number that is not finite."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def size(count: float) -> str:

@@ -78,6 +78,7 @@ else:
     model_class = AutoModelForCausalLM
     arguments = {"pretrained_model_name_or_path": folder, "trust_remote_code": True, "dtype": torch.float32}
 model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
+print("loaded", flush=True)
 if target != "meta":
     torch.save(logits(model.eval()), target)
 ours = tuple(layer["site"]["path"] + ".mixer." for layer in model.config.linearize["layers"])
@@ -118,6 +119,7 @@ attach(model, spec, mechanisms, None if routed else capture)
 mixers = load_file(sys.argv[1] + "/" + options["mixers"])
 loaded = model.load_state_dict(mixers, strict=False)
 assert not loaded.unexpected_keys, loaded.unexpected_keys
+print("loaded", flush=True)
 torch.save(logits(model.float().eval()), sys.argv[2])
 """
 
@@ -259,12 +261,14 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
 
 
 def result_of(child: subprocess.Popen[str]) -> Any:
-    """Wait for a child; the JSON of its last line, None when it prints nothing."""
+    """Wait for a child, which says "loaded" once it is; the JSON of its last line, None when there is none."""
     out, errors = child.communicate()
-    if child.returncode:
-        _fail("a clean process cannot load it:\n" + errors.strip()[-2000:])
     lines = out.strip().splitlines()
-    return json.loads(lines[-1]) if lines else None
+    if child.returncode:
+        what = "loads it and then fails" if "loaded" in lines else "cannot load it"
+        killed = f"\nended by signal {-child.returncode}" if child.returncode < 0 else ""
+        _fail(f"a clean process {what}:\n{errors.strip()[-2000:]}{killed}")
+    return json.loads(lines[-1]) if lines and lines[-1] != "loaded" else None
 
 
 def _fail(reason: str) -> None:

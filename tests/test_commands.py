@@ -191,6 +191,12 @@ def test_other_code_runs_only_when_trusted(linearize: Command, folder: Path, tmp
     assert not (tmp_path / "ran").exists()
     assert linearize("generate", other, "x", "--trust-remote-code", "--max-new-tokens", "1")[0] == 0
     assert (tmp_path / "ran").exists()
+    adapted = tmp_path / "adapted"  # transformers would load the base that the adapter names
+    shutil.copytree(folder, adapted)
+    (adapted / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(other)}))
+    code, _, err = linearize("generate", adapted, "x")
+    assert code == Exit.INCOMPATIBLE
+    assert "adapter_config.json" in err
     foreign = tmp_path / "foreign"
     shutil.copytree(folder.parent / "source", foreign)
     config = json.loads((foreign / "config.json").read_text())

@@ -344,6 +344,10 @@ BAD_SOURCES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no head": (config(architectures=["LlamaModel"]), "is a LlamaModel, which does not generate text"),
     "no attention": (other_architecture, "no attention found: MambaForCausalLM .* modules seen: .*MambaMixer"),
     "quantized": (config(quantization_config=QUANTIZED), r"is quantized \(gptq\): surgery needs float weights"),
+    "adapter": (
+        lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        r"adapter_config\.json: source is a base and an adapter\. Merge the adapter first",
+    ),
     "own code": (own_code, r"ships its own code \(modeling_own.py\)\. Read it, then pass --trust-remote-code"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "truncated": (truncate, r"model\.safetensors is damaged or cut short: tensor .* ends at byte"),

@@ -720,6 +720,33 @@ def test_code_of_a_source_runs_only_when_trusted(forks: Forks, source: Path, kin
     assert flag.exists()
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_loop_of_generation_runs_only_when_trusted(forks: Forks, source: Path, linked: bool) -> None:
+    """transformers runs custom_generate/generate.py of a folder whose other code is trusted."""
+    parent, flag = source.parent, source.parent / "executed"
+    ours = convert_folder(source, parent / "ours", options=CONVERT["options"])
+    loop = parent / "elsewhere" if linked else ours / "custom_generate"
+    loop.mkdir()
+    (loop / "generate.py").write_text(f"open({str(flag)!r}, 'w')\ndef generate(*args, **kwargs): pass\n")
+    if linked:
+        (ours / "custom_generate").symlink_to(loop)
+    recipe = recipe_in(parent / "ft", ours, convert=None)
+    commands: list[list[Any]] = [
+        ["generate", ours, "a"],
+        ["verify", ours],
+        ["finetune", recipe],
+        ["finetune", recipe, "--dry-run"],
+        ["push", ours, "user/repo", "--dry-run"],
+    ]
+    for command in commands:
+        done = forks(*command)
+        assert not flag.exists(), command
+        assert done.code == Exit.INCOMPATIBLE, (command, done.said)
+        assert "custom_generate/generate.py" in done.said
+    forks("generate", ours, "a", "--trust-remote-code")
+    assert flag.exists()
+
+
 # ---------------------------------------------------------------- secrets
 
 TOKEN = "hf_" + "CanaryCanaryCanaryCanaryCanary1234"

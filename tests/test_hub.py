@@ -380,11 +380,12 @@ def source_weights(hub: Hub) -> set[str]:
 def test_a_source_comes_from_the_hub(hub: Hub, tmp_path: Path, shard: str) -> None:
     others = {"pytorch_model.bin": b"same in bin", "consolidated.safetensors": b"same again", "x.onnx": b"and again"}
     nested = {"original/model.safetensors": b"again", "onnx/model.onnx": b"again", "curve.csv": b"1,2"}
+    nested |= {"custom_generate/generate.py": b"raise SystemExit('ran')"}
     place = put_source(hub, tmp_path / "base", shard=shard, **others, **nested)
     plan, source, natives = plan_conversion("user/base", "gsa", options={"slots": 8})
     wanted = {path.name for path in place.glob("*.safetensors")}
     assert source_weights(hub) == wanted
-    assert not {"original", "onnx", "curve.csv"} & {path.name for path in source.folder.iterdir()}
+    assert not {"original", "onnx", "curve.csv", "custom_generate"} & {path.name for path in source.folder.iterdir()}
     assert all(path.is_symlink() for path in source.folder.glob("*.safetensors"))
     assert (plan.source, plan.revision) == ("user/base", hub.repos["user/base"].refs["main"])
 
@@ -419,6 +420,9 @@ def test_a_dry_run_fetches_no_weights(hub: Hub, tmp_path: Path) -> None:
     assert source_weights(hub) == set()
     assert {path.name for path in source.folder.iterdir()} == {"config.json", "README.md"}
     assert plan.source_bytes > 0
+    put_source(hub, tmp_path / "adapted", "user/adapted", **{"adapter_config.json": b"{}"})
+    message = refused(Exit.INCOMPATIBLE, lambda: plan_conversion("user/adapted", "gsa", weights=False))
+    assert "Merge the adapter first" in message
 
 
 def test_pickled_weights_are_fetched_where_there_are_no_others(hub: Hub, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], Callable[[Path], tuple[str, str]]
     "not finite": (not_finite, lambda folder: checks.check_new(folder, False), "failed", "not finite"),
     "index": (misplace, checks.check_index, "failed", "lm_head.weight is in"),
     "lost file": (lambda folder: (folder / "gsa.py").unlink(), checks.check_files, "failed", "missing: gsa.py"),
-    "edited code": (lambda f: edit(f / "gsa.py", 'GSA: g', 'GSA, g'), checks.check_files, "warning", "gsa.py"),
+    "edited code": (lambda f: edit(f / "gsa.py", "GSA: g", "GSA, g"), checks.check_files, "warning", "gsa.py"),
     "foreign code": (lambda folder: (folder / "x.py").write_text(""), checks.check_files, "warning", "x.py"),
     "foreign file": (lambda folder: (folder / "x.txt").write_text(""), checks.check_files, "warning", "x.txt"),
     "no manifest": (lambda f: (f / "linearize.json").unlink(), checks.check_files, "warning", "no linearize.json"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..output import Json
+from ..output import Json, print_json
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -24,6 +23,9 @@ def bench_kernels(
     from ..bench_report import markdown, plot
 
     result = measure(mechanism)
-    print(json.dumps(result) if as_json else markdown(result))
+    if as_json:
+        print_json(result)
+    else:
+        print(markdown(result))
     if picture is not None:
         plot(result, picture)

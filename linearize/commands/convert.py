@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import LinearizeError
-from ..output import Json, say
+from ..output import Json, print_json, say
 
 
 def convert(
@@ -76,4 +75,4 @@ def convert(
         if push is not None:
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)
     if as_json:
-        print(json.dumps(result))
+        print_json(result)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..output import Json, say
+from ..output import Json, print_json, say
 
 
 def demo(
@@ -23,4 +22,4 @@ def demo(
 
     report = tour(output, prompt, say)
     if as_json:
-        print(json.dumps(report))
+        print_json(report)

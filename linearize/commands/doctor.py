@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 
 from ..errors import Exit
-from ..output import Json
+from ..output import Json, print_json
 
 
 def doctor(as_json: Json = False) -> None:
@@ -15,6 +13,9 @@ def doctor(as_json: Json = False) -> None:
     from ..doctor import examine, lines
 
     found = examine()
-    print(json.dumps(found) if as_json else "\n".join(lines(found)))
+    if as_json:
+        print_json(found)
+    else:
+        print("\n".join(lines(found)))
     if found["missing"]:
         raise typer.Exit(int(Exit.RESOURCE))

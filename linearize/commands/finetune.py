@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Annotated, Any
 
 import typer
 
-from ..output import Json, say
+from ..output import Json, print_json, say
 
 
 def finetune(
@@ -37,4 +36,4 @@ def finetune(
             return  # of several processes the first one speaks
         report_table(result)
     if as_json:
-        print(json.dumps(result))
+        print_json(result)

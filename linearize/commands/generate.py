@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
 import typer
 
-from ..output import Json
+from ..output import Json, print_json
 
 
 def generate(
@@ -40,7 +39,7 @@ def generate(
 
     result = generate(loaded, prompt, sampling, (lambda text: None) if as_json else write)
     if as_json:
-        print(json.dumps(result))
+        print_json(result)
     else:
         print()
         print(f"{len(result['tokens'])} tokens, {result['tokens_per_s']:.1f} a second", file=sys.stderr)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
-from ..output import Json
+from ..output import Json, print_json
 
 
 def inspect(
@@ -25,4 +24,4 @@ def inspect(
     inspection = inspect_model(model, revision=revision, trust_remote_code=trust_remote_code)
     inspection_tables(inspection)
     if as_json:
-        print(json.dumps(inspection.to_json()))
+        print_json(inspection.to_json())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
-from ..output import Json
+from ..output import Json, print_json
 
 
 def mechanisms(
@@ -19,7 +18,7 @@ def mechanisms(
 
     found: Any = describe(name) if name is not None else [describe(known) for known in mechanism_names()]
     if as_json:
-        print(json.dumps(found))
+        print_json(found)
         return
     from ..show import mechanism_table, mechanisms_table
 

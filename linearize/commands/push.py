@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..output import Json, say
+from ..output import Json, print_json, say
 
 
 def push(
@@ -37,4 +36,4 @@ def push(
     else:
         result |= hub.push(upload, say)
     if as_json:
-        print(json.dumps(result))
+        print_json(result)

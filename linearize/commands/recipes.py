@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import Exit, LinearizeError
-from ..output import Json, say
+from ..output import Json, print_json, say
 
 recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with linearize, and checks of your own.")
 
@@ -23,7 +22,7 @@ def ls(as_json: Json = False) -> None:
 
     found = presets()
     if as_json:
-        print(json.dumps([{"name": p.name, "about": p.about, **p.measured} for p in found]))
+        print_json([{"name": p.name, "about": p.about, **p.measured} for p in found])
         return
     for one in found:
         print(f"{one.name:<{max(len(p.name) for p in found)}}  {one.about}")
@@ -69,7 +68,7 @@ def validate(
         except LinearizeError as error:
             mistakes[file] = error.message.splitlines()
     if as_json:
-        print(json.dumps({"mistakes": mistakes}))
+        print_json({"mistakes": mistakes})
     for file, lines in mistakes.items():
         for line in lines or [f"{file}: fine"]:
             say(line)
@@ -86,4 +85,4 @@ def schema() -> None:
     """
     from ..recipe import recipe_schema
 
-    print(json.dumps(recipe_schema(), indent=2))
+    print_json(recipe_schema(), indent=2)

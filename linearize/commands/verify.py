@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Annotated
 
 import typer
 
 from ..errors import Exit, LinearizeError
-from ..output import Json
+from ..output import Json, print_json
 
 
 def verify(
@@ -26,18 +25,19 @@ def verify(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that this version of linearize does not write.")
     ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     as_json: Json = False,
 ) -> None:
     """Prove that a saved model stands on its own: reload it without linearize, compare weights and behaviour."""
     from ..checks import verify_folder
     from ..show import checks_table
 
-    checks = verify_folder(model, strict=strict, trust_remote_code=trust_remote_code)
+    checks = verify_folder(model, strict=strict, trust_remote_code=trust_remote_code, revision=revision)
     failed = [check for check in checks if check.status == "failed"]
     checks_table(model, checks)
     if as_json:
         rows = [dataclasses.asdict(check) for check in checks]
-        print(json.dumps({"model": model, "strict": strict, "passed": not failed, "checks": rows}))
+        print_json({"model": model, "strict": strict, "passed": not failed, "checks": rows})
     if failed:
         raise LinearizeError(
             f"verification failed: {'; '.join(': '.join(filter(None, (c.name, c.detail))) for c in failed)}",
