@@ -450,6 +450,20 @@ def test_a_revision_is_that_revision(hub: Hub, tmp_path: Path) -> None:
     assert "user/base has no revision 'v9' on http://127.0.0.1" in said
 
 
+def test_verify_takes_a_revision(linearize: Command, hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linearize.checks.check_behaviours", lambda folder, strict: [])
+    repo = hub.repos.setdefault(REPO, Repo())
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    earlier = repo.commit(files)
+    del files["gsa.py"]
+    repo.commit(dict(files))
+    code, _, err = linearize("verify", REPO, "--revision", earlier)
+    assert code == 0, err
+    code, _, err = linearize("verify", REPO, "--trust-remote-code")
+    assert (code, "missing: gsa.py" in err) == (Exit.CHECK_FAILED, True)
+    assert "has no revision 'v9'" in linearize("verify", REPO, "--revision", "v9")[2]
+
+
 @pytest.mark.parametrize("away", ["offline", "unreachable"])
 def test_a_cached_source_needs_no_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: str) -> None:
     put_source(hub, tmp_path / "base", shard="20KB")

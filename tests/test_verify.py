@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from models import HYBRID, Zoo, copied, load, save_source
+from models import HYBRID, Zoo, convert_folder, copied, load, save_source, small_config
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from linearize import behaviours, checks
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
+from linearize.verify import result_of, started
 
 LIMIT = checks.LIMITS["float32"]
 SOURCE_SHARD = "model-source-00001-of-00001.safetensors"
@@ -96,6 +99,53 @@ def test_what_the_source_does_not_do_is_not_held_against_the_mixers(zoo: Zoo) ->
     assert "so does the model with softmax" in result["detail"]
 
 
+def test_a_check_that_raises_never_passes(zoo: Zoo) -> None:
+    model = zoo.model("llama")
+    ids = behaviours.make_tokens(model, 3, 40)
+
+    def outcome(*answers: Any) -> dict[str, Any]:
+        """The row of a check with these answers, of the mixers and of softmax; exceptions are raised."""
+        left = iter(answers)
+
+        def check(model: Any, ids: Any) -> float:
+            answer = next(left)
+            if isinstance(answer, Exception):
+                raise answer
+            return float(answer)
+
+        return behaviours.run(check, model, ids, LIMIT)
+
+    both = outcome(ValueError("no\nbeams"), ValueError("none"))
+    assert both == {"status": "skipped", "detail": "raises ValueError: no beams; so does the model with softmax"}
+    assert outcome(ValueError("no beams"), 0.0) == {"status": "failed", "detail": "raises ValueError: no beams"}
+    assert outcome(ValueError("no beams"), 1.0)["status"] == "failed"
+    assert outcome(ValueError("no beams"), KeyError("other"))["status"] == "failed"
+    assert outcome(float("inf"), 1.0)["status"] == "failed"  # softmax has numbers, the mixers have none
+    other = outcome(1.0, KeyError("other"))
+    assert (other["status"], other["detail"]) == ("failed", "with softmax it raises KeyError: 'other'")
+
+
+@pytest.mark.parametrize("positions", [9, 16, 24])
+def test_models_of_few_positions_are_checked_as_far_as_they_go(tmp_path: Path, positions: int) -> None:
+    folder = convert_folder(save_source(tmp_path / "source", max_position_embeddings=positions), tmp_path / "linear")
+    found = behaviours.behave(load(folder), str(folder), checks.LENGTH, LIMIT)
+    wanted = "skipped" if positions < behaviours.SHORTEST + behaviours.STEPS else "passed"
+    assert {name: found[name]["status"] for name in behaviours.CHECKS} == dict.fromkeys(behaviours.CHECKS, wanted)
+    assert {found[name]["status"] for name in ("finite logits", "constant state", "trust")} == {"passed"}
+
+
+def test_rows_are_cut_as_far_as_they_go() -> None:
+    assert behaviours.cut(100, [7, 1, 50]) == [7, 1, 50, 42]
+    assert behaviours.cut(10, [7, 1, 5]) == [7, 1, 2]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 9, 97])
+def test_tokens_are_of_the_vocabulary(size: int) -> None:
+    model = SimpleNamespace(config=small_config("llama", vocab_size=size, pad_token_id=None))
+    ids = behaviours.make_tokens(model, 3, 50)
+    assert 0 <= ids.min() <= ids.max() < size
+
+
 # ---------------------------------------------------------------- what is on disk
 
 
@@ -147,7 +197,9 @@ def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and what `--json` prints."""
     result = runner.invoke(app, ["verify", *arguments, "--json"])
     code = int(result.exception.code) if isinstance(result.exception, LinearizeError) else result.exit_code
-    return code, json.loads(result.stdout) if result.stdout else {"error": str(result.exception)}
+    if not result.stdout:
+        return code, {"error": str(result.exception)}
+    return code, json.loads(result.stdout, parse_constant=pytest.fail)  # which is called for Infinity and NaN
 
 
 def test_a_folder_of_links_passes_strictly(zoo: Zoo, tmp_path: Path) -> None:
@@ -193,6 +245,39 @@ def test_warnings_fail_when_strict(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tm
     code, found = verify(str(folder), "--strict")
     assert (code, found["passed"]) == (Exit.CHECK_FAILED, False)
     assert [c["name"] for c in found["checks"] if c["status"] == "failed"] == ["files", "reload"]
+
+
+def test_code_that_raises_fails_or_is_skipped_with_its_words(zoo: Zoo, tmp_path: Path) -> None:
+    folder = copied(zoo.folders("llama", HYBRID)[1], tmp_path / "linear")
+    old = "self._map(lambda part: part.index_select("
+    edit(folder / "state.py", old, "raise KeyError('lost')\n        " + old)
+    (folder / "custom_generate").mkdir()
+    code = "def generate(*args, **kwargs):\n    raise RuntimeError('this model writes nothing')\n"
+    (folder / "custom_generate" / "generate.py").write_text(code)
+    exit_code, found = verify(str(folder), "--trust-remote-code")
+    rows = {check["name"]: (check["status"], check["detail"]) for check in found["checks"]}
+    assert exit_code == Exit.CHECK_FAILED
+    assert rows["reload"][0] == "passed"
+    assert rows["beams"] == ("failed", "raises KeyError: 'lost'")
+    words = "raises RuntimeError: this model writes nothing; so does the model with softmax"
+    assert rows["generate"] == ("skipped", words)
+
+
+def test_a_child_says_whether_it_came_to_load() -> None:
+    for code, words in {
+        "print('loaded', flush=True); 1 / 0": "loads it and then fails",
+        "1 / 0": "cannot load it",
+        "import os; os.kill(os.getpid(), 9)": "ended by signal 9",
+    }.items():
+        with started([sys.executable, "-c", code], {}) as child, pytest.raises(LinearizeError, match=words):
+            result_of(child)
+
+
+def test_json_has_null_for_what_is_not_finite(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = checks.Check("beams", "failed", "", float("inf"), LIMIT)
+    monkeypatch.setattr(checks, "check_behaviours", lambda folder, strict: [row])
+    found = verify(str(zoo.folders("llama", HYBRID)[1]))[1]
+    assert [check["difference"] for check in found["checks"] if check["name"] == "beams"] == [None]
 
 
 def test_a_model_with_softmax_is_named(tmp_path: Path) -> None:
