@@ -42,7 +42,7 @@ def make_tokens(model: Any, B: int, T: int) -> Tensor:
 
 def cut(length: int, wanted: list[int]) -> list[int]:
     """`length` tokens in pieces of the sizes `wanted`, as far as they go, and the rest; none is empty."""
-    sizes = []
+    sizes: list[int] = []
     for size in [*wanted, length]:
         sizes.append(min(size, length - sum(sizes)))
     return [size for size in sizes if size]

@@ -21,7 +21,7 @@ from .probe import model_class_of, probe
 from .recording import quiet
 from .render import Natives
 from .shards import meta_tensors
-from .source import DTYPES, Source, open_source, read_header
+from .source import ADAPTER_CONFIG, DTYPES, Source, open_source, read_header
 from .verify import Level, verify
 
 Say = Callable[[str], None]
@@ -50,6 +50,7 @@ def plan_conversion(
         raise LinearizeError(f"--dtype {dtype}: choose keep, {', '.join(DTYPES.values())}")
     make_steps([], mechanism, options or {})  # names and options first: they need no model
     source = open_source(model, revision, weights=weights)
+    check_adapter(source)
     config = load_config(source, trust_remote_code)
     natives = Natives(config, load_model_class(source, config, trust_remote_code))
     found = probe(config, natives.head)
@@ -118,6 +119,17 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
     except Exception as error:  # validators of many architectures raise as they like
         path = source.folder / "config.json"
         raise LinearizeError(f"{path} cannot be used: {_reason(error)}", Exit.INCOMPATIBLE) from error
+
+
+def check_adapter(source: Source) -> None:
+    """Raise LinearizeError (exit 3) for a source with a PEFT adapter, without which it is another model."""
+    path = source.folder / ADAPTER_CONFIG
+    if path.exists():
+        raise LinearizeError(
+            f"{path}: {source.name} is a base and an adapter. Merge the adapter first (peft: merge_and_unload, then "
+            "save_pretrained), and convert what that saves",
+            Exit.INCOMPATIBLE,
+        )
 
 
 def _already(source: Source) -> LinearizeError:

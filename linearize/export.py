@@ -29,7 +29,7 @@ from .recipe import Recipe
 from .recording import quiet
 from .render import Natives, auto_map, code_files
 from .shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
-from .source import Entry, Source, read_header
+from .source import ADAPTER_CONFIG, Entry, Source, read_header
 from .trainable import ADAPTER, Student
 from .verify import LOAD, LOGITS, TOLERANCE, check_keys, clean_command, fits_twice
 
@@ -100,7 +100,10 @@ def read_plan(folder: Path) -> Plan:
 
 
 def changed_code(folder: Path, plan: Plan) -> Iterator[str]:
-    """Names of Python files, and of JSON files that say which code to load, that differ from what a plan leads to."""
+    """Names of files that differ from what a plan leads to and decide which code runs: Python, and JSON that names it.
+
+    Python also in folders, for transformers runs custom_generate/generate.py; folders may be links.
+    """
     try:
         with quiet():
             config = AutoConfig.for_model(plan.model_type, architectures=[plan.architecture])
@@ -109,8 +112,12 @@ def changed_code(folder: Path, plan: Plan) -> Iterator[str]:
     except (ValueError, LinearizeError):  # of a model that transformers does not have
         yield f"the code of {plan.architecture}"
         return
-    present = {path.name: path.read_text("utf-8") for path in folder.glob("*.py")}
-    yield from (name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name))
+    paths = {path for pattern in ("**/*.py", "*/*.py") for path in folder.glob(pattern) if path.is_file()}
+    present = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    ours = {name: text.encode() for name, text in expected.items()}
+    yield from (name for name in ours.keys() | present.keys() if ours.get(name) != present.get(name))
+    if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base model that it names, and its code
+        yield ADAPTER_CONFIG
     for path in folder.glob("*.json"):
         with contextlib.suppress(ValueError, AttributeError):
             asked = json.loads(path.read_text("utf-8")).get("auto_map")

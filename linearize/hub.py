@@ -91,13 +91,15 @@ def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    from .source import SMALL_FILES, weight_files
+    from .source import ADAPTER_CONFIG, SMALL_FILES, weight_files
 
     offline = f"offline and {model!r} is not cached. Fetch it once: hf download {model}"
     try:
         with hub_errors(model, " and no such folder", offline, revision):
-            wanted = SMALL_FILES if weights else ("config.json", "*.py", "*.index.json")
-            folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*wanted, "README.md"]))
+            wanted = SMALL_FILES if weights else ("config.json", ADAPTER_CONFIG, "*.py", "*.index.json")
+            # A * also stands for a slash: code in folders would run when transformers loads a loop of generation.
+            what = {"allow_patterns": [*wanted, "README.md"], "ignore_patterns": ["*/*.py"]}
+            folder = Path(snapshot_download(model, revision=revision, **what))
             for names in weight_files(folder) if weights else ():
                 # Of that commit, whatever the branch has become meanwhile.
                 snapshot_download(model, revision=folder.name, allow_patterns=names)

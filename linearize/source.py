@@ -24,6 +24,8 @@ SMALL_FILES = (
     *("*.txt", "*.model", "*.tiktoken", "*.bpe", "*.codes", "*.spm", "*.vocab"),
     *("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*"),
 )
+# An adapter of peft in a model's own folder: transformers would put it onto the base that it names.
+ADAPTER_CONFIG = "adapter_config.json"
 # Weights in the order in which they are looked for: stem and suffix, in one file or, with an index, in many.
 FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 # Keys of a config that say how often a part is built, and more than any model has; building them takes half a minute.
