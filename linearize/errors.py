@@ -15,6 +15,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What the machine refuses, whatever was asked of it; any other OSError may be a bug.
 REFUSED: tuple[int, ...] = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 REFUSED += (errno.EBUSY, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM)
+# As torch says it: of the CPU, of a CUDA device, of a library that runs there.
+FULL_MEMORY = re.compile("allocate memory|out of memory|_STATUS_ALLOC_FAILED")
 # Access tokens of the Hub, and the user part of an address.
 SECRET = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^\s/@'\"]+(?=@)")
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
@@ -64,8 +66,8 @@ def os_error(error: BaseException) -> OSError | None:
     """The operating system's refusal behind `error`, which safetensors and torch wrap; None when there is none."""
     if isinstance(error, OSError | LinearizeError):
         return error if isinstance(error, OSError) else None
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
-        return OSError(errno.ENOMEM, "out of memory")
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and FULL_MEMORY.search(str(error))):
+        return OSError(errno.ENOMEM, "CUDA out of memory" if "CUDA" in str(error) else "out of memory")
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found:
         return OSError(int(found[1]), os.strerror(int(found[1])))

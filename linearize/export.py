@@ -43,9 +43,12 @@ ROUNDING = {"float64": TOLERANCE, "float32": TOLERANCE, "float16": 1e-2, "bfloat
 def load_converted(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
     """The linearized model in `folder`. Its code runs when it is byte for byte what this version writes.
 
-    Raises LinearizeError (exit 3) for a folder that linearize did not write, or other code without trust.
+    Raises LinearizeError (exit 3) for a folder that linearize did not write, other code without trust, and damaged
+    weights.
     """
     check_code(folder, trust_remote_code)
+    for shard in sorted(folder.glob("*.safetensors")):
+        read_header(shard)
     with quiet():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=True)
 

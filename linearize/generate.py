@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from .checkpoint import MANIFEST
+from .checkpoint import MANIFEST, meta_pickle
 from .convert import load_config
-from .errors import Exit, LinearizeError, did_you_mean
+from .errors import Exit, LinearizeError, did_you_mean, os_error
 from .export import load_converted
 from .recording import quiet
-from .source import open_source
+from .source import Source, open_source, read_header
 
 DTYPE_NAMES = ("keep", "float32", "bfloat16", "float16")
+LOWEST = 1e-6  # temperature; below, logits divided by it leave float32
 
 
 class Loaded(NamedTuple):
@@ -55,6 +58,31 @@ class Stream(TextStreamer):
         self.write(text)
 
 
+@contextlib.contextmanager
+def device_memory() -> Iterator[None]:
+    """Within: running out of memory, of the machine or of a device, becomes advice (exit 4)."""
+    try:
+        yield
+    except Exception as error:
+        refused = os_error(error)
+        if refused is None or refused.errno != errno.ENOMEM:
+            raise
+        raise LinearizeError(f"{refused.strerror}. Try --dtype bfloat16, or --device cpu", Exit.RESOURCE) from error
+
+
+def check_request(prompt: str, sampling: Sampling) -> None:
+    """Raise LinearizeError (exit 2) for a prompt or a temperature that no model can take."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise LinearizeError(f"the prompt is not valid UTF-8 at character {error.start + 1}; give text") from error
+    if sampling.temperature != 0 and not LOWEST <= sampling.temperature < math.inf:
+        raise LinearizeError(
+            f"--temperature {sampling.temperature:g}: give 0 for the likeliest token, or >= {LOWEST:g}"
+        )
+
+
+@device_memory()
 def load(
     model: str, revision: str | None, *, device: str, dtype: str, teacher: bool, trust_remote_code: bool
 ) -> Loaded:
@@ -72,7 +100,7 @@ def load(
         loaded = load_converted(source.folder, kind, trust_remote_code)
     else:
         load_config(source, trust_remote_code)  # refuses code of its own without trust
-        loaded = _load_native(source.folder, kind, trust_remote_code)
+        loaded = _load_native(source, kind, trust_remote_code)
     return Loaded(loaded.to(where).eval(), load_tokenizer(source.folder, linearized or trust_remote_code), teacher)
 
 
@@ -91,7 +119,10 @@ def _dtype(name: str) -> Any:
     return "auto" if name == "keep" else getattr(torch, name)
 
 
-def _load_native(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
+def _load_native(source: Source, dtype: Any, trust_remote_code: bool) -> Any:
+    for shard in source.shards:
+        meta_pickle(shard) if source.pickled else read_header(shard)  # raise for a damaged one
+    folder = source.folder
     try:
         with quiet():
             return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -109,6 +140,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         raise LinearizeError(f"no tokenizer can be loaded from {folder}: {reason}", Exit.INCOMPATIBLE) from error
 
 
+@device_memory()
 def generate(loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[str], None]) -> dict[str, Any]:
     """Continue `prompt`; `write` gets pieces of text as they become known. Returns what `--json` prints.
 

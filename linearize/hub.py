@@ -98,8 +98,10 @@ def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str
         with hub_errors(model, " and no such folder", offline, revision):
             wanted = SMALL_FILES if weights else ("config.json", ADAPTER_CONFIG, "*.py", "*.index.json")
             # A * also stands for a slash: code in folders would run when transformers loads a loop of generation.
-            what = {"allow_patterns": [*wanted, "README.md"], "ignore_patterns": ["*/*.py"]}
-            folder = Path(snapshot_download(model, revision=revision, **what))
+            patterns = [*wanted, "README.md"]
+            folder = Path(
+                snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*.py"])
+            )
             for names in weight_files(folder) if weights else ():
                 # Of that commit, whatever the branch has become meanwhile.
                 snapshot_download(model, revision=folder.name, allow_patterns=names)

@@ -151,6 +151,11 @@ def test_weights_go_where_and_how_they_should(folder: Path) -> None:
         (["--max-new-tokens", "0"], Exit.USAGE, "--max-new-tokens"),
         (["--temperature", "-1"], Exit.USAGE, "--temperature"),
         (["--top-p", "1.5"], Exit.USAGE, "--top-p"),
+        (["--top-p", "nan"], Exit.USAGE, "--top-p"),
+        (["--temperature", "1e-40"], Exit.USAGE, "--temperature 1e-40: give 0 for the likeliest token, or >= 1e-06"),
+        (["--temperature", "nan"], Exit.USAGE, "--temperature"),
+        (["--temperature", "inf"], Exit.USAGE, "--temperature inf: give 0"),
+        (["--seed", "99999999999999999999"], Exit.USAGE, "--seed"),
     ],
 )
 def test_mistaken_options_are_told(
@@ -161,12 +166,57 @@ def test_mistaken_options_are_told(
     assert said in err
 
 
+def test_the_bounds_of_sampling_can_be_used(linearize: Command, folder: Path) -> None:
+    continued(linearize, folder, "--temperature", "1e-6", "--seed", str(2**64 - 1), "--top-p", "0")
+
+
+def test_running_out_of_memory_is_told(linearize: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, said in (
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "CUDA out of memory"),
+        (RuntimeError("CUDA error: out of memory"), "CUDA out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "CUDA out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "out of memory"),
+    ):
+
+        def full(*arguments: Any, error: Exception = error, **options: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr("transformers.generation.GenerationMixin.generate", full)
+            wanted = (Exit.RESOURCE, "", f"error: {said}. Try --dtype bfloat16, or --device cpu\n")
+            assert linearize("generate", folder, "x") == wanted
+            patch.setattr("linearize.convert.plan_conversion", full)
+            assert linearize("convert", folder, "--to", "gsa") == (Exit.RESOURCE, "", f"error: {said}\n")
+            patch.setattr("torch.nn.Module.to", full)
+            assert linearize("generate", folder, "x")[0] == Exit.RESOURCE
+
+
+@pytest.mark.parametrize("kind", ["linear", "source", "pickled"])
+def test_damaged_weights_are_told(linearize: Command, folder: Path, tmp_path: Path, kind: str) -> None:
+    model = Path(shutil.copytree(folder if kind == "linear" else folder.parent / "source", tmp_path / "model"))
+    shard = max(model.glob("*.safetensors"))
+    if kind == "pickled":
+        shard.unlink()
+        shard = model / "pytorch_model.bin"
+        torch.save({}, shard)
+    data = shard.read_bytes()
+    shard.unlink()  # it may be a link to the shared one
+    shard.write_bytes(data[:-9])
+    code, out, err = linearize("generate", model, "x")
+    assert (code, out) == (Exit.INCOMPATIBLE, "")
+    assert ("not a plain pickle" if kind == "pickled" else "is damaged or cut short: tensor") in err
+    assert shard.name in err
+
+
 def test_what_cannot_generate_is_told(
     linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, _, err = linearize("generate", folder, "")
     assert code == Exit.USAGE
     assert "the prompt has no token" in err
+    code, _, err = linearize("generate", folder, "a\udcff")
+    assert code == Exit.USAGE
+    assert "the prompt is not valid UTF-8 at character 2" in err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = linearize("generate", folder, "x", "--device", "cuda")
     assert code == Exit.RESOURCE

@@ -18,7 +18,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens of this total probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of the sampling.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16 or float16.")] = "keep",
     teacher: Annotated[bool, typer.Option("--teacher", help="Run softmax on the weights of this folder.")] = False,
@@ -29,10 +29,11 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a text, printed as it is written."""
-    from ..generate import Sampling, generate, load
+    from ..generate import Sampling, check_request, generate, load
 
-    loaded = load(model, revision, device=device, dtype=dtype, teacher=teacher, trust_remote_code=trust_remote_code)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    check_request(prompt, sampling)
+    loaded = load(model, revision, device=device, dtype=dtype, teacher=teacher, trust_remote_code=trust_remote_code)
 
     def write(text: str) -> None:
         print(text, end="", flush=True)
