@@ -24,7 +24,7 @@ from .evaluate import collate
 from .progress import StageProgress, memory_bytes
 from .recipe import AttentionTransfer, Stage
 from .runs import Position
-from .sharding import like, whole
+from .sharding import like, reshard, whole
 from .stages import end_to_end_loss, transfer_loss
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ class StageLoop:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
+        reshard(self.owner.model)  # DeepSpeed leaves weights gathered whose module's input has no gradient
 
     def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> Tensor:
         """Forward and backward of one micro batch; returns its share of the step's loss, without gradient."""
@@ -204,8 +205,9 @@ class StageLoop:
         """Optimizer and loss scale, for a checkpoint of the main process; the rest follows from the step."""
         scaler, kept = self.owner.accelerator.scaler, self.owner.accelerator.is_main_process
         names, moments = self.names(), {}
+        own = dict(self.owner.student.named_parameters())
         for number, values in self.optimizer.state_dict()["state"].items():
-            full = {key: whole(value) for key, value in values.items()}
+            full = {key: whole(value, own[names[number]]) for key, value in values.items()}
             if kept:
                 moments[names[number]] = {key: value.cpu() for key, value in full.items()}
         return {"optimizer": moments, "scaler": scaler.state_dict() if scaler is not None else None}

@@ -12,13 +12,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, patch_environment
 from transformers import get_scheduler
 
 from .data import Source
 from .errors import Exit, LinearizeError
 from .recipe import Recipe, Stage
 from .sharding import read_plugin
+from .zero import read_config
 
 Say = Callable[[str], None]
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
@@ -49,15 +50,18 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     track = None if recipe.track.to == "none" else recipe.track.to
     # Another run in this process may have had another precision, which accelerate would hold against this one.
     AcceleratorState._reset_state(True)
-    plugin = read_plugin(recipe, precision)
-    accelerator = Accelerator(
-        mixed_precision=precision,
-        cpu=cpu,
-        log_with=track,
-        project_dir=str(folder),
-        fsdp_plugin=plugin,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-    )
+    plugin, zero = read_plugin(recipe, precision), read_config(recipe, precision)
+    # autocast would keep its casts of weights that DeepSpeed frees; accelerate would give it the optimizer as well.
+    handlers = [InitProcessGroupKwargs(timeout=PATIENCE), AutocastKwargs(cache_enabled=zero is None)]
+    with patch_environment(accelerate_use_deepspeed="false"):
+        accelerator = Accelerator(
+            mixed_precision=precision,
+            cpu=cpu,
+            log_with=track,
+            project_dir=str(folder),
+            fsdp_plugin=plugin,
+            kwargs_handlers=handlers,
+        )
     if accelerator.distributed_type not in SUPPORTED:
         kind = accelerator.distributed_type.value
         raise LinearizeError(f"{kind} is not supported; launch with plain data parallelism or FSDP2", Exit.INCOMPATIBLE)

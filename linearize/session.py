@@ -23,6 +23,7 @@ from .runtime import Say, make_schedule, stage_steps, to_source
 from .sharding import reshard, shard, whole
 from .stages import Calibration, error_scale, listen
 from .trainable import Student, check_targets
+from .zero import partition, read_config
 
 # Enough for two digits of a mean over tokens, and cheap beside a stage.
 FIDELITY_TOKENS = 16384
@@ -42,7 +43,8 @@ class Finetuner:
         self._blocks: dict[tuple[str, str], Blocks | None] = {}
         self.eval_tokens = 0  # of the last evaluation
         self.wide = accelerator.mixed_precision != "no"
-        self.sharded = accelerator.state.fsdp_plugin is not None
+        self.zero = read_config(recipe, accelerator.mixed_precision)
+        self.sharded = self.zero is not None or accelerator.state.fsdp_plugin is not None
 
     def load(self, folder: Path) -> None:
         """Model, tokenizer and data, with every check that must not wait until a stage begins."""
@@ -73,7 +75,10 @@ class Finetuner:
         if self.wide:
             for parameter in trained:
                 parameter.data = parameter.data.float()
-        shard(self.model, self.accelerator, trained)
+        if self.zero is None:
+            shard(self.model, self.accelerator, trained)
+        else:
+            partition(self.model, self.accelerator, self.zero, trained)
 
     def whole_student(self) -> Student:
         """The trained model in one piece, in the main process: from shards, the base and the last checkpoint's."""
@@ -232,9 +237,9 @@ class Finetuner:
 
     def save(self, position: Position, state: dict[str, Any]) -> None:
         """A checkpoint: trained tensors by name, whole, and the optimizer unless the stage is over."""
-        tensors = {}
+        tensors, own = {}, dict(self.student.named_parameters())
         for name, tensor in self.student.state().items():  # of shards, one at a time is whole on the device
-            tensor = whole(tensor)
+            tensor = whole(tensor, own[name])
             if self.accelerator.is_main_process:
                 tensors[name] = tensor.contiguous().cpu()
 
@@ -279,7 +284,8 @@ def check_vocabulary(tokenizer: Any, model: Any, data: list[Blocks]) -> None:
 
     Added tokens alone may exceed the embedding, as an image token in a text model does, unless the data has them.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    weight = model.get_input_embeddings().weight
+    rows = getattr(weight, "ds_shape", weight.shape)[0]
     highest = tokenizer.vocab_size - 1
     if highest < rows <= len(tokenizer) - 1:
         highest = max(int(b[i]["input_ids"].max()) for b in data for i in range(len(b)))

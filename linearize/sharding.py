@@ -21,6 +21,7 @@ from linearize_kernels.seam import mixers_of
 
 from .errors import Exit, LinearizeError
 from .recipe import Recipe
+from .zero import flat
 
 
 def read_plugin(recipe: Recipe, precision: str) -> FullyShardedDataParallelPlugin | None:
@@ -76,16 +77,28 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    getattr(model, "release_gathered", lambda: None)()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be in shards; every process must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def face(parameter: nn.Parameter) -> nn.Parameter:
+    """What the optimizer sees of a model's parameter: itself, or its shard under DeepSpeed (zero.py)."""
+    return getattr(parameter, "shard", parameter)
+
+
+def whole(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """All of a tensor that may be in shards as `parameter` is; every process must ask."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shape = getattr(parameter, "full_shape", tensor.shape)
+    return tensor.full_tensor().view(-1)[: shape.numel()].view(shape)
 
 
 def like(value: Tensor, parameter: Tensor) -> Tensor:
     """`value`, which every process has whole, divided as `parameter` is; numbers such as a step count stay."""
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+    shape = getattr(parameter, "full_shape", parameter.shape)
+    if not isinstance(parameter, DTensor) or value.shape != shape:
         return value
     value = value.to(parameter.device)
+    if value.shape != parameter.shape:
+        value = flat(value, parameter)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

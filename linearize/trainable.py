@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .errors import Exit, LinearizeError, did_you_mean
 from .recipe import Stage
-from .sharding import like, reshard, whole
+from .sharding import face, like, reshard, whole
 
 ADAPTER = "default"
 
@@ -38,9 +38,9 @@ class Student:
         self._aside: dict[str, Tensor] = {}  # the student's own values while the source's are swapped in
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's, by names that stay the same when peft moves an adapted weight into `base_layer`."""
+        """The model's, or their shards, by names that stay when peft moves an adapted weight into `base_layer`."""
         for name, parameter in self.model.named_parameters():
-            yield name.replace(".base_layer.", "."), parameter
+            yield name.replace(".base_layer.", "."), face(parameter)
 
     # ------------------------------------------------------------ what trains
 
@@ -53,8 +53,8 @@ class Student:
         self.keep_originals(names)
         self.trained |= names
         chosen = []
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name in names)
+        for (name, parameter), own in zip(self.named_parameters(), self.model.parameters(), strict=True):
+            own.requires_grad_(name in names)
             if name in names:
                 if wide and parameter.dtype != torch.float32:
                     parameter.data = parameter.data.float()
@@ -124,7 +124,7 @@ class Student:
         new: dict[str, nn.Parameter] = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
-                name = names.get(id(parameter), "")
+                name = names.get(id(face(parameter)), "")
                 if name not in values or parameter is None:
                     continue
                 if name not in old:  # a tied weight comes twice
@@ -135,18 +135,19 @@ class Student:
     @staticmethod
     def _exchange(parameter: nn.Parameter, value: Tensor) -> tuple[Tensor, nn.Parameter]:
         """What to keep of a parameter, and what to put where it was, so that `value` is there."""
-        if isinstance(parameter, DTensor):
-            kept = parameter.detach().clone()
+        shard = face(parameter)
+        if isinstance(shard, DTensor):
+            kept = shard.detach().clone()
             with torch.no_grad():
-                parameter.copy_(value)
+                shard.copy_(value)
             return kept, parameter
-        value = whole(value)
+        value = whole(value, value)
         return parameter, value if isinstance(value, nn.Parameter) else nn.Parameter(value, False)
 
     @contextlib.contextmanager
     def as_student(self, module: nn.Module) -> Iterator[None]:
         """Within a teacher pass: one module has the student's weights and adapters again."""
-        inside = {id(p) for p in module.parameters()}
+        inside = {id(face(p)) for p in module.parameters()}
         names = {n for n, p in self.named_parameters() if id(p) in inside and n in self._aside}
         source = self._swap({name: self._aside[name] for name in names})
         try:
