@@ -283,7 +283,9 @@ def main(arguments: list[str]) -> int:
         return len(rows) - len(passed)
     old, new = _without_stamp(DOCS.read_text("utf-8")), _without_stamp(text)
     print("\n".join(difflib.unified_diff(old, new, "docs/architectures.md", "this run", lineterm="")))
-    return int(old != new or len(passed) < GOAL)
+    # Another version has other types and other reasons; it owes the goal, not the list.
+    listed = f"transformers {transformers.__version__}, " in DOCS.read_text("utf-8")
+    return int((listed and old != new) or len(passed) < GOAL)
 
 
 if __name__ == "__main__":
