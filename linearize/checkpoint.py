@@ -25,7 +25,7 @@ from .source import DTYPES, SMALL_FILES, Entry, Source, read_header
 MIXER_SHARD = "model-mixers.safetensors"
 # Never a name that save_pretrained would choose: older safetensors write in place, into the linked source file.
 SOURCE_SHARD = "model-source-{:05d}-of-{:05d}.safetensors"
-SINGLE_SHARD = SOURCE_SHARD.format(1, 1)
+FORMAT = 1  # of the manifest; counts what an earlier version cannot read
 INDEX = "model.safetensors.index.json"
 # Files that are rewritten or tell of the source alone.
 NOT_COPIED = ("config.json", MANIFEST, "*.index.json", "trainer_state.json")
@@ -83,6 +83,7 @@ def manifest(folder: Path, plan: Plan, untouched: Untouched) -> dict[str, Any]:
     files = sorted({*(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()), MANIFEST})
     versions = {"linearize": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {
+        "format": FORMAT,
         "linearize": __version__,
         "versions": versions,
         "plan": plan.to_json(),

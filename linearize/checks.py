@@ -13,14 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from linearize_kernels.mixer import Site
-
 from .checkpoint import INDEX, MANIFEST
 from .errors import Exit, LinearizeError
-from .export import changed_code
-from .plan import Plan, Step, some
+from .plan import some
 from .shards import in_parallel, read_bytes, read_tensor, sha256
 from .source import DTYPES, Entry, open_source, read_header
+from .trust import changed_code, plan_of
 from .verify import clean_command, free_memory, result_of, started
 
 # Difference of logits over the largest. float32: whatever the weights are stored in, they are computed with in
@@ -108,15 +106,6 @@ def ensure_code(folder: Path, config: dict[str, Any]) -> None:
             "it. Read it, then pass --trust-remote-code",
             Exit.INCOMPATIBLE,
         )
-
-
-def plan_of(config: dict[str, Any]) -> Plan:
-    """As much of a plan as a linearized config.json holds; a folder saved by transformers has no linearize.json."""
-    layers = config["linearize"]["layers"]
-    steps = tuple(Step(Site.from_dict(one["site"]), one["mechanism"], one["options"], 0, 0) for one in layers)
-    architecture = config["architectures"][0].removeprefix("Linearized")
-    model_type, dtype = config["model_type"].removeprefix("linearized_"), str(config.get("dtype"))
-    return Plan("", None, architecture, model_type, dtype, False, False, steps, (), (), False, 0, 0)
 
 
 # ---------------------------------------------------------------- what is on disk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import shutil
@@ -24,13 +23,13 @@ from . import card, checkpoint
 from .atomic import output_folder
 from .errors import Exit, LinearizeError
 from .plan import Plan
-from .probe import model_class_of
 from .recipe import Recipe
 from .recording import quiet
-from .render import Natives, auto_map, code_files
+from .render import Natives, code_files
 from .shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
-from .source import ADAPTER_CONFIG, Entry, Source, read_header
+from .source import Entry, Source, read_header
 from .trainable import ADAPTER, Student
+from .trust import check_code, read_plan
 from .verify import LOAD, LOGITS, TOLERANCE, check_keys, clean_command, fits_twice
 
 # Relative to the largest logit, after rounding the trained weights to the dtype that is saved.
@@ -74,58 +73,6 @@ def meta_model(
             config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             dtype = dtype or getattr(torch, plan.dtype)
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=True)
-
-
-def check_code(folder: Path, trust_remote_code: bool) -> Plan:
-    """The plan by which a folder was converted, whose code is this version's or trusted; else exit 3."""
-    plan = read_plan(folder)
-    if not trust_remote_code:
-        changed = sorted(changed_code(folder, plan))
-        if changed:
-            raise LinearizeError(
-                f"{folder} carries other code than this version of linearize writes ({', '.join(changed)}). "
-                "Read it, then pass --trust-remote-code (in a recipe, model.trust_remote_code: true)",
-                Exit.INCOMPATIBLE,
-            )
-    return plan
-
-
-def read_plan(folder: Path) -> Plan:
-    """The plan by which a folder was converted. Raises LinearizeError (exit 3) when there is none."""
-    try:
-        return Plan.from_json(json.loads((folder / checkpoint.MANIFEST).read_text("utf-8"))["plan"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LinearizeError(
-            f"{folder} is no folder written by linearize convert ({type(error).__name__}: {error}). "
-            "Convert first, or add a convert section to the recipe",
-            Exit.INCOMPATIBLE,
-        ) from error
-
-
-def changed_code(folder: Path, plan: Plan) -> Iterator[str]:
-    """Names of files that differ from what a plan leads to and decide which code runs: Python, and JSON that names it.
-
-    Python also in folders, for transformers runs custom_generate/generate.py; folders may be links.
-    """
-    try:
-        with quiet():
-            config = AutoConfig.for_model(plan.model_type, architectures=[plan.architecture])
-        natives = Natives(config, model_class_of(config))
-        expected = code_files(plan, natives)
-    except (ValueError, LinearizeError):  # of a model that transformers does not have
-        yield f"the code of {plan.architecture}"
-        return
-    paths = {path for pattern in ("**/*.py", "*/*.py") for path in folder.glob(pattern) if path.is_file()}
-    present = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    ours = {name: text.encode() for name, text in expected.items()}
-    yield from (name for name in ours.keys() | present.keys() if ours.get(name) != present.get(name))
-    if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base model that it names, and its code
-        yield ADAPTER_CONFIG
-    for path in folder.glob("*.json"):
-        with contextlib.suppress(ValueError, AttributeError):
-            asked = json.loads(path.read_text("utf-8")).get("auto_map")
-            if asked != (auto_map(natives) if path.name == "config.json" else None):
-                yield path.name
 
 
 # ---------------------------------------------------------------- saving

@@ -25,6 +25,7 @@ from .runtime import Say, check_runtime, make_accelerator, stage_steps
 from .session import Finetuner, check_model
 from .source import open_source
 from .trainable import Student
+from .trust import read_plan
 
 
 def finetune(
@@ -82,8 +83,13 @@ def base_folder(recipe: Recipe, run: Run) -> Path:
 
 
 def converted_base(recipe: Recipe) -> Path:
-    """The folder of a base that was converted before; from the Hub when there is none here."""
-    return open_source(base_path(recipe), recipe.model.revision).folder
+    """The folder of a base that was converted before; from the Hub when there is none here.
+
+    Raises LinearizeError (exit 3) for a base that linearize did not write.
+    """
+    folder = open_source(base_path(recipe), recipe.model.revision).folder
+    read_plan(folder)
+    return folder
 
 
 def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:

@@ -19,6 +19,7 @@ from .errors import Exit, LinearizeError, did_you_mean, os_error
 from .export import load_converted
 from .recording import quiet
 from .source import Source, open_source, read_header
+from .trust import saved_again
 
 DTYPE_NAMES = ("keep", "float32", "bfloat16", "float16")
 LOWEST = 1e-6  # temperature; below, logits divided by it leave float32
@@ -93,7 +94,7 @@ def load(
     """
     where, kind = _device(device), _dtype(dtype)
     source = open_source(model, revision)
-    linearized = (source.folder / MANIFEST).exists()
+    linearized = (source.folder / MANIFEST).exists() or saved_again(source.folder) is not None
     if teacher and not linearized:
         raise LinearizeError(f"--teacher: {model} is not linearized, softmax is all it has")
     if linearized:

@@ -149,11 +149,12 @@ def plan_push(
     """
     from .atomic import MANIFEST
     from .card import for_repo
-    from .export import check_code
+    from .trust import check_code, read_plan
     from .verify import check_keys
 
     check_name(repo)
-    plan = check_code(folder, trust_remote_code)
+    plan = read_plan(folder)
+    check_code(folder, trust_remote_code)
     listed = json.loads((folder / MANIFEST).read_text("utf-8")).get("files", ())
     if MANIFEST not in listed:
         raise LinearizeError(f"{folder / MANIFEST} does not say which files are the model's", Exit.INCOMPATIBLE)

@@ -44,10 +44,11 @@ class Plan:
     pickled: bool
     steps: tuple[Step, ...]
     kept: tuple[Site, ...]
-    others: tuple[str, ...]
-    reads_masks: bool
     source_bytes: int
     needed_bytes: int
+    # Fields that were added since the first plans have defaults, for folders of before.
+    others: tuple[str, ...] = ()
+    reads_masks: bool = False
 
     @property
     def new_parameters(self) -> int:
@@ -92,11 +93,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """The inverse of `to_json`."""
-        fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        """The inverse of `to_json`; what a plan of an earlier version does not say has its default."""
+        fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
         fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
         fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
-        fields["others"] = tuple(data["others"])
+        fields["others"] = tuple(data.get("others", ()))
         return cls(**fields)
 
 

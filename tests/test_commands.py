@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Command
-from training import EOS, base, byte_tokenizer
+from training import EOS, base, byte_tokenizer, stage, write_recipe
 from transformers import AutoModelForCausalLM
 
 from linearize.demo import model_folder
@@ -96,6 +96,24 @@ def test_generation_is_the_models_own(linearize: Command, folder: Path) -> None:
 
 def load_bytes(text: str) -> torch.Tensor:
     return byte_tokenizer()(text, return_tensors="pt")["input_ids"]
+
+
+def test_a_model_saved_again_is_known(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    """save_pretrained writes no linearize.json; the config tells."""
+    again = tmp_path / "again"
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).save_pretrained(again)
+    byte_tokenizer().save_pretrained(again)
+    assert continued(linearize, again)["tokens"] == continued(linearize, folder)["tokens"]
+    assert continued(linearize, again, "--teacher")["softmax"]
+    recipe = write_recipe(tmp_path, again, stage("logit_kl"))
+    for command in (["finetune", recipe], ["finetune", recipe, "--dry-run"], ["push", again, "user/repo"]):
+        code, _, err = linearize(*command)
+        assert code == Exit.INCOMPATIBLE
+        assert "is linearized but has no linearize.json" in err
+    (again / "mixer.py").write_text("raise SystemExit('ran')")
+    code, _, err = linearize("generate", again, "x")
+    assert code == Exit.INCOMPATIBLE
+    assert "mixer.py" in err
 
 
 def test_the_teacher_writes_what_the_source_writes(linearize: Command, folder: Path) -> None:

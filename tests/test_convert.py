@@ -24,6 +24,7 @@ from linearize.mechanisms import build_mixer
 from linearize.plan import Plan, choose_layers
 from linearize.probe import Found
 from linearize.source import read_header
+from linearize.trust import read_plan
 
 
 @pytest.fixture
@@ -52,6 +53,30 @@ def test_a_plan_survives_json(shared: Path) -> None:
     assert again == plan
     assert again.to_json() == plan.to_json()
     assert again.spec() == plan.spec()
+
+
+def test_plans_of_other_versions(source: Path) -> None:
+    folder = convert_folder(source, source.parent / "linear", "0-1")
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text())
+    plan = read_plan(folder)
+    for field in ("others", "reads_masks"):
+        del manifest["plan"][field]
+    for step in manifest["plan"]["steps"]:
+        del step["site"]["routed"]
+    del manifest["format"]
+    path.write_text(json.dumps(manifest))
+    assert read_plan(folder) == plan
+    del manifest["plan"]["steps"]
+    path.write_text(json.dumps({**manifest, "format": 2, "linearize": "9.1"}))
+    with pytest.raises(
+        LinearizeError, match=r"linear was written by linearize 9\.1, in a format that .* Use that"
+    ) as newer:
+        read_plan(folder)
+    assert newer.value.code == Exit.INCOMPATIBLE
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(LinearizeError, match="no folder written by linearize convert"):
+        read_plan(folder)
 
 
 def test_a_plan_says_what_changes_and_what_it_costs(shared: Path) -> None:

@@ -340,7 +340,7 @@ def spoil_mixers(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "code", "said"),
     [
-        (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, "no folder written by linearize"),
+        (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, "but has no linearize.json"),
         (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, "carries other code"),
         (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, f"lacks {MIXER_SHARD}"),
         (spoil_mixers, Exit.CHECK_FAILED, "verification failed"),
