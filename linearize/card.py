@@ -19,6 +19,7 @@ from .errors import redact
 from .plan import Plan
 from .recipe import Recipe
 from .recipe_data import DatasetSource
+from .runtime import on_cpu
 
 CARD = """---
 {metadata}
@@ -78,7 +79,7 @@ def model_card(plan: Plan, origin: Path, recipe: Recipe | None = None, report: d
         kv=" (plus the KV cache of the softmax layers)" if kept else "",
         options=plan.steps[0].options,
         notes=notes + "\n" if notes else "",
-        results="" if recipe is None or report is None else measured(report) + recipe_text(recipe),
+        results="" if recipe is None or report is None else measured(recipe, report) + recipe_text(recipe),
     )
     return redact(text)
 
@@ -136,12 +137,12 @@ def trained(recipe: Recipe) -> str:
     return f"Trained with `linearize finetune` ({recipe.name}): {stages}."
 
 
-def measured(report: dict[str, Any]) -> str:
+def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     """The table of perplexities; empty without held-out text."""
     rows, teacher = report["stages"], report["teacher_ppl"]
     if not rows:
         return ""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    device = "CPU" if on_cpu(recipe) else torch.cuda.get_device_name()
     lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher |"]
     lines.append("|---|---|---|---|---|")
     if teacher is not None:

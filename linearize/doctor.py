@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -125,8 +124,13 @@ def _existing(place: Path) -> Path:
 
 
 def _cache() -> Path:
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    """Where downloads go."""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        return Path(HF_HUB_CACHE)
+    except Exception:  # said by _hub; this is where the default would be
+        return Path("~/.cache/huggingface/hub").expanduser()
 
 
 def _hub() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ Say = Callable[[str], None]
 
 # What a Hub repository may hold before the first push: it comes with the first, and its web page writes the others.
 EXPECTED = (".gitattributes", "README.md", "LICENSE")
+# What every folder holds that linearize writes.
+ALWAYS = ("config.json", "model.safetensors.index.json")
 SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}|(?<=://)[^\s/@'\"]+:[^\s/@'\"]+(?=@)")
 
 
@@ -73,6 +75,8 @@ def _answer(error: Any, repo: str, absent: str, revision: str | None) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"no repo {repo!r} on {where}{absent}. If it is private: {login}"
     status = error.response.status_code
+    if status == 412:
+        return f"{repo} was changed while this was uploaded (412). Look what is there now, and push again"
     if status == 401:
         return f"{where} does not accept the token (401). {login}"
     if status == 403:
@@ -93,7 +97,7 @@ def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str
 
     from .source import ADAPTER_CONFIG, SMALL_FILES, weight_files
 
-    offline = f"offline and {model!r} is not cached. Fetch it once: hf download {model}"
+    offline = f"no such folder {model!r}, and offline no such model is cached. Fetch it once: hf download {model}"
     try:
         with hub_errors(model, " and no such folder", offline, revision):
             wanted = SMALL_FILES if weights else ("config.json", ADAPTER_CONFIG, "*.py", "*.index.json")
@@ -228,12 +232,18 @@ def check_card(path: Path) -> list[str]:
 
 
 def check_access(repo: str) -> None:
-    """Before hours of work: the name is possible, the Hub answers, and the token is one. Raises LinearizeError."""
+    """Before hours of work: the name is possible, the Hub answers, the token is one, and no other model is there.
+
+    Raises LinearizeError: 2 for the name and for another model, 5 for what the Hub refuses.
+    """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     check_name(repo)
     with _pushing(repo):
         HfApi().whoami()
+        with contextlib.suppress(RepositoryNotFoundError):  # the push makes it
+            check_foreign(repo, HfApi().model_info(repo), ALWAYS)
 
 
 def _pushing(repo: str) -> contextlib.AbstractContextManager[None]:
@@ -252,19 +262,35 @@ def push(upload: Upload, say: Say = print) -> dict[str, Any]:
     with _pushing(repo):
         api.whoami()
         api.create_repo(repo, private=upload.private or None, exist_ok=True)
-        stale = check_remote(api, upload)
+        stale, seen = check_remote(api, upload)
         operations: list[Any] = [CommitOperationDelete(name) for name in sorted(stale)]
         for name in upload.files:
             content = upload.card.encode() if name == "README.md" else upload.folder / name
             operations.append(CommitOperationAdd(name, content))
         say(f"pushing {len(upload.files)} files, {sum(upload.files.values()) / 2**20:,.1f} MiB, to {repo}")
-        done = api.create_commit(repo, operations, commit_message=upload.message, create_pr=upload.pr)
+        # Onto what was checked: what someone else pushed meanwhile is not overwritten.
+        done = api.create_commit(
+            repo, operations, commit_message=upload.message, create_pr=upload.pr, parent_commit=seen
+        )
     say(f"pushed {done.pr_url or done.commit_url}")
     return {"repo": repo, "commit": done.oid, "url": done.commit_url, "pr": done.pr_url}
 
 
-def check_remote(api: Any, upload: Upload) -> set[str]:
-    """Files of an earlier push that this one does not have.
+def check_foreign(repo: str, info: Any, names: Iterable[str]) -> None:
+    """Refuse (exit 2) a repository with files of these `names` that linearize did not write."""
+    from .atomic import MANIFEST
+
+    present = {file.rfilename for file in info.siblings}
+    theirs = sorted((present & set(names)) - set(EXPECTED))
+    if theirs and MANIFEST not in present:
+        raise LinearizeError(
+            f"{repo} holds a model that linearize did not write ({', '.join(theirs[:3])}). "
+            "Choose another name, or propose it with --pr"
+        )
+
+
+def check_remote(api: Any, upload: Upload) -> tuple[set[str], str]:
+    """Files of an earlier push that this one does not have, and the commit at which this was found.
 
     Raises LinearizeError: 2 when the repository holds another model, 5 when it is public and was to be private.
     """
@@ -274,18 +300,14 @@ def check_remote(api: Any, upload: Upload) -> set[str]:
     if upload.private and not info.private:
         raise LinearizeError(f"{repo} exists and is public; --private does not change that. Its settings do", Exit.HUB)
     present = {file.rfilename for file in info.siblings}
+    if not upload.pr:
+        check_foreign(repo, info, upload.files)
     if MANIFEST not in present:
-        ours = sorted((present & upload.files.keys()) - set(EXPECTED))
-        if ours and not upload.pr:
-            raise LinearizeError(
-                f"{repo} holds a model that linearize did not write ({', '.join(ours[:3])}). "
-                "Choose another name, or propose it with --pr"
-            )
-        return set()
+        return set(), info.sha
     earlier = Path(api.hf_hub_download(repo, MANIFEST, revision=info.sha))
     with contextlib.suppress(ValueError, KeyError, TypeError):  # whatever someone made of it
-        return present & set(json.loads(earlier.read_text("utf-8"))["files"]) - upload.files.keys()
-    return set()
+        return present & set(json.loads(earlier.read_text("utf-8"))["files"]) - upload.files.keys(), info.sha
+    return set(), info.sha
 
 
 def push_saved(folder: Path, repo: str, trust_remote_code: bool, say: Say) -> dict[str, Any]:

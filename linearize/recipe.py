@@ -78,7 +78,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         document.problem(keys, text)
     for keys in _secrets(document.data, ()):
         document.problem(keys, "holds an access token or a password, and recipes are stored. Use HF_TOKEN instead")
-    for error in _violations(document.data):
+    for error in _violations(document.data, path.parent):
         _report(document, error)
     document.check()
     loaded = Recipe.model_validate(document.data)
@@ -100,9 +100,10 @@ def recipe_hash(resolved: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _violations(data: Any) -> Sequence[Mapping[str, Any]]:
+def _violations(data: Any, folder: Path) -> Sequence[Mapping[str, Any]]:
+    """What is wrong with a recipe in that folder."""
     try:
-        Recipe.model_validate(data)
+        Recipe.model_validate(data, context={"folder": folder})
     except ValidationError as error:
         return error.errors()
     return []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Tag
+from pydantic import AfterValidator, Discriminator, Tag, ValidationInfo
 
 from .errors import did_you_mean
 from .recipe_types import Count, Listed, Strict, Text
 from .recipe_yaml import shown
 
 
-def _data_file(name: str) -> str:
+def _data_file(name: str, info: ValidationInfo) -> str:
     if not name.endswith((".txt", ".jsonl")):
+        if ((info.context or {}).get("folder", Path()) / Path(name).expanduser()).is_dir():
+            raise ValueError(f"{shown(name)} is a folder. Write its .txt and .jsonl files, each by its name")
         raise ValueError(f"must be a .txt or .jsonl file, not {shown(name)}")
     return name
 

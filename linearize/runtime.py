@@ -27,6 +27,11 @@ SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULT
 PATIENCE = timedelta(days=1)
 
 
+def on_cpu(recipe: Recipe) -> bool:
+    """Whether a run of this recipe takes the CPU here."""
+    return recipe.runtime.device == "cpu" or not torch.cuda.is_available()
+
+
 def check_runtime(recipe: Recipe) -> str:
     """accelerate's name for the precision: bf16 on a GPU, fp32 on a CPU, unless the recipe says otherwise.
 
@@ -35,7 +40,7 @@ def check_runtime(recipe: Recipe) -> str:
     runtime, track = recipe.runtime, recipe.track.to
     if runtime.device == "cuda" and not torch.cuda.is_available():
         raise LinearizeError("runtime.device is cuda, but torch sees no CUDA device", Exit.RESOURCE)
-    cpu = runtime.device == "cpu" or not torch.cuda.is_available()
+    cpu = on_cpu(recipe)
     if runtime.precision == "fp16" and cpu:
         raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)
     if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
@@ -46,7 +51,6 @@ def check_runtime(recipe: Recipe) -> str:
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     """Devices and precision, as the recipe says and `accelerate launch` set them up."""
     precision = check_runtime(recipe)
-    cpu = recipe.runtime.device == "cpu" or not torch.cuda.is_available()
     track = None if recipe.track.to == "none" else recipe.track.to
     # Another run in this process may have had another precision, which accelerate would hold against this one.
     AcceleratorState._reset_state(True)
@@ -56,7 +60,7 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     with patch_environment(accelerate_use_deepspeed="false"):
         accelerator = Accelerator(
             mixed_precision=precision,
-            cpu=cpu,
+            cpu=on_cpu(recipe),
             log_with=track,
             project_dir=str(folder),
             fsdp_plugin=plugin,

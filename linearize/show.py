@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -35,19 +36,20 @@ def short(count: float) -> str:
 def plan_table(plan: Plan) -> None:
     """What becomes what, and what it costs."""
     out = console()
-    table = Table(title=f"{plan.source} ({plan.architecture}, {plan.dtype})")
-    for column in ("layer", "module", "from", "to", "new parameters", "state per sequence"):
-        table.add_column(column, justify="right" if column in ("new parameters", "state per sequence") else "left")
+    table = Table(title=f"{plan.source} ({plan.architecture}, {plan.dtype})", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("layers", "module", "from", "to", "new parameters per layer", "state per layer"):
+        right, whole = column.endswith("per layer"), column in ("module", "from")
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step in plan.steps:
         site = step.site
-        heads = f"{site.kind} {site.heads}/{site.kv_heads}x{site.key_dim}"
+        heads = f"{site.kind}\n{site.heads}/{site.kv_heads}x{site.key_dim}"
         cost = (f"{step.new_parameters:,}", size(step.state_bytes))
         rows.append((site.layer, (site.path, heads, step.mechanism, *cost)))
     for site in plan.kept:
         rows.append((site.layer, (site.path, site.kind, "softmax (kept)", "", "KV cache")))
-    for layer, cells in sorted(rows):
-        table.add_row(str(layer), *cells)
+    for cells in alike(rows):
+        table.add_row(*cells)
     out.print(table)
     for tokens, label in ((4096, "4k"), (131072, "128k")):
         cache = plan.cache_bytes(tokens)
@@ -69,16 +71,29 @@ def plan_table(plan: Plan) -> None:
         out.print(f"[yellow]dropped[/yellow] {note}")
 
 
+def alike(rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Rows of (layer, (path, other cells)): those that differ in numbers of the path become one, its layers first."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for layer, (path, *cells) in sorted(rows):
+        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), *cells), []).append(layer)
+    return [(ranges(layers), *cells) for cells, layers in groups.items()]
+
+
 def inspection_tables(inspection: Inspection) -> None:
     """Attention modules with their shapes, and which mechanisms fit."""
     out, found = console(), inspection.found
-    table = Table(title=f"{inspection.source} ({inspection.architecture}, {inspection.model_type})")
-    for column in ("layer", "module", "class", "H", "Hkv", "D", "Dv", "scale", "also passed to softmax"):
-        table.add_column(column, justify="right" if column in ("layer", "H", "Hkv", "D", "Dv", "scale") else "left")
+    title = f"{inspection.source} ({inspection.architecture}, {inspection.model_type})"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("layers", "module", "class", "H", "Hkv", "D", "Dv", "scale", "also passed to softmax"):
+        right, whole = column in ("H", "Hkv", "D", "Dv", "scale"), column in ("module", "class")
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=whole)
+    rows: list[tuple[int, tuple[str, ...]]] = []
     for site in found.sites:
         heads = (site.heads, site.kv_heads, site.key_dim, site.value_dim)
         numbers = (*map(str, heads), f"{site.scale:.4g}")
-        table.add_row(str(site.layer), site.path, site.kind, *numbers, ", ".join(site.extras))
+        rows.append((site.layer, (site.path, site.kind, *numbers, ", ".join(site.extras))))
+    for cells in alike(rows):
+        table.add_row(*cells)
     out.print(table)
     for other in grouped(found.others):
         out.print(f"stays as it is: {other}")

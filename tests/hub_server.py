@@ -224,6 +224,8 @@ class Handler(BaseHTTPRequestHandler):
         for line in map(json.loads, self.body.splitlines()):
             value = line["value"]
             if line["key"] == "header":
+                if value.get("parentCommit") not in (None, repo.refs[revision]) and "create_pr" not in self.query:
+                    raise Refusal(412, "", "the branch has moved")
                 repo.messages.append(value["summary"])
             elif line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])

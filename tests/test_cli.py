@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from conftest import Command
-from models import save_source
+from models import SMALL, save_source
+from transformers import Olmo2Config
 
 from linearize import __version__
 from linearize.errors import Exit, LinearizeError
@@ -143,6 +144,23 @@ def test_stdout_is_for_results_and_stderr_for_people(linearize: Command, source:
     result = json.loads(out)
     assert result["output"] == str(output)
     assert result["verified"] in err
+
+
+@pytest.mark.parametrize("command", [("convert", "--to", "gsa", "--dry-run", "--keep-softmax", "1"), ("inspect",)])
+def test_tables_of_layers_fit_a_terminal(
+    linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """A name of every kind is whole, and layers that are alike share a row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    olmo = Olmo2Config(**SMALL | {"num_hidden_layers": 16}, architectures=["Olmo2ForCausalLM"])
+    olmo.save_pretrained(tmp_path / "olmo2")
+    code, _, err = linearize(command[0], str(tmp_path / "olmo2"), *command[1:])
+    assert code == 0, err
+    assert "…" not in err
+    assert all(len(line) <= 80 for line in err.splitlines() if "─" in line or "Olmo2Attention" in line)
+    rows = [line for line in err.splitlines() if "model.layers.*.self_attn" in line]
+    assert all("Olmo2Attention" in line for line in rows)
+    assert [row.split()[0] for row in rows] == (["0,2-15", "1"] if command[0] == "convert" else ["0-15"])
 
 
 def test_a_recipe_is_planned_without_training(linearize: Command, tmp_path: Path) -> None:

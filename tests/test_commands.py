@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -304,6 +305,15 @@ def test_a_doctor_finds_this_machine_fit(linearize: Command, monkeypatch: pytest
     assert code == 0
     assert all(word in text for word in ("torch:", "transformers:", "free in", "a token is set", "offline"))
     assert "hf_secret" not in out + text
+
+
+def test_a_doctor_finds_the_cache_where_downloads_go(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        environment.pop(name, None)
+    code = "import linearize.doctor as d; print(d._cache())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == tmp_path / "huggingface" / "hub"
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) -> None:

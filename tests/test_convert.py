@@ -435,7 +435,7 @@ def test_a_converted_model_is_not_converted_again(source: Path) -> None:
     ("model", "code", "message"),
     [
         ("no such folder", Exit.INCOMPATIBLE, "no such folder"),
-        ("nobody/nothing-of-this-name", Exit.HUB, "is not cached"),
+        ("nobody/nothing-of-this-name", Exit.HUB, "no such folder 'nobody/nothing-of-this-name', and offline"),
     ],
 )
 def test_a_model_that_is_nowhere(model: str, code: Exit, message: str) -> None:

@@ -184,7 +184,7 @@ def test_metrics_that_do_not_say_how_many_tokens_were_held_out(shared: Path, tmp
         "ppl": 8.0,
         "ppl_ratio": 2.0,
     }
-    assert "| logit_kl | 64 |  | 8 | 2 |" in measured(report)
+    assert "| logit_kl | 64 |  | 8 | 2 |" in measured(run.recipe, report)
 
 
 def test_ctrl_c_leaves_nothing_of_a_conversion(forks: Forks, source: Path) -> None:

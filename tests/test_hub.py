@@ -21,12 +21,14 @@ from huggingface_hub import constants, metadata_load
 from models import HYBRID, Zoo, load, logits, save_source, tokens
 from training import T, base, byte_tokenizer, make_recipe, stage, train, write_recipe
 
+import linearize.hub
 from linearize import card
 from linearize.atomic import MANIFEST
 from linearize.checkpoint import MIXER_SHARD
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.hub import plan_push, push
+from linearize.recipe import load_recipe
 
 REPO = "user/tiny-gsa"
 LLAMA_CARD = """---
@@ -318,6 +320,38 @@ def test_a_push_leaves_other_models_alone(hub: Hub, folder: Path, unverified: No
     assert repo.files() == {"config.json": b"{}", "README.md": b"theirs"}
 
 
+def test_a_push_does_not_undo_what_came_between(
+    hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Someone pushes after the repository was looked at."""
+    push(plan_push(folder, REPO), lambda text: None)
+    repo = hub.repos[REPO]
+    look = linearize.hub.check_remote
+
+    def looked(*arguments: Any) -> Any:
+        found = look(*arguments)
+        repo.commit({**repo.files(), "theirs.py": b""})
+        return found
+
+    monkeypatch.setattr("linearize.hub.check_remote", looked)
+    (folder / "generation_config.json").write_text("{}")
+    said = refused(Exit.HUB, lambda: push(plan_push(folder, REPO), lambda text: None))
+    assert "was changed while this was uploaded (412). Look what is there now, and push again" in said
+    assert repo.files()["generation_config.json"] != b"{}"
+
+
+def test_a_conversion_asks_before_it_works_whether_another_model_is_there(
+    linearize: Command, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_source(hub, tmp_path / "base")
+    hub.repos[REPO] = Repo()
+    hub.repos[REPO].commit({"config.json": b"{}", "README.md": b"theirs"})
+    code, _, err = linearize("convert", "base", "--to", "gsa", "--set", "slots=8", "--verify", "none", "--push", REPO)
+    assert (code, Path("base-gsa").exists()) == (Exit.USAGE, False)
+    assert "holds a model that linearize did not write (config.json)" in err
+
+
 def test_a_private_push_never_goes_to_a_public_repository(hub: Hub, folder: Path, unverified: None) -> None:
     hub.repos[REPO] = Repo()
     assert "exists and is public" in refused(Exit.HUB, lambda: push(plan_push(folder, REPO, private=True)))
@@ -455,8 +489,7 @@ def test_verify_takes_a_revision(linearize: Command, hub: Hub, folder: Path, mon
     repo = hub.repos.setdefault(REPO, Repo())
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     earlier = repo.commit(files)
-    del files["gsa.py"]
-    repo.commit(dict(files))
+    repo.commit({name: data for name, data in files.items() if name != "gsa.py"})
     code, _, err = linearize("verify", REPO, "--revision", earlier)
     assert code == 0, err
     code, _, err = linearize("verify", REPO, "--trust-remote-code")
@@ -578,13 +611,12 @@ def test_a_recipe_asks_before_it_trains(
 def test_a_model_is_kept_when_its_push_fails(
     linearize: Command, hub: Hub, root: Path, tmp_path: Path, unverified: None
 ) -> None:
-    hub.repos[REPO] = Repo()
-    hub.repos[REPO].commit({"config.json": b"{}"})
+    hub.accept_uploads = 0
     finish = {"verify": False, "push": REPO}
     recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), finish=finish)
     code, _, err = linearize("finetune", recipe)
     final = tmp_path / "run" / "final"
-    assert code == Exit.USAGE
+    assert code == Exit.HUB
     assert f"push it later: linearize push {final} {REPO}" in err
     assert load(final)
 
@@ -612,6 +644,15 @@ def test_results_have_a_name_on_the_hub_or_none(root: Path, tmp_path: Path, name
         }
         assert result["metrics"][0]["value"] == 12.5
     assert "base_model" not in facts  # a local folder has no name on the Hub
+
+
+def test_a_card_names_the_device_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"name": "kl", "tokens": 64, "eval_tokens": 8, "ppl": 8.0, "ppl_ratio": 2.0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    for device, name in (("cpu", "CPU"), ("auto", "a GPU")):
+        recipe = load_recipe("demo", [f"runtime.device={device}"])
+        assert f"`linearize finetune`, {name}, torch" in card.measured(recipe, {"stages": [row], "teacher_ppl": 4.0})
 
 
 def test_secrets_stay_out_of_cards(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,6 +302,12 @@ def test_mechanisms_and_their_options_are_checked(tmp_path: Path, convert: str, 
     assert line.startswith(message)
 
 
+def test_a_folder_of_text_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    told = errors(tmp_path, MINIMAL, "data.train={files: [docs]}")
+    assert "'docs' is a folder. Write its .txt and .jsonl files, each by its name" in told[0]
+
+
 def test_all_mistakes_at_once_in_order(tmp_path: Path) -> None:
     text = (
         MINIMAL.replace("version: 1", "version: 3")

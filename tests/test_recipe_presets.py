@@ -237,6 +237,13 @@ def test_a_recipe_is_a_file_or_a_preset(tmp_path: Path, monkeypatch: pytest.Monk
     assert recipe_path("demo.yaml") == Path("demo.yaml")
 
 
+@pytest.mark.parametrize(("name", "key"), [("gsa", " model.base=DIR"), ("gsa-t2r", "")])
+def test_the_hint_after_a_copy_has_the_key_that_lacks(linearize: Command, tmp_path: Path, name: str, key: str) -> None:
+    target = tmp_path / "mine.yaml"
+    code, _, err = linearize("recipes", "cp", name, str(target))
+    assert (code, f"Next: linearize finetune {target}{key} --dry-run" in err.replace("\n", "")) == (0, True), err
+
+
 def test_the_table_of_stages_fits_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

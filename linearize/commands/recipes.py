@@ -43,10 +43,13 @@ def cp(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
     """Copy a preset, to change it."""
+    import yaml
+
     from ..presets import copy
 
     target = copy(name, to or Path(), overwrite)
-    say(f"wrote {target}. Next: linearize finetune {target} --dry-run")
+    base = "" if "base" in yaml.safe_load(target.read_text("utf-8"))["model"] else " model.base=DIR"
+    say(f"wrote {target}. Next: linearize finetune {target}{base} --dry-run")
 
 
 @recipes.command("validate")
