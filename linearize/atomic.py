@@ -37,7 +37,8 @@ def output_folder(output: Path, overwrite: bool) -> Iterator[Path]:
             with _claimed(work):
                 _recover(output, old)
                 check_output(output, overwrite)
-                yield work
+                with writing(output, inside=work):
+                    yield work
                 _sync(work)
                 check_output(output, overwrite)  # somebody may have put something there meanwhile
                 _move_into_place(work, output, old)

@@ -15,7 +15,7 @@ import torch
 
 from . import __version__, card
 from .atomic import MANIFEST
-from .errors import Exit, LinearizeError, redact
+from .errors import Exit, LinearizeError
 from .mechanisms import build_mixer
 from .plan import Plan
 from .render import Natives, auto_map, code_files
@@ -94,7 +94,7 @@ def manifest(folder: Path, plan: Plan, untouched: Untouched) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(redact(json.dumps(data, indent=2)) + "\n", "utf-8")
+    path.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
 
 
 # ---------------------------------------------------------------- weights

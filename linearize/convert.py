@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from .atomic import check_output, output_folder
 from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
 from .drops import check_losses, ranges
-from .errors import Exit, LinearizeError
+from .errors import Exit, LinearizeError, is_secret
 from .plan import Plan, choose_layers, grouped, item_bytes, make_steps, some
 from .probe import model_class_of, probe
 from .recording import quiet
@@ -51,6 +51,7 @@ def plan_conversion(
     make_steps([], mechanism, options or {})  # names and options first: they need no model
     source = open_source(model, revision, weights=weights)
     check_adapter(source)
+    check_secrets(source)
     config = load_config(source, trust_remote_code)
     natives = Natives(config, load_model_class(source, config, trust_remote_code))
     found = probe(config, natives.head)
@@ -130,6 +131,22 @@ def check_adapter(source: Source) -> None:
             "save_pretrained), and convert what that saves",
             Exit.INCOMPATIBLE,
         )
+
+
+def check_secrets(source: Source) -> None:
+    """Raise LinearizeError (exit 3) for an access token in config.json, which would go along: the file is copied."""
+    left: list[tuple[str, Any]] = list(source.config.items())
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict | list):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [(f"{key}.{name}", item) for name, item in inner]
+        elif isinstance(value, str) and is_secret(value):
+            raise LinearizeError(
+                f"{source.folder / 'config.json'}: {key} holds an access token or a password, which the result would "
+                "carry. Take it out, and revoke it",
+                Exit.INCOMPATIBLE,
+            )
 
 
 def _already(source: Source) -> LinearizeError:

@@ -17,8 +17,8 @@ REFUSED: tuple[int, ...] = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, e
 REFUSED += (errno.EBUSY, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM)
 # As torch says it: of the CPU, of a CUDA device, of a library that runs there.
 FULL_MEMORY = re.compile("allocate memory|out of memory|_STATUS_ALLOC_FAILED")
-# Access tokens of the Hub, and the user part of an address.
-SECRET = re.compile(r"\bhf_[A-Za-z0-9]{16,}|(?<=://)[^\s/@'\"]+(?=@)")
+# Access tokens of the Hub (34 characters; fewer may be a name), and the user part of an address, often a token alone.
+SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}|(?<=://)(?!git@)[^\s/@'\"]+(?=@)")
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 
 
@@ -54,12 +54,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def redact(text: str) -> str:
-    """`text` with access tokens and passwords replaced by `***`: what is printed or stored goes through here."""
-    for variable in SECRET_VARIABLES:
-        value = os.environ.get(variable, "")
-        if len(value) >= 8:
-            text = text.replace(value, "***")
+    """`text` with access tokens and passwords replaced by `***`: messages and cards go through here.
+
+    Files that are read back do not: a short key may be part of a name in them.
+    """
+    for value in _own_secrets():
+        text = text.replace(value, "***")
     return SECRET.sub("***", text)
+
+
+def is_secret(text: str) -> bool:
+    """Whether `text` holds what looks like an access token or a password, or is one of the environment's."""
+    return bool(SECRET.search(text)) or text in _own_secrets()
+
+
+def _own_secrets() -> list[str]:
+    """Those of the environment; nothing shorter than 8 characters, which would be found everywhere."""
+    return [value for value in (os.environ.get(variable, "") for variable in SECRET_VARIABLES) if len(value) >= 8]
 
 
 def os_error(error: BaseException) -> OSError | None:
@@ -78,15 +89,25 @@ def os_error(error: BaseException) -> OSError | None:
 
 
 @contextlib.contextmanager
-def writing(what: Path, then: str = "") -> Iterator[None]:
-    """Within: whatever the system refuses becomes `cannot write WHAT: ...` (exit 4)."""
+def writing(what: Path, then: str = "", inside: Path | None = None) -> Iterator[None]:
+    """Within: whatever the system refuses becomes `cannot write WHAT: ...` (exit 4).
+
+    With `inside`, the folder where all is written, a file elsewhere is one that could not be read.
+    """
     try:
         yield
     except Exception as error:
         refused = os_error(error)
         if refused is None:
             raise
-        raise LinearizeError(f"cannot write {what}: {_reason(refused)}{then}", Exit.RESOURCE) from error
+        full = refused.errno in FULL
+        if inside and not full and isinstance(refused.filename, str | os.PathLike) and refused.filename2 is None:
+            read = Path(refused.filename)
+            if read != inside and inside not in read.parents:
+                said = f"cannot read {read}: {refused.strerror or refused}"
+                raise LinearizeError(said, Exit.RESOURCE) from error
+        room = ". Make room, and run the same command again" if full else ""
+        raise LinearizeError(f"cannot write {what}: {_reason(refused)}{room}{then}", Exit.RESOURCE) from error
 
 
 @contextlib.contextmanager

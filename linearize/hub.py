@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .errors import Exit, LinearizeError
+from .errors import SECRET, Exit, LinearizeError
 from .hub_errors import hub_errors
 
 Say = Callable[[str], None]
@@ -24,7 +23,6 @@ Say = Callable[[str], None]
 EXPECTED = (".gitattributes", "README.md", "LICENSE")
 # What every folder holds that linearize writes.
 ALWAYS = ("config.json", "model.safetensors.index.json")
-SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}|(?<=://)[^\s/@'\"]+:[^\s/@'\"]+(?=@)")
 
 
 # ---------------------------------------------------------------- fetching

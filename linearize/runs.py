@@ -198,7 +198,7 @@ class Run:
         shutil.rmtree(work, ignore_errors=True)
         newest = max(self.complete_checkpoints(), key=order, default="none")
         try:
-            with writing(target, f". Make room and run the same command again; last checkpoint: {newest}"):
+            with writing(target, f". Last checkpoint: {newest}"):
                 work.mkdir(parents=True)
                 write(work)
                 write_atomically(work / "position.json", json.dumps(dataclasses.asdict(position)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
 import os
@@ -25,9 +27,10 @@ from linearize import __version__
 from linearize.atomic import output_folder
 from linearize.card import measured
 from linearize.cli import main
-from linearize.errors import Exit, LinearizeError
+from linearize.errors import Exit, LinearizeError, redact
+from linearize.hub import check_secrets
 from linearize.recipe import load_recipe
-from linearize.runs import Run
+from linearize.runs import Position, Run
 
 OPTIONS = ("--to", "gsa", "--set", "slots=8", "--set", "chunk_size=16")
 NOT_UTF8 = os.fsdecode(b"\xff\xfe")
@@ -437,9 +440,33 @@ def test_a_source_that_may_not_be_read(forks: Forks, source: Path, name: str) ->
     done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear", as_user=True)
     path.chmod(0o755)
     said = f"cannot read .*{'config.json' if name == '.' else path.name}: Permission denied"
-    if name == "tokenizer.json":  # found out while it is copied
-        said = "cannot write .*linear: Permission denied .*tokenizer.json"
     refused(done, Exit.RESOURCE, said, source.parent, {"source"})
+
+
+def test_a_source_that_fails_while_it_is_copied(tmp_path: Path) -> None:
+    """What is read is named, not the output; with a full disk it is the output."""
+    work = output_folder(tmp_path / "linear", overwrite=False)
+    with pytest.raises(LinearizeError, match=r"^cannot read /source/LICENSE: Input/output error$") as caught, work:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/source/LICENSE")
+    assert caught.value.code == Exit.RESOURCE
+    for number, name in ((errno.EIO, "file"), (errno.ENOSPC, "/source/LICENSE")):
+        work = output_folder(tmp_path / "linear", overwrite=False)
+        with pytest.raises(LinearizeError, match=r"^cannot write .*/linear: ") as caught, work as folder:
+            raise OSError(number, os.strerror(number), str(folder / name))
+        assert ("Make room" in caught.value.message) == (number == errno.ENOSPC)
+
+
+def test_room_is_asked_for_when_there_is_none(shared: Path, tmp_path: Path) -> None:
+    run = Run(load_recipe(recipe_in(tmp_path, shared)), "auto")
+    run.start({})
+    for number in (errno.ENOSPC, errno.EACCES):
+
+        def refuse(folder: Path, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with pytest.raises(LinearizeError, match=r"cannot write .* Last checkpoint: none$") as caught:
+            run.save(Position(0, 1, 1, False), refuse)
+        assert ("Make room" in caught.value.message) == (number == errno.ENOSPC)
 
 
 def test_an_output_that_may_not_be_written(forks: Forks, source: Path) -> None:
@@ -766,7 +793,13 @@ def test_tokens_reach_no_log_and_no_card(forks: Forks, source: Path) -> None:
     """From the environment, a config of old, a remote of git, a recipe, an address on the command line."""
     parent, environment = source.parent, {"HF_TOKEN": TOKEN, "WANDB_API_KEY": PASSWORD}
     path = source / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "use_auth_token": TOKEN}))
+    clean = path.read_text()
+    path.write_text(json.dumps({**json.loads(clean), "task_specific_params": {"use_auth_token": TOKEN}}))
+    done = forks("convert", source, *OPTIONS, "-o", parent / "linear", environment=environment)
+    said = "config.json: task_specific_params.use_auth_token holds an access token or a password"
+    refused(done, Exit.INCOMPATIBLE, said, parent, {"source"})
+    assert_no_secret(done)
+    path.write_text(clean)
     (source / ".git").mkdir()
     (source / ".git" / "config").write_text(f"url = https://user:{PASSWORD}@huggingface.co/a/b\n")
     done = forks("convert", source, *OPTIONS, "-o", parent / "linear", "--json", environment=environment)
@@ -782,6 +815,34 @@ def test_tokens_reach_no_log_and_no_card(forks: Forks, source: Path) -> None:
         assert done.code in (Exit.INCOMPATIBLE, Exit.HUB), done.said
         assert "***" in done.said
         assert_no_secret(done)
+
+
+def test_a_key_that_is_part_of_a_name_changes_no_file(forks: Forks, source: Path) -> None:
+    outputs = [source.parent / "a", source.parent / "b"]
+    for output, key in zip(outputs, ("", "LlamaFor"), strict=True):
+        done = forks("convert", source, *OPTIONS, "-o", output, environment={"WANDB_API_KEY": key})
+        assert done.code == 0, done.said
+    a, b = ({name: data for name, data in contents(o).items() if name != "README.md"} for o in outputs)
+    assert a == b
+    done = forks("generate", outputs[1], "a", "--max-new-tokens", "1")
+    assert done.code == 0, done.said
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        (TOKEN, True),
+        (f"https://user:{PASSWORD}@host/a", True),
+        ("https://ghp_alone@github.com/a", True),
+        ("git+ssh://git@github.com/a", False),
+        ("hf_LlamaForCausalLMModel", False),
+    ],
+)
+def test_what_is_redacted_is_not_pushed(tmp_path: Path, text: str, secret: bool) -> None:
+    (tmp_path / "file").write_text(text)
+    assert (redact(text) != text) == secret
+    with pytest.raises(LinearizeError, match="holds an access token") if secret else contextlib.nullcontext():
+        check_secrets(tmp_path / "file")
 
 
 @pytest.mark.parametrize("key", ["model.base", "data.train.path", "name", "output_dir"])
