@@ -32,10 +32,16 @@ __all__ = [
     "Recipe",
     "Stage",
     "diff_resolved",
+    "fixed",
     "load_recipe",
+    "per_step",
     "recipe_hash",
     "recipe_schema",
 ]
+
+# What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
+CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
+CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 
 # What pydantic puts into an error's path to tell a union's members apart.
 _TAGGED: dict[str, type[Strict]] = {
@@ -227,6 +233,21 @@ def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> st
         near = did_you_mean(str(value), choices)
         return f"must be {' | '.join(choices)}, not {shown(value)}{near and '.' + near}"
     return str(context.get("error") or error["msg"])
+
+
+def per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:
+    """A resolved recipe with the blocks of a whole optimizer step in place of what divides them."""
+    stages = [dict(stage) for stage in resolved["stages"]]
+    for stage in stages:
+        batch = stage.pop("batch")
+        stage["blocks_per_step"] = batch["per_device"] * batch["accumulate"] * processes
+    return {**resolved, "stages": stages}
+
+
+def fixed(resolved: dict[str, Any]) -> dict[str, Any]:
+    """A resolved recipe without what may change at a named checkpoint."""
+    stages = [{k: v for k, v in stage.items() if k not in CHANGEABLE_IN_STAGE} for stage in resolved["stages"]]
+    return {**{k: v for k, v in resolved.items() if k not in CHANGEABLE}, "stages": stages}
 
 
 def diff_resolved(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

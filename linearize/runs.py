@@ -26,13 +26,10 @@ from typing import IO, Any
 
 from .atomic import write_atomically
 from .errors import LinearizeError, undamaged, writing
-from .recipe import Recipe, diff_resolved
+from .recipe import Recipe, diff_resolved, fixed, per_step
 
-# What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
-CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
 UNBORN = "run.json.tmp"  # all that a run leaves which was killed before it had a name
 LOCK = ".lock"
-CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +92,10 @@ class Run:
             return
         with undamaged(path, "Restore it, start over with --resume never, or choose a new output_dir"):
             record = json.loads(path.read_text("utf-8"))
-            old = _per_step(record["recipe"], record["processes"])
-            new = _per_step(self.recipe.resolved(), processes())
+            old = per_step(record["recipe"], record["processes"])
+            new = per_step(self.recipe.resolved(), processes())
             if self.resume != "auto":
-                old, new = _fixed(old), _fixed(new)
+                old, new = fixed(old), fixed(new)
             changes = diff_resolved(old, new)
             if record["max_steps"] != self.max_steps:
                 changes.append(f"--max-steps {record['max_steps'] or 'none'} -> {self.max_steps or 'none'}")
@@ -278,21 +275,6 @@ class Run:
 def processes() -> int:
     """How many processes train together, as the launcher says."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:
-    """A resolved recipe with the blocks of a whole optimizer step in place of what divides them."""
-    stages = [dict(stage) for stage in resolved["stages"]]
-    for stage in stages:
-        batch = stage.pop("batch")
-        stage["blocks_per_step"] = batch["per_device"] * batch["accumulate"] * processes
-    return {**resolved, "stages": stages}
-
-
-def _fixed(resolved: dict[str, Any]) -> dict[str, Any]:
-    """A resolved recipe without what may change at a named checkpoint."""
-    stages = [{k: v for k, v in stage.items() if k not in CHANGEABLE_IN_STAGE} for stage in resolved["stages"]]
-    return {**{k: v for k, v in resolved.items() if k not in CHANGEABLE}, "stages": stages}
 
 
 def read_position(checkpoint: Path) -> Position:
