@@ -16,7 +16,7 @@ from .atomic import check_output, output_folder
 from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
 from .drops import check_losses, ranges
 from .errors import Exit, LinearizeError, is_secret
-from .plan import Plan, choose_layers, grouped, item_bytes, make_steps, some
+from .plan import Plan, check_rotation, choose_layers, grouped, item_bytes, make_steps, some
 from .probe import model_class_of, probe
 from .recording import quiet
 from .render import Natives
@@ -60,6 +60,7 @@ def plan_conversion(
     stored = stored_dtype(source)
     target = stored if dtype == "keep" else dtype
     steps = make_steps(chosen, mechanism, options or {}, item_bytes(target))
+    check_rotation(found, steps)
     new, old = sum(step.new_parameters for step in steps), natives.parameters()
     rewritten = old if source.pickled or target != stored else 0
     plan = Plan(

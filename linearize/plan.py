@@ -172,6 +172,17 @@ def grouped(others: tuple[Other, ...]) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
+    """Raise LinearizeError (exit 3) where mixers without rotary embedding were asked for and would get it."""
+    wrong = [s.site for s in steps if s.site.path in found.fixed_rotation and s.options.get("rope") is False]
+    if wrong:
+        raise LinearizeError(
+            f"rope=false: {wrong[0].kind} at layers {ranges([site.layer for site in wrong])} is not given its rotation "
+            "by an argument position_embeddings, so it cannot be taken away. Leave out rope=false",
+            Exit.INCOMPATIBLE,
+        )
+
+
 def some(names: list[str]) -> str:
     """The first three of `names`, and whether there are more."""
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")

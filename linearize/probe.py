@@ -43,12 +43,14 @@ class Other:
 class Found:
     """What the probe saw: `sites` can become linear, `others` cannot.
 
+    `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away.
     `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
     """
 
     sites: tuple[Site, ...]
     others: tuple[Other, ...]
     reads_masks: bool = False
+    fixed_rotation: tuple[str, ...] = ()
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -104,6 +106,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
             Exit.INCOMPATIBLE,
         )
     slots = _cache_slots(config)
+    free = {record["path"] for record in run.records if record.pop("rotation")}
     sites: list[Site] = []
     unfit: list[Other] = []
     for number, record in enumerate(run.records):
@@ -114,7 +117,16 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
             unfit.append(Other(site.layer, site.path, site.kind, reason))
     if not sites:
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
-    return Found(tuple(sites), (*unfit, *others), run.reads_masks)
+    fixed = {site.path for site in sites} - free if _rotates(run, config) else set()
+    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)))
+
+
+def _rotates(run: Run, config: PreTrainedConfig) -> bool:
+    """Whether a model has a rotary embedding: a module named so, or the settings of one."""
+    parts = run.model.modules() if run.model else ()
+    settings = vars(config.get_text_config(decoder=True))
+    keys = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
+    return any("Rotary" in type(part).__name__ for part in parts) or any(settings.get(key) for key in keys)
 
 
 def _cache_slots(config: PreTrainedConfig) -> list[str]:

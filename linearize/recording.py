@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -121,6 +122,7 @@ def _watch(run: Run) -> None:
 def _note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     module._linearize_run.ran.add(module._linearize_path)
     module._linearize_mask = kwargs.get("attention_mask")
+    module._linearize_given = args, kwargs
     x = kwargs.get("hidden_states", args[0] if args else None)
     module._linearize_hidden = x.shape[-1] if isinstance(x, Tensor) and x.ndim == 3 else None
 
@@ -155,10 +157,18 @@ def _record(
             "extras": _extras(module, attention_mask, kwargs),
             "self": key.shape[2] == T,
             "routed": True,
+            "rotation": _given(module, "position_embeddings"),
             "plain_mask": attention_mask is None or hasattr(attention_mask, "_linearize_plain"),
         }
     )
     return query.new_zeros(B, T, H, value.shape[-1]), None
+
+
+def _given(module: Any, name: str) -> bool:
+    """Whether a module is called with an argument of that name, which is how the seam takes rotation away."""
+    args, kwargs = module._linearize_given
+    bound = dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False))
+    return {**bound, **kwargs}.get(name) is not None
 
 
 def _extras(module: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:

@@ -121,6 +121,7 @@ class Watch(Capture):
                 "extras": tuple(sorted(found.extras - {"attention_mask"} | BIASES & _given(arguments))),
                 "self": k.shape[2] == q.shape[2],
                 "routed": False,
+                "rotation": bool({"position_embeddings", "position_ids"} & _given(arguments)),
             }
         )
         return softmax()
