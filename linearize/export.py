@@ -22,7 +22,7 @@ from linearize_kernels.seam import evaluating
 from . import card, checkpoint
 from .atomic import output_folder
 from .errors import Exit, LinearizeError
-from .plan import Plan
+from .plan import Plan, some
 from .recipe import Recipe
 from .recording import quiet
 from .render import Natives, code_files
@@ -43,13 +43,32 @@ def load_converted(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
     """The linearized model in `folder`. Its code runs when it is byte for byte what this version writes.
 
     Raises LinearizeError (exit 3) for a folder that linearize did not write, other code without trust, and damaged
-    weights.
+    or missing weights.
     """
     check_code(folder, trust_remote_code)
     for shard in sorted(folder.glob("*.safetensors")):
         read_header(shard)
+    return load_whole(folder, dtype, True)
+
+
+def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, which fills in what is missing at random and only reports it.
+
+    Raises LinearizeError (exit 3) naming the weights that are missing or have another shape.
+    """
     with quiet():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    model, report = loaded
+    absent = sorted({*map(str, report["missing_keys"]), *(str(key[0]) for key in report["mismatched_keys"])})
+    if absent:
+        raise LinearizeError(
+            f"{folder} lacks weights of {type(model).__name__}: {some(absent)}. Download it again, or choose the model "
+            "with a language head",
+            Exit.INCOMPATIBLE,
+        )
+    return model
 
 
 def meta_model(

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer, TextStreamer
 
 from .checkpoint import MANIFEST, meta_pickle
 from .convert import load_config
 from .errors import Exit, LinearizeError, did_you_mean, os_error
-from .export import load_converted
+from .export import load_converted, load_whole
 from .recording import quiet
 from .source import Source, open_source, read_header
 from .trust import saved_again
@@ -125,8 +125,7 @@ def _load_native(source: Source, dtype: Any, trust_remote_code: bool) -> Any:
         meta_pickle(shard) if source.pickled else read_header(shard)  # raise for a damaged one
     folder = source.folder
     try:
-        with quiet():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        return load_whole(folder, dtype, trust_remote_code)
     except (ValueError, OSError) as error:
         raise LinearizeError(f"cannot load {folder} as a causal language model: {error}", Exit.INCOMPATIBLE) from error
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Command
+from safetensors.torch import load_file, save_file
 from training import EOS, base, byte_tokenizer, stage, write_recipe
 from transformers import AutoModelForCausalLM
 
@@ -225,6 +226,24 @@ def test_damaged_weights_are_told(linearize: Command, folder: Path, tmp_path: Pa
     assert (code, out) == (Exit.INCOMPATIBLE, "")
     assert ("not a plain pickle" if kind == "pickled" else "is damaged or cut short: tensor") in err
     assert shard.name in err
+
+
+@pytest.mark.parametrize("kind", ["linear", "source"])
+def test_missing_weights_are_told_and_never_random(linearize: Command, folder: Path, tmp_path: Path, kind: str) -> None:
+    model = Path(shutil.copytree(folder if kind == "linear" else folder.parent / "source", tmp_path / "model"))
+    shard = max(model.glob("*.safetensors"), key=lambda file: "mixers" not in file.name)
+    tensors = load_file(shard)
+    lost = next(name for name in sorted(tensors) if "mlp" in name)
+    del tensors[lost]
+    shard.unlink()  # it may be a link to the shared one
+    save_file(tensors, shard, {"format": "pt"})
+    for index in model.glob("*.index.json"):
+        listed = json.loads(index.read_text())
+        del listed["weight_map"][lost]
+        index.write_text(json.dumps(listed))
+    code, out, err = linearize("generate", model, "x")
+    assert (code, out) == (Exit.INCOMPATIBLE, "")
+    assert f"lacks weights of {'Linearized' if kind == 'linear' else ''}LlamaForCausalLM: {lost}. Download it" in err
 
 
 def test_what_cannot_generate_is_told(
