@@ -42,6 +42,7 @@ from .gsa_torch import (
     write_strength,
 )
 from .mixer import Bounds, Mixer, Site, positions
+from .scan import numbered
 
 
 def gsa(
@@ -162,9 +163,7 @@ def _gsa_triton(
     if padding is not None:
         g = torch.where(padding[:, :, None, None], g, 0.0)
     if segments is not None:
-        # Numbered by their changes: a document that comes back is another one.
-        changes = (segments[:, 1:] != segments[:, :-1]).int().cumsum(1, dtype=torch.int32)
-        segments = F.pad(changes, (1, 0))
+        segments = numbered(segments).int()
     o, K, V = chunked_op(q, k, v, g, scale, segments, cu, *((None, None) if state is None else state[:2]))
     if padding is not None:
         o = o * padding[:, :, None, None]

@@ -27,6 +27,7 @@ from transformers import initialization as init
 
 from .linear import linear_attention, linear_attention_both_ways
 from .mixer import Bounds, Mixer, Site
+from .scan import numbered
 
 # The normaliser is at least this share of what it is for f = 1: only signed kernels come near.
 GUARD = 1e-6
@@ -170,9 +171,9 @@ def _count(seen: Tensor, padding: Tensor | None, segments: Tensor | None, shape:
     real = torch.ones(shape, dtype=torch.bool, device=seen.device) if padding is None else padding
     if segments is None:
         return seen + real.sum(1)
-    changes = F.pad((segments[:, 1:] != segments[:, :-1]).long().cumsum(1), (1, 0))
-    last = changes[:, -1:]
-    return torch.where(last[:, 0] == 0, seen, 0) + (real & (changes == last)).sum(1)
+    document = numbered(segments)
+    last = document[:, -1:]
+    return torch.where(last[:, 0] == 0, seen, 0) + (real & (document == last)).sum(1)
 
 
 def _guarded(g: Tensor) -> Tensor:
@@ -311,21 +312,6 @@ class LinearAttention(Mixer):
         if self.features == "relu":
             return F.relu(y + getattr(self, f"{role}_bias").float()) * (2.0 / D) ** 0.5
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1) * (D / 2.0) ** 0.5
-
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        state: LAState | None,
-        causal: bool,
-    ) -> tuple[Tensor, LAState]:
-        o, _, state = self.mix_with_mass(q, k, v, x, padding=padding, segments=segments, state=state, causal=causal)
-        return o, state
 
     def mix_with_mass(
         self,

@@ -56,7 +56,8 @@ class Bounds:
 
 
 class Mixer(nn.Module):
-    """Base class of every mechanism. A subclass writes `mix` and `state_bytes`; the rest is optional.
+    """Base class of every mechanism. A subclass writes `mix` or `mix_with_mass`, and `state_bytes`; the rest is
+    optional.
 
     Options are the keyword-only arguments of `__init__`, with types (`int`, `float`, `bool`, `Literal`) and,
     for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read.
@@ -68,8 +69,8 @@ class Mixer(nn.Module):
     state_formula: ClassVar[str]
     causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = False
-    # Its output is a mean with positive weights. `mix_with_mass` is then `mix` with (o, m, state) for a result, m
-    # [B,T,H] fp32 the logarithm of the sum of the weights.
+    # Its output is a mean with positive weights. It then writes `mix_with_mass` in place of `mix`, with (o, m, state)
+    # for a result, m [B,T,H] fp32 the logarithm of the sum of the weights.
     normalised: ClassVar[bool] = False
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
@@ -143,7 +144,9 @@ class Mixer(nn.Module):
         `padding` [B,T] bool is True at real tokens (None: all real); `segments` [B,T] int numbers packed
         documents (None: one document per row); `state` is None or what an earlier call returned.
         """
-        raise NotImplementedError
+        layout = {"padding": padding, "segments": segments, "state": state, "causal": causal}
+        o, _, state = self.mix_with_mass(q, k, v, x, **layout)
+        return o, state
 
     def reset_parameters(self) -> None:
         """Write the initial value of every parameter, through `transformers.initialization` (flag-aware).

@@ -67,10 +67,14 @@ class SegmentMasks(NamedTuple):
     pairs: Tensor  # [B,1,N,C,C] both tokens belong to one document
 
 
+def numbered(segments: Tensor) -> Tensor:
+    """The documents of `segments` [B,T], from 0 by their changes: a number that comes back is another document."""
+    return F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)).cumsum(1)
+
+
 def segment_masks(segments: Tensor, C: int) -> SegmentMasks:
     """The masks for `segments` [B,T]. A state that is handed in belongs to a row's first document."""
-    # Count the changes: a number that comes back later is another document.
-    seg = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)).cumsum(1)
+    seg = numbered(segments)
     seg = torch.cat([seg, seg[:, -1:].expand(-1, -seg.shape[1] % C)], 1).unflatten(1, (-1, C))
     entered = F.pad(seg[:, :-1, -1], (1, 0))  # [B,N]
     reads = (seg == entered[..., None])[:, None, ..., None]

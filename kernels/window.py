@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .scan import numbered
+
 
 class Ring(NamedTuple):
     """The last W tokens: keys [B,W,Hkv,D], values [B,W,Hkv,Dv]; the last `held` [B] int64 of them are real."""
@@ -67,8 +69,8 @@ def window_attention(
     ring = empty_ring(k, v, W) if state is None else state
     if T == 0:
         return q.new_zeros(B, 0, H, v.shape[-1]), q.new_zeros(B, 0, H, dtype=torch.float32), ring
-    if segments is not None:  # numbered by their changes: a number that comes back is another document
-        segments = F.pad((segments[:, 1:] != segments[:, :-1]).long().cumsum(1), (1, 0))
+    if segments is not None:
+        segments = numbered(segments)
     order: Tensor | None = None
     if padding is not None:  # real tokens first, so that places count real tokens only
         order = padding.logical_not().long().argsort(dim=1, stable=True)

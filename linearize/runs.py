@@ -17,7 +17,6 @@ import dataclasses
 import fcntl
 import itertools
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from typing import IO, Any
 
 from .atomic import write_atomically
 from .errors import LinearizeError, undamaged, writing
+from .output import finite
 from .recipe import Recipe, diff_resolved, fixed, per_step
 
 UNBORN = "run.json.tmp"  # all that a run leaves which was killed before it had a name
@@ -246,9 +246,8 @@ class Run:
 
     def log(self, **entry: Any) -> None:
         """Append one line to metrics.jsonl; what is not finite becomes null, JSON has no word for it."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite) + "\n")
+            file.write(json.dumps(finite(entry)) + "\n")
 
     def _entries(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, without one cut short by a kill."""
