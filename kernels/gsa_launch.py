@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .gsa_config import configure, obstacle
-from .gsa_tiles import triton
 from .gsa_triton import output_kernel, scan_kernel, states_kernel, step_kernel
 from .gsa_triton_bwd import key_kernel, logits_kernel, query_kernel, writes_kernel
+from .launch import dense, interpreted, lay_out, strides
+from .tiles import triton
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
@@ -28,40 +29,6 @@ def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
     if q.shape[0] * g.shape[2] > 65535:
         return f"{q.shape[0]} rows of {g.shape[2]} memories exceed a GPU's grid"
     return obstacle(q.device, q.dtype, g.shape[-1], q.shape[-1], v.shape[-1])
-
-
-def interpreted() -> bool:
-    """Whether triton runs its kernels on the CPU (TRITON_INTERPRET=1, for tests)."""
-    return type(output_kernel).__name__ == "InterpretedFunction"
-
-
-class Layout(NamedTuple):
-    """How rows or sequences fall into chunks; a row of N chunks owns N + 1 slots."""
-
-    chunks: int  # grid size: chunks per row, or a bound on all chunks of all sequences
-    rows: int
-    slots: int
-    per_chunk: Tensor | None  # cu_seqlens: [chunks,3] first token, tokens, slot
-    per_row: Tensor | None  # cu_seqlens: [rows,2] first slot, chunks
-
-
-def lay_out(q: Tensor, cu: Tensor | None, C: int) -> Layout:
-    """The chunks of q [B,T,H,D]. With cu_seqlens their number is only bounded, so that nothing waits for the GPU."""
-    B, T = q.shape[:2]
-    if cu is None:
-        N = -(-T // C)
-        return Layout(N, B, B * (N + 1), None, None)
-    S, N = cu.shape[0] - 1, T // C + cu.shape[0] - 1
-    cu = cu.long()
-    counts = (cu[1:] - cu[:-1] + C - 1) // C
-    ends = counts.cumsum(0)
-    index = torch.arange(N, device=q.device)
-    row = torch.searchsorted(ends, index, right=True).clamp(max=S - 1)
-    token = cu[row] + (index - (ends - counts)[row]) * C
-    size = torch.where(index < ends[-1], (cu[row + 1] - token).clamp(max=C), 0)
-    per_chunk = torch.stack([token, size, index + row], -1).int()
-    per_row = torch.stack([ends - counts + torch.arange(S, device=q.device), counts], -1).int()
-    return Layout(N, S, N + S, per_chunk, per_row)
 
 
 class Call(NamedTuple):
@@ -146,15 +113,6 @@ class Memories(NamedTuple):
     decay: Tensor
     K: Tensor
     V: Tensor
-
-
-def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Batch, time and head strides of [B,T,heads,D] tensors, whose last dimension is dense."""
-    return tuple(step for tensor in tensors for step in tensor.stride()[:3])
-
-
-def dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def scan(

@@ -1,12 +1,7 @@
-"""The registered operators of GSA on the GPU: torch.compile, fake tensors, autograd and flop counts go through them.
-
-They live in a namespace of this very module object: when several copies of the file meet in one process (the package,
-checkpoints, versions), each keeps its own, whatever the order of imports.
-"""
+"""The registered operators of GSA on the GPU: torch.compile, fake tensors, autograd and flop counts go through them."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -14,18 +9,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .gsa_launch import Call, backward, forward, step
+from .launch import own_namespace
 
-
-def _own_namespace() -> str:
-    """A namespace no other module object has taken; the name of the module makes it stable across processes."""
-    name = "linearize_" + hashlib.sha256(__name__.encode()).hexdigest()[:12]
-    taken = 0
-    while hasattr(getattr(torch.ops, f"{name}_{taken}"), "gsa_forward"):
-        taken += 1
-    return f"{name}_{taken}"
-
-
-NAMESPACE = _own_namespace()
+NAMESPACE = own_namespace(__name__, "gsa_forward")
 
 FORWARD = (
     "(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? segments, Tensor? cu, Tensor? K0, Tensor? V0)"

@@ -6,8 +6,6 @@ gate is cut into blocks of 2^level tokens that do not decay by more, each with a
 blocks the left half of a pair meets the right half as in scan.py, and no exponent is above 0. Such chunks have
 launches of their own (STRONG), so that the common ones need not carry the registers of the others.
 
-Precision with bf16 inputs: q.k and do.v multiply what the caller gave, exactly. Other factors are computed here in
-fp32 and go in as two bf16 parts, 16 bits of them: the error of a bf16 result is that of its own rounding.
 b is kept in units of log 2.
 
 Letters as in gsa.py. Rows of queries [R] are those of STACK heads of one memory, one head after another: o_t is the
@@ -18,87 +16,7 @@ token of a row. `BM`, `BD`, `BDV` are M, D, Dv rounded up to a power of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a machine without triton imports this file and keeps to the PyTorch path
-    triton = None
-
-
-def jit(kernel: Callable[..., None]) -> Any:
-    """triton.jit, or the function itself where there is no triton. T and N vary too much to compile for each."""
-    if triton is None:
-        return kernel
-    sizes = [name for name in ("T", "N") if name in kernel.__annotations__]
-    return triton.jit(kernel, do_not_specialize=sizes)
-
-
-# ---------------------------------------------------------------- products
-
-
-@jit
-def parts(b_x, SPLIT: tl.constexpr):
-    """x as operands: with SPLIT bf16 and, again in bf16, what that leaves out; else x, twice.
-
-    Taken once per tensor: both orientations of an operand then share their shared memory.
-    """
-    if SPLIT:
-        b_high = b_x.to(tl.bfloat16)
-        b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
-    else:
-        b_high, b_low = b_x, b_x
-    return b_high, b_low
-
-
-@jit
-def dot(b_x, b_x_low, b_y, b_y_low, PREC: tl.constexpr):
-    """x @ y in fp32, for two computed factors as `parts` returns them. PREC says what becomes of fp32 operands."""
-    if b_x.dtype == tl.bfloat16:
-        b_z = tl.dot(b_x, b_y, tl.dot(b_x, b_y_low, tl.dot(b_x_low, b_y)))
-    else:
-        b_z = tl.dot(b_x, b_y, input_precision=PREC)
-    return b_z
-
-
-@jit
-def dot_given(b_x, b_y, PREC: tl.constexpr):
-    """x @ y in fp32 where the caller gave both: exact products of bf16."""
-    if b_x.dtype == tl.bfloat16:
-        b_z = tl.dot(b_x, b_y)
-    else:
-        b_z = tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), input_precision=PREC)
-    return b_z
-
-
-@jit
-def dot_given_left(b_x, b_y, b_y_low, PREC: tl.constexpr):
-    """x @ y in fp32, where x was given."""
-    if b_x.dtype == tl.bfloat16:
-        b_z = tl.dot(b_x, b_y, tl.dot(b_x, b_y_low))
-    else:
-        b_z = tl.dot(b_x.to(tl.float32), b_y, input_precision=PREC)
-    return b_z
-
-
-@jit
-def dot_given_right(b_x, b_x_low, b_y, PREC: tl.constexpr):
-    """x @ y in fp32, where y was given."""
-    if b_y.dtype == tl.bfloat16:
-        b_z = tl.dot(b_x, b_y, tl.dot(b_x_low, b_y))
-    else:
-        b_z = tl.dot(b_x, b_y.to(tl.float32), input_precision=PREC)
-    return b_z
-
-
-@jit
-def as_operand(b_x, PREC: tl.constexpr):
-    """Rounded to nearest where a tf32 tensor core would cut the low 13 bits off."""
-    if PREC == "tf32":
-        b_x = ((b_x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
-    return b_x
+from .tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
 
 
 @jit
@@ -155,19 +73,6 @@ def load_sums(p_b, o_r, o_m, s_g, size, M: tl.constexpr):
 
 
 @jit
-def load_rows(p_x, o_c, o_d, s_t, size, D: tl.constexpr):
-    """Rows of heads of a [B,T,heads,D] tensor: [C,BD], zeros outside. Offsets inside a chunk fit 32 bits."""
-    m_x = (o_c < size)[:, None] & (o_d < D)[None, :]
-    return tl.load(p_x + (o_c[:, None] * s_t + o_d[None, :]), mask=m_x, other=0.0)
-
-
-@jit
-def store_rows(p_x, b_x, o_c, o_d, s_t, size, D: tl.constexpr):
-    m_x = (o_c < size)[:, None] & (o_d < D)[None, :]
-    tl.store(p_x + (o_c[:, None] * s_t + o_d[None, :]), b_x.to(p_x.dtype.element_ty), mask=m_x)
-
-
-@jit
 def load_memory(p_S, o_m, o_d, M: tl.constexpr, D: tl.constexpr):
     """A memory [BM,BD] of scratch [slots,E,M,D]."""
     return load_rows(p_S, o_m, o_d, D, M, D)
@@ -176,13 +81,6 @@ def load_memory(p_S, o_m, o_d, M: tl.constexpr, D: tl.constexpr):
 @jit
 def store_memory(p_S, b_S, o_m, o_d, M: tl.constexpr, D: tl.constexpr):
     store_rows(p_S, b_S, o_m, o_d, D, M, D)
-
-
-@jit
-def segment_flow(p_seg, o_c, i_t, size):
-    """Document of each token [C], the one that entered with the chunk, the one that leaves it."""
-    b_seg = tl.load(p_seg + i_t + tl.minimum(o_c, size - 1))
-    return b_seg, tl.load(p_seg + tl.maximum(i_t - 1, 0)), tl.load(p_seg + i_t + size - 1)
 
 
 # ---------------------------------------------------------------- decays inside a chunk

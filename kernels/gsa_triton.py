@@ -14,32 +14,20 @@ slots: slot n holds what enters chunk n, slot N what leaves the last. gsa_tiles.
 from __future__ import annotations
 
 from .gsa_tiles import (
-    as_operand,
-    dot_given_left,
-    dot_given_right,
-    jit,
     load_gates,
     load_memory,
-    load_rows,
     load_side,
     load_write,
     locate,
     mix_slots,
-    parts,
     read_side,
     read_slots,
     reference,
-    segment_flow,
     softmax,
     store_memory,
-    store_rows,
     write_strength,
 )
-
-try:
-    import triton.language as tl
-except ImportError:
-    tl = None
+from .tiles import as_operand, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
 
 
 @jit
