@@ -21,10 +21,10 @@ from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .features import Features
 from .linear import linear_attention, linear_attention_both_ways
 from .mixer import Bounds, Mixer, Site
 from .scan import numbered
@@ -236,9 +236,8 @@ def la_reference(
 class LinearAttention(Mixer):
     """LA in place of the softmax of one attention module.
 
-    `unit` features are the paper's: q and k normalised to length 1, f(x) = 1 + slope x. `hedgehog` (Zhang et al.,
-    arXiv 2402.04347) and `relu` (Kasai et al., arXiv 2103.13076) learn a map per head; their features are positive
-    and have products of about 1, f(x) = 1 - slope + slope x.
+    `unit` features are the paper's: q and k normalised to length 1, f(x) = 1 + slope x. `hedgehog` and `relu`
+    (features.py) learn a map per head; their features are positive, f(x) = 1 - slope + slope x.
     """
 
     title = "Linear attention, kernel a + b x"
@@ -273,45 +272,31 @@ class LinearAttention(Mixer):
             raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
         if window and not rope:
             raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
-        self.features, self.slope, self.chunk_size, self.drop_rope = features, slope, chunk_size, not rope
+        self.slope, self.chunk_size, self.drop_rope = slope, chunk_size, not rope
         if learn_slope:
             self.slope_logit = nn.Parameter(torch.empty(site.heads))
-        D = site.key_dim
-        if features != "unit":
-            self.query_map = nn.Parameter(torch.empty(site.heads, D, D))
-            self.key_map = nn.Parameter(torch.empty(site.kv_heads, D, D))
-        if features == "relu":
-            self.query_bias = nn.Parameter(torch.empty(site.heads, D))
-            self.key_bias = nn.Parameter(torch.empty(site.kv_heads, D))
+        heads = site.heads, site.kv_heads
+        self.features = None if features == "unit" else Features(features, *heads, site.key_dim, site.scale)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if hasattr(self, "slope_logit"):
             init.constant_(self.slope_logit, math.log(self.slope / (1.0 - self.slope)))
-        if self.features != "unit":
-            for weight in (self.query_map, self.key_map):
-                init.copy_(weight, torch.eye(weight.shape[-1], device=weight.device).expand_as(weight))
-        if self.features == "relu":
-            init.zeros_(self.query_bias)
-            init.zeros_(self.key_bias)
+        if self.features is not None:
+            self.features.reset_parameters()
 
     def kernel(self) -> tuple[Tensor | float, Tensor | float]:
         """a and b of f(x) = a + b x, per query head."""
         slope = torch.sigmoid(self.slope_logit.float()) if hasattr(self, "slope_logit") else self.slope
-        return 1.0 if self.features == "unit" else 1.0 - slope, slope
+        return 1.0 if self.features is None else 1.0 - slope, slope
 
     def feature_map(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
         """Features in fp32 of queries or keys y [B,T,heads,D]."""
+        if self.features is not None:
+            return self.features(y, role)
         y = y.float()
-        if self.features == "unit":
-            return y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12)
-        # q and k share the scale of q.k between them.
-        y = torch.einsum("bthd,hed->bthe", y * self.site.scale**0.5, getattr(self, f"{role}_map").float())
-        D = y.shape[-1]
-        if self.features == "relu":
-            return F.relu(y + getattr(self, f"{role}_bias").float()) * (2.0 / D) ** 0.5
-        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1) * (D / 2.0) ** 0.5
+        return y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12)
 
     def mix_with_mass(
         self,
@@ -333,5 +318,5 @@ class LinearAttention(Mixer):
         return o.to(v.dtype), g.clamp_min(GUARD).log(), state
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
-        D, Dv = self.site.key_dim * (2 if self.features == "hedgehog" else 1), self.site.value_dim
+        D, Dv = self.site.key_dim if self.features is None else self.features.size, self.site.value_dim
         return super().state_bytes(tokens, item) + 4 * self.site.kv_heads * (D * Dv + D + Dv) + 8

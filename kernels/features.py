@@ -1,0 +1,51 @@
+"""Feature maps phi with positive phi(q).phi(k) in place of e^{c q.k}: what linear mechanisms share.
+
+    elu       1 + elu(y)                      Katharopoulos et al., arXiv 2006.16236
+    relu      relu(W y + b)                   Kasai et al., arXiv 2103.13076, W and b learned per head
+    hedgehog  softmax(W y), softmax(-W y)     Zhang et al., arXiv 2402.04347, W learned per head; 2 D features
+
+Products of features are about 1 for inputs of unit size. Letters: B batch, T time, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+
+class Features(nn.Module):
+    """The map of one mixer: its own weights for each query head and each key head, the identity at first."""
+
+    def __init__(self, kind: Literal["elu", "relu", "hedgehog"], heads: int, kv_heads: int, dim: int, scale: float):
+        """`scale` is what softmax multiplies q.k with; q and k share it between them."""
+        super().__init__()
+        self.kind, self.scale = kind, scale
+        if kind != "elu":
+            self.query_map = nn.Parameter(torch.empty(heads, dim, dim))
+            self.key_map = nn.Parameter(torch.empty(kv_heads, dim, dim))
+        if kind == "relu":
+            self.query_bias = nn.Parameter(torch.empty(heads, dim))
+            self.key_bias = nn.Parameter(torch.empty(kv_heads, dim))
+        self.size = 2 * dim if kind == "hedgehog" else dim
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for name, weight in self.named_parameters():
+            if name.endswith("map"):
+                init.copy_(weight, torch.eye(weight.shape[-1], device=weight.device).expand_as(weight))
+            else:
+                init.zeros_(weight)
+
+    def forward(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
+        """Features [B,T,heads,size] in fp32 of queries or keys y [B,T,heads,D]."""
+        y, D = y.float() * self.scale**0.5, y.shape[-1]
+        if self.kind == "elu":
+            return (F.elu(y) + 1.0) * D**-0.5
+        y = torch.einsum("bthd,hed->bthe", y, getattr(self, f"{role}_map").float())
+        if self.kind == "relu":
+            return F.relu(y + getattr(self, f"{role}_bias").float()) * (2.0 / D) ** 0.5
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1) * (D / 2.0) ** 0.5
