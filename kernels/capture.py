@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .interface import TRANSFER, split_name
-from .layout import token_padding
-from .seam import this_thread
+from .layout import this_thread, token_padding
 
 PRODUCTS = {"matmul", "bmm", "baddbmm"}
 ELEMENTWISE = {"add", "sub", "mul", "div", "where", "masked_fill", "maximum", "minimum", "max", "min"}

@@ -1,14 +1,39 @@
-"""Which of a call's new tokens are real, and where packed documents begin, from what transformers passes to attention.
+"""Which of a call's new tokens are real, where they lie, and where packed documents begin, as transformers tells it.
 
 Letters: B batch, T new tokens. Masks are the caller's 2D padding mask or the 4D mask of a softmax backend.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import threading
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+# Whichever thread it was.
+LAST = -1
+
+
+def this_thread() -> int:
+    """Forward passes of one model in several threads keep apart; a compiled pass keeps nothing in Python."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+class Grid(NamedTuple):
+    """Where the T tokens of a row lie: `prefix` tokens without a place (a class token, registers), then those of a
+    grid of `size` (T,), (h, w) or (t, h, w) in raster order, then `suffix` more without a place.
+    """
+
+    size: tuple[int, ...]
+    prefix: int = 0
+    suffix: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.prefix + math.prod(self.size) + self.suffix
 
 
 def token_layout(
@@ -30,6 +55,40 @@ def token_layout(
     if positions is None or positions.ndim != 2 or masked or seen is not None or T == 1:
         return padding, None
     return padding, document_numbers(positions, padding).expand(B, T)
+
+
+def call_grid(site: Any, T: int, bound: dict[str, Any], patches: dict[int, tuple[int, ...]]) -> Grid:
+    """Where the T tokens of a call lie, by what its site says (mixer.py), the arguments of the attention module in
+    `bound`, and the `patches` that its convolution noted, by thread.
+
+    Raises RuntimeError when the tokens are not those of the grid and its prefix and suffix.
+    """
+    if site.grid == "patches":
+        # A checkpointed layer may run again in a thread of autograd's.
+        size = patches.get(this_thread(), patches[LAST])
+    elif site.grid == "arguments":
+        size = (bound["height"], bound["width"])
+    elif site.grid == "window":
+        size = (math.isqrt(T), math.isqrt(T))
+    else:
+        size = (T - site.prefix - site.suffix,)
+    grid = Grid(size, site.prefix, site.suffix)
+    if grid.tokens != T:
+        raise RuntimeError(f"{site.path}: {T} tokens are not {grid}. Images of two sizes between forward and backward?")
+    return grid
+
+
+def watch_patches(convolution: Any) -> dict[int, tuple[int, ...]]:
+    """Where a patch convolution notes, by thread, the grid of patches that it made last."""
+    if not hasattr(convolution, "linearize_patches"):
+        convolution.linearize_patches = {}
+        convolution.register_forward_hook(note_patches)
+    return convolution.linearize_patches
+
+
+def note_patches(convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    """Forward hook of a patch convolution [B,C,..] -> [B,hidden,t,h,w] or [B,hidden,h,w]: note the grid it made."""
+    convolution.linearize_patches[this_thread()] = convolution.linearize_patches[LAST] = tuple(output.shape[2:])
 
 
 def document_numbers(positions: Tensor, padding: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .layout import Grid
 from .window import Window, WindowedState
 
 
@@ -40,6 +41,13 @@ class Site:
     causal: bool
     extras: tuple[str, ...] = ()
     routed: bool = True
+    # Where its tokens lie: on a `line`; in a `window`, which is square; where the `arguments` height and width of each
+    # call say; on `patches`, the output of the convolution at `grid_from`; or `unknown`, for the reason in `grid_from`.
+    # `prefix` tokens before and `suffix` tokens after have no place.
+    grid: str = "line"
+    grid_from: str = ""
+    prefix: int = 0
+    suffix: int = 0
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Site:
@@ -72,6 +80,8 @@ class Mixer(nn.Module):
     # Its output is a mean with positive weights. It then writes `mix_with_mass` in place of `mix`, with (o, m, state)
     # for a result, m [B,T,H] fp32 the logarithm of the sum of the weights.
     normalised: ClassVar[bool] = False
+    # It asks where tokens lie: `mix` takes one more keyword, `grid: Grid | None = None`, of T tokens (None: a line).
+    geometric: ClassVar[bool] = False
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
@@ -96,6 +106,8 @@ class Mixer(nn.Module):
         self.drop_rope = False
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
+        # What the patch convolution of a site on `patches` notes, by thread.
+        self.patches: dict[int, tuple[int, ...]] = {}
         # Who hears the teacher's and the student's output during attention transfer.
         self.transfer: Any = None
 
@@ -114,16 +126,18 @@ class Mixer(nn.Module):
         segments: Tensor | None,
         state: Any,
         causal: bool,
+        grid: Grid | None = None,
     ) -> tuple[Tensor, Any]:
         """`mix`, and the exact window beside it where there is one; same arguments and results."""
-        if self.near is None:
-            return self.mix(q, k, v, x, padding=padding, segments=segments, state=state, causal=causal)
-        far, near = (None, None) if state is None else state
-        mass, layout = None, {"padding": padding, "segments": segments}
+        far, near = (state, None) if self.near is None or state is None else state
+        layout = {"padding": padding, "segments": segments}
+        own: dict[str, Any] = {**layout, "state": far, "causal": causal} | ({"grid": grid} if self.geometric else {})
         if self.normalised:
-            o, mass, far = self.mix_with_mass(q, k, v, x, **layout, state=far, causal=causal)
+            o, mass, far = self.mix_with_mass(q, k, v, x, **own)
         else:
-            o, far = self.mix(q, k, v, x, **layout, state=far, causal=causal)
+            (o, far), mass = self.mix(q, k, v, x, **own), None
+        if self.near is None:
+            return o, far
         o, near = self.near(o, mass, q, k, v, **layout, state=near)
         return o, WindowedState(far, near)
 
@@ -142,11 +156,10 @@ class Mixer(nn.Module):
         """Mix tokens: q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv], x [B,T,hidden] -> o [B,T,H,Dv], new state.
 
         `padding` [B,T] bool is True at real tokens (None: all real); `segments` [B,T] int numbers packed
-        documents (None: one document per row); `state` is None or what an earlier call returned.
+        documents (None: one document per row; without `causal`, tokens of one number see each other wherever they
+        are); `state` is None or what an earlier call returned. A `geometric` mechanism takes `grid` as well.
         """
-        layout = {"padding": padding, "segments": segments, "state": state, "causal": causal}
-        o, _, state = self.mix_with_mass(q, k, v, x, **layout)
-        return o, state
+        raise NotImplementedError(f"{type(self).__name__} writes neither mix nor mix_with_mass")
 
     def reset_parameters(self) -> None:
         """Write the initial value of every parameter, through `transformers.initialization` (flag-aware).

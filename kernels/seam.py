@@ -13,7 +13,6 @@ itself: with the plain backend's name nothing of this file runs, and the model i
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
-from .layout import is_causal, token_layout
+from .layout import Grid, call_grid, is_causal, this_thread, token_layout, watch_patches
 from .mixer import Mixer, Site
 from .state import StateLayer, state_slot
 
@@ -40,15 +39,10 @@ PLACE_NAMES = ("position_ids", "cu_seq_lens_q")
 class Call:
     """What the pre-hook hands over for one call; `used` proves that the module went through the interface."""
 
-    def __init__(self, x: Tensor, slot: StateLayer | None, places: dict[str, Any]) -> None:
-        self.x, self.slot, self.places = x, slot, places
+    def __init__(self, x: Tensor, slot: StateLayer | None, places: dict[str, Any], grid: Grid | None) -> None:
+        self.x, self.slot, self.places, self.grid = x, slot, places, grid
         self.used = False
         self.teacher_output: Tensor | None = None
-
-
-def this_thread() -> int:
-    """Forward passes of one model in several threads keep apart; a compiled pass keeps nothing in Python."""
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,7 +60,9 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
     slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
     places = {name: bound[name] for name in PLACE_NAMES if name in bound}
-    mixer.calls[this_thread()] = Call(bound[hidden_name(mixer)], slot, places)
+    x = bound[hidden_name(mixer)]
+    grid = call_grid(mixer.site, x.shape[1], bound, mixer.patches) if mixer.geometric else None
+    mixer.calls[this_thread()] = Call(x, slot, places, grid)
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
     without_rotation(bound, mixer.site.routed)
@@ -147,6 +143,7 @@ def seam(
         segments=segments,
         state=None if slot is None else slot.state,
         causal=is_causal(module, kwargs),
+        grid=call.grid,
     )
     if slot is not None:
         slot.state = state
@@ -187,7 +184,7 @@ def transfer(
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         causal = is_causal(module, kwargs)
-        o, _ = mixer(*inputs, padding=padding, segments=segments, state=None, causal=causal)
+        o, _ = mixer(*inputs, padding=padding, segments=segments, state=None, causal=causal, grid=call.grid)
         listener.hear(mixer, inputs, o, target)
     return o.to(query.dtype) if second else target
 
@@ -238,6 +235,8 @@ def attach(
         mixer.switch = switch or getattr(module, "config", model.config)
         mixer.seam = seam
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        if site.grid == "patches":
+            mixer.patches = watch_patches(model.get_submodule(_own_path(model, site.grid_from)))
         module.mixer = mixer
         before, after = before_attention, after_attention
         if capture:

@@ -239,10 +239,10 @@ def clean_command(
         environment = {**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         for variable in ("PYTHONPATH", *SECRET_VARIABLES):
             environment.pop(variable, None)
-        # -I hides user packages and this process's additions to the path; torch may be installed there. The code
-        # cache of this process is among them and must not be found.
+        # -I hides user packages and this process's additions to the path; torch may be installed there, and what is
+        # found first here must be there. The code cache of this process is among them and must not be found.
         paths = [path for path in sys.path if path and path != HF_MODULES_CACHE]
-        setup = f"import sys\nsys.path += {paths!r}\n"
+        setup = f"import sys\nsys.path[:0] = {paths!r}\n"
         setup += PRELUDE.replace("{refused}", repr(set(refused) or {""}))
         yield [sys.executable, "-I", "-c", setup + script, *arguments], environment
 
