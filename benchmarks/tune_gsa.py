@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from linearize.bench import Shape, make_inputs, measure_step
+from linearize.bench import measure_step
+from linearize.bench_case import Shape, load_case
 from linearize_kernels import gsa_config
 from linearize_kernels.gsa import gsa
 
@@ -37,7 +38,7 @@ def main() -> None:
         gsa_config.choose = lambda *sizes, change=change: chosen(*sizes)._replace(**change)
         try:
             if "step_warps" in change:
-                step = measure_step(Shape(64, 1, 32, 8, options.dim, options.slots))
+                step = measure_step(load_case("gsa"), Shape(64, 1, 32, 8, options.dim, options.slots))
                 print(f"{change}: step {step['us']:.1f} us, {step['share_of_copy']:.0%} of a copy", flush=True)
             else:
                 times = kernel_times(Shape(8, 2048, 16, 4, options.dim, options.slots))
@@ -49,7 +50,7 @@ def main() -> None:
 
 def kernel_times(shape: Shape, repeats: int = 5) -> dict[str, float]:
     """Device time of each kernel in a forward and backward, in µs."""
-    inputs = [x.requires_grad_() for x in make_inputs(shape)]
+    inputs = [x.requires_grad_() for x in load_case("gsa").inputs(shape, "cuda")]
     do = torch.randn_like(inputs[0])
 
     def both() -> None:

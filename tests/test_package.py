@@ -131,6 +131,7 @@ def expected_files() -> set[str]:
     """What the wheel must hold beside its metadata."""
     folders = {
         "linearize": ("linearize", "*.py"),
+        "linearize/cases": ("linearize/cases", "*.py"),
         "linearize/commands": ("linearize/commands", "*.py"),
         "linearize/demo": ("linearize/demo", "*.py"),
         "linearize/demo/model": ("linearize/demo/model", "*"),

@@ -1,0 +1,123 @@
+"""Time and memory of a piece of work, and what the device does at best."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import torch
+import transformers
+
+# Of repeated runs, for each number.
+SECONDS = 0.4
+
+
+def here() -> str:
+    """Where it is measured."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def machine() -> dict[str, str]:
+    """Hardware, versions, date."""
+    return {
+        "device": torch.cuda.get_device_name() if here() == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": _version("triton"),
+        "fla": _version("fla-core"),
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def wait() -> None:
+    """Until the device has done what was asked of it."""
+    if here() == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(run: Callable[[], Any], share: float = 1.0) -> dict[str, float]:
+    """Median and middle half of the run's time in ms, over `share` of SECONDS. On a GPU runs are queued without
+    waiting, as a training loop does, between events."""
+    for _ in range(3):
+        run()
+    wait()
+    begun = time.perf_counter()
+    run()
+    wait()
+    count = max(9, min(200, round(share * SECONDS / (time.perf_counter() - begun))))
+    times = sorted(_on_gpu(run, count) if here() == "cuda" else _on_cpu(run, count))
+    return {"ms": times[count // 2], "low": times[count // 4], "high": times[3 * count // 4]}
+
+
+def _on_gpu(run: Callable[[], Any], count: int) -> list[float]:
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    wait()
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def _on_cpu(run: Callable[[], Any], count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begun))
+    return times
+
+
+def allocated() -> int:
+    """Bytes of GPU memory held by tensors; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if here() == "cuda" else 0
+
+
+def peak_mib(run: Callable[[], Any], before: int) -> float | None:
+    """Peak of allocated memory while it runs, inputs included, less the bytes that were allocated `before`; None on a
+    CPU, where nothing counts them."""
+    if here() == "cpu":
+        return None
+    wait()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    wait()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def measure_ceilings() -> dict[str, float]:
+    """What this device does at best: bytes per second of a copy, flop per second of a bf16 product."""
+    device = here()
+    numbers, side = (2**29, 8192) if device == "cuda" else (2**24, 512)
+    x = torch.randn(numbers, device=device)
+    y = torch.empty_like(x)
+    copied = 2 * x.nbytes / timed(lambda: y.copy_(x))["ms"] / 1e9
+    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    return {"copy_tb_s": copied, "bf16_tflop_s": 2 * side**3 / timed(lambda: a @ b)["ms"] / 1e9}
+
+
+def captured_us(runs: list[Callable[[], Any]]) -> float:
+    """Median time of one of the runs in µs: of the device alone, over replays of a CUDA graph of all of them; on a CPU
+    as they come."""
+    for run in runs:
+        run()
+    if here() == "cpu":
+        return 1e3 * timed(lambda: [run() for run in runs], 0.25)["ms"] / len(runs)
+    wait()
+    graph = torch.cuda.CUDAGraph()
+    kept: list[Any] = []
+    with torch.cuda.graph(graph):
+        kept.extend(run() for run in runs)
+    return 1e3 * timed(graph.replay, 0.25)["ms"] / len(runs)

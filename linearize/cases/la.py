@@ -1,0 +1,54 @@
+"""What is measured of linear attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from linearize_kernels.la import LAState, la
+
+from ..bench_case import Case, Run, Shape, random_qkv
+
+
+def shape(dtype: str, B: int = 4, T: int = 10_000, **others: Any) -> Shape:
+    return Shape(B, T, 16, 16, 128, dtype=dtype, **others)
+
+
+class LA(Case):
+    shapes = (
+        shape("float32"),
+        shape("bfloat16"),
+        shape("float32", causal=False),
+        shape("bfloat16", causal=False),
+    )
+    errors = tuple(
+        shape(dtype, 2, 1000, causal=causal) for causal in (True, False) for dtype in ("bfloat16", "float16", "float32")
+    )
+    steps = (shape("bfloat16", 64, 1), shape("bfloat16", 1, 1))
+    torch_tokens = 40_000
+    backends = ("torch",)
+
+    def inputs(self, shape: Shape, device: str) -> list[Tensor]:
+        """Unit vectors q and k, as the paper's."""
+        q, k, v = random_qkv(shape, device)
+        return [normalize(q, dim=-1), normalize(k, dim=-1), v]
+
+    def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
+        return la(*inputs, causal=shape.causal)[0]
+
+    def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
+        """Its kernel is b q.k, without the constant a."""
+        from fla.ops.linear_attn import chunk_linear_attn
+
+        return {"fla chunk_linear_attn": lambda: chunk_linear_attn(*inputs, scale=1.0)[0]} if shape.causal else {}
+
+    def state(self, shape: Shape, device: str) -> LAState:
+        sizes = ((shape.D, shape.D), (shape.D,), (shape.D,))
+        products, keys, values = (torch.rand(shape.B, shape.Hkv, *size, device=device) for size in sizes)
+        return LAState(products, keys, values, torch.full((shape.B,), 100, device=device))
+
+    def step(self, inputs: list[Tensor], state: LAState, backend: Any) -> Any:
+        return la(*inputs, state=state)
