@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from . import __version__
 from .drops import ranges
 from .errors import redact
+from .output import percent
 from .plan import Plan
 from .recipe import Recipe
 from .recipe_data import DatasetSource
@@ -143,14 +144,16 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     if not rows:
         return ""
     device = "CPU" if on_cpu(recipe) else torch.cuda.get_device_name()
-    lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher |"]
-    lines.append("|---|---|---|---|---|")
+    lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher | top-1 |"]
+    lines.append("|---|---|---|---|---|---|")
     if teacher is not None:
-        lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 |")
+        top = percent(report["teacher_accuracy"])
+        lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | {top} |")
     for row in rows:
         ratio = f"{row['ppl_ratio']:.4g}" if row["ppl_ratio"] is not None else ""
         held = _count(row["eval_tokens"])
-        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} |")
+        top = percent(row["accuracy"])
+        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} | {top} |")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return "\n".join([*lines, "", f"`linearize finetune`, {device}, {versions}, {datetime.date.today()}.", ""])
 

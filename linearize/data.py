@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .cache_key import fingerprint, identity
-from .documents import Piece, Source, pieces
+from .documents import Piece, Source, end_token, pieces
 from .errors import Exit, LinearizeError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def build_blocks(
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            writer = _Writer(file, seq_len, tokenizer.eos_token_id, max_tokens)
+            writer = _Writer(file, seq_len, end_token(tokenizer), max_tokens)
             for piece in documents:
                 writer.add(piece)
                 if writer.full:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -67,9 +68,15 @@ class _Slab(NamedTuple):
 
 def pieces(source: Source, tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> Iterator[Piece]:
     """The documents of `source` in order. Without `sft` a conversation is text like any other."""
-    if tokenizer.eos_token_id is None:
-        raise LinearizeError("the tokenizer has no eos token to end documents with", Exit.INCOMPATIBLE)
     return _Encoder(tokenizer, source.text_key, sft).pieces(rows_of(source))
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What documents end with: eos, or an encoder's separator. Raises LinearizeError where there is neither."""
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    if end is None:
+        raise LinearizeError("the tokenizer has no eos token to end documents with", Exit.INCOMPATIBLE)
+    return int(end)
 
 
 class _Encoder:
@@ -77,7 +84,7 @@ class _Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text_key: str, sft: bool) -> None:
         self.tokenizer, self.text_key, self.sft = tokenizer, text_key, sft
-        self.eos = [int(tokenizer.eos_token_id)]
+        self.eos = [end_token(tokenizer)]
         template = tokenizer.chat_template
         self.template: str | None = template.get("default") if isinstance(template, dict) else template
         (plain,), full = self._ids(["a"]), tokenizer("a")["input_ids"]
@@ -252,17 +259,32 @@ def _json_object(where: str, line: str) -> dict[str, Any]:
 
 
 def _dataset_rows(source: Source) -> Iterator[_Row]:
+    assert source.path is not None
+    with dataset_errors(str(source)):
+        for i, fields in enumerate(open_dataset(source.path, source.name, source.split, source.streaming)):
+            yield _Row(f"{source} row {i}", fields)
+
+
+def open_dataset(path: str, name: str | None, split: str, streaming: bool = False) -> Any:
+    """A split of a `datasets` dataset. Raises LinearizeError where there is none."""
     try:
         from datasets import load_dataset
-        from datasets.exceptions import DatasetsError
     except ImportError as error:
-        message = f'dataset {source} needs: pip install "linearize[train]"'
-        raise LinearizeError(message, Exit.RESOURCE) from error
+        raise LinearizeError(f'dataset {path} needs: pip install "linearize[train]"', Exit.RESOURCE) from error
+    with dataset_errors(path):
+        return load_dataset(path, name, split=split, streaming=streaming)
+
+
+@contextmanager
+def dataset_errors(dataset: str) -> Iterator[None]:
+    """Within: what reading a dataset may raise becomes an error about it."""
     try:
-        dataset = load_dataset(source.path, source.name, split=source.split, streaming=source.streaming)
-        for i, fields in enumerate(dataset):
-            yield _Row(f"{source} row {i}", fields)
+        yield
     except OSError as error:
-        raise LinearizeError(f"no folder {source}, and cannot fetch it: {error}", Exit.HUB) from error
-    except (DatasetsError, ValueError) as error:  # an unknown name or split, or rows that do not parse
-        raise LinearizeError(f"dataset {source}: {error}") from error
+        raise LinearizeError(f"no folder {dataset}, and cannot fetch it: {error}", Exit.HUB) from error
+    except ValueError as error:  # an unknown name or split
+        raise LinearizeError(f"dataset {dataset}: {error}") from error
+    except Exception as error:
+        if not type(error).__module__.startswith("datasets."):
+            raise
+        raise LinearizeError(f"dataset {dataset}: {error}") from error  # rows that do not parse

@@ -1,10 +1,10 @@
-"""Held-out perplexity, and how close each mixer comes to the softmax that it replaced."""
+"""Held-out perplexity and accuracy, and how close each mixer comes to the softmax that it replaced."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -12,52 +12,51 @@ from torch import Tensor
 
 from linearize_kernels.seam import evaluating
 
-from .data import Blocks
-from .losses import next_token_ce
-from .stages import Batch, Listener, forward, listen
+from .images import NO_LABEL
+from .losses import cross_entropy
+from .samples import Batch, Samples, blank, collate, forward, real_tokens, targets
+from .stages import Listener, listen
 from .trainable import Student
 
 
-def batches(blocks: Blocks, size: int, max_tokens: int, accelerator: Accelerator) -> Iterator[Batch]:
-    """This process's share of the first blocks, in order, `size` at a time, up to max_tokens tokens over all.
+def batches(samples: Samples, size: int, max_tokens: int, accelerator: Accelerator) -> Iterator[Batch]:
+    """This process's share of the first samples, in order, `size` at a time, up to max_tokens tokens over all.
 
-    Every process gets as many batches, for shards are gathered together: what is missing is a block without tokens.
+    Every process gets as many batches, for shards are gathered together: what is missing is a sample without tokens.
     """
-    count = block_count(blocks, max_tokens)
+    count = sample_count(samples, max_tokens)
     for start in range(0, count, size * accelerator.num_processes):
         own = start + size * accelerator.process_index
-        items = [blocks[i] for i in range(own, min(own + size, count))] or [_blank(blocks[0])]
+        items = [samples[i] for i in range(own, min(own + size, count))] or [blank(samples[0])]
         yield collate(items, accelerator.device)
 
 
-def _blank(block: Batch) -> Batch:
-    """The same, of which nothing counts."""
-    return block | {"labels": torch.full_like(block["labels"], -100), "valid": torch.zeros_like(block["valid"])}
+def sample_count(samples: Samples, max_tokens: int) -> int:
+    """How many samples an evaluation of at most `max_tokens` tokens reads, at least one."""
+    return max(1, min(len(samples), max_tokens // samples.seq_len))
 
 
-def block_count(blocks: Blocks, max_tokens: int) -> int:
-    """How many blocks an evaluation of at most `max_tokens` tokens reads, at least one."""
-    return max(1, min(len(blocks), max_tokens // blocks.seq_len))
+class Score(NamedTuple):
+    """exp of the mean loss in nats, at most 1e304, and the share of targets that the model puts first."""
 
-
-def collate(items: list[Batch], device: torch.device) -> Batch:
-    """Stack blocks and move them."""
-    return {key: torch.stack([item[key] for item in items]).to(device) for key in items[0]}
+    ppl: float
+    accuracy: float
 
 
 @torch.no_grad()
-def perplexity(model: Any, data: Iterator[Batch], accelerator: Accelerator) -> float:
-    """exp of the mean next-token loss in nats, over every target of every process; at most 1e304."""
-    total, count = 0.0, 0
+def score(model: Any, data: Iterator[Batch], accelerator: Accelerator) -> Score | None:
+    """Of a model with a head, over every target of every process; None where there is none."""
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     with evaluating(model):
         for batch in data:
-            targets = int((batch["labels"][:, 1:] != -100).sum())
+            wanted = targets(batch)
             with accelerator.autocast():
-                loss = next_token_ce(forward(model, batch), batch["labels"])
-            total, count = total + loss.item() * targets, count + targets
-    sums = torch.tensor([total, count], dtype=torch.float64, device=accelerator.device)
-    total, count = accelerator.reduce(sums, "sum").tolist()
-    return math.exp(min(total / max(count, 1), 700.0))
+                logits = forward(model, batch)
+                loss = cross_entropy(logits, wanted)
+            count, hits = (wanted != NO_LABEL).sum(), (logits.argmax(-1) == wanted).sum()
+            sums += torch.stack([loss.double() * count, hits.double(), count.double()])
+    loss_sum, hits_sum, total = accelerator.reduce(sums, "sum").tolist()
+    return Score(math.exp(min(loss_sum / total, 700.0)), hits_sum / total) if total else None
 
 
 class Fidelity(Listener):
@@ -68,13 +67,14 @@ class Fidelity(Listener):
     def __init__(self, student: Student) -> None:
         super().__init__(student)
         self.sums: dict[int, Tensor] = {}
-        self.valid = torch.empty(0)
+        self.real: Tensor | None = None
 
     @torch.no_grad()
     def compare(self, mixer: Any, y: Tensor, target: Tensor) -> None:
-        ours, theirs = y[self.valid].float(), target[self.valid].float()
+        kept = torch.ones(y.shape[:-1], dtype=torch.bool, device=y.device) if self.real is None else self.real
+        ours, theirs = y[kept].float(), target[kept].float()
         cosine = torch.cosine_similarity(ours, theirs, dim=-1).sum()
-        sums = torch.stack([(ours - theirs).square().sum(), theirs.square().sum(), cosine, self.valid.sum()])
+        sums = torch.stack([(ours - theirs).square().sum(), theirs.square().sum(), cosine, kept.sum()])
         self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + sums
 
 
@@ -82,7 +82,7 @@ def layer_fidelity(student: Student, data: Iterator[Batch], accelerator: Acceler
     """Per layer, on the teacher's hidden states: relative squared error and mean cosine of the module's output."""
     listener = Fidelity(student)
     for batch in data:
-        listener.valid = batch["valid"]
+        listener.real = real_tokens(batch)
         with accelerator.autocast():
             listen(student, listener, batch)
     rows = []

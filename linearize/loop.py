@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .data import BlockOrder, Blocks
+from .data import BlockOrder
 from .errors import Exit, LinearizeError
-from .evaluate import collate
+from .images import NO_LABEL
 from .progress import StageProgress, memory_bytes
 from .recipe import AttentionTransfer, Stage
 from .runs import Position
+from .samples import Samples, collate, targets
 from .sharding import like, reshard, whole
 from .stages import end_to_end_loss, transfer_loss
 
@@ -44,7 +45,7 @@ class StageLoop:
         owner: Finetuner,
         number: int,
         stage: Stage,
-        blocks: Blocks,
+        blocks: Samples,
         order: BlockOrder,
         steps: int,
         parameters: list[torch.nn.Parameter],
@@ -90,11 +91,11 @@ class StageLoop:
         """What is due after a step: evaluation, a checkpoint, the end of an interrupted run."""
         owner, recipe, last = self.owner, self.owner.recipe, done == self.steps
         if last or (recipe.eval.every_steps and done % recipe.eval.every_steps == 0):
-            ppl = owner.evaluate(self.stage)
-            if ppl is not None:
-                if math.isnan(ppl):
+            found = owner.evaluate(self.stage)
+            if found is not None:
+                if math.isnan(found.ppl):
                     raise owner.not_finite("held-out loss is nan", self.number, done + 1)
-                owner.log_evaluation(self.stage.name, done, done * self.tokens_per_step, ppl)
+                owner.log_evaluation(self.stage.name, done, done * self.tokens_per_step, found)
         if last or self.stopping or done % recipe.checkpoint.every_steps == 0:
             owner.save(Position(self.number, done, done * self.tokens_per_step, last), {} if last else self.state())
         if self.stopping:
@@ -108,7 +109,7 @@ class StageLoop:
         """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate."""
         owner, accelerator = self.owner, self.owner.accelerator
         micro = [self.batch(step, m) for m in range(self.stage.batch.accumulate)]
-        counts = torch.stack([torch.stack([b["valid"].sum(), (b["labels"][:, 1:] != -100).sum()]) for b in micro])
+        counts = torch.stack([torch.stack([b["valid"].sum(), (targets(b) != NO_LABEL).sum()]) for b in micro])
         tokens = accelerator.reduce(counts.sum(0), "sum")
         losses = []
         owner.model.train()

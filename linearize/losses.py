@@ -1,4 +1,4 @@
-"""The losses of distillation: logit KL, next-token cross entropy, relative error of attention outputs.
+"""The losses of distillation: logit KL, cross entropy, cosine of features, relative error of attention outputs.
 
 Letters: B batch, T time, V vocabulary, H heads, D value dim. KL and cross entropy run over the vocabulary in
 chunks: in float32 (float64 for float64 logits) they hold a few [B, T, chunk] and some [B, T, 1], never
@@ -46,20 +46,39 @@ def logit_kl(
     return loss
 
 
-def next_token_ce(
-    logits: Tensor, labels: Tensor, *, num_tokens: Tensor | float | None = None, chunk: int | None = None
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, num_tokens: Tensor | float | None = None, chunk: int | None = None
 ) -> Tensor:
-    """-log softmax(logits[t])[labels[t + 1]], the mean over labels that are not -100: a scalar.
+    """-log softmax(logits[t])[targets[t]], the mean over targets that are not -100: a scalar.
 
-    logits [B, T, V], labels [B, T] int64, not shifted. `chunk` as in `logit_kl`.
+    logits [B, T, V], targets [B, T] int64. `chunk` as in `logit_kl`.
     """
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")
-    # Shifting the labels and not the logits saves a copy of [B, T, V] in either direction.
-    targets = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}")
     weight = _weight(targets != _IGNORED, num_tokens, logits)
     loss: Tensor = _CrossEntropy.apply(logits, targets, weight, chunk or _default_chunk(logits))
     return loss
+
+
+def next_token_targets(labels: Tensor) -> Tensor:
+    """labels [B, T], one place to the left. Shifting them and not the logits saves a copy of [B, T, V] both ways."""
+    return F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+
+
+def next_token_ce(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """`cross_entropy` of logits [B, T, V] with labels [B, T] that are not shifted."""
+    return cross_entropy(logits, next_token_targets(labels), **options)
+
+
+def cosine_distance(student: Tensor, teacher: Tensor, real: Tensor | None, share: Tensor | float = 1.0) -> Tensor:
+    """1 - cos(s, t), the mean over real tokens, times `share`, in float32: a scalar.
+
+    student and teacher [B, T, D]; real [B, T] bool, or None for all. The teacher gets no gradient.
+    """
+    distance = 1.0 - torch.cosine_similarity(_widened(student), _widened(teacher.detach()), dim=-1)
+    if real is None:
+        return share * distance.mean()
+    return share * distance.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
 
 
 def relative_mse(student: Tensor, teacher: Tensor, valid: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:

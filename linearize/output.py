@@ -40,3 +40,8 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def percent(share: float | None) -> str:
+    """Runs of earlier versions did not measure it."""
+    return "" if share is None else f"{share:.1%}"

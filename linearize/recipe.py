@@ -21,13 +21,14 @@ from .errors import LinearizeError, did_you_mean, redact
 from .mechanisms import check_name, resolve_options
 from .presets import recipe_path, recipes_folder
 from .recipe_data import SOURCES
-from .recipe_models import SFT, AttentionTransfer, LogitKL, Recipe, Stage
+from .recipe_models import SFT, AttentionTransfer, FeatureCosine, LogitKL, Recipe, Stage
 from .recipe_types import ParentError, Strict
 from .recipe_yaml import Document, Keys, dotted, shown
 
 __all__ = [
     "SFT",
     "AttentionTransfer",
+    "FeatureCosine",
     "LogitKL",
     "Recipe",
     "Stage",
@@ -47,6 +48,7 @@ CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 _TAGGED: dict[str, type[Strict]] = {
     "attention_transfer": AttentionTransfer,
     "logit_kl": LogitKL,
+    "feature_cosine": FeatureCosine,
     "sft": SFT,
     **SOURCES,
 }

@@ -1,11 +1,11 @@
-"""Where a recipe's text comes from, and how it is packed."""
+"""Where a recipe's text or images come from, and how text is packed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Tag, ValidationInfo
+from pydantic import AfterValidator, Discriminator, Tag, ValidationInfo, field_validator
 
 from .errors import did_you_mean
 from .recipe_types import Count, Listed, Strict, Text
@@ -20,6 +20,12 @@ def _data_file(name: str, info: ValidationInfo) -> str:
     return name
 
 
+def _array_file(name: str) -> str:
+    if not name.endswith(".npz"):
+        raise ValueError(f"must be a .npz file, not {shown(name)}")
+    return name
+
+
 class FileSource(Strict):
     files: Listed[Annotated[str, AfterValidator(_data_file)]]
     """.txt or .jsonl; relative paths start at the recipe's folder."""
@@ -31,6 +37,34 @@ class DatasetSource(Strict):
     name: Text | None = None
     split: Text = "train"
     streaming: bool = False
+    image_key: Text | None = None
+    """The column of images, for a vision model; text is found by data.pack.text_key."""
+    label_key: Text | None = None
+    """The column of their classes."""
+
+    @field_validator("image_key")
+    @classmethod
+    def _not_streamed(cls, key: str | None, info: ValidationInfo) -> str | None:
+        if key is not None and info.data.get("streaming"):
+            raise ValueError("images cannot be streamed; set streaming: false")
+        return key
+
+    @field_validator("label_key")
+    @classmethod
+    def _with_images(cls, key: str | None, info: ValidationInfo) -> str | None:
+        if key is not None and info.data.get("image_key") is None:
+            raise ValueError("goes with image_key")
+        return key
+
+
+class ImageSource(Strict):
+    images: Text
+    """A folder with one folder of images per class; relative paths start at the recipe's folder."""
+
+
+class ArraySource(Strict):
+    arrays: Annotated[str, AfterValidator(_array_file)]
+    """A .npz file: `images`, uint8 [N,height,width,3] or float pixel values [N,3,height,width], and `labels` [N]."""
 
 
 class DemoSource(Strict):
@@ -38,7 +72,18 @@ class DemoSource(Strict):
     """The running Python's standard library, split, or the sources of the packages that linearize needs."""
 
 
-SOURCES: dict[str, type[Strict]] = {"files": FileSource, "path": DatasetSource, "demo": DemoSource}
+SOURCES: dict[str, type[Strict]] = {
+    "files": FileSource,
+    "path": DatasetSource,
+    "demo": DemoSource,
+    "images": ImageSource,
+    "arrays": ArraySource,
+}
+
+
+def holds_images(source: Any) -> bool:
+    """Whether a source is one of images."""
+    return isinstance(source, ImageSource | ArraySource) or getattr(source, "image_key", None) is not None
 
 
 def _source_tag(value: Any) -> str | None:
@@ -51,7 +96,11 @@ def _source_tag(value: Any) -> str | None:
 
 
 Source = Annotated[
-    Annotated[FileSource, Tag("files")] | Annotated[DatasetSource, Tag("path")] | Annotated[DemoSource, Tag("demo")],
+    Annotated[FileSource, Tag("files")]
+    | Annotated[DatasetSource, Tag("path")]
+    | Annotated[DemoSource, Tag("demo")]
+    | Annotated[ImageSource, Tag("images")]
+    | Annotated[ArraySource, Tag("arrays")],
     Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}"),
 ]
 

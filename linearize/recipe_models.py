@@ -154,14 +154,21 @@ class LogitLoss(Strict):
 
 
 class LogitKL(Stage):
-    """Kullback-Leibler divergence from the teacher's next-token distribution, plus cross entropy."""
+    """Kullback-Leibler divergence from the teacher's distribution over tokens or classes, plus cross entropy."""
 
     kind: Literal["logit_kl"]
     loss: LogitLoss = LogitLoss()
 
 
+class FeatureCosine(Stage):
+    """One minus the cosine of the last hidden states and the teacher's, for models without a head."""
+
+    kind: Literal["feature_cosine"]
+
+
 class SFT(Stage):
-    """Cross entropy: on the assistant's tokens of `messages` or prompt + completion, or on all of a text."""
+    """Cross entropy: on the classes of images, the hidden tokens of masked text; of packed text on all of it, or on
+    the assistant's tokens of `messages` or prompt + completion."""
 
     kind: Literal["sft"]
 
@@ -207,7 +214,7 @@ class Recipe(Strict):
     convert: Convert | None = None
     """null when the base is converted already."""
     data: Data
-    stages: Listed[Annotated[AttentionTransfer | LogitKL | SFT, Field(discriminator="kind")]]
+    stages: Listed[Annotated[AttentionTransfer | LogitKL | FeatureCosine | SFT, Field(discriminator="kind")]]
     runtime: Runtime = Runtime()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()

@@ -223,15 +223,16 @@ class Run:
         for entry in self._entries():
             if entry.get("eval_ppl") is not None:
                 found[entry["stage"]] = entry
-        teacher = found.pop("teacher", {}).get("eval_ppl")
+        teacher = found.pop("teacher", {})
         rows, tokens = [], 0
         for name, entry in found.items():
             tokens += entry["tokens"]
             ppl = entry["eval_ppl"]
             row = {"name": name, "tokens": tokens, "eval_tokens": entry.get("eval_tokens"), "ppl": ppl}
-            rows.append({**row, "ppl_ratio": ppl / teacher if teacher else None})
-        output = str(self.final) if complete else None
-        return {"output": output, "teacher_ppl": teacher, "stages": rows, "layers": layers}
+            ratio = ppl / teacher["eval_ppl"] if teacher else None
+            rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy")})
+        figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}
+        return {"output": str(self.final) if complete else None, **figures, "stages": rows, "layers": layers}
 
     def write_report(self, report: dict[str, Any]) -> None:
         """report.json, the figures of a finished run."""
@@ -242,7 +243,9 @@ class Run:
         path = self.folder / "report.json"
         with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
             found = json.loads(path.read_text("utf-8"))
-            return {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")}
+            return {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")} | {
+                "teacher_accuracy": found.get("teacher_accuracy")  # of runs that measured it
+            }
 
     def log(self, **entry: Any) -> None:
         """Append one line to metrics.jsonl; what is not finite becomes null, JSON has no word for it."""

@@ -10,16 +10,16 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
 
-from .data import BlockOrder, Blocks, build_blocks
+from .data import BlockOrder
 from .errors import Exit, LinearizeError
-from .evaluate import batches, block_count, collate, layer_fidelity, perplexity
+from .evaluate import Score, batches, layer_fidelity, sample_count, score
 from .export import load_converted
 from .loop import StageLoop, seed_for
-from .recipe import AttentionTransfer, Recipe, Stage
+from .recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
 from .runs import Position, Run, read_position
-from .runtime import Say, make_schedule, stage_steps, to_source
+from .runtime import Say, make_schedule, stage_steps
+from .samples import Samples, collate, has_head, kind_of, open_processor, open_samples
 from .sharding import reshard, shard, whole
 from .stages import Calibration, error_scale, listen
 from .trainable import Student, check_targets
@@ -40,7 +40,7 @@ class Finetuner:
         self.device = accelerator.device
         self.last_checkpoint: Path | None = run.resume_from
         self.interrupted = False  # by a signal, in this process
-        self._blocks: dict[tuple[str, str], Blocks | None] = {}
+        self._blocks: dict[tuple[str, str], Samples | None] = {}
         self.eval_tokens = 0  # of the last evaluation
         self.wide = accelerator.mixed_precision != "no"
         self.zero = read_config(recipe, accelerator.mixed_precision)
@@ -56,10 +56,10 @@ class Finetuner:
             self.shard()
         else:
             self.model.to(self.device)
-        # Its code is checked by now; without the flag transformers asks on the terminal because of the model's.
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        self.processor = open_processor(folder, kind_of(self.model))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
-        check_vocabulary(self.tokenizer, self.model, [blocks for blocks in found if blocks is not None])
+        if kind_of(self.model) != "images":
+            check_vocabulary(self.processor, self.model, [blocks for blocks in found if blocks is not None])
 
     def open_model(self) -> Any:
         """The converted base, on the CPU."""
@@ -91,14 +91,14 @@ class Finetuner:
 
     # ------------------------------------------------------------ data
 
-    def blocks(self, stage: Stage, split: str) -> Blocks | None:
-        """The packed blocks of a stage's train or eval data, opened once: opening reads all the text."""
+    def blocks(self, stage: Stage, split: str) -> Samples | None:
+        """The packed blocks, or images, of a stage's train or eval data, opened once: opening reads all the text."""
         if (stage.name, split) not in self._blocks:
             self._blocks[stage.name, split] = self._open_blocks(stage, split)
         return self._blocks[stage.name, split]
 
-    def _open_blocks(self, stage: Stage, split: str) -> Blocks | None:
-        """Blocks from the cache or tokenised now, by the main process first."""
+    def _open_blocks(self, stage: Stage, split: str) -> Samples | None:
+        """Samples from the cache or tokenised now, by the main process first."""
         data = self.recipe.data_for(stage)
         source = getattr(data, split)
         if source is None:
@@ -110,12 +110,15 @@ class Finetuner:
             # Far more text than a run may need; one limit for all stages, so that they share one cache file.
             limit = max(self._token_budget(s, data.pack.seq_len) for s in self.recipe.stages) or None
         with self.accelerator.main_process_first():
-            return build_blocks(
-                to_source(source, data.pack.text_key, self.recipe.folder),
-                self.tokenizer,
-                data.pack.seq_len,
+            return open_samples(
+                source,
+                data.pack,
+                self.model,
+                self.processor,
                 self.run.folder / "cache",
+                start=self.recipe.folder,
                 sft=stage.kind == "sft",
+                seed=self.recipe.seed,
                 max_tokens=limit,
             )
 
@@ -209,22 +212,24 @@ class Finetuner:
             self.log_evaluation("teacher", 0, 0, teacher)
             self.log_evaluation("converted", 0, 0, converted)
 
-    def evaluate(self, stage: Stage) -> float | None:
-        """Held-out perplexity of the model as it is, None without eval data."""
+    def evaluate(self, stage: Stage) -> Score | None:
+        """Held-out perplexity and accuracy of the model as it is, None without eval data or a head."""
         blocks = self.blocks(stage, "eval")
-        if blocks is None:
+        if blocks is None or not has_head(self.model):
             return None
-        self.eval_tokens = block_count(blocks, self.recipe.eval.max_tokens) * blocks.seq_len
+        self.eval_tokens = sample_count(blocks, self.recipe.eval.max_tokens) * blocks.seq_len
         data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.accelerator)
-        ppl = perplexity(self.model, data, self.accelerator)
+        found = score(self.model, data, self.accelerator)
         reshard(self.model)
-        return ppl
+        return found
 
-    def log_evaluation(self, name: str, step: int, tokens: int, ppl: float) -> None:
+    def log_evaluation(self, name: str, step: int, tokens: int, found: Score) -> None:
         """One evaluation into metrics.jsonl and to the person who waits."""
         if self.accelerator.is_main_process:
-            self.run.log(stage=name, step=step, tokens=tokens, eval_ppl=ppl, eval_tokens=self.eval_tokens)
-        self.say(f"{name}{f' step {step}' if step else ''}: held-out perplexity {ppl:.4g}")
+            values = {"eval_ppl": found.ppl, "eval_accuracy": found.accuracy, "eval_tokens": self.eval_tokens}
+            self.run.log(stage=name, step=step, tokens=tokens, **values)
+        told = f"{name}{f' step {step}' if step else ''}: held-out perplexity {found.ppl:.4g}"
+        self.say(told + ("" if kind_of(self.model) == "text" else f", accuracy {found.accuracy:.1%}"))
 
     def fidelity(self) -> list[dict[str, float]]:
         """Per-layer distance to the teacher on held-out text; empty without eval data."""
@@ -272,6 +277,9 @@ def check_model(model: Any, recipe: Recipe) -> None:
     for stage in recipe.stages:
         if stage.lora is not None:
             check_targets(model, stage.lora.target)
+        if isinstance(stage, FeatureCosine) == has_head(model) and not isinstance(stage, AttentionTransfer):
+            what, other = ("has a head", "logit_kl or sft") if has_head(model) else ("has no head", "feature_cosine")
+            raise LinearizeError(f"{stage.name}: {type(model).__name__} {what}; use {other}", Exit.INCOMPATIBLE)
     if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise LinearizeError(
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
@@ -279,7 +287,7 @@ def check_model(model: Any, recipe: Recipe) -> None:
         )
 
 
-def check_vocabulary(tokenizer: Any, model: Any, data: list[Blocks]) -> None:
+def check_vocabulary(tokenizer: Any, model: Any, data: list[Samples]) -> None:
     """Refuse (exit 3) a tokenizer that is not the model's: one with more tokens, or data with ids out of range.
 
     Added tokens alone may exceed the embedding, as an image token in a text model does, unless the data has them.

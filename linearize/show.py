@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .drops import ranges
 from .inspection import Inspection
-from .output import size
+from .output import percent, size
 from .plan import Plan, grouped
 
 if TYPE_CHECKING:
@@ -135,11 +135,14 @@ def report_table(report: dict[str, Any]) -> None:
     out = console()
     if report["teacher_ppl"] is not None:
         table = Table(title="held-out perplexity")
-        for column in ("", "training tokens", "perplexity", "x teacher"):
+        for column in ("", "training tokens", "perplexity", "x teacher", "top-1"):
             table.add_column(column, justify="left" if not column else "right")
-        table.add_row("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000")
+        table.add_row(
+            "teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", percent(report["teacher_accuracy"])
+        )
         for row in report["stages"]:
-            table.add_row(row["name"], f"{row['tokens']:,}", f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}")
+            ppl, ratio = f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}"
+            table.add_row(row["name"], f"{row['tokens']:,}", ppl, ratio, percent(row["accuracy"]))
         out.print(table)
     if report["layers"]:
         table = Table(title="attention output against the teacher's, per layer")

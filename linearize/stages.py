@@ -2,7 +2,8 @@
 
 `attention_transfer`: softmax goes on through the network, each layer's mixer is compared with it on the same
 input, and each layer's loss is backpropagated as it arises: memory is one layer's. `logit_kl`: a teacher pass,
-then the student's, then backward, never a switch in between. `sft`: cross entropy alone.
+then the student's, then backward, never a switch in between; `feature_cosine` does the same for last hidden states.
+`sft`: cross entropy alone.
 
 Every loss is divided by counts of the whole optimizer step, so that micro batches and processes simply add up.
 """
@@ -16,18 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linearize_kernels.seam import mixers_of
-
-from .losses import logit_kl, next_token_ce, relative_mse
-from .recipe import AttentionTransfer, LogitKL, Stage
+from .losses import cosine_distance, cross_entropy, logit_kl, relative_mse
+from .recipe import AttentionTransfer, FeatureCosine, LogitKL, Stage
+from .samples import Batch, forward, real_tokens, targets
 from .trainable import Student
-
-Batch = dict[str, Tensor]
-
-
-def forward(model: Any, batch: Batch) -> Tensor:
-    """Logits [B,T,V] of packed blocks. No mask and no cache: transformers then keeps documents apart."""
-    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
 
 
 class Listener:
@@ -63,20 +56,20 @@ class Transfer(Listener):
     def __init__(
         self,
         student: Student,
-        valid: Tensor,
+        real: Tensor | None,
         tokens: Tensor,
         power: dict[int, Tensor],
         backward: Callable[[Tensor], None],
     ) -> None:
         super().__init__(student)
         self.own_call = student.lora is not None
-        self.valid, self.tokens, self.power, self.backward = valid, tokens, power, backward
+        self.real, self.tokens, self.power, self.backward = real, tokens, power, backward
         self.losses: dict[int, Tensor] = {}
 
     def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
         layer = mixer.site.layer
-        share = square_sum(target, self.valid) / (self.power[layer] * self.tokens).clamp_min(1e-12)
-        loss = relative_mse(o, target, self.valid) * share
+        share = square_sum(target, self.real) / (self.power[layer] * self.tokens).clamp_min(1e-12)
+        loss = relative_mse(o, target, self.real) * share
         # This is inside the forward pass, where autocast may be on; a backward pass must not be under it.
         with torch.autocast(loss.device.type, enabled=False):
             self.backward(loss)
@@ -92,48 +85,42 @@ class Calibration(Listener):
 
 
 class Power(Listener):
-    """Sums the square norms of softmax outputs, and the tokens."""
+    """Sums, by layer: square norms of softmax outputs, their number of elements, and what counts: tokens, or images."""
 
     def __init__(self, student: Student) -> None:
         super().__init__(student)
         self.sums: dict[int, Tensor] = {}
-        self.valid = torch.empty(0)
+        self.real: Tensor | None = None
+        self.count = torch.empty(0)
 
     @torch.no_grad()
     def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
-        found = torch.stack([square_sum(target, self.valid), self.valid.sum().float()])
+        elements = square_sum(torch.ones_like(target), self.real)
+        found = torch.stack([square_sum(target, self.real), elements, self.count])
         self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + found
 
 
-def square_sum(o: Tensor, valid: Tensor) -> Tensor:
-    """sum ||o||^2 over valid tokens, in float32; o [B,T,H,Dv]."""
-    return torch.where(valid[..., None, None], o, 0.0).float().square().sum()
-
-
-def teacher_power(student: Student, batches: Iterable[Batch]) -> dict[int, Tensor]:
-    """Mean square norm of a token's softmax output, by layer."""
-    listener = Power(student)
-    for batch in batches:
-        listener.valid = batch["valid"]
-        listen(student, listener, batch)
-    return {layer: total / tokens for layer, (total, tokens) in listener.sums.items()}
+def square_sum(o: Tensor, real: Tensor | None) -> Tensor:
+    """sum ||o||^2 over real tokens, in float32; o [B,T,H,Dv]."""
+    return (o if real is None else torch.where(real[..., None, None], o, 0.0)).float().square().sum()
 
 
 def error_scale(stage: AttentionTransfer, student: Student, batches: Iterable[Batch]) -> dict[int, Tensor]:
-    """What the squared error of a token is divided by in each layer, as the stage's loss says."""
-    if stage.loss.error == "relative":
-        scale = teacher_power(student, batches)
-    else:
-        sites = [mixer.site for mixer in mixers_of(student.model).values()]
-        scale = {site.layer: torch.tensor(float(site.heads * site.value_dim)) for site in sites}
-    return {layer: value / stage.loss.weight for layer, value in scale.items()}
+    """What the squared error of a token (of an image's tokens) is divided by in each layer, as the stage's loss says:
+    the softmax output's own mean square norm, or its number of elements."""
+    listener = Power(student)
+    for batch in batches:
+        listener.real, listener.count = real_tokens(batch), batch["valid"].sum().float()
+        listen(student, listener, batch)
+    which = 0 if stage.loss.error == "relative" else 1
+    return {layer: sums[which] / sums[2] / stage.loss.weight for layer, sums in listener.sums.items()}
 
 
 def transfer_loss(
     student: Student, batch: Batch, tokens: Tensor, power: dict[int, Tensor], backward: Callable[[Tensor], None]
 ) -> Tensor:
     """Mean over layers of this batch's share of the relative error; gradients are accumulated when this returns."""
-    listener = Transfer(student, batch["valid"], tokens, power, backward)
+    listener = Transfer(student, real_tokens(batch), tokens, power, backward)
     listen(student, listener, batch)
     return torch.stack(list(listener.losses.values())).mean()
 
@@ -147,24 +134,26 @@ def listen(student: Student, listener: Listener, batch: Batch) -> None:
 def end_to_end_loss(
     stage: Stage, student: Student, wrapped: Any, batch: Batch, tokens: Tensor, autocast: Callable[[], Any]
 ) -> Tensor:
-    """logit_kl or sft on one micro batch; `wrapped` is the model as accelerate prepared it.
+    """logit_kl, feature_cosine or sft on one micro batch; `wrapped` is the model as accelerate prepared it.
 
     `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes.
     """
-    if not isinstance(stage, LogitKL):
-        with autocast():
-            return next_token_ce(forward(wrapped, batch), batch["labels"], num_tokens=tokens[1])
     teacher = None
-    if stage.loss.kl:
+    if isinstance(stage, FeatureCosine) or (isinstance(stage, LogitKL) and stage.loss.kl):
         # A context of its own: autocast caches weights, and what it casts without gradients must not be reused.
         with student.as_teacher(), autocast():
             teacher = forward(student.model, batch)
     with autocast():
-        logits = forward(wrapped, batch)
-    loss = logits.new_zeros((), dtype=torch.float32)
+        found = forward(wrapped, batch)
+    if isinstance(stage, FeatureCosine):
+        assert teacher is not None
+        return cosine_distance(found, teacher, real_tokens(batch), batch["valid"].sum() / tokens[0])
+    if not isinstance(stage, LogitKL):
+        return cross_entropy(found, targets(batch), num_tokens=tokens[1])
+    loss = found.new_zeros((), dtype=torch.float32)
     if teacher is not None:
-        kl = logit_kl(logits, teacher, batch["valid"], temperature=stage.loss.temperature, num_tokens=tokens[0])
+        kl = logit_kl(found, teacher, batch["valid"], temperature=stage.loss.temperature, num_tokens=tokens[0])
         loss = loss + stage.loss.kl * kl
     if stage.loss.ce:
-        loss = loss + stage.loss.ce * next_token_ce(logits, batch["labels"], num_tokens=tokens[1])
+        loss = loss + stage.loss.ce * cross_entropy(found, targets(batch), num_tokens=tokens[1])
     return loss

@@ -178,7 +178,7 @@ MISTAKES = [
     ),
     (
         edited("kind: logit_kl", "kind: logit-kl"),
-        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | sft, not 'logit-kl'. "
+        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | feature_cosine | sft, not 'logit-kl'. "
         "Did you mean 'logit_kl'?",
     ),
     (
@@ -187,7 +187,7 @@ MISTAKES = [
     ),
     (
         edited("kind: logit_kl", "kind: null"),
-        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | sft, not null",
+        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | feature_cosine | sft, not null",
     ),
     (
         edited("train: [new]", "train: mixer"),
@@ -241,11 +241,11 @@ MISTAKES = [
     ),
     (
         edited("demo: train", "path: x, demo: train"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo",
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays",
     ),
     (
         edited("{demo: train}", "a.txt"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo",
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays",
     ),
     (
         MINIMAL + "output_dir: runs/${nmae}\n",

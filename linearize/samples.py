@@ -1,0 +1,117 @@
+"""What a batch holds for each kind of model: packed text, masked text or images; how it reaches the model, what counts.
+
+Packed text has `position_ids`, masked text `attention_mask`, images `pixel_values`. Each has `labels`, -100 where
+nothing is learned, and `valid`, which counts what a loss without labels is a mean over: tokens, or images.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from .data import Blocks, build_blocks
+from .errors import Exit, LinearizeError
+from .images import NO_LABEL, Images, find_images
+from .losses import next_token_targets
+from .masked import MaskedBlocks
+from .recipe_data import Pack, holds_images
+from .runtime import to_source
+
+Batch = dict[str, Tensor]
+Samples = Blocks | MaskedBlocks | Images
+Kind = Literal["text", "masked", "images"]
+INPUTS = ("input_ids", "position_ids", "attention_mask", "pixel_values")
+
+
+def kind_of(model: Any) -> Kind:
+    """What a model is trained on."""
+    if model.main_input_name == "pixel_values":
+        return "images"
+    return "text" if model.can_generate() else "masked"
+
+
+def has_head(model: Any) -> bool:
+    """Whether it predicts tokens or classes; transformers calls a model without head ...Model."""
+    return not type(model).__name__.removesuffix("LMHeadModel").endswith("Model")
+
+
+def forward(model: Any, batch: Batch) -> Tensor:
+    """Logits [B,T,V] of text, [B,1,K] of images; of a model without a head its last hidden states [B,T,hidden].
+
+    Packed text has no mask and no cache: transformers then keeps documents apart by their positions.
+    """
+    inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if name in batch}
+    if "position_ids" in batch:
+        inputs["use_cache"] = False
+    out = model(**inputs)
+    if not hasattr(out, "logits"):
+        return out.last_hidden_state
+    return out.logits[:, None] if "pixel_values" in batch else out.logits
+
+
+def targets(batch: Batch) -> Tensor:
+    """What the logits at each place should be, -100 where nothing: [B,T]."""
+    return next_token_targets(batch["labels"]) if "position_ids" in batch else batch["labels"]
+
+
+def real_tokens(batch: Batch) -> Tensor | None:
+    """Which tokens the attention modules see are text [B,T]; None for images, whose tokens are all real."""
+    return None if "pixel_values" in batch else batch["valid"]
+
+
+def collate(items: list[Batch], device: torch.device) -> Batch:
+    """Stack samples and move them."""
+    return {key: torch.stack([item[key] for item in items]).to(device) for key in items[0]}
+
+
+def blank(sample: Batch) -> Batch:
+    """The same, of which nothing counts."""
+    nothing = torch.full_like(sample["labels"], NO_LABEL)
+    return sample | {"labels": nothing, "valid": torch.zeros_like(sample["valid"])}
+
+
+# ---------------------------------------------------------------- opening
+
+
+def open_processor(folder: Path, kind: Kind) -> Any:
+    """The checkpoint's tokenizer, or its image processor (None where it has none)."""
+    # Its code is checked by now; without the flag transformers asks on the terminal because of the model's.
+    if kind != "images":
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
+        return None
+    try:
+        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
+    except ImportError as error:
+        raise LinearizeError(f'images need: pip install "linearize[vision]" ({error})', Exit.RESOURCE) from error
+
+
+def open_samples(
+    source: Any,
+    pack: Pack,
+    model: Any,
+    processor: Any,
+    cache: Path,
+    *,
+    start: Path,
+    sft: bool,
+    seed: int,
+    max_tokens: int | None,
+) -> Samples:
+    """The samples of a recipe's source for this model; relative files begin at `start`, packed text is kept in `cache`.
+
+    Raises LinearizeError (exit 3) for text that meets a vision model, or images any other.
+    """
+    kind = kind_of(model)
+    if holds_images(source) != (kind == "images"):
+        needs = "images: FOLDER, arrays: FILE.npz, or path with image_key" if kind == "images" else "text"
+        raise LinearizeError(f"data: {type(model).__name__} takes {needs}", Exit.INCOMPATIBLE)
+    if kind == "images":
+        return Images(find_images(source, start), processor, model.config)
+    text = to_source(source, pack.text_key, start)
+    blocks = build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=max_tokens)
+    return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)
