@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .scan import FLOOR, Decays, chunk_decays, scaled, scan_states, scan_states_back
+from .scan import FLOOR, Decays, chunk_decays, scaled, scan_states, scan_states_back, values_back, values_pass
 
 
 class GSAChunks(torch.autograd.Function):
@@ -45,7 +45,7 @@ class GSAChunks(torch.autograd.Function):
         write = (s * decays.to_end).mT
         Ks, Vs = scan_states(decays.through, write @ k, K), scan_states(decays.through, write @ v, V)
         logits = _keys_pass(q, k, s, Ks[:, :, :-1], decays)
-        o = _values_pass(torch.softmax(logits, -1), v, s, Vs[:, :, :-1], decays)
+        o = values_pass(torch.softmax(logits, -1), v, s, Vs[:, :, :-1], decays)
         ctx.save_for_backward(q, k, v, g, Ks, Vs, logits, segments)
         return o, Ks[:, :, -1].clone(), Vs[:, :, -1].clone()
 
@@ -55,7 +55,7 @@ class GSAChunks(torch.autograd.Function):
         q, k, v, g, Ks, Vs, logits, segments = ctx.saved_tensors
         s, decays = -torch.expm1(g), chunk_decays(g, segments)
         p = torch.softmax(logits, -1)
-        dp, dv, ds, dV_in = _values_back(do.contiguous(), p, v, s, Vs[:, :, :-1], decays)
+        dp, dv, ds, dV_in = values_back(do.contiguous(), p, v, s, Vs[:, :, :-1], decays)
         dl = p * (dp - (p * dp).sum(-1, keepdim=True))
         dq, dk, ds_keys, dK_in = _keys_back(dl, q, k, s, Ks[:, :, :-1], decays)
         dKs, dVs = scan_states_back(decays.through, dK_in, dK), scan_states_back(decays.through, dV_in, dV)
@@ -77,30 +77,6 @@ def _keys_pass(q: Tensor, k: Tensor, s: Tensor, K_in: Tensor, decays: Decays) ->
         scores = c.mask_(c.queries(q) @ c.keys(k).mT)
         c.queries(logits).add_(scaled(scores @ (c.keys(s) * c.key_decay), c.query_decay))
     return logits
-
-
-def _values_pass(p: Tensor, v: Tensor, s: Tensor, V_in: Tensor, decays: Decays) -> Tensor:
-    """The outputs o [B,E,N,C*G,Dv]."""
-    o = scaled(p, decays.from_start) @ V_in
-    for c in decays.couplings:
-        scores = c.mask_(scaled(c.queries(p), c.query_decay) @ (c.keys(s) * c.key_decay).mT)
-        c.queries(o).add_(scores @ c.keys(v))
-    return o
-
-
-def _values_back(
-    do: Tensor, p: Tensor, v: Tensor, s: Tensor, V_in: Tensor, decays: Decays
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dp, dv and ds of the values pass inside the chunk, and what each chunk adds to dV_in."""
-    dp = scaled(do @ V_in.mT, decays.from_start)
-    dv, ds = torch.zeros_like(v), torch.zeros_like(s)
-    for c in decays.couplings:
-        do_c, p_c, s_c = c.queries(do), scaled(c.queries(p), c.query_decay), c.keys(s) * c.key_decay
-        scores, dscores = c.mask_(p_c @ s_c.mT), c.mask_(do_c @ c.keys(v).mT)
-        c.queries(dp).add_(scaled(dscores @ s_c, c.query_decay))
-        c.keys(dv).add_(scores.mT @ do_c)
-        c.keys(ds).addcmul_(dscores.mT @ p_c, c.key_decay)
-    return dp, dv, ds, scaled(p, decays.from_start).mT @ do
 
 
 def _keys_back(

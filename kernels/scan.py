@@ -164,3 +164,30 @@ def _blocks(pairs: Tensor, w: int, parts: int) -> Tensor:
     n = pairs.shape[-1] // (w * parts)
     blocks = pairs.unflatten(-1, (n, parts, w))[..., 0, :].unflatten(-3, (n, parts, w))[..., -1, :, :, :]
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., None, :]
+
+
+# ---------------------------------------------------------------- the pass with the decay on the read side
+
+
+def values_pass(p: Tensor, v: Tensor, s: Tensor, V_in: Tensor, decays: Decays) -> Tensor:
+    """The outputs o [B,E,N,C*G,Dv]."""
+    o = scaled(p, decays.from_start) @ V_in
+    for c in decays.couplings:
+        scores = c.mask_(scaled(c.queries(p), c.query_decay) @ (c.keys(s) * c.key_decay).mT)
+        c.queries(o).add_(scores @ c.keys(v))
+    return o
+
+
+def values_back(
+    do: Tensor, p: Tensor, v: Tensor, s: Tensor, V_in: Tensor, decays: Decays
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dp, dv and ds of the values pass inside the chunk, and what each chunk adds to dV_in."""
+    dp = scaled(do @ V_in.mT, decays.from_start)
+    dv, ds = torch.zeros_like(v), torch.zeros_like(s)
+    for c in decays.couplings:
+        do_c, p_c, s_c = c.queries(do), scaled(c.queries(p), c.query_decay), c.keys(s) * c.key_decay
+        scores, dscores = c.mask_(p_c @ s_c.mT), c.mask_(do_c @ c.keys(v).mT)
+        c.queries(dp).add_(scaled(dscores @ s_c, c.query_decay))
+        c.keys(dv).add_(scores.mT @ do_c)
+        c.keys(ds).addcmul_(dscores.mT @ p_c, c.key_decay)
+    return dp, dv, ds, scaled(p, decays.from_start).mT @ do
