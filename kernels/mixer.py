@@ -79,7 +79,7 @@ class Mixer(nn.Module):
     bidirectional: ClassVar[bool] = False
     # Its output is a mean with positive weights. It then writes `mix_with_mass` in place of `mix`, with (o, m, state)
     # for a result, m [B,T,H] fp32 the logarithm of the sum of the weights.
-    normalised: ClassVar[bool] = False
+    normalised: bool = False
     # It asks where tokens lie: `mix` takes one more keyword, `grid: Grid | None = None`, of T tokens (None: a line).
     geometric: ClassVar[bool] = False
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]

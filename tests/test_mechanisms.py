@@ -120,20 +120,28 @@ def other_values(kind: Any, bounds: Bounds | None, default: Any) -> list[Any]:
 def behaviour(mixer: Mixer) -> list[Tensor]:
     """Everything an option may influence: parameters, the output, the state, the request to drop RoPE."""
     inputs = tokens(mixer.site, LONG)
-    o, state = mix(mixer, inputs)
+    o, state = mix(mixer, inputs, causal=mixer.site.causal)
     mixer.calibrate(*inputs, o.detach(), 2 * o.detach() + 1)
-    return [torch.tensor(float(mixer.drop_rope)), *mixer.state_dict().values(), o.detach(), *parts(state)]
+    memory = [] if state is None else parts(state)
+    return [torch.tensor(float(mixer.drop_rope)), *mixer.state_dict().values(), o.detach(), *memory]
 
 
 @every_mechanism
 def test_no_option_is_stored_and_never_read(name: str) -> None:
-    default = behaviour(make(name))
+    images = dataclasses.replace(SITES["heads share keys"], causal=False, grid="patches")
+    # An option of grids has a meaning there alone, a window where there is a past.
+    sites = [SITES["heads share keys"], *([images] if load_mechanism(name).bidirectional else [])]
+    default = [behaviour(make(name, site)) for site in sites]
     for option, (kind, bounds, value) in option_types(load_mechanism(name)).items():
         for other in other_values(kind, bounds, value):
-            changed = behaviour(make(name, **{option: other}))
-            shapes = [y.shape for y in changed] == [y.shape for y in default]
-            # chunk_size shows in the rounding alone
-            assert not shapes or any(not torch.equal(a, b) for a, b in zip(changed, default, strict=True)), option
+            for site, before in zip(sites[: 1 if option == "window" else None], default, strict=False):
+                changed = behaviour(make(name, site, **{option: other}))
+                shapes = [y.shape for y in changed] == [y.shape for y in before]
+                # chunk_size shows in the rounding alone
+                if not shapes or any(not torch.equal(a, b) for a, b in zip(changed, before, strict=True)):
+                    break
+            else:
+                pytest.fail(f"{option}={other} changes nothing")
 
 
 # ---------------------------------------------------------------- parameters

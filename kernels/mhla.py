@@ -1,0 +1,380 @@
+"""MHLA: linear attention over blocks of tokens, whose summaries are mixed for each block of queries (Zhang et al.,
+"MHLA: Restoring Expressivity of Linear Attention via Token-Level Multi-Head", arXiv 2601.07832).
+
+With features q, k >= 0, S_b = sum_{j in b} k_j v_j^T and z_b = sum_{j in b} k_j the summaries of block b, and m_ib >= 0
+learned, a token t of block i outputs (paper eq. 4)
+
+    both ways   o_t = q_t S~_i / (q_t . z~_i)        S~_i = sum_b m_ib S_b        z~_i = sum_b m_ib z_b
+    causal      o_t = [ q_t P_i + m_ii sum_{j<=t, j in i} (q_t.k_j) v_j ] / [ the same of z ], P_i = sum_{b<i} m_ib S_b
+
+so that the weight of token j is m_{block t, block j} q_t.k_j. The printed causal form (appendix C) takes row i - 1 of
+m for P_i and leaves the diagonal's index open; the authors' code agrees with the above. Their vision code's
+normaliser is not eq. 4: it mixes products q.z of other blocks' queries.
+
+Causal weights are kept by row and distance, m_ij = w[min(i, M-1), min(i-j, M-1)]: the M trained rows are the paper's
+matrix, later rows repeat the last one, and all blocks at M - 1 or more share a weight and thus one summary. The state
+is bounded: M - 2 summaries, one of everything older, one of the block that is not complete, and their mixture.
+
+Both ways the number of blocks is fixed, along each axis of a grid, and blocks grow with the input; tokens without a
+place (a class token, registers) are one more block.
+
+Letters: B batch, T time, H query heads, E key heads, G = H/E, F features, Dv value dim, M blocks, C tokens of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .features import Features
+from .layout import Grid
+from .mhla_places import grid_layout, line_blocks, place_groups, place_rows, place_sequences
+from .mhla_torch import (
+    GUARD,
+    MHLAState,
+    divided,
+    fresh_state,
+    mhla_both_ways,
+    mhla_causal,
+    mhla_step,
+    recomputed,
+    with_one,
+)
+from .mixer import Bounds, Mixer, Site
+
+
+def mhla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    *,
+    block_size: int = 64,
+    normalise: bool = True,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: MHLAState | None = None,
+) -> tuple[Tensor, MHLAState]:
+    """Causal MHLA in time linear in T: o [B,T,H,Dv] in v's dtype and the state after the last token.
+
+    q [B,T,H,F], k [B,T,E,F] features, v [B,T,E,Dv], E dividing H; w [E,M,M] weights by row and distance, M >= 2;
+    blocks of `block_size` tokens, a power of two. `padding` [B,T] bool is True at real tokens; the others count for
+    nothing and output 0. `segments` [B,T] int: a document ends where it changes, and so does its block. `cu_seqlens`
+    [S+1] int32 with B=1: S sequences end to end; `state` then has S rows. Without `normalise`, only the numerator.
+
+    Raises ValueError for shapes that do not fit.
+    """
+    o, _, state = _mhla(q, k, v, w, block_size, normalise, padding, segments, cu_seqlens, state)
+    return o, state
+
+
+def _mhla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    C: int,
+    normalise: bool,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    cu: Tensor | None,
+    state: MHLAState | None,
+) -> tuple[Tensor, Tensor, MHLAState]:
+    """`mhla`, and the normaliser [B,T,H] beside its results (1 without `normalise`)."""
+    check_shapes(q, k, v, w, padding, segments, cu)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    w, T = w.to(dtype), q.shape[1]
+    start = fresh_state(k, w.shape[-1], v.shape[-1] + normalise, dtype) if state is None and T < 2 else state
+    if T == 0 and start is not None:
+        return v.new_zeros(*q.shape[:3], v.shape[-1]), w.new_zeros(q.shape[:3]), start
+    if T == 1 and start is not None and segments is None and cu is None:
+        real = 1 if padding is None else padding[:, :, None, None]
+        sums, after = mhla_step(
+            q.to(dtype), k.to(dtype) * real, with_one(v, normalise, dtype) * real, w, start, padding, C
+        )
+    else:
+        seen = None if state is None else state.tokens
+        places = place_rows(padding, segments, seen, q, C) if cu is None else place_sequences(cu, seen, T, C)
+
+        def form(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, MHLAState]:
+            return mhla_causal(q, k, with_one(v, normalise, dtype), w, places, state, C)
+
+        sums, after = recomputed(form, q, k, v, w)
+    return *divided(sums, normalise, padding, v.dtype), after
+
+
+def mhla_grid(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    m: Tensor,
+    block: Tensor,
+    *,
+    longest: int,
+    normalise: bool = True,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """MHLA both ways: o [B,T,H,Dv] in v's dtype.
+
+    `block` [B,T] int64 is each token's block, of which none has more than `longest` tokens; m [E,K,K] the weights of
+    query block and key block. Tokens whose `segments` are equal are a document, with K blocks of its own. Otherwise
+    as `mhla`.
+    """
+    return _mhla_grid(q, k, v, m, block, longest, normalise, padding, segments)[0]
+
+
+def _mhla_grid(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    m: Tensor,
+    block: Tensor,
+    longest: int,
+    normalise: bool,
+    padding: Tensor | None,
+    segments: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`mhla_grid`, and the normaliser [B,T,H] beside its result (1 without `normalise`)."""
+    check_shapes(q, k, v, m, padding, segments, None)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    places = place_groups(block, m.shape[-1], longest, padding, segments)
+
+    def form(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return mhla_both_ways(q, k, with_one(v, normalise, dtype), m.to(dtype), places, longest)
+
+    return divided(recomputed(form, q, k, v, m), normalise, padding, v.dtype)
+
+
+def check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    cu: Tensor | None,
+) -> None:
+    """Raise ValueError, with the shapes found, unless the arguments fit together."""
+    (B, T, H, D), E, M = q.shape, k.shape[2], weights.shape[-1]
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, weights {tuple(weights.shape)}"
+    if k.shape != (B, T, E, D) or v.shape[:3] != (B, T, E) or H % E:
+        raise ValueError(f"q, k, v must be [B,T,heads,dim] with equal B, T and key dim, E dividing H, found {shapes}")
+    if weights.shape != (E, M, M) or M < 2:
+        raise ValueError(f"weights must be [E,M,M] with M >= 2, found {shapes}")
+    for name, mask in (("padding", padding), ("segments", segments)):
+        if mask is not None and mask.shape != (B, T):
+            raise ValueError(f"{name} must be [B,T] = {(B, T)}, found {tuple(mask.shape)}")
+    if cu is not None and (B != 1 or padding is not None or segments is not None):
+        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
+
+
+def mhla_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    *,
+    block: Tensor | None = None,
+    block_size: int = 64,
+    normalise: bool = True,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Eq. 4 with its T x T weights, for checking: o [B,T,H,Dv] in the dtype of the inputs.
+
+    Causal with `weights` by row and distance, or with `block` [B,T] both ways with `weights` by block and block.
+    """
+    (B, T, H, _), G, M = q.shape, q.shape[2] // k.shape[2], weights.shape[-1]
+    k, v, m = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2), weights.repeat_interleave(G, 0)
+    factor = q.new_zeros(B, H, T, T)
+    for b in range(B):
+        real = [padding is None or bool(padding[b, t]) for t in range(T)]
+        document, number = [0] * T, [0] * T
+        for t in range(T):
+            if segments is not None and block is not None:
+                document[t] = int(segments[b, t])
+            elif segments is not None and t > 0:
+                document[t] = document[t - 1] + int(segments[b, t] != segments[b, t - 1])
+            number[t] = sum(real[i] and document[i] == document[t] for i in range(t)) // block_size
+        for t in range(T):
+            for i in range(T if block is not None else t + 1):
+                if real[t] and real[i] and document[t] == document[i]:
+                    if block is not None:
+                        factor[b, :, t, i] = m[:, block[b, t], block[b, i]]
+                    else:
+                        factor[b, :, t, i] = m[:, min(number[t], M - 1), min(number[t] - number[i], M - 1)]
+    attention = factor * torch.einsum("bthd,bihd->bhti", q, k)
+    if normalise:
+        attention = attention / attention.sum(-1, keepdim=True).clamp_min(GUARD)
+    return torch.einsum("bhti,bihd->bthd", attention, v)
+
+
+# ---------------------------------------------------------------- the mixer
+
+
+class MultiHeadLinearAttention(Mixer):
+    """MHLA in place of the softmax of one attention module; the new weights are those of blocks and of the features.
+
+    The weights of a query block are a softmax over key blocks times their number, so that equal ones make plain linear
+    attention. They start falling with the distance between blocks (paper section 4.2), the far ones not quite at zero.
+    """
+
+    title = "Multi-head linear attention: mixed summaries of blocks"
+    paper = "arXiv 2601.07832"
+    state_formula = (
+        "4 E F (Dv + 1) (M + 1) + 8: E key heads, F features (2 D for hedgehog, else D), value dim Dv, M blocks;"
+        " Dv without normaliser"
+    )
+    bidirectional = True
+    geometric = True
+    # The authors' language model; their vision models keep the normaliser.
+    published = {"features": "relu", "normalise": False, "norm": "head", "shared": True}
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        features: Literal["hedgehog", "elu", "relu"] = "hedgehog",
+        blocks: Annotated[int, Bounds(2, 1024)] = 32,
+        block_size: Annotated[int, Bounds(16, 256)] = 64,
+        frames: Annotated[int, Bounds(1, 64)] = 1,
+        rows: Annotated[int, Bounds(1, 64)] = 4,
+        columns: Annotated[int, Bounds(1, 64)] = 4,
+        shared: bool = False,
+        by_distance: bool = False,
+        normalise: bool = True,
+        norm: Literal["none", "head"] = "none",
+        rope: bool = True,
+        window: Annotated[int, Bounds(0, 65536)] = 0,
+    ) -> None:
+        """`features` of q and k; `blocks` M, which have weights of their own, each of `block_size` tokens where
+        attention is causal; both ways a line of tokens is cut into `blocks`, a grid into `frames` x `rows` x
+        `columns`; `shared`: one matrix of weights for all heads; `by_distance`: causal weights depend on the distance
+        alone; `normalise`: divide by the sum of weights; `norm`: RMS norm of each head's output; `rope`: keep the
+        rotary embedding on q and k; `window`: exact softmax over so many last tokens beside it.
+
+        Raises ValueError when block_size is no power of two, a grid has one block, or a window meets rope=False.
+        """
+        # Read by what Mixer makes of the window.
+        self.normalised = normalise
+        super().__init__(site, window)
+        if block_size & (block_size - 1):
+            raise ValueError(f"block_size={block_size}: must be a power of two")
+        if window and not rope:
+            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
+        self.drop_rope, self.norm, self.block_size = not rope, norm, block_size
+        self.layout = (1, 1, blocks) if site.causal or site.grid == "line" else (frames, rows, columns)
+        self.blocks = math.prod(self.layout)
+        if self.blocks < 2:
+            raise ValueError("frames=1 rows=1 columns=1: one block is plain linear attention; use la")
+        self.features = Features(features, site.heads, site.kv_heads, site.key_dim, site.scale)
+        heads = 1 if shared else site.kv_heads
+        if site.causal:
+            shape = (heads, self.blocks) if by_distance else (heads, self.blocks, self.blocks)
+        else:  # one more block for tokens without a place
+            shape = (heads, self.blocks + 1, self.blocks + 1)
+        self.block_logits = nn.Parameter(torch.empty(shape))
+        if norm != "none":
+            self.norm_weight = nn.Parameter(torch.empty(site.heads, site.value_dim))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.features.reset_parameters()
+        start = self._by_distance() if self.site.causal else self._by_place()
+        init.copy_(self.block_logits, start.to(self.block_logits).expand_as(self.block_logits))
+        if self.norm != "none":
+            init.ones_(self.norm_weight)
+
+    def _by_distance(self) -> Tensor:
+        """log(1 - distance / (row + 1)) by row and distance, [M,M], or of the last row alone, [M]."""
+        row, distance = torch.arange(self.blocks)[:, None] + 1.0, torch.arange(self.blocks)
+        start = torch.log((1.0 - distance / row).clamp_min(1e-3))
+        return start[-1] if self.block_logits.ndim == 2 else start
+
+    def _by_place(self) -> Tensor:
+        """Logarithms of weights that fall with the distance of two blocks' centres: [M+1,M+1]; every row sums to 1."""
+        axes = torch.meshgrid(*(torch.arange(float(n)) for n in self.layout), indexing="ij")
+        centres = torch.stack([axis.flatten() for axis in axes], -1)
+        distance = torch.cdist(centres, centres)
+        weights = 1.0 - distance / (distance.amax(1, keepdim=True) + 1.0)
+        M = self.blocks
+        start = torch.full((M + 1, M + 1), 1.0 / (M + 1))
+        start[:M, :M] = weights / weights.sum(1, keepdim=True) * (M / (M + 1))
+        return start.log()
+
+    def weights(self) -> Tensor:
+        """Causal weights by row and distance [E,M,M], or of block pairs [E,M+1,M+1], in fp32: their mean is 1, or 1/M
+        without the normaliser."""
+        M, logits, E = self.blocks, self.block_logits.float(), self.site.kv_heads
+        if not self.site.causal:
+            return logits.softmax(-1).expand(E, -1, -1) * (M + 1 if self.normalised else 1)
+        later = torch.ones(M, M, dtype=torch.bool, device=logits.device).triu(1)
+        logits = logits[:, None] if logits.ndim == 2 else logits
+        count = torch.arange(1, M + 1, device=logits.device)[:, None] if self.normalised else 1
+        return logits.expand(E, M, M).masked_fill(later, -torch.inf).softmax(-1) * count
+
+    def mix_with_mass(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        *,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        state: MHLAState | None,
+        causal: bool,
+        grid: Grid | None = None,
+    ) -> tuple[Tensor, Tensor, MHLAState | None]:
+        if causal and not self.site.causal:
+            raise ValueError(f"{self.site.path}: converted as attention to both sides, called as causal")
+        # Autocast would run the fp32 sums in half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, w = self.features(q, "query"), self.features(k, "key"), self.weights()
+            if causal:
+                o, g, state = _mhla(q, k, v, w, self.block_size, self.normalised, padding, segments, None, state)
+            else:
+                if self.site.causal:  # a decoder told to look both ways: what it has is weights by distance
+                    index = torch.arange(self.blocks, device=q.device)
+                    w = w[:, -1, (index[:, None] - index).abs()]
+                block, longest = self._blocks(q, padding, segments, grid)
+                o, g = _mhla_grid(q, k, v, w, block, longest, self.normalised, padding, segments)
+        if self.norm == "head":
+            y = o.float()
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * self.norm_weight.float()
+            o = y.to(o.dtype)
+        return o, g.log(), state
+
+    def mix(self, *inputs: Tensor, **call: Any) -> tuple[Tensor, Any]:
+        o, _, state = self.mix_with_mass(*inputs, **call)
+        return o, state
+
+    def _blocks(
+        self, x: Tensor, padding: Tensor | None, segments: Tensor | None, grid: Grid | None
+    ) -> tuple[Tensor, int]:
+        """The block of each token of x [B,T,..], [B,T] int64, and the most tokens that a block can have."""
+        outside = (0, 0) if grid is None else (grid.prefix, grid.suffix)
+        if grid is not None and len(grid.size) > 1:
+            block, longest = grid_layout(grid, self.layout, x.device)
+            return block.expand(x.shape[0], -1), longest
+        block = line_blocks(x, self.blocks, padding, segments, outside)
+        return block, max(-(-x.shape[1] // self.blocks), sum(outside))
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        Y = self.site.value_dim + self.normalised
+        numbers = self.site.kv_heads * self.features.size * Y * (self.blocks + 1)
+        return super().state_bytes(tokens, item) + 4 * numbers + 8
+
+    @torch.no_grad()
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+        """Scale the output norm so that each head's output has the teacher's root mean square."""
+        if self.norm != "none":
+            rms = o_teacher.float().square().mean((0, 1, 3)).sqrt()  # [H]
+            self.norm_weight.copy_(rms[:, None].expand_as(self.norm_weight))

@@ -1,0 +1,161 @@
+"""MHLA's blocks: which block a token is in, and a layout in which each block of each document is a row of its own.
+
+Letters: B batch, T time, R rows (of the batch, or sequences), N blocks of a row, C places in a block, M blocks of a
+document. Rows of queries are [C*G], the G heads of a token side by side (scan.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layout import Grid
+from .scan import into_chunks, numbered
+
+
+class Places(NamedTuple):
+    """Where tokens go: R rows of N blocks of C."""
+
+    source: Tensor | None  # [R,N*C] which of the B*T tokens stands there, B*T for none; None: as they are
+    place: Tensor | None  # [B,T] where each token stands among R*N*C, R*N*C for none
+    number: Tensor  # [R or 1,N] int64 which block of its document it is
+    document: Tensor  # [R or 1,N] int64 its document, -1 for a block that does not exist
+    last: Tensor  # [R] the document that the row ends with
+    tokens: Tensor  # [R] int64 how many tokens that document has
+    untouched: Tensor  # [R] bool no token joined the document that the state belongs to, and no other began
+
+    def rows(self, y: Tensor, C: int, heads: int, dtype: torch.dtype) -> Tensor:
+        """y [B,T,heads*G,Y] -> [R,heads,N,C*G,Y] in `dtype`, zeros where there is no token."""
+        if self.source is not None:
+            y = torch.cat([y.flatten(0, 1), y.new_zeros(1, *y.shape[2:])])[self.source]
+        return into_chunks(y, C, heads, dtype)
+
+    def tokens_of(self, y: Tensor, C: int, shape: tuple[int, int]) -> Tensor:
+        """The inverse: [R,heads,N,C*G,Y] -> [B,T,heads*G,Y], zeros for tokens without a place."""
+        y = y.unflatten(3, (C, -1)).permute(0, 2, 3, 1, 4, 5).flatten(3, 4).flatten(0, 2)
+        if self.place is None:
+            return y.unflatten(0, (shape[0], -1))[:, : shape[1]]
+        return torch.cat([y, y.new_zeros(1, *y.shape[1:])])[self.place]
+
+
+def place_rows(padding: Tensor | None, segments: Tensor | None, seen: Tensor | None, x: Tensor, C: int) -> Places:
+    """Causal blocks of the rows of x [B,T,..]; `seen` [B] tokens of their first documents came before (None: none)."""
+    B, T = x.shape[:2]
+    zero = torch.zeros(B, dtype=torch.long, device=x.device)
+    if padding is None and segments is None and seen is None:
+        number = torch.arange(-(-T // C), device=x.device)[None]
+        return Places(None, None, number, torch.zeros_like(number), zero, zero + T, zero == 1)
+    real = torch.ones(B, T, dtype=torch.bool, device=x.device) if padding is None else padding
+    document = zero[:, None].expand(B, T) if segments is None else numbered(segments)
+    before = zero if seen is None else seen
+    count = real.long().cumsum(1) - real.long()
+    changes = F.pad(document[:, 1:] != document[:, :-1], (1, 0))
+    offset = count - torch.where(changes, count, 0).cummax(1).values
+    position = offset + torch.where(document == 0, before[:, None], 0)
+    block = (real & ((offset == 0) | (position % C == 0))).long().cumsum(1) - 1
+    if segments is not None:
+        N = max(1, int(block.max()) + 1)
+    else:
+        N = -(-T // C) if seen is None else (T + C - 2) // C + 1
+    last = document[:, -1]
+    joined = (real & (document == last[:, None])).sum(1)
+    tokens = joined + torch.where(last == 0, before, 0)
+    return _scattered(real, block, position, document, N, C, B)._replace(
+        last=last, tokens=tokens, untouched=(last == 0) & (joined == 0)
+    )
+
+
+def place_sequences(cu: Tensor, seen: Tensor | None, T: int, C: int) -> Places:
+    """The same for sequences laid end to end, `cu` [S+1]: each is a row."""
+    cu = cu.long()
+    S, lengths = cu.shape[0] - 1, cu[1:] - cu[:-1]
+    before = torch.zeros_like(lengths) if seen is None else seen
+    token = torch.arange(T, device=cu.device)
+    row = torch.bucketize(token, cu[1:], right=True).clamp(max=S - 1)
+    position = token - cu[row] + before[row]
+    block = position // C - (before // C)[row]
+    N = max(1, int(block.max()) + 1) if T else 1
+    zero = torch.zeros_like(token)
+    places = _scattered(zero[None] == 0, block[None], position[None], zero[None], N, C, S, row[None])
+    return places._replace(last=torch.zeros_like(before), tokens=lengths + before, untouched=lengths == 0)
+
+
+def _scattered(
+    real: Tensor, block: Tensor, position: Tensor, document: Tensor, N: int, C: int, R: int, row: Tensor | None = None
+) -> Places:
+    """Places of real tokens [B,T], each in `block` of its row, and what those blocks are."""
+    if row is None:
+        row = torch.arange(R, device=real.device)[:, None]
+    nowhere = R * N * C
+    place = torch.where(real, (row * N + block) * C + position % C, nowhere)
+    tokens = torch.arange(real.numel(), device=real.device).view_as(real)
+    index = real.new_full((nowhere + 1,), real.numel(), dtype=torch.long).scatter(0, place.flatten(), tokens.flatten())
+    cell = torch.where(real, row * N + block, R * N).flatten()
+    number, own = (
+        real.new_full((R * N + 1,), empty, dtype=torch.long).scatter(0, cell, y.flatten())[:-1].view(R, N)
+        for empty, y in ((0, position // C), (-1, document))
+    )
+    none = tokens.new_zeros(0)
+    return Places(index[:-1].view(R, N * C), place, number, own, none, none, none)
+
+
+def line_blocks(x: Tensor, M: int, padding: Tensor | None, segments: Tensor | None, outside: tuple[int, int]) -> Tensor:
+    """The block of each token of x [B,T,..] when every document is cut into M parts as equal as can be: [B,T] int64.
+
+    `outside` tokens at each end of a row are in no part: M.
+    """
+    B, T = x.shape[:2]
+    real = torch.ones(B, T, dtype=torch.bool, device=x.device) if padding is None else padding
+    token = torch.arange(T, device=x.device)
+    inside = (token >= outside[0]) & (token < T - outside[1])
+    counted = (real & inside).long()
+    if segments is None:
+        position, length = counted.cumsum(1) - counted, counted.sum(1, keepdim=True)
+    else:
+        document, documents = _by_value(segments)
+        own = F.one_hot(document, documents) * counted[..., None]
+        position, length = (
+            (y.expand_as(own)).gather(2, document[..., None])[..., 0]
+            for y in (own.cumsum(1) - own, own.sum(1, keepdim=True))
+        )
+    return torch.where(inside, position * M // length.clamp_min(1), M)
+
+
+def _by_value(segments: Tensor) -> tuple[Tensor, int]:
+    """The documents of attention to both sides, numbered from 0, and their number: tokens of one value see each other
+    wherever they are."""
+    values, document = segments.unique(return_inverse=True)
+    return document, len(values)
+
+
+def grid_blocks(size: tuple[int, int, int], blocks: tuple[int, int, int], outside: tuple[int, int]) -> Tensor:
+    """The same for a grid of `size` (t, h, w) cut into `blocks` along each axis: [T] int64."""
+    along = [torch.arange(n) * m // n for n, m in zip(size, blocks, strict=True)]
+    block = (along[0][:, None, None] * blocks[1] + along[1][:, None]) * blocks[2] + along[2]
+    M = blocks[0] * blocks[1] * blocks[2]
+    return torch.cat([torch.full((outside[0],), M), block.flatten(), torch.full((outside[1],), M)])
+
+
+def place_groups(block: Tensor, K: int, longest: int, padding: Tensor | None, segments: Tensor | None) -> Places:
+    """The tokens of each of K blocks [B,T] side by side, none of more than `longest`; documents have their own."""
+    B, T = block.shape
+    real = torch.ones_like(block, dtype=torch.bool) if padding is None else padding
+    document, documents = (torch.zeros_like(block), 1) if segments is None else _by_value(segments)
+    N = K * documents
+    group = torch.where(real, document * K + block, N)
+    ordered, order = group.sort(dim=1, stable=True)
+    rank = torch.arange(T, device=block.device) - torch.searchsorted(ordered, ordered)
+    rank = torch.zeros_like(rank).scatter(1, order, rank)
+    return _scattered(real, group.clamp(max=N - 1), rank, document, N, longest, B)
+
+
+@functools.lru_cache(maxsize=64)
+def grid_layout(grid: Grid, blocks: tuple[int, int, int], device: torch.device) -> tuple[Tensor, int]:
+    """The block of each token of a grid of up to three axes [T], and the tokens of the largest block."""
+    t, h, w = (1,) * (3 - len(grid.size)) + tuple(grid.size)
+    block = grid_blocks((t, h, w), blocks, (grid.prefix, grid.suffix))
+    return block.to(device), int(block.bincount().max())
