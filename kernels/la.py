@@ -17,7 +17,7 @@ Letters: B batch, T time, H query heads, Hkv key heads, D key (feature) dim, Dv 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .features import Features
-from .linear import linear_attention, linear_attention_both_ways
+from .linear import each_sequence, linear_attention, linear_attention_both_ways
 from .mixer import Bounds, Mixer, Site
 from .scan import numbered
 
@@ -67,7 +67,8 @@ def la(
     """
     _check(q, k, v, padding, segments, cu_seqlens, state, causal)
     if cu_seqlens is not None:
-        return _each_sequence(q, k, v, a, b, causal, cu_seqlens, state, chunk_size)
+        run = partial(la, a=a, b=b, causal=causal, chunk_size=chunk_size)
+        return each_sequence(run, cu_seqlens, state, q=q, k=k, v=v)
     o, _, state = _la(q, k, v, a, b, causal, padding, segments, state, chunk_size)
     return o, state
 
@@ -179,28 +180,6 @@ def _count(seen: Tensor, padding: Tensor | None, segments: Tensor | None, shape:
 def _guarded(g: Tensor) -> Tensor:
     """g, or where it all but vanishes the guard with its sign, as a constant."""
     return torch.where(g.abs() < GUARD, torch.where(g < 0, -GUARD, GUARD), g)
-
-
-def _each_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | float,
-    b: Tensor | float,
-    causal: bool,
-    cu: Tensor,
-    state: LAState | None,
-    chunk_size: int,
-) -> tuple[Tensor, LAState]:
-    """`cu_seqlens` as a loop over sequences."""
-    outputs, states = [], []
-    for n, (start, end) in enumerate(pairwise(cu.tolist())):
-        own = None if state is None else LAState(*(x[n : n + 1] for x in state))
-        pieces = (y[:, start:end] for y in (q, k, v))
-        o, last = la(*pieces, a=a, b=b, causal=causal, state=own, chunk_size=chunk_size)
-        outputs.append(o)
-        states.append(last)
-    return torch.cat(outputs, 1), LAState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
 
 def la_reference(

@@ -1,12 +1,14 @@
-"""Linear attention in chunks, without decay: what mechanisms with the sums S_t = sum_{i<=t} k_i v_i^T share.
+"""Linear attention in chunks: what mechanisms with the sums S_t = sum_{i<=t} e^{c_t-c_i} k_i v_i^T share, c_t the
+sum of fixed log-decays up to t (0 where nothing decays).
 
-A chunk of C tokens, S the state that enters it, P = tril(Q K^T):
+A chunk of C tokens, S the state that enters it, b the sum of log-decays inside it, M_ti = e^{b_t-b_i} for i <= t:
 
-    O = Q S + P V                S_out = S + K^T V
+    O = e^b Q S + P V            S_out = e^{b_C} S + (e^{b_C-b} K)^T V           P = (Q K^T) . M
 
-Backwards, with dP = tril(dO V^T) and dS the gradient of the state that leaves:
+Backwards, with dP = (dO V^T) . M and dS the gradient of the state that leaves:
 
-    dQ = dO S^T + dP K           dK = V dS^T + dP^T Q         dV = K dS + P^T dO         dS_in = dS + Q^T dO
+    dQ = e^b dO S^T + dP K       dK = e^{b_C-b} V dS^T + dP^T Q
+    dV = e^{b_C-b} K dS + P^T dO                                dS_in = e^{b_C} dS + (e^b Q)^T dO
 
 States are recomputed for the backward pass, so that memory is that of q, k and v.
 
@@ -16,30 +18,56 @@ Rows of queries are [C*G], the G heads of a token side by side (scan.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .scan import SegmentMasks, from_chunks, into_chunks, scan_states, scan_states_back, segment_masks
+from .scan import SegmentMasks, from_chunks, into_chunks, scaled, scan_states, scan_states_back, segment_masks
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, S: Tensor, segments: Tensor | None, chunk_size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    S: Tensor,
+    segments: Tensor | None,
+    chunk_size: int,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """sum_{i<=t} (q_t.k_i) v_i [B,T,E*G,Dv] over each document, and the sum of k_i v_i^T of the last, [B,E,D,Dv].
+    """sum_{i<=t} e^{c_t-c_i} (q_t.k_i) v_i [B,T,E*G,Dv] over each document, and that sum of k_i v_i^T at the end of
+    the last, [B,E,D,Dv].
 
     q [B,T,E*G,D], k [B,T,E,D], v [B,T,E,Dv] with zero rows where nothing is to be added; S [B,E,D,Dv] what came
-    before, of a row's first document. Computed in S's dtype.
+    before, of a row's first document; `log_decay` [B or 1,T,E], <= 0, what c adds up, gets no gradient. Computed in
+    S's dtype.
     """
     T, E = q.shape[1], k.shape[2]
     if T == 1:
+        S = S if log_decay is None else S * log_decay[:, 0, :, None, None].to(S.dtype).exp()
         S = S + k[:, 0, :, :, None] * v[:, 0, :, None]
         return (q[:, 0].unflatten(1, (E, -1)) @ S).flatten(1, 2)[:, None], S
     C = min(chunk_size, 1 << max(T - 1, 0).bit_length())
-    o, S = LinearChunks.apply(*(into_chunks(y, C, E, S.dtype) for y in (q, k, v)), S, segments)
+    g = None if log_decay is None else into_chunks(log_decay[..., None], C, E, S.dtype)
+    o, S = LinearChunks.apply(*(into_chunks(y, C, E, S.dtype) for y in (q, k, v)), g, S, segments)
     return from_chunks(o, C, T), S
+
+
+def each_sequence(
+    run: Callable[..., tuple[Tensor, Any]], cu: Tensor, state: Any, **rows: Tensor | None
+) -> tuple[Tensor, Any]:
+    """`cu_seqlens` [S+1] as a loop: `run` for each sequence of `rows` [1,T,..], each row of `state` (a NamedTuple)."""
+    outputs, states = [], []
+    for n, (start, end) in enumerate(pairwise(cu.tolist())):
+        own = None if state is None else type(state)(*(x[n : n + 1] for x in state))
+        own_rows = {name: None if y is None else y[:, start:end] for name, y in rows.items()}
+        o, last = run(**own_rows, state=own)
+        outputs.append(o)
+        states.append(last)
+    return torch.cat(outputs, 1), type(states[0])(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
 
 def linear_attention_both_ways(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, chunk_size: int) -> Tensor:
@@ -56,57 +84,52 @@ def linear_attention_both_ways(q: Tensor, k: Tensor, v: Tensor, segments: Tensor
 
 
 class LinearChunks(torch.autograd.Function):
-    """q [B,E,N,C*G,D], k [B,E,N,C,D], v [B,E,N,C,Dv], S [B,E,D,Dv], segments [B,T] or None -> o [B,E,N,C*G,Dv], S."""
+    """q [B,E,N,C*G,D], k [B,E,N,C,D], v [B,E,N,C,Dv], g [B or 1,E,N,C,1] or None, S [B,E,D,Dv], segments [B,T] or None
+    -> o [B,E,N,C*G,Dv], S."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, S: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-        masks = None if segments is None else segment_masks(segments, k.shape[-2])
-        states = _states(k, v, S, masks)
-        o = _scores(q, k, masks) @ v + _reading(q, masks) @ states[:, :, :-1]
-        ctx.save_for_backward(q, k, v, S, segments)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor, segments: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        flow = _flow(k, g, segments)
+        states = scan_states(flow.keeps, (k * flow.writes).mT @ v, S)
+        o = _scores(q, k, flow) @ v + scaled(q, flow.reads) @ states[:, :, :-1]
+        ctx.save_for_backward(q, k, v, g, S, segments)
         return o, states[:, :, -1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, S, segments = ctx.saved_tensors
-        masks = None if segments is None else segment_masks(segments, k.shape[-2])
-        states = _states(k, v, S, masks)[:, :, :-1]
-        keeps = _keeps(k, masks)
-        reading = _reading(q, masks)
-        dstates = scan_states_back(keeps, reading.mT @ do, dS)
+        q, k, v, g, S, segments = ctx.saved_tensors
+        flow = _flow(k, g, segments)
+        states = scan_states(flow.keeps, (k * flow.writes).mT @ v, S)[:, :, :-1]
+        dstates = scan_states_back(flow.keeps, scaled(q, flow.reads).mT @ do, dS)
         later = dstates[:, :, 1:]
-        dP = _scores(do, v, masks)
-        dq = dP @ k + _reading(do @ states.mT, masks)
-        dk = dP.mT @ q + _writing(v @ later.mT, masks)
-        dv = _scores(q, k, masks).mT @ do + _writing(k @ later, masks)
-        return dq, dk, dv, dstates[:, :, 0], None
+        dP = _scores(do, v, flow)
+        dq = dP @ k + scaled(do @ states.mT, flow.reads)
+        dk = dP.mT @ q + v @ later.mT * flow.writes
+        dv = _scores(q, k, flow).mT @ do + k @ later * flow.writes
+        return dq, dk, dv, None, dstates[:, :, 0], None
 
 
-def _states(k: Tensor, v: Tensor, S: Tensor, masks: SegmentMasks | None) -> Tensor:
-    """The state that enters each chunk, and the last: [B,E,N+1,D,Dv]."""
-    added = _writing(k, masks).mT @ v
-    return scan_states(_keeps(k, masks), added, S)
-
-
-def _keeps(k: Tensor, masks: SegmentMasks | None) -> Tensor:
-    """1 where the state that enters a chunk also leaves it: [B or 1,1,N,1]."""
-    return k.new_ones(1, 1, k.shape[2], 1) if masks is None else masks.keeps.to(k.dtype)
-
-
-def _scores(q: Tensor, k: Tensor, masks: SegmentMasks | None) -> Tensor:
-    """q_t.k_i for i <= t of one document, else 0: [B,E,N,C*G,C]."""
+def _flow(k: Tensor, g: Tensor | None, segments: Tensor | None) -> SegmentMasks:
+    """What of every row comes through, in k's dtype: decays, and 0 between documents."""
     C = k.shape[-2]
-    allowed = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-    allowed = allowed if masks is None else allowed & masks.pairs
-    return (q @ k.mT) * allowed.repeat_interleave(q.shape[-2] // C, -2)
+    allowed = torch.ones(C, C, dtype=torch.bool, device=k.device).tril()
+    if g is None:
+        one = k.new_ones(1, 1, k.shape[2], C, 1)
+        reads, writes, keeps, pairs = one, one, one[..., 0, :], allowed.to(k.dtype)
+    else:
+        b = g.cumsum(-2)
+        pairs = (b - b.mT).masked_fill(~allowed, -torch.inf).exp()
+        reads, writes, keeps = b.exp(), (b[..., -1:, :] - b).exp(), b[..., -1, :].exp()
+    if segments is None:
+        return SegmentMasks(reads, writes, keeps, pairs)
+    return SegmentMasks(
+        *(x * y for x, y in zip((reads, writes, keeps, pairs), segment_masks(segments, C), strict=True))
+    )
 
 
-def _reading(y: Tensor, masks: SegmentMasks | None) -> Tensor:
-    """Rows of y [B,E,N,C*G,Y] whose token belongs to the document that entered the chunk, the others 0."""
-    return y if masks is None else y * masks.reads.repeat_interleave(y.shape[-2] // masks.reads.shape[-2], -2)
-
-
-def _writing(y: Tensor, masks: SegmentMasks | None) -> Tensor:
-    """Rows of y [B,E,N,C,Y] whose token belongs to the document that leaves the chunk, the others 0."""
-    return y if masks is None else y * masks.writes
+def _scores(q: Tensor, k: Tensor, flow: SegmentMasks) -> Tensor:
+    """q_t.k_i as far as i comes through to t: [B,E,N,C*G,C]."""
+    return (q @ k.mT) * flow.pairs.repeat_interleave(q.shape[-2] // k.shape[-2], -2)
