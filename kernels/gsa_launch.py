@@ -1,5 +1,6 @@
-"""GSA on the GPU, host side: chunks, scratch and launches. Each function takes the arguments of its operator in
-gsa_ops.py, in that order.
+"""GSA on the GPU, host side: scratch and launches.
+
+`forward`, `backward` and `step` take the arguments of their operators in gsa_ops.py, in that order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from .gsa_config import configure, obstacle
 from .gsa_triton import output_kernel, scan_kernel, states_kernel, step_kernel
 from .gsa_triton_bwd import key_kernel, logits_kernel, query_kernel, writes_kernel
-from .launch import dense, interpreted, lay_out, strides
+from .launch import dense, entry, interpreted, launch, lay_out, scratch, strides
 from .tiles import triton
 
 
@@ -46,64 +47,51 @@ class Call(NamedTuple):
 
 
 class Problem:
-    """One call, made dense, and what every launch derives from it."""
+    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, number: int, call: Call) -> None:
         self.q, self.k, self.v = (dense(x) for x in call[:3])
         self.g, self.scale, self.segments = call.g.contiguous(), call.scale, call.segments
         self.start = [None if x is None else x.float().contiguous() for x in (call.K0, call.V0)]
         (self.B, self.T, self.H, self.D), self.DV, (self.E, self.M) = call.q.shape, call.v.shape[-1], call.g.shape[2:]
-        self.config = c = configure(call.q, call.v, call.g)
-        self.layout = lay_out(call.q, call.cu, c.chunk)
+        self.number, self.config = number, configure(call.q, call.v, call.g)
+        self.layout = lay_out(call.q, call.cu, self.config.chunk)
         self.grid = self.layout.chunks, self.B * self.E
-        self.options = {"num_warps": c.warps, "num_stages": 1}
+        # What chunk kernels take after their tensors and strides.
+        self.counts = self.T, self.layout.chunks, self.H, self.E, self.E // self.k.shape[2]
         # Query heads whose rows share one tile, where they come in that number.
-        self.stack = c.stack if self.H // self.E % c.stack == 0 else 1
+        self.stack = self.config.stack if self.H // self.E % self.config.stack == 0 else 1
+        self.constants = self._constants()
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, device=self.q.device, dtype=dtype)
-
-    def memory_pair(self, count: int) -> tuple[Tensor, Tensor]:
-        """Room for key and value memories: [count,E,M,D] and [count,E,M,Dv] in fp32."""
-        return self.new(count, self.E, self.M, self.D), self.new(count, self.E, self.M, self.DV)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Keyword arguments that all chunk kernels take."""
+    def _constants(self) -> dict[str, Any]:
         c = self.config
         return {
-            "T": self.T,
-            "N": self.layout.chunks,
-            "E": self.E,
             "M": self.M,
             "D": self.D,
             "DV": self.DV,
             "C": c.chunk,
+            "LEVELS": c.chunk.bit_length() - 1,
             "BM": c.block_m,
             "BD": c.block_d,
             "BDV": c.block_dv,
             "VARLEN": self.layout.per_chunk is not None,
             "SEGMENTS": self.segments is not None,
+            "RANGE": c.range,
+            "STACK": self.stack,
+            "HOLD": c.hold,
             "PREC": c.precision,
         }
 
-    @property
-    def reading(self) -> dict[str, Any]:
-        """What the kernels that work inside a chunk take on top."""
-        c = self.config
-        return {
-            "H": self.H,
-            "SHARE": self.E // self.k.shape[2],
-            "LEVELS": c.chunk.bit_length() - 1,
-            "RANGE": c.range,
-            **self.sizes,
-        }
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 0, **changed: Any) -> None:
+        launch(kernel, grid, *arguments, call=self.number, num_warps=warps or self.config.warps,
+               **(self.constants | changed if changed else self.constants))  # fmt: skip
 
-    @property
-    def stacked(self) -> dict[str, Any]:
-        """What those that take several query heads at a time take on top of that."""
-        warps = self.config.warps * self.stack
-        return {"STACK": self.stack, "HOLD": self.config.hold, "num_warps": warps, "num_stages": 1, **self.reading}
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return scratch(self.q, *shape, dtype=dtype)
+
+    def memory_pair(self, count: int) -> tuple[Tensor, Tensor]:
+        """Room for key and value memories: [count,E,M,D] and [count,E,M,Dv] in fp32."""
+        return self.new(count, self.E, self.M, self.D), self.new(count, self.E, self.M, self.DV)
 
 
 class Memories(NamedTuple):
@@ -125,61 +113,58 @@ def scan(
     reverse: bool,
 ) -> None:
     """Run `scan_kernel` over K and V in place, from `start` and, where wanted, into `last`."""
-    (E, M, D), DV = K.shape[1:], V.shape[-1]
     # One warp holds BX whole columns, four to a thread: little to exchange. Long rows keep more chunks in flight.
     BX, BN = min(128, x.config.block_d, x.config.block_dv), 2
     while BN < 16 and x.layout.chunks > 32 * BN:
         BN *= 2
-    scan_kernel[(M * -(-max(D, DV) // BX), x.layout.rows * E, 2)](
-        K, V, decay, *start, *last, x.layout.per_row, N=x.layout.chunks, E=E, M=M, D=D, DV=DV, BN=BN, BX=BX,
-        REVERSE=reverse, VARLEN=x.layout.per_row is not None, START=start[0] is not None, LAST=last[0] is not None,
-        num_warps=1,
+    x.launch(
+        scan_kernel, (x.M * -(-max(x.D, x.DV) // BX), x.layout.rows * x.E, 2),
+        K, V, decay, *start, *last, x.layout.per_row, x.layout.chunks, x.E, warps=1, BN=BN, BX=BX, REVERSE=reverse,
+        START=start[0] is not None, LAST=last[0] is not None,
     )  # fmt: skip
 
 
 def memories(x: Problem, last: list[Tensor | None]) -> Memories:
     """What enters every chunk; the memories after the last token go to `last`."""
     out = Memories(x.new(x.B, x.T, x.E, x.M), x.new(x.layout.slots, x.E, x.M), *x.memory_pair(x.layout.slots))
-    states_kernel[x.grid](
-        x.k, x.v, x.g, x.segments, x.layout.per_chunk, *out, *strides(x.k, x.v), SHARE=x.E // x.k.shape[2],
-        **x.sizes, **x.options,
-    )  # fmt: skip
+    x.launch(states_kernel, x.grid, x.k, x.v, x.g, x.segments, x.layout.per_chunk, *out, *strides(x.k, x.v), *x.counts)
     scan(x, out.decay, out.K, out.V, x.start, last, reverse=False)
     return out
 
 
-def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """o [B,T,H,Dv] and the memories after the last token, [rows,E,M,D] and [rows,E,M,Dv] in fp32."""
-    x = Problem(Call(*inputs))
+    x = Problem(number, Call(*inputs))
     o, (K1, V1) = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.memory_pair(x.layout.rows)
     m = memories(x, [K1, V1])
-    output_kernel[x.grid](
-        x.q, x.k, x.v, x.g, x.segments, x.layout.per_chunk, m.b, m.K, m.V, o, x.scale, *strides(x.q, x.k, x.v),
-        **x.stacked,
+    x.launch(
+        output_kernel, x.grid, x.q, x.k, x.v, x.g, x.segments, x.layout.per_chunk, m.b, m.K, m.V, o, x.scale,
+        *strides(x.q, x.k, x.v), *x.counts, warps=x.config.warps * x.stack,
     )  # fmt: skip
     return o, K1, V1
 
 
-def backward(do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g and of the entering memories (empty tensors where none entered)."""
-    call = Call(*inputs)
-    x, do = Problem(call), dense(do)
-    m = memories(x, [None, None])
+    call, do = Call(*inputs), dense(do)
+    x = Problem(number, call)
+    m, side_by_side = memories(x, [None, None]), x.config.warps * x.stack
 
     p, dl, db = x.new(x.B, x.T, x.H, x.M), x.new(x.B, x.T, x.H, x.M), x.new(x.B, x.T, x.E, x.M)
-    logits_kernel[x.grid](
-        x.q, x.k, x.v, x.g, do, x.segments, x.layout.per_chunk, m.b, m.K, m.V, p, dl, db, x.scale,
-        *strides(x.q, x.k, x.v, do), **x.stacked,
+    x.launch(
+        logits_kernel, x.grid, x.q, x.k, x.v, x.g, do, x.segments, x.layout.per_chunk, m.b, m.K, m.V, p, dl, db,
+        x.scale, *strides(x.q, x.k, x.v, do), *x.counts, warps=side_by_side,
     )  # fmt: skip
     dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
-    query_kernel[x.grid](
-        x.k, x.g, x.segments, x.layout.per_chunk, m.b, m.K, dl, dq, *strides(x.k), **x.stacked,
+    x.launch(
+        query_kernel, x.grid, x.k, x.g, x.segments, x.layout.per_chunk, m.b, m.K, dl, dq, *strides(x.k), *x.counts,
+        warps=side_by_side,
     )  # fmt: skip
 
     dK, dV = torch.empty_like(m.K), torch.empty_like(m.V)
-    writes_kernel[*x.grid, 2](
-        x.q, do, x.segments, x.layout.per_chunk, m.b, p, dl, dK, dV, *strides(x.q, do), H=x.H, RANGE=x.config.range,
-        **x.sizes, **x.options,
+    x.launch(
+        writes_kernel, (*x.grid, 2), x.q, do, x.segments, x.layout.per_chunk, m.b, p, dl, dK, dV, *strides(x.q, do),
+        *x.counts,
     )  # fmt: skip
     first: list[Tensor | None] = [*x.memory_pair(x.layout.rows)] if call.K0 is not None else [None, None]
     scan(x, m.decay, dK, dV, _both(x, dK1, dV1), first, reverse=True)
@@ -191,11 +176,10 @@ def backward(do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *inputs: Any) -
     # Each program reads its part of db before it writes dg there.
     dg = db if x.g.dtype == torch.float32 else x.new(x.B, x.T, x.E, x.M, dtype=x.g.dtype)
     for sent, y, w, S, dS, dy, out in ((do, x.v, p, m.V, dV, dv, db), (x.q, x.k, dl, m.K, dK, dk, dg)):
-        sizes = x.reading | {"D": y.shape[-1], "BD": x.config.block_dv if y is x.v else x.config.block_d}
-        del sizes["DV"], sizes["BDV"]
-        key_kernel[x.grid](
-            sent, y, x.g, w, x.segments, x.layout.per_chunk, m.b, S, dS, db, dy, out, *strides(sent, y), **sizes,
-            num_warps=x.config.key_warps, num_stages=x.config.key_stages,
+        x.launch(
+            key_kernel, x.grid, sent, y, x.g, w, x.segments, x.layout.per_chunk, m.b, S, dS, db, dy, out,
+            *strides(sent, y), *x.counts, warps=x.config.key_warps, num_stages=x.config.key_stages, D=y.shape[-1],
+            BD=x.config.block_dv if y is x.v else x.config.block_d,
         )  # fmt: skip
     if shared:
         dk, dv = (y.unflatten(2, (x.k.shape[2], -1)).sum(3).to(x.k.dtype) for y in (dk, dv))
@@ -210,18 +194,26 @@ def _both(x: Problem, *gradients: Tensor | None) -> list[Tensor | None]:
     return [room.zero_() if dS is None else dS.float().contiguous() for dS, room in zip(gradients, rooms, strict=True)]
 
 
-def step(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One token in one launch: o [B,1,H,Dv] and the new state."""
     q, k, v, g, scale, padding, K, V, seen = inputs
     (B, _, H, D), DV, (E, M) = q.shape, v.shape[-1], g.shape[2:]
     q, k, v, g, K, V = dense(q), dense(k), dense(v), g.contiguous(), K.contiguous(), V.contiguous()
     o, K1, V1, seen1 = q.new_empty(B, 1, H, DV), torch.empty_like(K), torch.empty_like(V), torch.empty_like(seen)
     c = configure(q, v, g)
-    step_kernel[(E, B)](
-        q, k, v, g, padding, K, V, seen, o, K1, V1, seen1, scale, q.stride(0), q.stride(2), k.stride(0), k.stride(2),
-        v.stride(0), v.stride(2), g.stride(0), 0 if padding is None else padding.stride(0), H, E, E // k.shape[2],
-        M=M, D=D, DV=DV, BM=c.block_m, BX=c.step_columns, BG=max(16, 1 << (H // E - 1).bit_length()),
-        PADDED=padding is not None, PREC=c.precision,
-        num_warps=c.step_warps, num_stages=1,
+    launch(
+        step_kernel, (E, B), q, k, v, g, padding, K, V, seen, o, K1, V1, seen1, scale, q.stride(0), q.stride(2),
+        k.stride(0), k.stride(2), v.stride(0), v.stride(2), g.stride(0), 0 if padding is None else padding.stride(0),
+        H, E, E // k.shape[2], call=number, num_warps=c.step_warps, M=M, D=D, DV=DV, BM=c.block_m, BX=c.step_columns,
+        BG=max(16, 1 << (H // E - 1).bit_length()), PADDED=padding is not None, PREC=c.precision,
     )  # fmt: skip
     return o, K1, V1, seen1
+
+
+def _rehearse(number: int, *inputs: Any) -> None:
+    """The backward of a call, before its gradients are there."""
+    q, _, v, *_ = inputs
+    _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, None, *inputs)
+
+
+forward, backward, step = entry(_forward, _rehearse), entry(_backward), entry(_step)

@@ -32,8 +32,8 @@ from .tiles import as_operand, dot_given_left, dot_given_right, jit, load_rows, 
 
 @jit
 def states_kernel(p_k, p_v, p_g, p_seg, p_chunks, p_b, p_decay, p_K, p_V, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
-                  T: int, N: int, E, SHARE, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-                  BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, VARLEN: tl.constexpr,
+                  T: int, N: int, H, E, SHARE, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+                  C: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, VARLEN: tl.constexpr,
                   SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """b, e^{b_C}, and what the chunk writes into both memories (to the slot after its own). Grid (N, B*E)."""
     i_b, i_t, i_e, size, slot, gate = locate(p_chunks, T, N, E, M, C, VARLEN)

@@ -164,7 +164,7 @@ def query_chunk(p_k, s_kt, p_g, p_seg, row, p_b, p_K, p_dl, p_dq, b_mid, i_t, si
 
 @jit
 def writes_kernel(p_q, p_do, p_seg, p_chunks, p_b, p_p, p_dl, p_dK, p_dV,
-                  s_qb, s_qt, s_qh, s_ob, s_ot, s_oh, T: int, N: int, H, E,
+                  s_qb, s_qt, s_qh, s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE,
                   M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
                   BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, VARLEN: tl.constexpr,
                   SEGMENTS: tl.constexpr, RANGE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip

@@ -1,19 +1,149 @@
-"""What the host side of every mechanism's kernels shares: chunks, strides, and the namespace of operators."""
+"""What the host side of every mechanism's kernels shares: launches, scratch, chunks, and the namespace of operators.
+
+An operator on the GPU reads like this, where the inputs alone decide all that is launched:
+
+    def run_forward(call, *inputs):
+        x = scratch(inputs[0], 4, 64)
+        launch(kernel, grid, *arguments, call=call, num_warps=4, **constants)
+
+    forward = entry(run_forward)
+
+`entry` numbers its inputs by what compiled kernels depend on. When such inputs come again, a launch finds its kernel by
+that number, without what triton otherwise does to find it: most of a launch's time on the CPU. At first use all kernels
+of the operator compile at once, in threads.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+import itertools
+import os
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .tiles import load_rows
+from .tiles import load_rows, triton
+
+# Calls and launches that were seen; past this number all are forgotten, so that lengths that never repeat cost little.
+REMEMBERED = 4096
+
+_calls: dict[Hashable, int] = {}
+_numbers = itertools.count()
+_launches: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+_kinds: set[Hashable] = set()
+# Launches that `_compile_ahead` collects instead of making them.
+_collected: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("collected", default=None)
 
 
 def interpreted() -> bool:
     """Whether triton runs its kernels on the CPU (TRITON_INTERPRET=1, for tests)."""
     return type(load_rows).__name__ == "InterpretedFunction"
+
+
+# ---------------------------------------------------------------- launches
+
+
+def entry(run: Callable[..., Any], *later: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation of an operator on its inputs' device: run(call, *inputs), with `call` for its launches.
+
+    At the first inputs of their dtypes, heads and dims the kernels of `run` are compiled in threads, and those of
+    `later`, called like it, where an input wants a gradient.
+    """
+
+    def enter(*inputs: Any) -> Any:
+        identity = (run, *[_identity(x) for x in inputs])
+        with torch.cuda.device_of(inputs[0]):
+            call = _calls.get(identity)
+            if call is None:
+                call = _number(identity)
+                if _first_of_kind(run, inputs):
+                    wanted = (run, *later) if any(isinstance(x, Tensor) and x.requires_grad for x in inputs) else (run,)
+                    _compile_ahead(*(partial(one, call, *inputs) for one in wanted))
+            return run(call, *inputs)
+
+    return enter
+
+
+def _identity(x: Any) -> Hashable:
+    """What kernels are compiled and arguments computed by; of a float only that it is one."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, x.requires_grad
+    return float if isinstance(x, float) else x
+
+
+def _number(identity: Hashable) -> int:
+    if len(_calls) > REMEMBERED or len(_launches) > REMEMBERED:
+        _calls.clear()
+        _launches.clear()
+    return _calls.setdefault(identity, next(_numbers))
+
+
+def _first_of_kind(run: Any, inputs: Sequence[Any]) -> bool:
+    kind = run, *((x.shape[2:], x.dtype, x.requires_grad) if isinstance(x, Tensor) else x is None for x in inputs)
+    new = kind not in _kinds and not interpreted()
+    _kinds.add(kind)
+    return new
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    call: int,
+    num_warps: int,
+    num_stages: int = 1,
+    **constants: Any,
+) -> None:
+    """kernel[grid](*arguments, **constants), fast when the same `call` (see `entry`) comes again.
+
+    `arguments` are those of the kernel that are not constexpr, in order. Its constexpr ones come last in its signature;
+    `constants` may hold more than those.
+    """
+    key = call, id(kernel), *[x.dtype if isinstance(x, Tensor) else None for x in arguments], *constants.values()
+    if known := _launches.get(key):
+        compiled, values = known
+        compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+        return
+    names = kernel.arg_names[len(arguments) :]
+    keywords = {name: constants[name] for name in names} | {"num_warps": num_warps, "num_stages": num_stages}
+    if (collected := _collected.get()) is not None:
+        collected[key] = partial(_compile, kernel, grid, arguments, keywords, torch.cuda.current_device())
+        return
+    compiled = kernel[grid](*arguments, **keywords)
+    if compiled is not None:  # the interpreter compiles nothing
+        _launches[key] = compiled, tuple(constants[name] for name in names)
+
+
+def scratch(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialised memory on the device of `like`; no memory where launches are only collected."""
+    return torch.empty(shape, device="meta" if _collected.get() is not None else like.device, dtype=dtype)
+
+
+def _compile_ahead(*runs: Callable[[], Any]) -> None:
+    """Compile and load in threads what `runs` would launch: seconds for each. Nothing is launched or allocated."""
+    collected: dict[Hashable, Callable[[], None]] = {}
+    token = _collected.set(collected)
+    try:
+        for run in runs:
+            run()
+    finally:
+        _collected.reset(token)
+    triton.runtime.driver.active.get_current_target()  # what triton compiles for itself, once
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda compile_one: compile_one(), collected.values()))
+
+
+def _compile(kernel: Any, grid: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], device: int) -> None:
+    torch.cuda.set_device(device)
+    kernel.warmup(*arguments, grid=grid, **keywords).run  # noqa: B018  (loads it, and compiles triton's launcher)
+
+
+# ---------------------------------------------------------------- chunks
 
 
 class Layout(NamedTuple):
