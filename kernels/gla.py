@@ -180,12 +180,12 @@ class GatedLinearAttention(Mixer):
             raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.damping, self.gate_std, self.half_lives = damping, gate_std, (half_life_min, half_life_max)
         self.chunk_size, self.drop_rope = chunk_size, not rope
-        self.gate_count = site.heads if state_heads == "query" else site.kv_heads
+        self.state_count = site.heads if state_heads == "query" else site.kv_heads
         shape = (site.heads, site.kv_heads, site.key_dim, site.scale)
         self.features = None if feature_map == "identity" else Features(feature_map, *shape)
         self.key_dim = site.key_dim if self.features is None else self.features.size
         self.narrow = nn.Linear(site.hidden, gate_rank, bias=False)
-        self.forget = nn.Linear(gate_rank, self.gate_count * self.key_dim)
+        self.forget = nn.Linear(gate_rank, self.state_count * self.key_dim)
         self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
 
     @torch.no_grad()
@@ -207,11 +207,11 @@ class GatedLinearAttention(Mixer):
             half_life = torch.logspace(shortest, longest, pairs, dtype=torch.float64).repeat(2)[: self.site.key_dim]
             log_sigmoid = -math.log(2.0) * self.damping / half_life
             bias = log_sigmoid - torch.log(-torch.expm1(log_sigmoid))
-        return bias.repeat(self.gate_count * self.key_dim // self.site.key_dim)
+        return bias.repeat(self.state_count * self.key_dim // self.site.key_dim)
 
     def gates(self, x: Tensor) -> Tensor:
         """Log-decays g = log sigmoid(W_2 W_1 x + bias) / damping, [B,T,E,F] fp32, <= 0."""
-        f = self.forget(self.narrow(x)).float().unflatten(-1, (self.gate_count, self.key_dim))
+        f = self.forget(self.narrow(x)).float().unflatten(-1, (self.state_count, self.key_dim))
         return F.logsigmoid(f) / self.damping
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **layout: Any) -> tuple[Tensor, GLAState]:
@@ -253,7 +253,7 @@ class GatedLinearAttention(Mixer):
         return o if self.norm is None else self.norm(o, read_gate), state
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
-        own = 4 * self.gate_count * self.key_dim * self.site.value_dim
+        own = 4 * self.state_count * self.key_dim * self.site.value_dim
         return super().state_bytes(tokens, item) + own
 
     @torch.no_grad()

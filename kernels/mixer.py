@@ -85,6 +85,8 @@ class Mixer(nn.Module):
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
+    # Mechanisms that its option `base` names: with **options in its signature, theirs become its own.
+    bases: ClassVar[dict[str, type[Mixer]]] = {}
     # Set by the seam: its attention function, the config that names the implementation, and the names of the
     # positional arguments of the attention module.
     seam: Any
@@ -194,8 +196,11 @@ def own_mixer(module: Any) -> type[Mixer]:
     return found[0]
 
 
-def option_types(mixer: type[Mixer]) -> dict[str, tuple[Any, Bounds | None, Any]]:
-    """Options of a mechanism, in order: name -> (type, bounds or None, default)."""
+def option_types(mixer: type[Mixer], base: str | None = None) -> dict[str, tuple[Any, Bounds | None, Any]]:
+    """Options of a mechanism, in order: name -> (type, bounds or None, default).
+
+    Where it has bases, those of `base` (None: the default one) follow, except what it has an option for itself.
+    """
     hints = typing.get_type_hints(mixer.__init__, include_extras=True)
     options = {}
     for name, parameter in inspect.signature(mixer.__init__).parameters.items():
@@ -205,7 +210,19 @@ def option_types(mixer: type[Mixer]) -> dict[str, tuple[Any, Bounds | None, Any]
         if typing.get_origin(kind) is typing.Annotated:
             kind, bounds = typing.get_args(kind)
         options[name] = (kind, bounds, parameter.default)
+    if mixer.bases:
+        others = option_types(mixer.bases[base or options["base"][2]])
+        options |= {name: described for name, described in others.items() if name not in options}
     return options
+
+
+def published_options(mixer: type[Mixer], base: str | None = None) -> dict[str, Any]:
+    """Options under which a mechanism, over `base` where it has bases, behaves as published."""
+    if not mixer.bases:
+        return mixer.published
+    known = option_types(mixer, base)
+    own = mixer.bases[base or known["base"][2]].published
+    return {name: value for name, value in own.items() if name in known} | mixer.published
 
 
 def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | int, shape: tuple[int, int]) -> Tensor:

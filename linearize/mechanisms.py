@@ -46,23 +46,32 @@ def resolve_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
     Values may be strings, as from `--set slots=64`. Raises LinearizeError (exit 2) naming the option and its range.
     """
-    from linearize_kernels.mixer import option_types
+    from linearize_kernels.mixer import option_types, published_options
 
-    mixer = load_mechanism(name)
-    kinds = option_types(mixer)
+    mixer, base = load_mechanism(name), None
+    kinds, given = option_types(mixer), dict(given)
+    if mixer.bases and "base" in given:
+        base = _parse("base", given["base"], *kinds["base"][:2])
+        kinds = option_types(mixer, base)
     options = {option: default for option, (_, _, default) in kinds.items()}
-    given = dict(given)
     if _parse("faithful", given.pop("faithful", False), bool, None):
-        options |= mixer.published
+        options |= published_options(mixer, base)
     for option, value in given.items():
         if option not in kinds:
-            known = [*kinds, "faithful"]
-            raise LinearizeError(
-                f"{option}: {name} has no such option.{did_you_mean(option, known)} Known: {', '.join(known)}"
-            )
+            raise LinearizeError(_unknown(option, name, mixer, [*kinds, "faithful"], base))
         kind, bounds, _ = kinds[option]
         options[option] = _parse(option, value, kind, bounds)
     return options
+
+
+def _unknown(option: str, name: str, mixer: Any, known: list[str], base: str | None) -> str:
+    """That a mechanism, over its base, has no such option, and which base has it."""
+    from linearize_kernels.mixer import option_types
+
+    owners = [f"base={other}" for other in mixer.bases if option in option_types(mixer, other)]
+    over = f" over {base or option_types(mixer)['base'][2]}" if mixer.bases else ""
+    hint = f" It belongs to {' and '.join(owners)}." if owners else did_you_mean(option, known)
+    return f"{option}: {name}{over} has no such option.{hint} Known: {', '.join(known)}"
 
 
 def _parse(option: str, value: Any, kind: Any, bounds: Any) -> Any:
@@ -165,15 +174,16 @@ def describe(name: str) -> dict[str, Any]:
 
 def _options(mixer: Any) -> Iterator[dict[str, Any]]:
     """An option: its type, default, published value where that differs, and its range or choices."""
-    from linearize_kernels.mixer import option_types
+    from linearize_kernels.mixer import option_types, published_options
 
+    published = published_options(mixer)
     for option, (kind, bounds, default) in option_types(mixer).items():
         choices = typing.get_args(kind)
         yield {
             "name": option,
             "type": "choice" if choices else kind.__name__,
             "default": default,
-            "published": mixer.published.get(option, default),
+            "published": published.get(option, default),
             **({"choices": list(choices)} if choices else {}),
             **({"low": bounds.low, "high": bounds.high} if bounds else {}),
         }
