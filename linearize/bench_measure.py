@@ -47,16 +47,16 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def timed(run: Callable[[], Any], share: float = 1.0) -> dict[str, float]:
-    """Median and middle half of the run's time in ms, over `share` of SECONDS. On a GPU runs are queued without
-    waiting, as a training loop does, between events."""
-    for _ in range(3):
+def timed(run: Callable[[], Any], share: float = 1.0, warm: int = 3, least: int = 9) -> dict[str, float]:
+    """Median and middle half of the run's time in ms, over `share` of SECONDS and at least `least` runs after `warm`
+    others. On a GPU runs are queued without waiting, as a training loop does, between events."""
+    for _ in range(warm):
         run()
     wait()
     begun = time.perf_counter()
     run()
     wait()
-    count = max(9, min(200, round(share * SECONDS / (time.perf_counter() - begun))))
+    count = max(least, min(200, round(share * SECONDS / (time.perf_counter() - begun))))
     times = sorted(_on_gpu(run, count) if here() == "cuda" else _on_cpu(run, count))
     return {"ms": times[count // 2], "low": times[count // 4], "high": times[3 * count // 4]}
 

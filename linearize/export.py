@@ -72,11 +72,15 @@ def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
 
 
 def meta_model(
-    folder: Path | None, planned: tuple[Plan, Source, Natives] | None, dtype: Any, trust_remote_code: bool
+    folder: Path | None,
+    planned: tuple[Plan, Source, Natives] | None,
+    dtype: Any,
+    trust_remote_code: bool,
+    device: str = "meta",
 ) -> Any:
     """The linearized model without memory behind its weights: of a conversion that is planned, or of a folder.
 
-    `dtype` None is the one that the weights are stored in.
+    `dtype` None is the one that the weights are stored in. On another `device` its weights are random.
     """
     with tempfile.TemporaryDirectory() as scratch:
         if planned is not None:
@@ -88,7 +92,7 @@ def meta_model(
         else:
             assert folder is not None
             plan = check_code(folder, trust_remote_code)
-        with quiet(), torch.device("meta"):
+        with quiet(), torch.device(device):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             dtype = dtype or getattr(torch, plan.dtype)
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=True)

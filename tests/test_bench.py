@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import Command
+from models import Zoo
 
-from linearize import bench, bench_measure, bench_report
+from linearize import bench, bench_measure, bench_model, bench_report
 from linearize.bench_case import case_names, load_case
 from linearize.errors import Exit
 
@@ -88,3 +89,50 @@ def test_what_fails_leaves_the_rest_of_the_table(linearize: Command, monkeypatch
     code, out, err = linearize("bench", "kernels", "--mechanism", "la", "--tokens", 8)
     assert code == Exit.CHECK_FAILED
     assert "la B1 T8" in err
+
+
+# ---------------------------------------------------------------- model
+
+
+def test_a_model_is_measured_beside_its_original(linearize: Command, zoo: Zoo) -> None:
+    source = zoo.folders("llama")[0]
+    sizes = ("--train", "8", "--contexts", "6,12", "--batches", "1,2")
+    code, out, err = linearize("bench", "model", source, "--to", "la", "--set", "slope=0.5", *sizes, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["model"]["mechanism"], result["model"]["options"]["slope"]) == ("la", 0.5)
+    assert all("failed" not in one for table in ("train", "prefill", "decode") for one in result[table])
+    assert [(one["tokens"], one["checkpointing"]) for one in result["train"]] == [
+        (8, on) for on in (False, False, True, True)
+    ]
+    cache = {(one["name"], one["context"], one["batch"]): one["cache_mib"] for one in result["decode"]}
+    grows = cache["softmax, SDPA", 12, 1] / cache["softmax, SDPA", 6, 1]
+    assert grows == pytest.approx(2)
+    assert cache["la", 12, 1] == cache["la", 6, 1] == cache["la", 6, 2] / 2
+
+
+def test_a_shape_is_measured(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"hidden_size": 32, "head_dim": 8, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 64}
+    tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(bench_model.SHAPES, "tiny", bench_model.SHAPES["1b"] | tiny)
+    sizes = ("--train", "", "--contexts", "8", "--batches", "1")
+    code, out, err = linearize("bench", "model", "--shape", "tiny", *sizes)
+    assert code == 0, err
+    assert "tiny: LlamaForCausalLM, 0.00 B random parameters in bfloat16; 2 layers to gsa (slots=64" in out
+    assert len([line for line in out.splitlines() if line.startswith(("| softmax, SDPA | 8", "| gsa | 8"))]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "either a model or --shape"),
+        (("somewhere", "--shape", "1b"), "either a model or --shape"),
+        (("--shape", "1bb"), "Did you mean '1b'?"),
+        (("--shape", "1b", "--contexts", "2k"), "--contexts 2k: give whole numbers"),
+        (("--shape", "1b", "--to", "gsaa"), "Did you mean 'gsa'?"),
+    ],
+)
+def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = linearize("bench", "model", *arguments)
+    assert (code, out) == (Exit.USAGE, "")
+    assert said in err

@@ -36,3 +36,43 @@ def bench_kernels(
         plot(result, picture)
     if failed := failures(result):
         raise LinearizeError("; ".join(failed), Exit.CHECK_FAILED)
+
+
+def lengths(text: str, option: str) -> list[int]:
+    """`2048,8192` -> [2048, 8192]. Raises LinearizeError (exit 2) for anything but numbers above 0."""
+    from ..errors import LinearizeError
+
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and 0 < int(word) < 10**9 for word in words):
+        raise LinearizeError(f"{option} {text}: give whole numbers, such as 2048,8192")
+    return [int(word) for word in words]
+
+
+@bench.command("model")
+def bench_model(
+    model: Annotated[str | None, typer.Argument(help="A folder or Hub id; only its config is read.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Instead of a model: 1b, the shape of Llama 3.2 1B.")] = None,
+    to: Annotated[str, typer.Option("--to", help="Mechanism.")] = "gsa",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Mechanism option, key=value; repeatable.")
+    ] = None,
+    train: Annotated[str, typer.Option(help="Lengths to train at.")] = "2048,8192",
+    contexts: Annotated[str, typer.Option(help="Tokens before decoding starts.")] = "2048,8192,32768,131072",
+    batches: Annotated[str, typer.Option(help="Sequences decoded together.")] = "1,16",
+    as_json: Json = False,
+) -> None:
+    """Training, prefill and decode of a converted model beside its softmax original, on random weights."""
+    from ..bench_model import bench_model as measure
+    from ..bench_model import markdown
+    from ..mechanisms import parse_settings
+
+    numbers = {
+        "train": lengths(train, "--train"),
+        "contexts": lengths(contexts, "--contexts"),
+        "batches": lengths(batches, "--batches"),
+    }
+    result = measure(model, shape, to, options=parse_settings(settings or []), **numbers)
+    if as_json:
+        print_json(result)
+    else:
+        print(markdown(result))

@@ -1,0 +1,237 @@
+"""`linearize bench model`: a converted model beside its softmax original, in one process, on random weights.
+
+Training is forward and backward of the next-token loss, without an optimizer. Prefill is one pass over a prompt that
+fills the cache. Decode is `generate()`, greedy: the time of many tokens less that of few, so that the prompt and the
+first steps fall out; the cache before it is filled with random numbers rather than computed. Softmax is the same
+model under `teacher()`, through SDPA, with transformers' dynamic cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from .bench import attempt
+from .bench_measure import allocated, here, machine, peak_mib, timed, wait
+from .convert import plan_conversion
+from .errors import LinearizeError, did_you_mean
+from .export import meta_model
+
+# What config.json of a model of that size says; 1b is Llama 3.2 1B.
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 128256,
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+SOFTMAX = "softmax, SDPA"
+# Tokens of one training step.
+STEP_TOKENS = 16384
+# New tokens of the two calls of generate() whose difference is measured.
+FEW, MANY = 8, 40
+# A prompt that gives every cache its layers.
+PROMPT = 4
+
+
+def bench_model(
+    model: str | None,
+    shape: str | None,
+    mechanism: str,
+    *,
+    options: dict[str, Any],
+    train: list[int],
+    contexts: list[int],
+    batches: list[int],
+) -> dict[str, Any]:
+    """Measure a folder or Hub id, of which only the config is read, or a shape by name, converted to `mechanism`.
+
+    Returns plain data: `machine`, `model`, `train` by length, `prefill` by context, `decode` by context and batch.
+    Raises LinearizeError: 2 unless either a model or a known shape is given, and whatever planning raises.
+    """
+    built, about = build(model, shape, mechanism, options)
+    sides = {SOFTMAX: True, mechanism: False}
+    result: dict[str, Any] = {"machine": machine(), "model": about, "train": [], "prefill": [], "decode": []}
+
+    def measure(table: str, what: dict[str, Any], work: Any, *arguments: Any) -> None:
+        for name, teacher in sides.items():
+            with built.teacher() if teacher else contextlib.nullcontext():
+                result[table].append({"name": name, **what, **attempt(partial(work, built, *arguments))})
+
+    for length in train:
+        for checkpointing in (False, True):
+            measure("train", {"tokens": length, "checkpointing": checkpointing}, training, length, checkpointing)
+    for context in contexts:
+        measure("prefill", {"context": context}, prefill, context)
+    for context in contexts:
+        for batch in batches:
+            measure("decode", {"context": context, "batch": batch}, decode, context, batch)
+    return result
+
+
+def build(model: str | None, shape: str | None, mechanism: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The converted model with random weights, and what it is."""
+    if (model is None) == (shape is None):
+        raise LinearizeError("give either a model or --shape")
+    if shape is not None and shape not in SHAPES:
+        raise LinearizeError(f"--shape {shape}: choose {', '.join(SHAPES)}.{did_you_mean(shape, SHAPES)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        if shape is not None:
+            (Path(scratch) / "config.json").write_text(json.dumps(SHAPES[shape]), "utf-8")
+        planned = plan_conversion(model or scratch, mechanism, options=options, weights=False)
+        built = meta_model(None, planned, None, False, here())
+    plan = planned[0]
+    about = {
+        "name": shape or model,
+        "architecture": plan.architecture,
+        "dtype": plan.dtype,
+        "parameters": sum(p.numel() for p in built.parameters()),
+        "mechanism": mechanism,
+        "options": plan.steps[0].options,
+        "layers": len(plan.steps),
+    }
+    return built, about
+
+
+def some_tokens(model: Any, batch: int, length: int) -> Tensor:
+    return torch.randint(0, model.config.get_text_config().vocab_size, (batch, length), device=model.device)
+
+
+# ---------------------------------------------------------------- training
+
+
+def training(model: Any, length: int, checkpointing: bool) -> dict[str, Any]:
+    """Tokens per second of forward and backward, and peak memory with weights and gradients."""
+    batch = max(1, STEP_TOKENS // length) if here() == "cuda" else 1
+    ids = some_tokens(model, batch, length)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def step() -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    try:
+        took = timed(step, warm=2, least=3)
+        peak = peak_mib(step, 0)
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.gradient_checkpointing_disable()
+        model.eval()
+    return {"batch": batch, **took, "tokens_s": 1e3 * batch * length / took["ms"], "peak_mib": peak}
+
+
+# ---------------------------------------------------------------- inference
+
+
+@torch.no_grad()
+def prefill(model: Any, context: int) -> dict[str, Any]:
+    """Time of one prompt through an empty cache, and the memory that it takes beside the weights."""
+    ids = some_tokens(model, 1, context)
+
+    def run() -> None:
+        model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+
+    before = allocated()
+    took = timed(run, warm=1, least=3)
+    return {**took, "peak_mib": peak_mib(run, before)}
+
+
+@torch.no_grad()
+def decode(model: Any, context: int, batch: int) -> dict[str, Any]:
+    """Time per token after `context` tokens, the size of the cache then, and the peak beside the weights."""
+    before = allocated()
+    generate(model, context, batch, FEW)  # kernels are compiled, algorithms chosen
+    few, many = (generate(model, context, batch, tokens) for tokens in (FEW, MANY))
+    peak = peak_mib(lambda: generate(model, context, batch, FEW), before)
+    step = 1e3 * (many["s"] - few["s"]) / (MANY - FEW)
+    return {"ms": step, "tokens_s": 1e3 * batch / step, "cache_mib": few["cache_mib"], "peak_mib": peak}
+
+
+def generate(model: Any, context: int, batch: int, tokens: int) -> dict[str, float]:
+    """Seconds of generate() for `tokens` tokens after `context`, and MiB of the cache before."""
+    cache = filled_cache(model, batch, context)
+    ids = some_tokens(model, batch, context + 1)
+    mib = sum(part.nbytes for layer in cache.layers for part in held(vars(layer))) / 2**20
+    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    wait()
+    begun = time.perf_counter()
+    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings)
+    wait()
+    return {"s": time.perf_counter() - begun, "cache_mib": mib}
+
+
+def filled_cache(model: Any, batch: int, context: int) -> DynamicCache:
+    """A cache after `context` tokens: a state of one size, keys and values of so many."""
+    cache = DynamicCache(config=model.config)
+    model(some_tokens(model, batch, PROMPT), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if hasattr(layer, "state"):
+            layer.seen = context
+        else:
+            layer.update(*(_more(x, context - PROMPT) for x in (layer.keys, layer.values)))
+    return cache
+
+
+def _more(x: Tensor, tokens: int) -> Tensor:
+    return torch.randn(*x.shape[:2], tokens, x.shape[3], device=x.device, dtype=x.dtype)
+
+
+def held(value: Any) -> list[Tensor]:
+    """The tensors in a value."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [part for item in inner for part in held(item)]
+
+
+# ---------------------------------------------------------------- the report
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as the tables of docs/performance.md."""
+    about = result["model"]
+    lines = ["; ".join(f"{key} {value}" for key, value in result["machine"].items()), ""]
+    options = " ".join(f"{key}={value}" for key, value in about["options"].items())
+    lines += [
+        f"{about['name']}: {about['architecture']}, {about['parameters'] / 1e9:.2f} B random parameters in "
+        f"{about['dtype']}; {about['layers']} layers to {about['mechanism']} ({options})."
+    ]
+    heads = {
+        "train": ("tokens", "batch", "checkpointing", "tokens/s", "peak GiB"),
+        "prefill": ("context", "ms", "peak GiB"),
+        "decode": ("context", "batch", "ms/token", "tokens/s", "cache MiB", "peak GiB"),
+    }
+    for table, columns in heads.items():
+        lines += ["", f"| {table} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        lines += [
+            f"| {one['name']} | {' | '.join(_cell(one, column) for column in columns)} |" for one in result[table]
+        ]
+    return "\n".join(lines)
+
+
+def _cell(record: dict[str, Any], column: str) -> str:
+    if column in ("tokens", "context", "batch"):
+        return f"{record[column]:,}" if column in record else ""
+    if column == "checkpointing":
+        return "on" if record["checkpointing"] else "off"
+    if "failed" in record:
+        return record["failed"]
+    key = {"ms/token": "ms", "tokens/s": "tokens_s", "cache MiB": "cache_mib", "peak GiB": "peak_mib"}.get(
+        column, column
+    )
+    value = record[key]
+    if value is None:
+        return ""
+    return f"{value / 1024:.2f}" if column == "peak GiB" else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
