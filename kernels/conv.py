@@ -1,0 +1,45 @@
+"""A short causal convolution along the tokens of each document, a filter per channel, with its state for decoding.
+
+    out_t = sum_{i<K} taps_i y_{t-(K-1)+i}        the last tap weighs the token itself
+
+Padding is left out of the count of tokens, and nothing crosses from one document to the next.
+
+Letters: B batch, T time, K taps, Y channels of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .scan import numbered
+
+
+def short_conv(
+    y: Tensor, taps: Tensor, tail: Tensor | None, padding: Tensor | None, segments: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out [B,T,heads,Y] in y's dtype, and the last K-1 tokens [B,K-1,heads,Y] fp32, zero where a document had fewer.
+
+    y [B,T,heads,Y]; `taps` [heads,Y,K]; `tail` as an earlier call returned it, of a row's first document; `padding`
+    [B,T] bool is True at real tokens (the output elsewhere means nothing); `segments` [B,T] int numbers documents.
+    """
+    (B, T), K = y.shape[:2], taps.shape[-1]
+    dtype, y = y.dtype, y.to(torch.promote_types(y.dtype, torch.float32))
+    tail = y.new_zeros(B, K - 1, *y.shape[2:]) if tail is None else tail
+    document = torch.zeros(B, T, dtype=torch.long, device=y.device) if segments is None else numbered(segments)
+    order = None
+    if padding is not None:  # real tokens first, so that places count real tokens only
+        order = padding.logical_not().long().argsort(dim=1, stable=True)
+        y, document = y.take_along_dim(order[:, :, None, None], 1), document.take_along_dim(order, 1)
+    rows, owner = torch.cat([tail, y], 1), torch.cat([document[:, :1].expand(-1, K - 1), document], 1)
+    out = torch.zeros_like(y)
+    for i in range(K):
+        own = owner[:, i : i + T] == document
+        out = out + rows[:, i : i + T] * own[:, :, None, None] * taps[..., i].to(y.dtype)
+    if order is not None:
+        out = out.take_along_dim(order.argsort(1)[:, :, None, None], 1)
+    end = torch.full((B, 1), T, device=y.device) if padding is None else padding.long().sum(1, keepdim=True)
+    place = end + torch.arange(K - 1, device=y.device)
+    own = owner.take_along_dim(place, 1)
+    kept = (own == own[:, -1:])[:, :, None, None]
+    return out.to(dtype), rows.take_along_dim(place[:, :, None, None], 1) * kept

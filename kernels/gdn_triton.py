@@ -1,0 +1,265 @@
+"""Gated DeltaNet on the GPU, forward: the chunk form of gdn_torch.py in three launches, and the decode step in one.
+
+    prepare  per chunk: b, and the inverse Te
+    scan     over the chunks of a row, a block of value columns each: e, and the state that enters every chunk
+    output   per chunk: o, for the query heads of one state one after another
+
+The inverse: blocks of 16 by forward substitution in fp32, then pairs of blocks become one,
+[[A, 0], [N, B]]^-1 = [[A', 0], [-B' N A', B']], by products. Keys that repeat make powers of N grow without bound, so
+nothing here sums powers.
+
+Scratch is bf16 for bf16 inputs, where each tensor costs one rounding and counts as given afterwards, else fp32; Te
+keeps 16 bits as two bf16 parts. Slots: a row of N chunks owns N + 1, slot n for what enters chunk n (launch.py).
+"""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from .tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
+
+
+@jit
+def locate(p_chunks, T, N, E, C, VARLEN: tl.constexpr):
+    """For grid (N, B*E): batch row, first token of the chunk, state head, tokens in it, its slot, and the place of
+    its first token in [B,T,E]."""
+    i_n, i_b, i_e = tl.program_id(0), (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    if VARLEN:
+        i_t = tl.load(p_chunks + 3 * i_n)
+        size = tl.load(p_chunks + 3 * i_n + 1)
+        slot = tl.load(p_chunks + 3 * i_n + 2).to(tl.int64)
+    else:
+        i_t = i_n * C
+        size = tl.minimum(T - i_t, C)
+        slot = i_b * (N + 1) + i_n
+    i_t = i_t.to(tl.int64)
+    return i_b, i_t, i_e, size, slot, (i_b * T + i_t) * E + i_e
+
+
+@jit
+def load_tokens(p_x, o_c, s_t, size):
+    """One number a token [C] in fp32, 0 outside."""
+    return tl.load(p_x + o_c * s_t, mask=o_c < size, other=0.0).to(tl.float32)
+
+
+@jit
+def load_sums(p_b, p_b_low, o_c, E, size):
+    """b as two numbers, the first a multiple of 1/256; rows past the end repeat the last."""
+    o_b = tl.minimum(o_c, size - 1) * E
+    return tl.load(p_b + o_b), tl.load(p_b_low + o_b)
+
+
+@jit
+def chunk_edges(p_b, p_b_low, p_seg, i_row, o_c, i_t, E, size, SEGMENTS: tl.constexpr):
+    """e^{b_t} and e^{b_C-b_t} [C], e^{b_C}: 0 where documents part."""
+    b_high, b_low = load_sums(p_b, p_b_low, o_c, E, size)
+    end_high, end_low = tl.load(p_b + (size - 1) * E), tl.load(p_b_low + (size - 1) * E)
+    b_start = tl.exp2(b_high + b_low)
+    b_end = tl.exp2((end_high - b_high) + (end_low - b_low))
+    through = tl.exp2(end_high + end_low)
+    if SEGMENTS:
+        b_seg, entered, leaves = segment_flow(p_seg + i_row, o_c, i_t, size)
+        b_start = tl.where(b_seg == entered, b_start, 0.0)
+        b_end = tl.where(b_seg == leaves, b_end, 0.0)
+        through = tl.where(entered == leaves, through, 0.0)
+    return b_start, b_end, through
+
+
+@jit
+def chunk_decay(p_b, p_b_low, p_seg, i_row, o_c, i_t, E, size, SEGMENTS: tl.constexpr, TURNED: tl.constexpr):
+    """e^{b_i-b_j} for j <= i of one document, else 0: [C,C] by i and j, TURNED by j and i."""
+    b_high, b_low = load_sums(p_b, p_b_low, o_c, E, size)
+    b_d = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
+    m_d = o_c[:, None] >= o_c[None, :]
+    if TURNED:
+        b_d = -b_d
+        m_d = o_c[:, None] <= o_c[None, :]
+    if SEGMENTS:
+        b_seg, _, _ = segment_flow(p_seg + i_row, o_c, i_t, size)
+        m_d = m_d & (b_seg[:, None] == b_seg[None, :])
+    return tl.exp2(tl.where(m_d, b_d, -float("inf")))
+
+
+@jit
+def inverse(b_N, o_c, C: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr):
+    """(I + N)^-1 for N [C,C] with nothing on and above the diagonal; C is 16 * 2^LEVELS."""
+    BLOCKS: tl.constexpr = C // 16
+    o_b, o_r = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    m_own = o_b[:, None, None, None] == o_b[None, None, :, None]
+    # [BLOCKS, 16, 16]: -N of the blocks on the diagonal
+    b_X = -tl.sum(tl.where(m_own, tl.reshape(b_N, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
+    for i in range(2, 16):
+        m_row = (o_r == i)[None, :, None]
+        b_row = tl.sum(tl.where(m_row, b_X, 0.0), 1)
+        b_row += tl.sum(b_row[:, :, None] * b_X, 1)
+        b_X = tl.where(m_row, b_row[:, None, :], b_X)
+    b_X += (o_r[:, None] == o_r[None, :])[None, :, :].to(tl.float32)
+    b_T = tl.reshape(tl.where(m_own, b_X[:, :, None, :], 0.0), [C, C])
+    for i in tl.static_range(LEVELS):
+        o_w = o_c // (16 << i)
+        m_pair = (o_w[:, None] % 2 == 1) & (o_w[:, None] == o_w[None, :] + 1)
+        b_off, b_off_low = parts(tl.where(m_pair, b_N, 0.0), SPLIT)
+        b_left, b_left_low = parts(b_T, SPLIT)
+        b_x, b_x_low = parts(dot(b_off, b_off_low, b_left, b_left_low, PREC), SPLIT)
+        b_T -= dot(b_left, b_left_low, b_x, b_x_low, PREC)
+    return b_T
+
+
+@jit
+def prepare_kernel(p_k, p_g, p_beta, p_seg, p_chunks, p_b, p_b_low, p_Te, p_Te_low, s_kb, s_kt, s_kh,
+                   T: int, N: int, E, SHARE, D: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BD: tl.constexpr,
+                   VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """b [B,T,E] in two parts, and the rows of Te [B,T,E,C]. Grid (N, B*E)."""
+    i_b, i_t, i_e, size, _, place = locate(p_chunks, T, N, E, C, VARLEN)
+    if size <= 0:
+        return
+    o_c, o_d = tl.arange(0, C), tl.arange(0, BD)
+    b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
+    # fp64: a weak gate after a strong one keeps its digits; e^-30 is 0 beside any rounding
+    b_g = tl.maximum(load_tokens(p_g + place, o_c, E, size), -30.0).to(tl.float64)
+    b_sum = tl.cumsum(b_g, 0) * 1.4426950408889634
+    b_high = tl.floor(b_sum.to(tl.float32) * 256.0) * 0.00390625
+    b_low = (b_sum - b_high.to(tl.float64)).to(tl.float32)
+    tl.store(p_b + place + o_c * E, b_high, mask=o_c < size)
+    tl.store(p_b_low + place + o_c * E, b_low, mask=o_c < size)
+    m_pair = o_c[:, None] > o_c[None, :]
+    if SEGMENTS:
+        b_seg, _, _ = segment_flow(p_seg + i_b * T, o_c, i_t, size)
+        m_pair = m_pair & (b_seg[:, None] == b_seg[None, :])
+    b_d = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
+    b_beta = tl.maximum(load_tokens(p_beta + place, o_c, E, size), 8e-28)
+    b_N = dot_given(b_k, tl.trans(b_k), PREC) * tl.exp2(tl.where(m_pair, b_d, -float("inf"))) * b_beta[None, :]
+    b_T = inverse(b_N, o_c, C, LEVELS, b_k.dtype == tl.bfloat16, PREC)
+    b_T, b_T_low = parts(b_T, b_k.dtype == tl.bfloat16)
+    store_rows(p_Te + place * C, b_T, o_c, o_c, E * C, size, C)
+    if b_k.dtype == tl.bfloat16:
+        store_rows(p_Te_low + place * C, b_T_low, o_c, o_c, E * C, size, C)
+
+
+@jit
+def load_inverse(p_Te, p_Te_low, o_c, E, size, C: tl.constexpr):
+    """Te [C,C] as operands, zero outside."""
+    b_T = load_rows(p_Te, o_c, o_c, E * C, size, C)
+    if b_T.dtype == tl.bfloat16:
+        b_T_low = load_rows(p_Te_low, o_c, o_c, E * C, size, C)
+    else:
+        b_T_low = b_T
+    return b_T, b_T_low
+
+
+@jit
+def store_state(p_S, b_S, o_d, o_v, D: tl.constexpr, DV: tl.constexpr):
+    m_S = (o_d < D)[:, None] & (o_v < DV)[None, :]
+    tl.store(p_S + (o_d[:, None] * DV + o_v[None, :]), b_S.to(p_S.dtype.element_ty), mask=m_S)
+
+
+@jit
+def load_state(p_S, o_d, o_v, D: tl.constexpr, DV: tl.constexpr):
+    m_S = (o_d < D)[:, None] & (o_v < DV)[None, :]
+    return tl.load(p_S + (o_d[:, None] * DV + o_v[None, :]), mask=m_S, other=0.0)
+
+
+@jit
+def locate_row(p_rows, p_cu, T, N, E, VARLEN: tl.constexpr):
+    """For grid (.., rows*E): state number, batch row, first token, tokens, first slot, chunks, state head."""
+    i_r, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    if VARLEN:
+        i_b = i_r * 0
+        first = tl.load(p_cu + i_r).to(tl.int64)
+        length = (tl.load(p_cu + i_r + 1) - first).to(tl.int32)
+        slot, count = tl.load(p_rows + 2 * i_r).to(tl.int64), tl.load(p_rows + 2 * i_r + 1)
+    else:
+        i_b, first, length, slot, count = i_r, i_r * 0, T, i_r * (N + 1), N
+    return i_r * E + i_e, i_b, first, length, slot, count, i_e
+
+
+@jit
+def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_Te, p_Te_low, p_S0, p_S, p_e, p_S1,
+                s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, E, SHARE, D: tl.constexpr, DV: tl.constexpr,
+                C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
+                GATED: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """S [slots,E,D,DV] and e [B,T,E,DV]; the last state to p_S1 [rows,E,D,DV]. Grid (blocks of BV, rows*E)."""
+    i_s, i_b, first, length, slot, count, i_e = locate_row(p_rows, p_cu, T, N, E, VARLEN)
+    o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV)
+    p_k += i_b * s_kb + i_e // SHARE * s_kh
+    p_v += i_b * s_vb + i_e // SHARE * s_vh
+    b_S = tl.zeros([BD, BV], tl.float32)
+    if START:
+        b_S += load_state(p_S0 + i_s * (D * DV), o_d, o_v, D, DV)
+    for i_n in range(0, count):
+        i_t = first + i_n * C
+        size = tl.minimum(length - i_n * C, C)
+        place = (i_b * T + i_t) * E + i_e
+        b_k = load_rows(p_k + i_t * s_kt, o_c, o_d, s_kt, size, D)
+        b_v = load_rows(p_v + i_t * s_vt, o_c, o_v, s_vt, size, DV)
+        b_T, b_T_low = load_inverse(p_Te + place * C, p_Te_low + place * C, o_c, E, size, C)
+        b_start, b_end, through = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
+        b_end *= load_tokens(p_beta + place, o_c, E, size)
+        b_high, b_low = parts(b_S, b_k.dtype == tl.bfloat16)
+        store_state(p_S + ((slot + i_n) * E + i_e) * (D * DV), b_high, o_d, o_v, D, DV)
+        b_x = b_v.to(tl.float32)
+        if GATED:
+            b_x *= load_tokens(p_gate + place, o_c, E, size)[:, None]
+        b_x -= b_start[:, None] * dot_given_left(b_k, b_high, b_low, PREC)
+        b_x, b_x_low = parts(b_x, b_k.dtype == tl.bfloat16)
+        b_e = dot(b_T, b_T_low, b_x, b_x_low, PREC)
+        store_rows(p_e + place * DV, b_e, o_c, o_v, E * DV, size, DV)
+        b_u, b_u_low = parts(b_e * b_end[:, None], b_k.dtype == tl.bfloat16)
+        b_S = b_S * through + dot_given_left(tl.trans(b_k), b_u, b_u_low, PREC)
+    if LAST:
+        store_state(p_S1 + i_s * (D * DV), b_S, o_d, o_v, D, DV)
+
+
+@jit
+def output_kernel(p_q, p_k, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, p_S, p_e, p_o, scale,
+                  s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, T: int, N: int, H, E, SHARE, D: tl.constexpr, DV: tl.constexpr,
+                  C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
+                  GATED: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """o [B,T,H,DV]. Grid (N, B*E, blocks of BV)."""
+    i_b, i_t, i_e, size, slot, place = locate(p_chunks, T, N, E, C, VARLEN)
+    if size <= 0:
+        return
+    o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(2) * BV + tl.arange(0, BV)
+    i_q, row = i_e * (H // E), (i_b * T + i_t) * H
+    b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
+    b_e = load_rows(p_e + place * DV, o_c, o_v, E * DV, size, DV)
+    b_S = load_state(p_S + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
+    b_start, _, _ = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
+    b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, False)
+    b_decay *= load_tokens(p_beta + place, o_c, E, size)[None, :]
+    for i_g in range(H // E):
+        b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + (i_q + i_g) * s_qh, o_c, o_d, s_qt, size, D)
+        b_P, b_P_low = parts(dot_given(b_q, tl.trans(b_k), PREC) * b_decay, b_k.dtype == tl.bfloat16)
+        b_o = b_start[:, None] * dot_given(b_q, b_S, PREC) + dot_given_right(b_P, b_P_low, b_e, PREC)
+        b_scale = tl.full([C], scale, tl.float32)
+        if GATED:
+            b_scale *= load_tokens(p_gate + row + i_q + i_g, o_c, H, size)
+        store_rows(p_o + (row + i_q + i_g) * DV, b_o * b_scale[:, None], o_c, o_v, H * DV, size, DV)
+
+
+@jit
+def step_kernel(p_q, p_k, p_v, p_g, p_beta, p_read, p_write, p_padding, p_S, p_o, p_S1, scale, s_qb, s_qh, s_kb, s_kh,
+                s_vb, s_vh, s_pb, H, E, SHARE, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+                READ: tl.constexpr, WRITE: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+    """One token of every row: o [B,1,H,DV] and the new state. Grid (blocks of BV, E, B)."""
+    i_e, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_d, o_v, place = tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV), i_b * E + i_e
+    g, beta = tl.load(p_g + place).to(tl.float32), tl.load(p_beta + place).to(tl.float32)
+    real = 1.0
+    if PADDED:
+        real = tl.load(p_padding + i_b * s_pb).to(tl.float32)
+    # [BD], [BV], [BD, BV]
+    b_k = tl.load(p_k + i_b * s_kb + i_e // SHARE * s_kh + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + i_b * s_vb + i_e // SHARE * s_vh + o_v, mask=o_v < DV, other=0.0).to(tl.float32)
+    if WRITE:
+        b_v *= tl.load(p_write + place).to(tl.float32)
+    b_S = load_state(p_S + place * (D * DV), o_d, o_v, D, DV) * tl.exp(tl.maximum(g, -30.0) * real)
+    b_e = (b_v - tl.sum(b_k[:, None] * b_S, 0)) * (beta * real)
+    b_S += b_k[:, None] * b_e[None, :]
+    store_state(p_S1 + place * (D * DV), b_S, o_d, o_v, D, DV)
+    for i_q in range(i_e * (H // E), (i_e + 1) * (H // E)):
+        b_q = tl.load(p_q + i_b * s_qb + i_q * s_qh + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+        b_o = tl.sum(b_q[:, None] * b_S, 0) * (scale * real)
+        if READ:
+            b_o *= tl.load(p_read + i_b * H + i_q).to(tl.float32)
+        tl.store(p_o + (i_b * H + i_q) * DV + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < DV)
