@@ -15,7 +15,20 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import bench, convert, demo, doctor, finetune, generate, inspect, mechanisms, push, recipes, verify
+from .commands import (
+    bench,
+    convert,
+    demo,
+    doctor,
+    eval,
+    finetune,
+    generate,
+    inspect,
+    mechanisms,
+    push,
+    recipes,
+    verify,
+)
 from .errors import Exit, LinearizeError, resource_error
 from .output import say
 
@@ -81,6 +94,7 @@ def _global(
 app.command()(inspect.inspect)
 app.command()(convert.convert)
 app.command()(finetune.finetune)
+app.command("eval")(eval.evaluate)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(push.push)
 app.command()(mechanisms.mechanisms)

@@ -144,7 +144,7 @@ class StageLoop:
             what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
             raise self.owner.not_finite(what, self.number, step + 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         self.optimizer.step()
         self.optimizer.zero_grad()
         reshard(self.owner.model)  # DeepSpeed leaves weights gathered whose module's input has no gradient

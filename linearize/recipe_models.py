@@ -49,6 +49,8 @@ class Optimizer(Strict):
     """AdamW; `clip` bounds the norm of the gradient."""
 
     lr: Positive
+    new_lr: Positive | None = None
+    """Of the mechanism's new parameters; null: lr."""
     weight_decay: Weight = 0.0
     betas: Annotated[tuple[Ratio, Ratio], Field(strict=False)] = (0.9, 0.95)
     clip: Positive = 1.0

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
 from .data import BlockOrder
 from .errors import Exit, LinearizeError
@@ -160,10 +159,8 @@ class Finetuner:
         steps = stage_steps(stage, self.blocks_per_step(stage), blocks.seq_len, self.run.max_steps, len(blocks))
         assert steps is not None
         parameters = self.prepare(number, stage)
-        shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-        others = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         optimizer = torch.optim.AdamW(
-            [{"params": group} for group in (others, shards) if group],  # one kernel takes no mixture
+            self.student.groups(stage, parameters),
             lr=stage.optimizer.lr,
             betas=stage.optimizer.betas,
             weight_decay=stage.optimizer.weight_decay,

@@ -153,6 +153,26 @@ def report_table(report: dict[str, Any]) -> None:
         out.print(table)
 
 
+def comparison_table(result: dict[str, Any]) -> None:
+    """What `linearize eval` measured."""
+    out = console()
+    table = Table(title=f"{result['tokens']:,} tokens of held-out text")
+    for column in ("", "student", "teacher"):
+        table.add_column(column, justify="left" if not column else "right")
+    student, teacher = result["student_ppl"], result["teacher_ppl"]
+    table.add_row("perplexity", f"{student:.3f} ({result['ppl_ratio']:.3f}x)", f"{teacher:.3f}")
+    table.add_row("KL from the teacher, nats a token", f"{result['kl']:.4f}", "")
+    table.add_row("same likeliest token", f"{100 * result['top1_agreement']:.1f} %", "")
+    for task in ("recall", "needle"):
+        for row in result[task]:
+            entries = f", {row['entries']} entries" if task == "recall" else ""
+            cells = [f"{100 * row[who]['accuracy']:.0f} %" for who in ("student", "teacher")]
+            table.add_row(f"{task} at {row['length']} tokens{entries}", *cells)
+    for row in result["state"]:
+        table.add_row(f"state at {row['length']} tokens", size(row["student"]), size(row["teacher"]))
+    out.print(table)
+
+
 def checks_table(title: str, checks: list[Check]) -> None:
     """What `linearize verify` found."""
     table = Table(title=title)

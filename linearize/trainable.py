@@ -61,6 +61,19 @@ class Student:
                 chosen.append(parameter)
         return chosen
 
+    def groups(self, stage: Stage, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        """A stage's parameters as an optimizer's groups; `factor` is what multiplies the stage's learning rate.
+
+        New parameters may have their own. Shards and whole tensors lie apart: one kernel takes no mixture.
+        """
+        new = {id(parameter) for name, parameter in self.named_parameters() if ".mixer." in name}
+        factor = (stage.optimizer.new_lr or stage.optimizer.lr) / stage.optimizer.lr
+        found: dict[tuple[float, bool], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            key = (factor if id(parameter) in new else 1.0, isinstance(parameter, DTensor))
+            found.setdefault(key, []).append(parameter)
+        return [{"params": group, "factor": key[0]} for key, group in sorted(found.items(), key=lambda item: item[0])]
+
     def names_of(self, parts: tuple[str, ...]) -> set[str]:
         """Names of the parameters that `new`, `mixer`, `lora`, `all` stand for."""
         folders = {"new": [f"{path}.mixer." for path in self.sites()], "mixer": [f"{path}." for path in self.sites()]}

@@ -125,6 +125,30 @@ def test_optimizer_options_reach_the_optimizer(
     assert seen == pytest.approx([min(norm, clip) for norm in metrics(tmp_path, "grad_norm")], rel=1e-3)
 
 
+def test_new_parameters_may_have_a_learning_rate_of_their_own(root: Path, tmp_path: Path) -> None:
+    model = base(root, "llama")
+    before = tensors(model)
+    moved = {}
+    for name, rates in (
+        ("both", {"lr": 1e-3}),
+        ("new", {"lr": 1e-3, "new_lr": 1e-7}),
+        ("old", {"lr": 1e-7, "new_lr": 1e-3}),
+    ):
+        recipe = make_recipe(tmp_path / name, model, stage("logit_kl", "all", optimizer=rates))
+        train(recipe)
+        after = tensors(tmp_path / name / "run" / "final")
+        moved[name] = {
+            kind: max(
+                float((after[key] - before[key]).abs().max()) for key in before if (".mixer." in key) == (kind == "new")
+            )
+            for kind in ("new", "old")
+        }
+    assert moved["both"]["new"] > 1e-4
+    assert moved["both"]["old"] > 1e-4
+    assert moved["new"]["new"] < 1e-5 < 1e-4 < moved["new"]["old"]
+    assert moved["old"]["old"] < 1e-5 < 1e-4 < moved["old"]["new"]
+
+
 @pytest.mark.parametrize("budget", [{"steps": 3}, {"tokens": 5 * T}, {"epochs": 0.1}], ids=str)
 def test_budgets(budget: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []

@@ -1,0 +1,216 @@
+"""Which mechanism: converts one teacher to many students, distils each with the same tokens, measures all alike.
+
+python -m benchmarks.study --teacher TEACHER --text TEXT --work WORK --out rows.jsonl gsa gsa-window "gsa lr=5e-4"
+
+TEACHER is what benchmarks.study_teacher wrote, TEXT a folder of benchmarks.study_text with the teacher's tokenizer. A
+variant is a name of VARIANTS, with changes of its fields or of the mechanism's options behind it. Each adds a row of
+JSON to --out; a variant that would not end before --seconds is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+from linearize.compare import Request, measure, read_blocks
+from linearize.convert import convert
+from linearize.export import load_whole
+from linearize.finetune import plan_base, versions
+from linearize.recipe import Recipe
+from linearize.runs import Run
+from linearize.runtime import make_accelerator
+from linearize.session import Finetuner
+
+SEQ_LEN = 1024
+LENGTHS = (256, 512, 1024, 2048)
+TRIALS = 64
+HELD_OUT_TOKENS = 262_144
+SHOWN = ("variant", "ppl_ratio", "kl", "top1_agreement", "minutes", "overhead_s", "stages")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A student and how it is trained: `transfer` is the share of the tokens that attention transfer gets."""
+
+    mechanism: str
+    options: dict[str, Any] = field(default_factory=dict)
+    keep: str = ""
+    transfer: float = 0.15
+    transfer_lr: float = 1e-2
+    transfer_train: str = "new"
+    lr: float = 1e-3
+    new_lr: float | None = None
+    train: str = "all"
+    lora: int = 0
+    kl: float = 1.0
+    ce: float = 0.0
+    rows: int = 16
+    warmup: float = 0.05
+    floor: float = 0.02
+
+
+HYBRID = "2,5"
+VARIANTS = {
+    "gsa": Variant("gsa", {"slots": 128, "gate_heads": "query"}),
+    "gsa-window": Variant("gsa", {"slots": 128, "gate_heads": "query", "window": 64, "clock": 0}),
+    "gsa-hybrid": Variant("gsa", {"slots": 128, "gate_heads": "query", "window": 64, "clock": 0}, keep=HYBRID),
+    "la": Variant("la", {"features": "hedgehog"}),
+    "la-window": Variant("la", {"features": "hedgehog", "window": 64}),
+}
+
+
+def parse(text: str) -> tuple[str, Variant]:
+    """`gsa lr=5e-4 slots=64` -> its name and the variant."""
+    name, *changes = text.split()
+    variant = VARIANTS[name]
+    fields = {one.name for one in dataclasses.fields(Variant)}
+    for change in changes:
+        key, _, value = change.partition("=")
+        parsed = yaml.safe_load(value) if not value.replace(".", "").replace("e-", "").isdigit() else float(value)
+        parsed = int(parsed) if isinstance(parsed, float) and parsed.is_integer() else parsed
+        if key in fields:
+            variant = dataclasses.replace(variant, **{key: str(value) if key in ("keep", "train") else parsed})
+        else:
+            variant = dataclasses.replace(variant, options={**variant.options, key: parsed})
+    return text, variant
+
+
+def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens: int) -> Recipe:
+    """The recipe of a variant: `tokens` in all, blocks of SEQ_LEN."""
+    rows = {"per_device": arguments.rows or variant.rows}
+    schedule = {"name": "cosine_with_min_lr", "warmup_ratio": variant.warmup, "min_lr_ratio": variant.floor}
+    first = int(tokens * variant.transfer)
+    transfer = {
+        "kind": "attention_transfer",
+        "train": variant.transfer_train.split("+"),
+        "optimizer": {"lr": variant.transfer_lr},
+        "schedule": schedule,
+        "tokens": first,
+        "batch": rows,
+    }
+    lora = {"lora": {"r": variant.lora, "alpha": 2.0 * variant.lora}} if variant.lora else {}
+    end_to_end = {
+        "kind": "logit_kl",
+        "train": variant.train.split("+"),
+        "loss": {"kl": variant.kl, "ce": variant.ce},
+        "optimizer": {"lr": variant.lr, "new_lr": variant.new_lr},
+        "schedule": schedule,
+        "tokens": tokens - first,
+        "batch": rows,
+        **lora,
+    }
+    data = {
+        "train": {"files": [str((arguments.text / "distil.jsonl").resolve())]},
+        "eval": {"files": [str((arguments.text / "heldout.jsonl").resolve())]},
+        "pack": {"seq_len": SEQ_LEN},
+    }
+    return Recipe.model_validate(
+        {
+            "version": 1,
+            "name": name,
+            "seed": arguments.seed,
+            "output_dir": str(arguments.work / name),
+            "model": {"base": str(arguments.teacher), "dtype": "float32"},
+            "convert": {"mechanism": variant.mechanism, "options": variant.options, "keep_softmax": variant.keep},
+            "data": data,
+            "stages": [transfer, end_to_end] if first else [end_to_end],
+            "checkpoint": {"every_steps": 10**6, "keep": 1},
+            "eval": {"max_tokens": HELD_OUT_TOKENS // 4 if arguments.limit is None else 4096},
+        }
+    )
+
+
+def prepare(recipe: Recipe, arguments: argparse.Namespace) -> Run:
+    """The run's folder with the converted base, and the packed text of the runs before."""
+    shutil.rmtree(recipe.output_dir, ignore_errors=True)
+    run = Run(recipe, "never", None)
+    run.start(versions())
+    cache = arguments.work / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    (run.folder / "cache").symlink_to(cache.resolve())
+    plan, source, natives = plan_base(recipe)
+    convert(plan, source, natives, run.converted, level="none", seed=recipe.seed, say=lambda text: None)
+    return run
+
+
+def row_of(text: str, variant: Variant, teacher: Any, facts: dict[str, Any], arguments: argparse.Namespace) -> Any:
+    """Convert, distil and measure one variant."""
+    tokens = arguments.limit or int(arguments.share * facts["tokens"])
+    name = f"v{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    recipe = recipe_of(variant, name, arguments, tokens)
+    began = time.monotonic()
+    run = prepare(recipe, arguments)
+    tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say=lambda line: print("  ", line, flush=True))
+    tuner.load(run.converted)
+    trained = time.monotonic()
+    tuner.train()
+    ended = time.monotonic()
+    blocks = read_blocks(recipe, tuner.processor, arguments.work / "cache")
+    request = (
+        Request(LENGTHS, TRIALS, arguments.seed, 32768) if arguments.limit is None else Request((256,), 4, 0, 2048)
+    )
+    limit = HELD_OUT_TOKENS if arguments.limit is None else 4096
+    with torch.autocast(tuner.device.type, torch.bfloat16, enabled=tuner.wide):
+        measures = measure(tuner.model, teacher.to(tuner.device), tuner.processor, blocks, limit, request)
+    report = run.report([], True)
+    shutil.rmtree(run.folder, ignore_errors=True)
+    return {
+        "variant": text,
+        **dataclasses.asdict(variant),
+        "teacher_sha256": facts["sha256"][:16],
+        "tokens": tokens,
+        "seed": arguments.seed,
+        "new_parameters": sum(p.numel() for n, p in tuner.student.named_parameters() if ".mixer." in n),
+        "minutes": round((ended - trained) / 60, 2),
+        "overhead_s": round(time.monotonic() - began - (ended - trained), 1),
+        "hardware": torch.cuda.get_device_name() if tuner.device.type == "cuda" else "CPU",
+        "stages": [[stage["name"], stage["tokens"], round(stage["ppl"], 4)] for stage in report["stages"]],
+        **measures,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="+")
+    parser.add_argument("--teacher", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--share", type=float, default=0.0495, help="of the teacher's tokens")
+    parser.add_argument("--limit", type=int, help="tokens in place of --share, and less measuring, to try things out")
+    parser.add_argument("--rows", type=int, help="blocks of a step, in place of the variant's")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--start", type=float, default=time.time(), help="when the clock began, in Unix seconds")
+    parser.add_argument("--seed", type=int, default=42)
+    arguments = parser.parse_args()
+    facts = json.loads((arguments.teacher / "teacher.json").read_text())
+    teacher = load_whole(arguments.teacher, torch.float32, False).eval()
+    longest = 0.0
+    for text, variant in map(parse, arguments.variants):
+        began = time.time()
+        if began + longest > arguments.start + arguments.seconds:
+            print(f"no time for {text}", flush=True)
+            continue
+        print(f"{text}: begins after {began - arguments.start:.0f} s", flush=True)
+        row = row_of(text, variant, teacher, facts, arguments)
+        longest = max(longest, time.time() - began)
+        with arguments.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = {
+            key: row[key] for key in ("variant", "ppl_ratio", "kl", "top1_agreement", "minutes", "overhead_s", "stages")
+        }
+        print(json.dumps(shown), flush=True)
+
+
+if __name__ == "__main__":
+    main()

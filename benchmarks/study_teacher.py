@@ -1,0 +1,210 @@
+"""Pretrain the study's teacher, a Llama of 26M parameters, for a given time on all GPUs of the launch.
+
+torchrun --standalone --nproc-per-node 2 -m benchmarks.study_teacher --text TEXT --out TEACHER --seconds 230
+
+TEXT is the folder of benchmarks.study_text, which may still be at work: compiling begins without it. Blocks cross
+documents, and so does attention; each document begins with bos.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from linearize.demo.train_teacher import loss_of
+
+from .study_text import LENGTH, VOCABULARY
+
+WARMUP = 200  # steps
+TIMED = 50  # steps after which the number of all steps is set
+TAIL = 12.0  # seconds kept for evaluation and saving
+
+
+def causal(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+    """Plain causal attention, whatever the positions: no mask keeps the fastest kernel."""
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=options["scaling"])
+    return o.transpose(1, 2).contiguous(), None
+
+
+def build(arguments: argparse.Namespace) -> LlamaForCausalLM:
+    """Eight layers, 8 query and 4 key heads of 64, rotary positions, tied embeddings, unless told otherwise."""
+    AttentionInterface.register("study", causal)
+    heads = arguments.hidden // 64
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=arguments.hidden,
+        intermediate_size=arguments.hidden * 5 // 2,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        head_dim=64,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    config._attn_implementation = "study"
+    return LlamaForCausalLM(config)
+
+
+def blocks(tokens: Tensor, rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """Blocks from anywhere in the text, [rows, length] int64."""
+    starts = torch.randint(len(tokens) - length, (rows, 1), generator=generator, device=tokens.device)
+    return tokens[starts + torch.arange(length, device=tokens.device)].long()
+
+
+def lengths(arguments: argparse.Namespace, step: int) -> tuple[int, int]:
+    """Rows and length of a step's blocks: every fourth step has long ones."""
+    length = LENGTH if step % 4 == 3 else arguments.block
+    return max(1, arguments.rows * arguments.block // length), length
+
+
+def add_up(model: torch.nn.Module, extra: Tensor) -> Tensor:
+    """Mean gradients over processes in one message; `extra` [n] travels along and comes back as a mean."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([*(gradient.flatten() for gradient in gradients), extra])
+    if dist.is_initialized():
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+    offset = 0
+    for gradient in gradients:
+        gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
+        offset += gradient.numel()
+    return flat[offset:]
+
+
+def load_tokens(path: Path, flag: Path, device: str) -> Tensor:
+    while not flag.exists():
+        time.sleep(0.2)
+    return torch.from_numpy(np.load(path).astype(np.int32)).to(device)
+
+
+@torch.no_grad()
+def perplexity(model: LlamaForCausalLM, tokens: Tensor, length: int) -> float:
+    """exp of the mean loss over blocks of `length` of at most 2M tokens, in bf16 on a GPU."""
+    rows = tokens[: min(len(tokens), 2_000_000) // length * length].view(-1, length).long()
+    total = 0.0
+    for part in rows.split(max(1, 32768 // length)):
+        total += float(loss_of(model, {"input_ids": part}, part.is_cuda)) * len(part)
+    return math.exp(total / len(rows))
+
+
+def train(arguments: argparse.Namespace, device: str, rank: int, world: int) -> tuple[LlamaForCausalLM, dict[str, Any]]:
+    """Train until the time is over; the model and what there is to know about the run."""
+    torch.manual_seed(arguments.seed)
+    model = build(arguments)
+    torch.nn.Module.to(model, device)
+    on_gpu = device != "cpu"
+    step_loss = torch.compile(loss_of, dynamic=False) if on_gpu else loss_of
+    generator = torch.Generator(device).manual_seed(arguments.seed * 1000 + rank)
+    noise = torch.randint(VOCABULARY, (100_000,), device=device)
+    for step in (0, 3) if on_gpu else ():  # compiles both lengths while the text is being read
+        step_loss(model, {"input_ids": blocks(noise, *lengths(arguments, step), generator)}, on_gpu).backward()
+    model.zero_grad()
+    say(rank, f"compiled after {time.time() - arguments.start:.0f} s")
+    tokens = load_tokens(arguments.text / "teacher.npy", arguments.text / "text.json", device)
+    say(rank, f"{len(tokens):,} tokens of text after {time.time() - arguments.start:.0f} s")
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=arguments.lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    end = arguments.start + arguments.seconds - TAIL
+    steps, step, seen, began = 10**9, 0, 0, time.time()
+    curve = []
+    model.train()
+    while step < steps:
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.lr * min((step + 1) / WARMUP, 1.0 if steps == 10**9 else (steps - step) / steps)
+        rows, length = lengths(arguments, step)
+        loss = step_loss(model, {"input_ids": blocks(tokens, rows, length, generator)}, on_gpu)
+        loss.backward()
+        late = torch.tensor([float(time.time() > end)], device=device)
+        mean_loss, late = add_up(model, torch.cat([loss.detach()[None], late]))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        step, seen = step + 1, seen + rows * length * world
+        if step in (10, 10 + TIMED):
+            timed = torch.tensor([time.time()], dtype=torch.float64, device=device)  # also waits for the device
+            if dist.is_initialized():
+                dist.broadcast(timed, 0)
+            if step > 10:
+                steps = step + max(1, int((end - timed.item()) / ((timed.item() - began) / TIMED)))
+                say(rank, f"{steps} steps, {seen / step * TIMED / (timed.item() - began):,.0f} tokens/s")
+            began = timed.item()
+        if step % 100 == 0:
+            curve.append({"step": step, "tokens": seen, "loss": round(mean_loss.item(), 4)})
+            say(rank, f"{curve[-1]} {time.time() - arguments.start:.0f} s")
+            if late.item() > 0:
+                break
+    facts = {"tokens": seen, "steps": step, "seconds": round(time.time() - arguments.start, 1), "curve": curve}
+    return model, {**facts, "text_tokens": len(tokens), "gpus": world if on_gpu else 0}
+
+
+def say(rank: int, text: str) -> None:
+    if rank == 0:
+        print(text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="from --start to the saved model")
+    parser.add_argument("--start", type=float, default=time.time(), help="when the clock began, in Unix seconds")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--block", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=64, help="blocks of a step and GPU")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    if world > 1:
+        dist.init_process_group("nccl" if device != "cpu" else "gloo")
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    model, facts = train(arguments, device, rank, world)
+    if rank == 0:
+        heldout = load_tokens(arguments.text / "heldout.npy", arguments.text / "text.json", device)
+        model.bfloat16()
+        model.config._attn_implementation = "sdpa"
+        model.save_pretrained(arguments.out)
+        model.config._attn_implementation = "study"
+        AutoTokenizer.from_pretrained(arguments.text / "tokenizer").save_pretrained(arguments.out)
+        weights = (arguments.out / "model.safetensors").read_bytes()
+        facts |= {"parameters": model.num_parameters(), "sha256": hashlib.sha256(weights).hexdigest()}
+        for length in (512, 1024, LENGTH):
+            facts[f"heldout_ppl_{length}"] = round(perplexity(model.eval(), heldout, length), 4)
+        facts["hardware"] = torch.cuda.get_device_name() if device != "cpu" else "CPU"
+        facts["text"] = json.loads((arguments.text / "text.json").read_text())
+        (arguments.out / "teacher.json").write_text(json.dumps(facts, indent=1))
+        say(rank, json.dumps({k: v for k, v in facts.items() if k not in ("curve", "text")}))
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
