@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .gates import log_decays
 from .gsa_launch import runs_on
 from .gsa_ops import chunked_op, step_op
 from .gsa_torch import (
@@ -277,13 +278,11 @@ class GatedSlotAttention(Mixer):
 
     def gates(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, seen: Tensor | int) -> Tensor:
         """Log-decays g = log sigmoid(W_f x + bias) / tau, [B,T,E,M] fp32, <= 0."""
-        f = self.forget(x).float().unflatten(-1, (self.gate_count, self.slots))
-        if self.clock:
-            turn = positions(padding, segments, seen, (x.shape[0], x.shape[1])).to(x.device) % self.clock
-            own_turn = turn[..., None] == torch.arange(self.clock, device=x.device)  # [B,T,clock]
-            push = torch.where(own_turn[:, :, None], -self.clock_strength.float(), self.clock_strength.float())
-            f = torch.cat([f[..., : self.clock] + push, f[..., self.clock :]], -1)
-        return F.logsigmoid(f) / self.damping
+        f = self.forget(x).unflatten(-1, (self.gate_count, self.slots))
+        if not self.clock:
+            return log_decays(f, self.damping)
+        place = positions(padding, segments, seen, (x.shape[0], x.shape[1])).to(x.device)
+        return log_decays(f, self.damping, self.clock_strength, place)
 
     def mix(
         self,

@@ -17,7 +17,7 @@ from linearize_kernels.seam import mixers_of
 COPIES = ("one", "two")
 # What the second checkpoint's copies do differently: how fast slots decay, and what the seam hands back.
 EDITS = (
-    ("gsa.py", "F.logsigmoid(f) / self.damping", "F.logsigmoid(f) / (3.0 * self.damping)"),
+    ("gates.py", "F.logsigmoid(y) / damping", "F.logsigmoid(y) / (3.0 * damping)"),
     ("seam.py", "return o.to(query.dtype), None", "return 0.5 * o.to(query.dtype), None"),
 )
 
