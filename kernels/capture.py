@@ -122,12 +122,15 @@ class Capture(TorchFunctionMode):
         """Any other function of scores: they keep their shape beside other tensors, of which masks are read."""
         found: Any = scores_of(held)
         others = [tensor for tensor in tensors if tensor is not held and tensor.ndim]
+        mixed = bool(others)
+        if name == "mul" and len(others) == 1 and others[0].shape[-2:] == (1, 1) and not found.softmax:
+            found.q, others = found.q * others[0], []  # a temperature for each head
         for other in others:
             if scores_of(other) or name not in ELEMENTWISE:
                 raise NotImplementedError(f"scores go through {name} with another tensor")
             self.meet(name, other, found)
         found.softmax = found.softmax or name == "softmax"
-        if others and not self.compute:
+        if mixed and not self.compute:
             return held
         with torch.no_grad():
             return mark(call(), found)
@@ -140,6 +143,8 @@ class Capture(TorchFunctionMode):
         mask = ~other if name == "masked_fill" else other
         if mask.ndim == 3 and mask.shape[0] == B * found.q.shape[-3]:
             mask = mask.unflatten(0, (B, -1))
+        if mask.ndim == 5:  # rows and windows
+            mask = mask.flatten(0, 1).repeat(B // mask.shape[:2].numel(), 1, 1, 1)
         mask = mask[(None,) * (4 - mask.ndim)][:, :1].expand(-1, -1, T, -1)
         real = token_padding(mask, B, T, self.seen)
         found.real = real if found.real is None else found.real & real

@@ -224,6 +224,7 @@ class LinearAttention(Mixer):
     state_formula = "4 E (F Dv + F + Dv) + 8: E key heads, value dim Dv, F features (2 D for hedgehog, else D)"
     bidirectional = True
     normalised = True
+    square = False
     published = {"slope": 1.0, "learn_slope": False}
 
     def __init__(

@@ -36,6 +36,23 @@ class Grid(NamedTuple):
         return self.prefix + math.prod(self.size) + self.suffix
 
 
+class Geometry(NamedTuple):
+    """What a call says of the places of its tokens: the grid, if its mixer asks; whether it is one of windows; the
+    regions [B,T] of shifted ones.
+    """
+
+    grid: Grid | None
+    windows: bool
+    regions: Tensor | None
+
+
+def call_layout(
+    geometry: Geometry, mask: Any, shape: tuple[int, int], seen: int | None, kwargs: dict[str, Any]
+) -> tuple[Tensor | None, Tensor | None]:
+    """`token_layout`; in windows all tokens are real, and regions are what documents are elsewhere."""
+    return (None, geometry.regions) if geometry.windows else token_layout(mask, shape, seen, kwargs)
+
+
 def token_layout(
     mask: Tensor | None, shape: tuple[int, int], seen: int | None, kwargs: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -57,6 +74,13 @@ def token_layout(
     return padding, document_numbers(positions, padding).expand(B, T)
 
 
+def call_geometry(mixer: Any, x: Tensor, bound: dict[str, Any]) -> Geometry:
+    """The geometry of a call on x [B,T,hidden]; `bound` has the arguments of the attention module by name."""
+    grid = call_grid(mixer.site, x.shape[1], bound, mixer.patches) if mixer.geometric else None
+    windows = mixer.site.grid == "window"
+    return Geometry(grid, windows, window_regions(bound.get("attention_mask"), x.shape[0]) if windows else None)
+
+
 def call_grid(site: Any, T: int, bound: dict[str, Any], patches: dict[int, tuple[int, ...]]) -> Grid:
     """Where the T tokens of a call lie, by what its site says (mixer.py), the arguments of the attention module in
     `bound`, and the `patches` that its convolution noted, by thread.
@@ -76,6 +100,28 @@ def call_grid(site: Any, T: int, bound: dict[str, Any], patches: dict[int, tuple
     if grid.tokens != T:
         raise RuntimeError(f"{site.path}: {T} tokens are not {grid}. Images of two sizes between forward and backward?")
     return grid
+
+
+def window_regions(mask: Tensor | None, B: int) -> Tensor | None:
+    """Regions of shifted windows, which must not meet: [B,T] int64 from 0 in each window; None where all may meet.
+
+    `mask` [windows,T,T] is 0 where two tokens of a window may meet; the B rows are images times windows.
+    """
+    if mask is None:
+        return None
+    first = (mask == 0).int().argmax(-1)  # of each token's region
+    place = torch.arange(mask.shape[-1], device=mask.device)
+    number = (first == place).long().cumsum(-1) - 1
+    return number.gather(-1, first).repeat(B // len(mask), 1)
+
+
+def reduce_keys(module: Any, reductions: dict[str, Any], on: bool) -> None:
+    """Let an attention module compute fewer keys than queries as its architecture does, or a key for each.
+
+    `reductions` has the attributes that say so, with the architecture's values: a ratio, or a switch.
+    """
+    for name, value in reductions.items():
+        setattr(module, name, value if on else False if value is True else 1)
 
 
 def watch_patches(convolution: Any) -> dict[int, tuple[int, ...]]:

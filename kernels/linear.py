@@ -71,16 +71,23 @@ def each_sequence(
 
 
 def linear_attention_both_ways(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, chunk_size: int) -> Tensor:
-    """sum_i (q_t.k_i) v_i [B,T,E*G,Dv] over all tokens i of t's document; arguments as for `linear_attention`."""
+    """sum_i (q_t.k_i) v_i [B,T,E*G,Dv] over all tokens i of t's document; arguments as for `linear_attention`.
+
+    Without `segments` there may be fewer keys than queries; with them, the tokens of a document may lie anywhere.
+    """
     if segments is None:
         S = torch.einsum("bted,btev->bedv", k, v)
         return torch.einsum("btegd,bedv->btegv", q.unflatten(2, (k.shape[2], -1)), S).flatten(2, 3)
+    order = segments.argsort(dim=1, stable=True)
+    q, k, v = (y.take_along_dim(order[:, :, None, None], 1) for y in (q, k, v))
+    segments = segments.take_along_dim(order, 1)
     # Up to and with t, from t on, and t itself was counted twice.
     S = q.new_zeros(q.shape[0], k.shape[2], k.shape[3], v.shape[3])
     before, _ = linear_attention(q, k, v, S, segments, chunk_size)
     after, _ = linear_attention(q.flip(1), k.flip(1), v.flip(1), S, segments.flip(1), chunk_size)
     own = (q.unflatten(2, (k.shape[2], -1)) * k[:, :, :, None]).sum(-1, keepdim=True) * v[:, :, :, None]
-    return before + after.flip(1) - own.flatten(2, 3)
+    o = before + after.flip(1) - own.flatten(2, 3)
+    return o.take_along_dim(order.argsort(1)[:, :, None, None], 1)
 
 
 class LinearChunks(torch.autograd.Function):

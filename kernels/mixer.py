@@ -48,11 +48,14 @@ class Site:
     grid_from: str = ""
     prefix: int = 0
     suffix: int = 0
+    # Attributes of the module that make it compute fewer keys than queries, and whether it shall (`keep`, `drop`).
+    reduction: tuple[str, ...] = ()
+    sr: str = "keep"
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Site:
         """The inverse of `dataclasses.asdict`, also for a record that went through JSON."""
-        return cls(**{**record, "extras": tuple(record.get("extras", ()))})
+        return cls(**{**record, **{name: tuple(record.get(name, ())) for name in ("extras", "reduction")}})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Mixer(nn.Module):
     normalised: bool = False
     # It asks where tokens lie: `mix` takes one more keyword, `grid: Grid | None = None`, of T tokens (None: a line).
     geometric: ClassVar[bool] = False
+    # It needs as many keys as queries.
+    square: ClassVar[bool] = True
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
@@ -110,6 +115,8 @@ class Mixer(nn.Module):
         self.calls: dict[int, Any] = {}
         # What the patch convolution of a site on `patches` notes, by thread.
         self.patches: dict[int, tuple[int, ...]] = {}
+        # What makes the module compute fewer keys than queries, where that is dropped.
+        self.reductions: dict[str, Any] = {}
         # Who hears the teacher's and the student's output during attention transfer.
         self.transfer: Any = None
 
@@ -162,6 +169,11 @@ class Mixer(nn.Module):
         are); `state` is None or what an earlier call returned. A `geometric` mechanism takes `grid` as well.
         """
         raise NotImplementedError(f"{type(self).__name__} writes neither mix nor mix_with_mass")
+
+    @classmethod
+    def obstacle(cls, site: Site) -> str | None:
+        """Why this mechanism does not fit where a site's tokens lie, as the end of a sentence; None where it does."""
+        return f"its grid is not known: {site.grid_from}" if cls.geometric and site.grid == "unknown" else None
 
     def reset_parameters(self) -> None:
         """Write the initial value of every parameter, through `transformers.initialization` (flag-aware).

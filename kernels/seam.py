@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
-from .layout import Grid, call_grid, is_causal, this_thread, token_layout, watch_patches
+from .layout import Geometry, call_geometry, call_layout, is_causal, reduce_keys, this_thread, watch_patches
 from .mixer import Mixer, Site
 from .state import StateLayer, state_slot
 
@@ -39,8 +39,8 @@ PLACE_NAMES = ("position_ids", "cu_seq_lens_q")
 class Call:
     """What the pre-hook hands over for one call; `used` proves that the module went through the interface."""
 
-    def __init__(self, x: Tensor, slot: StateLayer | None, places: dict[str, Any], grid: Grid | None) -> None:
-        self.x, self.slot, self.places, self.grid = x, slot, places, grid
+    def __init__(self, x: Tensor, slot: StateLayer | None, places: dict[str, Any], geometry: Geometry) -> None:
+        self.x, self.slot, self.places, self.geometry = x, slot, places, geometry
         self.used = False
         self.teacher_output: Tensor | None = None
 
@@ -49,11 +49,12 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Pre-hook: keep the hidden states, swap the cache slot for a state, take rotary embedding away if asked."""
     mixer = module.mixer
     prefix, _ = split_name(mixer.switch._attn_implementation)
+    reduce_keys(module, mixer.reductions, prefix in ("", TRANSFER))
     if not prefix:
         return None
     bound = bind(module, args, kwargs)
     cache = next((bound[name] for name in CACHE_NAMES if bound.get(name) is not None), None)
-    recurrent = prefix != TRANSFER and cache is not None
+    recurrent = prefix != TRANSFER and cache is not None and mixer.site.causal
     # Modules that serve several layers are told which.
     index = next(
         i for i in (bound.get("layer_idx"), getattr(module, "layer_idx", None), mixer.site.layer) if i is not None
@@ -61,8 +62,7 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
     places = {name: bound[name] for name in PLACE_NAMES if name in bound}
     x = bound[hidden_name(mixer)]
-    grid = call_grid(mixer.site, x.shape[1], bound, mixer.patches) if mixer.geometric else None
-    mixer.calls[this_thread()] = Call(x, slot, places, grid)
+    mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
     without_rotation(bound, mixer.site.routed)
@@ -127,13 +127,13 @@ def seam(
     if prefix == TRANSFER:
         return transfer(mixer, call, softmax, module, query, key, value, attention_mask, **kwargs), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if k.shape[1] != q.shape[1]:
+    if k.shape[1] != q.shape[1] and not mixer.site.reduction:
         raise RuntimeError(
             f"{mixer.site.path}: {k.shape[1]} keys for {q.shape[1]} queries: its cache slot was not replaced by a state"
         )
     slot = call.slot
     seen = None if slot is None else slot.seen - q.shape[1]
-    padding, segments = token_layout(attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)
+    padding, segments = call_layout(call.geometry, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)
     o, state = mixer(
         q,
         k,
@@ -143,7 +143,7 @@ def seam(
         segments=segments,
         state=None if slot is None else slot.state,
         causal=is_causal(module, kwargs),
-        grid=call.grid,
+        grid=call.geometry.grid,
     )
     if slot is not None:
         slot.state = state
@@ -169,22 +169,22 @@ def transfer(
     A mixer without rotary embedding, or behind adapters that must be off for the teacher, needs q and k of its
     own: then the attention module runs a second time on the same hidden states, and this is called again.
     """
-    if key.shape[2] != query.shape[2]:
+    if key.shape[2] != query.shape[2] and not mixer.site.reduction:
         raise RuntimeError(f"{mixer.site.path}: attention transfer needs whole sequences; use an empty cache or none")
     target, listener = call.teacher_output, mixer.transfer
     second = target is not None
     if target is None:
         with torch.no_grad():
             target, _ = softmax(module, query, key, value, attention_mask, **kwargs)
-        if mixer.drop_rope or listener.own_call:
+        if mixer.drop_rope or mixer.reductions or listener.own_call:
             call.teacher_output = target
             return target
         query, key, value = query.detach(), key.detach(), value.detach()
-    padding, segments = token_layout(attention_mask, (query.shape[0], query.shape[2]), None, kwargs)
+    padding, segments = call_layout(call.geometry, attention_mask, (query.shape[0], query.shape[2]), None, kwargs)
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         causal = is_causal(module, kwargs)
-        o, _ = mixer(*inputs, padding=padding, segments=segments, state=None, causal=causal, grid=call.grid)
+        o, _ = mixer(*inputs, padding=padding, segments=segments, state=None, causal=causal, grid=call.geometry.grid)
         listener.hear(mixer, inputs, o, target)
     return o.to(query.dtype) if second else target
 
@@ -195,6 +195,7 @@ def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher
     bound |= {name: None for name in CACHE_NAMES if name in bound}  # its keys went into the cache the first time
     if mixer.drop_rope:
         without_rotation(bound, mixer.site.routed)
+    reduce_keys(module, mixer.reductions, False)
     with torch.enable_grad():
         with mixer.transfer.student(module):
             output = module.forward(**bound)
@@ -235,6 +236,7 @@ def attach(
         mixer.switch = switch or getattr(module, "config", model.config)
         mixer.seam = seam
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        mixer.reductions = {name: getattr(module, name) for name in site.reduction if site.sr == "drop"}
         if site.grid == "patches":
             mixer.patches = watch_patches(model.get_submodule(_own_path(model, site.grid_from)))
         module.mixer = mixer

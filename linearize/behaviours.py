@@ -1,7 +1,7 @@
 """What a saved model must do: the ways to cut up a forward pass all agree. Imports torch and transformers alone.
 
-`linearize verify` sends the text of this file to a clean process, `python -c ... FOLDER DTYPE LENGTH LIMIT`, and
-reads the JSON that it prints. Nothing else may import linearize's other files from here.
+`linearize verify` sends the text of this file, of both_ways.py and of inputs.py to a clean process, `python -c ...
+FOLDER DTYPE LENGTH LIMIT`, and reads the JSON that it prints. No other file of linearize may be imported here.
 
 Letters: B batch, T tokens, V vocabulary. Each check returns the largest difference over the largest logit, or None
 where the model has no such thing. A check that fails is repeated with softmax switched on: what the source does not
@@ -21,23 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .both_ways import BOTH_WAYS, heads
+from .inputs import auto_class, difference, make_inputs, make_tokens, tokens_of
+
 STEPS = 6
 # The shortest rows that can be cut up in all the ways below.
 SHORTEST = STEPS + 2
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Infinite when anything is not finite."""
-    if not bool(ours.isfinite().all() and theirs.isfinite().all()):
-        return float("inf")
-    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1e-30))
-
-
-def make_tokens(model: Any, B: int, T: int) -> Tensor:
-    """Fixed token ids [B,T], past the special ones that vocabularies begin with (tiny ones have no others)."""
-    vocab = min(model.config.get_text_config().vocab_size, 4096)
-    first = 4 if vocab > 8 else 0
-    return (torch.arange(B * T).reshape(B, T) * 7919 + 11) % (vocab - first) + first
 
 
 def cut(length: int, wanted: list[int]) -> list[int]:
@@ -222,18 +211,18 @@ def result(work: Callable[[], str]) -> dict[str, Any]:
     return {"status": "failed" if reason else "passed", "detail": reason}
 
 
-def run(check: Callable[[Any, Tensor], float | None], model: Any, ids: Tensor, limit: float) -> dict[str, Any]:
-    """The row of one check."""
-    if ids.shape[1] < SHORTEST:
-        return {"status": "skipped", "detail": f"the model takes too few positions: {ids.shape[1] + STEPS}"}
-    found = attempt(check, model, ids)
+def run(check: Callable[[Any, Any], float | None], model: Any, given: Any, limit: float) -> dict[str, Any]:
+    """The row of one check, which is given token ids or inputs by name."""
+    if isinstance(given, Tensor) and given.shape[1] < SHORTEST:
+        return {"status": "skipped", "detail": f"the model takes too few positions: {given.shape[1] + STEPS}"}
+    found = attempt(check, model, given)
     if found is None:
         return {"status": "skipped", "detail": "the model takes no position_ids"}
     numbers = {} if isinstance(found, Exception) else {"difference": found, "limit": limit}
     if not isinstance(found, Exception) and found <= limit:
         return {"status": "passed", "detail": "", **numbers}
     with model.teacher():
-        source = attempt(check, model, ids)
+        source = attempt(check, model, given)
     if isinstance(found, Exception):
         same = type(found) is type(source)
         detail = f"raises {said(found)}" + ("; so does the model with softmax" if same else "")
@@ -245,16 +234,23 @@ def run(check: Callable[[Any, Tensor], float | None], model: Any, ids: Tensor, l
     return {"status": "failed", "detail": detail, **numbers}
 
 
-def attempt(check: Callable[[Any, Tensor], float | None], model: Any, ids: Tensor) -> float | Exception | None:
+def attempt(check: Callable[[Any, Any], float | None], model: Any, given: Any) -> float | Exception | None:
     """What a check returns or raises."""
     try:
-        return check(model, ids)
+        return check(model, given)
     except Exception as error:
         return error
 
 
 def behave(model: Any, folder: str, length: int, limit: float) -> dict[str, dict[str, Any]]:
     """Every check of a loaded model, on rows of `length` tokens where it takes as many, by name."""
+    checks = written(model, length, limit) if model.can_generate() else both_ways(model, length, limit)
+    checks["trust"] = result(lambda: loads_without_trust(folder))
+    return checks
+
+
+def written(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
+    """The checks of a model that writes text."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length + STEPS
     ids = make_tokens(model, 3, max(1, min(length, positions - STEPS)))
 
@@ -264,15 +260,31 @@ def behave(model: Any, folder: str, length: int, limit: float) -> dict[str, dict
     checks = {"finite logits": result(finite)}
     checks |= {name: run(check, model, ids, limit) for name, check in CHECKS.items()}
     checks["constant state"] = result(lambda: constant_state(model, ids))
-    checks["trust"] = result(lambda: loads_without_trust(folder))
+    return checks
+
+
+def both_ways(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
+    """The checks of any other model; what has no meaning for its inputs is left out."""
+    inputs = make_inputs(model, 2, tokens_of(model, length))
+
+    def finite() -> str:
+        bad = [name for name, value in heads(model, inputs).items() if not bool(value.isfinite().all())]
+        return f"not finite: {', '.join(bad)}" if bad else ""
+
+    checks = {"finite outputs": result(finite)}
+    for name, check in BOTH_WAYS.items():
+        row = run(check, model, inputs, limit)
+        if row["detail"] != "the model takes no position_ids":
+            checks[name] = row
     return checks
 
 
 def main() -> None:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     folder, dtype, length, limit = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    loaded: Any = getattr(transformers, auto_class(config)).from_pretrained(
         folder, trust_remote_code=True, output_loading_info=True, dtype=getattr(torch, dtype)
     )
     print("loaded", flush=True)  # what goes wrong from here on is no matter of loading

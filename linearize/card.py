@@ -20,6 +20,7 @@ from .output import percent
 from .plan import Plan
 from .recipe import Recipe
 from .recipe_data import DatasetSource
+from .render import auto_names
 from .runtime import on_cpu
 
 CARD = """---
@@ -32,11 +33,11 @@ CARD = """---
 Written by linearize {version}. {training}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {imports}
 
 {place}
-tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+{processor} = {loader}.from_pretrained(name, trust_remote_code=True)
+model = {auto}.from_pretrained(name, trust_remote_code=True)
 ```
 
 `trust_remote_code=True` loads the Python files of this folder: they hold the mechanism. Only torch and
@@ -47,12 +48,17 @@ transformers >= 5.17 are needed.
 | source | `{source}`{revision} |
 | architecture | {architecture} |
 | new parameters | {new_parameters:,} |
-| decode state per sequence | {state:,} bytes, whatever the length{kv} |
-| options | `{options}` |
+{decoding}| options | `{options}` |
 {notes}{results}"""
 
 PLACE = 'name = "."  # the folder with these files'
 UNTRAINED = "The new parameters are untrained: distil before use."
+# The task on the Hub, by the class that loads the model.
+PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForMaskedLM": "fill-mask",
+}
 # What a model inherits from the one that it was made of.
 INHERITED = ("license", "license_name", "license_link", "language")
 
@@ -76,13 +82,34 @@ def model_card(plan: Plan, origin: Path, recipe: Recipe | None = None, report: d
         revision=f" at `{plan.revision}`" if plan.revision else "",
         architecture=plan.architecture,
         new_parameters=plan.new_parameters,
-        state=sum(step.state_bytes for step in plan.steps),
-        kv=" (plus the KV cache of the softmax layers)" if kept else "",
+        decoding=decoding(plan),
+        **loading(plan),
         options=plan.steps[0].options,
         notes=notes + "\n" if notes else "",
         results="" if recipe is None or report is None else measured(recipe, report) + recipe_text(recipe),
     )
     return redact(text)
+
+
+def decoding(plan: Plan) -> str:
+    """A row of the table on the decode state, where there is one."""
+    state = sum(step.state_bytes for step in plan.steps)
+    kv = " (plus the KV cache of the softmax layers)" if plan.kept else ""
+    return f"| decode state per sequence | {state:,} bytes, whatever the length{kv} |\n" if state else ""
+
+
+def loading(plan: Plan) -> dict[str, str]:
+    """Names in the lines of code that load the model and what makes its inputs."""
+    head = getattr(transformers, plan.architecture, None)
+    auto = "AutoModelForCausalLM" if head is None else auto_names(head.config_class, head)[0]
+    made = {
+        "pixel_values": "image_processor",
+        "input_features": "feature_extractor",
+        "input_values": "feature_extractor",
+    }
+    processor = made.get(getattr(head, "main_input_name", ""), "tokenizer")
+    loader = "Auto" + processor.title().replace("_", "")
+    return {"auto": auto, "processor": processor, "loader": loader, "imports": ", ".join(sorted((auto, loader)))}
 
 
 def for_repo(text: str, repo: str) -> str:
@@ -107,7 +134,7 @@ def metadata(plan: Plan, origin: Path, recipe: Recipe | None, report: dict[str, 
         **base,
         **inherited(origin),
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=PIPELINES.get(loading(plan)["auto"]),
         tags=["linear-attention", "linearize", *sorted({step.mechanism for step in plan.steps})],
         datasets=datasets(recipe) or None,
         model_name=recipe.name if recipe and results else None,

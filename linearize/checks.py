@@ -28,7 +28,7 @@ LIMITS = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 STRICT_LIMIT = 2e-5
 # Tokens of a row: more than a chunk; strict: more than two chunks of the largest size.
 LENGTH, STRICT_LENGTH = 100, 560
-BEHAVIOURS = "behaviours.py"
+BEHAVIOURS = ("both_ways.py", "behaviours.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ def check_behaviours(folder: Path, strict: bool) -> list[Check]:
     if dtype is None:
         return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
     limit = min(STRICT_LIMIT, LIMITS[dtype]) if strict and dtype == "float32" else LIMITS[dtype]
-    script = (Path(__file__).parent / BEHAVIOURS).read_text("utf-8").replace("from __future__ import annotations", "")
+    script = "".join((Path(__file__).parent / name).read_text("utf-8") for name in BEHAVIOURS)
     arguments = [str(folder.absolute()), dtype, str(STRICT_LENGTH if strict else LENGTH), str(limit)]
     try:
         with clean_command(script, arguments) as command, started(*command) as child:

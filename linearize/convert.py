@@ -16,7 +16,7 @@ from .atomic import check_output, output_folder
 from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
 from .drops import check_losses, ranges
 from .errors import Exit, LinearizeError, is_secret
-from .plan import Plan, check_rotation, choose_layers, grouped, item_bytes, make_steps, some
+from .plan import Plan, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps, some
 from .probe import model_class_of, probe
 from .recording import quiet
 from .render import Natives
@@ -54,7 +54,7 @@ def plan_conversion(
     check_secrets(source)
     config = load_config(source, trust_remote_code)
     natives = Natives(config, load_model_class(source, config, trust_remote_code))
-    found = probe(config, natives.head)
+    found = fitting(probe(config, natives.head), mechanism, source.name)
     chosen, kept = choose_layers(found, layers, keep_softmax, source.name)
     check_losses(chosen, allow_drop)
     stored = stored_dtype(source)

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from linearize_kernels.seam import evaluating
 
 from . import card, checkpoint
 from .atomic import output_folder
 from .errors import Exit, LinearizeError
+from .inputs import auto_class, outputs
 from .plan import Plan, some
 from .recipe import Recipe
 from .recording import quiet
@@ -30,7 +32,7 @@ from .shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
 from .source import Entry, Source, read_header
 from .trainable import ADAPTER, Student
 from .trust import check_code, read_plan
-from .verify import LOAD, LOGITS, TOLERANCE, check_keys, clean_command, fits_twice
+from .verify import LOAD, TOLERANCE, check_keys, clean_command, fits_twice
 
 # Relative to the largest logit, after rounding the trained weights to the dtype that is saved.
 ROUNDING = {"float64": TOLERANCE, "float32": TOLERANCE, "float16": 1e-2, "bfloat16": 5e-2}
@@ -52,12 +54,13 @@ def load_converted(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
 
 
 def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, which fills in what is missing at random and only reports it.
+    """`from_pretrained` of its Auto class, which fills in what is missing at random and only reports it.
 
     Raises LinearizeError (exit 3) naming the weights that are missing or have another shape.
     """
     with quiet():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        loaded: Any = getattr(transformers, auto_class(config)).from_pretrained(
             folder, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     model, report = loaded
@@ -65,7 +68,7 @@ def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
     if absent:
         raise LinearizeError(
             f"{folder} lacks weights of {type(model).__name__}: {some(absent)}. Download it again, or choose the model "
-            "with a language head",
+            "with its head",
             Exit.INCOMPATIBLE,
         )
     return model
@@ -95,7 +98,7 @@ def meta_model(
         with quiet(), torch.device(device):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             dtype = dtype or getattr(torch, plan.dtype)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=True)
+            return getattr(transformers, auto_class(config)).from_config(config, dtype=dtype, trust_remote_code=True)
 
 
 # ---------------------------------------------------------------- saving
@@ -218,11 +221,9 @@ def stored_names(model: Any, names: set[str], known: set[str], scratch: Path) ->
 
 
 def logits_of(model: Any) -> Tensor:
-    """Logits of the tokens that clean processes are asked for, by the same few lines."""
-    scope: dict[str, Any] = {"torch": torch}
-    exec(LOGITS, scope)
+    """Logits, or what else comes out, of the inputs that clean processes give, by the same few lines."""
     with evaluating(model):
-        return scope["logits"](model)
+        return outputs(model)
 
 
 def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | None, keep_adapter: bool) -> str:
@@ -250,7 +251,7 @@ def reload_logits(folder: Path) -> Tensor:
     """`logits_of` a saved model, in float32, computed in a process where linearize cannot be imported."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "logits.pt"
-        with clean_command(LOGITS + LOAD, [str(folder), str(out)]) as (command, environment):
+        with clean_command(LOAD, [str(folder), str(out)]) as (command, environment):
             done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             reason = done.stderr.strip()[-2000:]

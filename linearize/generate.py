@@ -102,6 +102,8 @@ def load(
     else:
         load_config(source, trust_remote_code)  # refuses code of its own without trust
         loaded = _load_native(source, kind, trust_remote_code)
+    if not loaded.can_generate():
+        raise LinearizeError(f"{model} is a {type(loaded).__name__}, which writes no text", Exit.INCOMPATIBLE)
     return Loaded(loaded.to(where).eval(), load_tokenizer(source.folder, linearized or trust_remote_code), teacher)
 
 

@@ -11,7 +11,7 @@ from linearize_kernels.mixer import Site
 
 from .drops import losses, ranges
 from .errors import Exit, LinearizeError
-from .mechanisms import build_mixer, load_mechanism, resolve_options
+from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from .probe import Found, Other
 
 
@@ -58,7 +58,10 @@ class Plan:
     def notes(self) -> list[str]:
         """What the conversion drops, by name and layers."""
         found = losses(step.site for step in self.steps)
-        return [f"{loss.name}: {loss.what} (layers {ranges(layers)})" for loss, layers in found.items()]
+        dropped = [step.site.layer for step in self.steps if step.site.sr == "drop"]
+        lines = [f"{loss.name}: {loss.what} (layers {ranges(layers)})" for loss, layers in found.items()]
+        reduction = "reduction: the source attends to fewer keys than queries, the linear layer to a key for each"
+        return lines + ([f"{reduction} (layers {ranges(dropped)})"] if dropped else [])
 
     def spec(self) -> dict[str, Any]:
         """What the saved config carries, enough to rebuild the mixers without probing."""
@@ -74,7 +77,7 @@ class Plan:
         item = item_bytes(self.dtype)
 
         def kv(site: Site) -> int:
-            return tokens * site.kv_heads * (site.key_dim + site.value_dim) * item
+            return tokens * site.kv_heads * (site.key_dim + site.value_dim) * item * site.causal
 
         kept = sum(kv(site) for site in self.kept)
         return {
@@ -188,19 +191,66 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
+def fitting(found: Found, mechanism: str, model: str) -> Found:
+    """`found`, in which what `mechanism` does not fit stays as it is: one tower of two, one stage of several.
+
+    Raises LinearizeError (exit 3) when it fits no site, naming the mechanisms that do.
+    """
+    reasons = [(site, misfit(site, mechanism)) for site in found.sites]
+    unfit = tuple(Other(site.layer, site.path, site.kind, reason) for site, reason in reasons if reason)
+    sites = tuple(site for site, reason in reasons if not reason)
+    if not sites:
+        others = [name for name in mechanism_names() if any(not misfit(site, name) for site in found.sites)]
+        instead = f"Choose {' or '.join(others)}" if others else "No mechanism fits"
+        site = unfit[0]
+        raise LinearizeError(f"--to {mechanism}: {model} has no place for it: {site.path} {site.reason}. {instead}",
+            Exit.INCOMPATIBLE)  # fmt: skip
+    return dataclasses.replace(found, sites=sites, others=(*found.others, *unfit))
+
+
+def misfit(site: Site, mechanism: str) -> str | None:
+    """Why a mechanism does not fit a site, after the name of the site; None where it does."""
+    mixer_class = load_mechanism(mechanism)
+    if not (mixer_class.causal if site.causal else mixer_class.bidirectional):
+        return f"is {'causal' if site.causal else 'bidirectional'}; {mechanism!r} is not"
+    obstacle = mixer_class.obstacle(site)
+    return obstacle and f"does not fit {mechanism!r}: {obstacle}"
+
+
 def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: int = 4) -> tuple[Step, ...]:
     """A step per site of a model whose activations have `item` bytes.
 
+    `sr` among the options is for attention that reduces its keys: `keep` them so, or `drop` the reduction.
+
     Raises LinearizeError: 2 for unknown names and bad options, 3 for an unfit mechanism.
     """
+    given = dict(given)
+    sr = given.pop("sr", None)
     mixer_class, options = load_mechanism(mechanism), resolve_options(mechanism, given)
     steps = []
     for site in sites:
-        if not (mixer_class.causal if site.causal else mixer_class.bidirectional):
-            direction = "causal" if site.causal else "bidirectional"
-            raise LinearizeError(f"{site.path} is {direction}; {mechanism!r} is not", Exit.INCOMPATIBLE)
+        reason = misfit(site, mechanism)
+        if reason:
+            raise LinearizeError(f"{site.path} {reason}", Exit.INCOMPATIBLE)
+        if site.reduction:
+            site = dataclasses.replace(site, sr=reduced(sr, site, mechanism, mixer_class.square))
         with torch.device("meta"):
             mixer = build_mixer(mechanism, site, options)
         new = sum(p.numel() for p in mixer.parameters())
-        steps.append(Step(site, mechanism, options, new, mixer.state_bytes(0, item)))
+        steps.append(Step(site, mechanism, options, new, mixer.state_bytes(0, item) if site.causal else 0))
+    if sr is not None and sites and not any(site.reduction for site in sites):
+        raise LinearizeError(f"sr={sr}: no attention here computes fewer keys than queries. Leave it out")
     return tuple(steps)
+
+
+def reduced(sr: str | None, site: Site, mechanism: str, square: bool) -> str:
+    """`keep` or `drop`: what becomes of a site's reduction of keys. `square`: the mechanism needs a key per query."""
+    if sr not in (None, "keep", "drop"):
+        raise LinearizeError(f"sr={sr}: must be keep or drop")
+    if sr == "keep" and square:
+        raise LinearizeError(
+            f"sr=keep: {site.path} computes fewer keys than queries, and {mechanism!r} needs one for each. Leave sr "
+            "out (it is then drop), or choose la",
+            Exit.INCOMPATIBLE,
+        )
+    return sr or ("drop" if square else "keep")

@@ -8,6 +8,7 @@ own code (unrouted.py). No weights are read and no architecture is known by name
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from typing import Any
 
@@ -24,6 +25,8 @@ from .recording import PROBE, Run, interface_calls, own_softmax, quiet
 MIXING = ("Attention", "Attn", "Mixer", "Mamba", "SSM", "DeltaNet", "ShortConv", "Recurrent", "LSTM", "Retention")
 PLAIN_SLOTS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 NOT_ROUTED = "not softmax attention"
+# Names of numbers above 1, or switches, that make attention compute fewer keys than queries.
+REDUCTIONS = re.compile(r"(reduction_ratio|^linear_attention)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +57,22 @@ class Found:
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The transformers class that `architectures` names, else the causal class of the model type.
+    """The transformers class that `architectures` names, else the causal class of the model type, else its bare one.
 
-    Raises LinearizeError (exit 3) when transformers knows neither, or for a class that does not generate text.
+    Raises LinearizeError (exit 3) when transformers knows none.
     """
     for name in config.architectures or ():
         found = getattr(transformers, str(name), None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            if not found.can_generate():
-                raise LinearizeError(
-                    f"the checkpoint is a {name}, which does not generate text. Choose a causal language model",
-                    Exit.INCOMPATIBLE,
-                )
             return found
-    mapping: Any = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        found = mapping[type(config)]
-        return found[0] if isinstance(found, tuple) else found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        mapping: Any = auto._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
     raise LinearizeError(
-        f"model type {config.model_type!r} with architectures {config.architectures} has no causal language model "
-        f"class in transformers {transformers.__version__}. Choose a causal checkpoint or upgrade transformers",
+        f"model type {config.model_type!r} with architectures {config.architectures} has no model class in "
+        f"transformers {transformers.__version__}. Choose another checkpoint or upgrade transformers",
         Exit.INCOMPATIBLE,
     )
 
@@ -110,11 +109,13 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     sites: list[Site] = []
     unfit: list[Other] = []
     for number, record in enumerate(run.records):
-        site, reason = _site(number, record, calls, slots)
+        site, reason = _site(number, record, calls, slots, config.is_encoder_decoder)
         if reason is None:
             sites.append(site)
         elif all(other.path != site.path for other in unfit):
             unfit.append(Other(site.layer, site.path, site.kind, reason))
+    if len({site.layer for site in sites}) < len(sites):  # of two towers that count from 0
+        sites = [dataclasses.replace(site, layer=number) for number, site in enumerate(sites)]
     if not sites:
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
     fixed = {site.path for site in sites} - free if _rotates(run, config) else set()
@@ -146,9 +147,16 @@ def _mixing_without_calls(run: Run, calls: Counter[str]) -> list[Other]:
         if not _mixes(module) or inner or any(_within(path, call) or _within(call, path) for call in calls):
             continue
         layer = getattr(module, "layer_idx", None)
-        reason = NOT_ROUTED if path in run.ran else "does not run on text"
+        reason = _unused(module) if path in run.ran else "does not run on text"
         found.append(Other(layer if isinstance(layer, int) else None, path, type(module).__name__, reason))
     return found
+
+
+def _unused(module: Any) -> str:
+    """Why a module that ran is no site."""
+    if getattr(module, "query_stride", 1) > 1:
+        return "pools its queries, so that fewer tokens come out than go in"
+    return "is torch's own, its softmax out of reach" if isinstance(module, nn.MultiheadAttention) else NOT_ROUTED
 
 
 def _within(inner: str, outer: str) -> bool:
@@ -160,18 +168,32 @@ def _mixes(module: nn.Module) -> bool:
     return any(word in kind for word in MIXING) and not kind.endswith(("Norm", "FeedForward", "MLP"))
 
 
-def _site(number: int, record: dict[str, Any], calls: Counter[str], slots: list[str]) -> tuple[Site, str | None]:
-    """The site of a recorded call, and what keeps it from becoming linear (None: nothing)."""
-    module, own = record.pop("module"), record.pop("self")
+def _site(
+    number: int, record: dict[str, Any], calls: Counter[str], slots: list[str], two_sided: bool
+) -> tuple[Site, str | None]:
+    """The site of a recorded call, and what keeps it from becoming linear (None: nothing).
+
+    `two_sided`: the model is an encoder and a decoder.
+    """
+    module, keys, queries = (record.pop(name) for name in ("module", "keys", "queries"))
+    record["reduction"] = reduction_of(module)
     obstacle = None
-    if not own:
+    if keys != queries and not record["reduction"]:
         obstacle = "takes keys from elsewhere"
     elif record["hidden"] is None:
         obstacle = "gets no hidden states"
     elif calls[record["path"]] > 1:
         obstacle = f"calls attention {calls[record['path']]} times in a forward pass, and one state cannot serve them"
+    elif two_sided and record["causal"]:
+        obstacle = "is in a decoder that reads an encoder"
     layer = getattr(module, "layer_idx", None)
     layer = number if layer is None else int(layer)
-    if obstacle is None and layer < len(slots) and slots[layer] not in PLAIN_SLOTS:
+    if obstacle is None and record["causal"] and layer < len(slots) and slots[layer] not in PLAIN_SLOTS:
         obstacle = f"shares its slot of the cache ({slots[layer]}) with what a state does not replace"
     return Site(layer=layer, kind=type(module).__name__, **record), obstacle
+
+
+def reduction_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the attributes by which attention makes fewer keys than queries out of its input."""
+    named = {name: value for name, value in vars(module).items() if REDUCTIONS.search(name)}
+    return tuple(sorted(name for name, value in named.items() if value is True or value > 1))

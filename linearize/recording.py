@@ -19,6 +19,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as hf_logging
 
+from .geometry import Follow, takes_images
+from .inputs import make_inputs, takes
 from .unrouted import softmax_calls
 
 PROBE = "linearize_probe"
@@ -49,6 +51,7 @@ class Run:
     ran: set[str] = dataclasses.field(default_factory=set)
     reads_masks: bool = False
     error: Exception | None = None
+    follow: Any = None
 
 
 def interface_calls(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
@@ -65,31 +68,48 @@ def interface_calls(config: PreTrainedConfig, model_class: type[PreTrainedModel]
     except Exception as error:  # whatever the architecture raises, here and below
         return Run(error=error)
     _watch(run)
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    square = _full_mask(1, TOKENS, TOKENS)
-    with quiet(), torch.no_grad(), AsIfZero():
-        for mask in (square, torch.ones_like(ids), None):
-            run.records.clear()
-            try:
-                run.model(input_ids=ids, attention_mask=mask, use_cache=False)
-                run.reads_masks = _reads_masks(run)
-                return run
-            except Exception as error:
-                errors.append(error)
+    inputs = meta_inputs(run.model)
+    square = _full_mask(len(inputs["input_ids"]), TOKENS, TOKENS) if [*inputs] == ["input_ids"] else None
+    masks = (None,) if square is None else (square, torch.ones_like(inputs["input_ids"]), None)
+    for mask in masks:
+        run.records.clear()
+        run.follow = Follow(run.model, inputs)
+        try:
+            with quiet(), torch.no_grad(), AsIfZero(), run.follow:
+                forward(run.model, inputs, mask)
+            run.reads_masks = _reads_masks(run, inputs)
+            return run
+        except Exception as error:
+            errors.append(error)
     return dataclasses.replace(run, error=errors[0])
 
 
-def _reads_masks(run: Run) -> bool:
+def meta_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Inputs without memory; what says sizes keeps its values. Two rows, where attention in windows has more."""
+    made = make_inputs(model, 1 if takes(model) == ["input_ids"] else 2, TOKENS)
+    sizes = {"spatial_shapes"}
+    dtypes = {name: model.dtype if value.is_floating_point() else value.dtype for name, value in made.items()}
+    return {n: value if n in sizes else value.to("meta", dtypes[n]) for n, value in made.items()}
+
+
+def forward(model: PreTrainedModel, inputs: dict[str, Tensor], mask: Tensor | None) -> None:
+    """One pass without a cache."""
+    cache = {"use_cache": False} if model.can_generate() else {}
+    model(**inputs, **cache, **({} if mask is None else {"attention_mask": mask}))
+
+
+def _reads_masks(run: Run, inputs: dict[str, Tensor]) -> bool:
     """Whether attention got another mask than the model made, or the model fails with the 2D mask of padding alone."""
     records = list(run.records)
     plain = [record.pop("plain_mask") for record in records]
-    if not all(plain):
-        return True
+    if not all(plain) or [*inputs] != ["input_ids"]:
+        return not all(plain)
     AttentionMaskInterface.register(PROBE, lambda *args, **kwargs: kwargs.get("attention_mask"))
     flat = torch.ones(2, TOKENS, dtype=torch.long, device="meta")
     try:
         assert run.model is not None
-        run.model(input_ids=flat, attention_mask=flat, use_cache=False)
+        with quiet(), torch.no_grad(), AsIfZero():
+            forward(run.model, {"input_ids": flat}, flat)
     except Exception:  # whatever a wrong number of dimensions leads to
         return True
     finally:
@@ -103,8 +123,10 @@ def own_softmax(config: PreTrainedConfig, model_class: type[PreTrainedModel]) ->
     try:
         run.model = build_on_meta(config, model_class)
         _watch(run)
-        with quiet(), AsIfZero():
-            run.records += softmax_calls(run.model, TOKENS)
+        inputs = meta_inputs(run.model)
+        run.follow = Follow(run.model, inputs)
+        with quiet(), AsIfZero(), run.follow:
+            run.records += softmax_calls(run.model, inputs, run.follow)
     except Exception as error:
         run.error = error
     return run
@@ -124,7 +146,7 @@ def _note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     module._linearize_mask = kwargs.get("attention_mask")
     module._linearize_given = args, kwargs
     x = kwargs.get("hidden_states", args[0] if args else None)
-    module._linearize_hidden = x.shape[-1] if isinstance(x, Tensor) and x.ndim == 3 else None
+    module._linearize_shape = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 3 else None
 
 
 class AsIfZero(TorchDispatchMode):
@@ -143,11 +165,12 @@ def _record(
 ) -> tuple[Tensor, None]:
     """The recording attention function: notes the call and returns zeros of the right shape."""
     B, H, T, D = query.shape
-    module._linearize_run.records.append(
+    run, shape, given = module._linearize_run, module._linearize_shape, _bound(module)
+    run.records.append(
         {
             "module": module,
             "path": module._linearize_path,
-            "hidden": module._linearize_hidden,
+            "hidden": shape and shape[-1],
             "heads": H,
             "kv_heads": key.shape[1],
             "key_dim": D,
@@ -155,29 +178,31 @@ def _record(
             "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
             "causal": _causal(module, kwargs),
             "extras": _extras(module, attention_mask, kwargs),
-            "self": key.shape[2] == T,
+            "keys": key.shape[2],
+            "queries": T,
             "routed": True,
-            "rotation": _given(module, "position_embeddings"),
+            "rotation": given.get("position_embeddings") is not None,
+            **run.follow.place(shape or (B, T), module, given),
             "plain_mask": attention_mask is None or hasattr(attention_mask, "_linearize_plain"),
         }
     )
     return query.new_zeros(B, T, H, value.shape[-1]), None
 
 
-def _given(module: Any, name: str) -> bool:
-    """Whether a module is called with an argument of that name, which is how the seam takes rotation away."""
+def _bound(module: Any) -> dict[str, Any]:
+    """The arguments of a module's call by name."""
     args, kwargs = module._linearize_given
-    bound = dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False))
-    return {**bound, **kwargs}.get(name) is not None
+    return {**dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False)), **kwargs}
 
 
 def _extras(module: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Names of what softmax is given and a linear layer would not use; `score_bias` for what is hidden in the mask."""
     names = {name for name, value in kwargs.items() if name not in ORDINARY and _says(value)}
     given = module._linearize_mask
-    if isinstance(given, Tensor) and isinstance(mask, Tensor) and mask.is_floating_point():
-        # A float mask with memory of its own: the module has added something to the one that it was given.
-        names |= {"score_bias"} if mask.untyped_storage()._cdata != given.untyped_storage()._cdata else set()
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        # With memory of its own: the module has added something to the mask that it was given. Images have no masks.
+        added = isinstance(given, Tensor) and mask.untyped_storage()._cdata != given.untyped_storage()._cdata
+        names |= {"score_bias"} if added or takes_images(module._linearize_run.follow.inputs) else set()
     return tuple(sorted(names))
 
 

@@ -44,14 +44,14 @@ def plan_table(plan: Plan) -> None:
     for step in plan.steps:
         site = step.site
         heads = f"{site.kind}\n{site.heads}/{site.kv_heads}x{site.key_dim}"
-        cost = (f"{step.new_parameters:,}", size(step.state_bytes))
+        cost = (f"{step.new_parameters:,}", size(step.state_bytes) if site.causal else "none")
         rows.append((site.layer, (site.path, heads, step.mechanism, *cost)))
     for site in plan.kept:
-        rows.append((site.layer, (site.path, site.kind, "softmax (kept)", "", "KV cache")))
+        rows.append((site.layer, (site.path, site.kind, "softmax (kept)", "", "KV cache" if site.causal else "none")))
     for cells in alike(rows):
         table.add_row(*cells)
     out.print(table)
-    for tokens, label in ((4096, "4k"), (131072, "128k")):
+    for tokens, label in () if not plan.cache_bytes(1)["source"] else ((4096, "4k"), (131072, "128k")):
         cache = plan.cache_bytes(tokens)
         out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
     rewritten = "source weights stay as they are"

@@ -13,12 +13,16 @@ from transformers import PreTrainedModel
 
 from linearize_kernels.capture import Capture, Scores, scores_of
 
+from .geometry import Follow
+
 # Arguments of an attention module that mean a bias on its scores even when the model merges it into the mask.
 BIASES = {"alibi", "position_bias"}
 
 
-def softmax_calls(model: PreTrainedModel, tokens: int) -> list[dict[str, Any]]:
+def softmax_calls(model: PreTrainedModel, inputs: dict[str, Tensor], follow: Follow) -> list[dict[str, Any]]:
     """One forward of a model on the meta device: a record for each softmax attention that a module computes itself.
+
+    `follow` is on, and knows where tokens lie.
 
     Raises whatever the architecture raises there, and NotImplementedError for attention of another form.
     """
@@ -36,17 +40,20 @@ def softmax_calls(model: PreTrainedModel, tokens: int) -> list[dict[str, Any]]:
         module._linearize_path = path
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
-    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    whole = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device="meta")
     # Without a mask some look at the values of positions, which meta tensors lack; others know no 4D mask.
-    for mask in (None, whole):
+    masks: list[dict[str, Tensor]] = [{}]
+    if [*inputs] == ["input_ids"]:
+        T = inputs["input_ids"].shape[1]
+        masks.append({"attention_mask": torch.ones(1, 1, T, T, dtype=torch.bool, device="meta")})
+    cache = {"use_cache": False} if model.can_generate() else {}
+    for mask in masks:
         running.clear()
         try:
-            with Watch(model, running, tokens) as watch, torch.no_grad():
-                model(input_ids=ids, attention_mask=mask, use_cache=False)
+            with Watch(model, running, follow) as watch, torch.no_grad():
+                model(**inputs, **mask, **cache)
             return watch.records
         except RuntimeError:
-            if mask is whole:
+            if mask is masks[-1]:
                 raise
     raise AssertionError("unreachable")
 
@@ -64,12 +71,22 @@ class Watch(Capture):
 
     kind = Seen
 
-    def __init__(self, model: PreTrainedModel, running: list[tuple[nn.Module, dict[str, Any]]], tokens: int) -> None:
-        super().__init__(self.record, (1, tokens), compute=True)
-        self.model, self.running = model, running
+    def __init__(self, model: PreTrainedModel, running: list[tuple[nn.Module, dict[str, Any]]], follow: Follow) -> None:
+        super().__init__(self.record, (0, 0), compute=True)
+        self.model, self.running, self.follow = model, running, follow
         self.records: list[dict[str, Any]] = []
 
+    def hidden(self) -> Tensor | None:
+        """What the module that runs was given first, or as `hidden_states`."""
+        arguments = self.running[-1][1] if self.running else {}
+        return arguments.get("hidden_states", next(iter(arguments.values()), None))
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x, (given, *others) = self.hidden(), self.follow.inputs.values()
+        # The tokens of text stay as many as they are; those of images become fewer from stage to stage.
+        shrinking = bool(others) or given.is_floating_point()
+        rows = x if isinstance(x, Tensor) and x.ndim == 3 and shrinking else given
+        self.shape = rows.shape[0], rows.shape[1]
         result = super().__torch_function__(function, types, args, kwargs)
         if function in (torch.zeros, torch.zeros_like):
             result._linearize_zeros = True
@@ -105,8 +122,9 @@ class Watch(Capture):
     def record(self, found: Any, v: Tensor, softmax: Any) -> Tensor:
         """What `Capture` found: a record like those of the attention interface."""
         module, arguments = self.running[-1]
-        x = arguments.get("hidden_states", next(iter(arguments.values())))
-        q, k = (part.reshape(1, -1, *part.shape[-2:]) for part in (found.q, found.k))
+        x, B = self.hidden(), self.shape[0]
+        q, k = (part.reshape(B, -1, *part.shape[-2:]) for part in (found.q, found.k))
+        text = "input_ids" in self.follow.inputs
         self.records.append(
             {
                 "module": module,
@@ -117,11 +135,13 @@ class Watch(Capture):
                 "key_dim": q.shape[-1],
                 "value_dim": v.shape[-1],
                 "scale": found.scale,
-                "causal": bool(getattr(module, "is_causal", getattr(self.model.config, "is_decoder", True))),
+                "causal": bool(getattr(module, "is_causal", getattr(self.model.config, "is_decoder", text))),
                 "extras": tuple(sorted(found.extras - {"attention_mask"} | BIASES & _given(arguments))),
-                "self": k.shape[2] == q.shape[2],
+                "keys": k.shape[2],
+                "queries": q.shape[2],
                 "routed": False,
                 "rotation": bool({"position_embeddings", "position_ids"} & _given(arguments)),
+                **self.follow.place(self.shape, module, arguments),
             }
         )
         return softmax()

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -56,8 +57,9 @@ transformers.utils.logging.disable_progress_bar()
 # Loads the checkpoint as anyone would. On `meta`, its tensors have names and shapes only: transformers would read
 # every weight in the folder to load it there.
 LOAD = """
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 folder, target = sys.argv[1:3]
+name = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=True))
 if target == "meta":
     from pathlib import Path
     from safetensors import safe_open
@@ -71,33 +73,21 @@ if target == "meta":
                 value = file.get_slice(name)
                 dtype = str_to_torch_dtype[value.get_dtype()]
                 weights[name] = torch.empty(value.get_shape(), dtype=dtype, device="meta")
-    model_class = get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], folder)
+    model_class = get_class_from_dynamic_module(config.auto_map[name], folder)
     arguments = {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
     arguments["device_map"] = {"": "meta"}
 else:
-    model_class = AutoModelForCausalLM
+    model_class = getattr(transformers, name)
     arguments = {"pretrained_model_name_or_path": folder, "trust_remote_code": True, "dtype": torch.float32}
 model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
 print("loaded", flush=True)
 if target != "meta":
-    torch.save(logits(model.eval()), target)
+    torch.save(outputs(model.eval()), target)
 ours = tuple(layer["site"]["path"] + ".mixer." for layer in model.config.linearize["layers"])
 print(json.dumps({
     "report": {key: sorted(map(str, value)) for key, value in report.items()},
     "mixers": {name: list(p.shape) for name, p in model.state_dict().items() if name.startswith(ours)},
 }))
-"""
-
-# The tokens are fixed and need no tokenizer; one row is left-padded.
-LOGITS = """
-def logits(model):
-    vocab = model.config.get_text_config().vocab_size
-    ids = (torch.arange(2 * 24).reshape(2, 24) * 7919 + 11) % min(vocab, 4096)
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
-    with torch.no_grad():
-        out = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-    return out[mask.bool()]
 """
 
 # The other side: the native class on the source's own weights, mixers from the installed package.
@@ -120,7 +110,7 @@ mixers = load_file(sys.argv[1] + "/" + options["mixers"])
 loaded = model.load_state_dict(mixers, strict=False)
 assert not loaded.unexpected_keys, loaded.unexpected_keys
 print("loaded", flush=True)
-torch.save(logits(model.float().eval()), sys.argv[2])
+torch.save(outputs(model.float().eval()), sys.argv[2])
 """
 
 REFUSED = ("linearize", "linearize_kernels", "triton", "peft")
@@ -180,8 +170,8 @@ def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple
         ours, theirs = Path(scratch) / "ours.pt", Path(scratch) / "theirs.pt"
         arguments = [str(folder), str(theirs), str(source.folder.resolve()), json.dumps(options)]
         with (
-            clean_command(LOGITS + LOAD, [str(folder), str(ours)]) as a,
-            clean_command(LOGITS + SOURCE_SIDE, arguments, refused=()) as b,
+            clean_command(LOAD, [str(folder), str(ours)]) as a,
+            clean_command(SOURCE_SIDE, arguments, refused=()) as b,
             started(*a) as loading,
             started(*b) as comparing,
         ):
@@ -239,11 +229,14 @@ def clean_command(
         environment = {**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         for variable in ("PYTHONPATH", *SECRET_VARIABLES):
             environment.pop(variable, None)
+        inputs = (Path(__file__).parent / "inputs.py").read_text("utf-8")
         # -I hides user packages and this process's additions to the path; torch may be installed there, and what is
         # found first here must be there. The code cache of this process is among them and must not be found.
         paths = [path for path in sys.path if path and path != HF_MODULES_CACHE]
         setup = f"import sys\nsys.path[:0] = {paths!r}\n"
         setup += PRELUDE.replace("{refused}", repr(set(refused) or {""}))
+        # The script may be made of files of this package, which import each other.
+        script = re.sub(r"^from (__future__|\.\w+) import .*$", "", inputs + script, flags=re.MULTILINE)
         yield [sys.executable, "-I", "-c", setup + script, *arguments], environment
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import clean_env
 import torch
 import transformers
+from encoders import ENCODERS, WITHOUT_GRID
 from models import source_with_mixers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -130,23 +131,29 @@ def shrunk(kind: Any) -> dict[str, Any]:
 
 
 def small_config(model_type: str) -> Any:
+    """A small config of a model type, or of a class of encoders.py."""
+    model_type, changes = (ENCODERS | WITHOUT_GRID).get(model_type, (model_type, OVERRIDES.get(model_type, {})))
     kind = CONFIG_MAPPING[model_type]
-    return kind(**{**shrunk(kind), **OVERRIDES.get(model_type, {})})
+    return kind(**{**shrunk(kind), **changes})
 
 
 def small_model(model_type: str) -> Any:
-    """A random model of the type, in eval mode; always the same."""
+    """A random model of the type, or of a class of encoders.py, in eval mode; always the same."""
     torch.manual_seed(11)
+    if model_type in ENCODERS | WITHOUT_GRID:
+        return getattr(transformers, model_type)(small_config(model_type)).eval()
     return transformers.AutoModelForCausalLM.from_config(small_config(model_type)).eval()
 
 
 # ---------------------------------------------------------------- one type, from random weights to a verdict
 
 OPTIONS = {"slots": 8, "chunk_size": 16}
+# Of the mechanisms that encoders are converted to.
+SMALL_OPTIONS: dict[str, dict[str, Any]] = {"gsa": OPTIONS, "saga": {"dwc": 3}, "la": {}}
 LAYERS = {"all": "all", "hybrid": "every:2"}
 
 
-def prepare(folder: Path, model_type: str) -> dict[str, Any]:
+def prepare(folder: Path, model_type: str, mechanism: str = "gsa") -> dict[str, Any]:
     """Convert a small model of the type, all-linear and hybrid, into `folder`, with what each must compute.
 
     Returns {type, stage, ...}: `stage` is where it ended, "converted" when all went well.
@@ -160,7 +167,7 @@ def prepare(folder: Path, model_type: str) -> dict[str, Any]:
         model.save_pretrained(source)
         for name, layers in LAYERS.items():
             row["stage"] = "refused"
-            plan, row["consent"] = plan_with_consent(source, layers)
+            plan, row["consent"] = plan_with_consent(source, layers, mechanism)
             sites = [step.site for step in plan[0].steps]
             row.setdefault("sites", len(sites))
             row.setdefault("kinds", sorted({site.kind for site in sites}))
@@ -180,20 +187,21 @@ def prepare(folder: Path, model_type: str) -> dict[str, Any]:
     return row
 
 
-def plan_with_consent(source: Path, layers: str) -> tuple[Any, list[str]]:
+def plan_with_consent(source: Path, layers: str, mechanism: str) -> tuple[Any, list[str]]:
     """A plan, and the names that --allow-drop had to be given for it."""
+    options = SMALL_OPTIONS[mechanism]
     try:
-        return plan_conversion(str(source), "gsa", layers=layers, options=OPTIONS), []
+        return plan_conversion(str(source), mechanism, layers=layers, options=options), []
     except LinearizeError as error:
         consent = sorted(set(re.findall(r"--allow-drop (\w+)", error.message)))
         if not consent:
             raise
-        return plan_conversion(str(source), "gsa", layers=layers, options=OPTIONS, allow_drop=consent), consent
+        return plan_conversion(str(source), mechanism, layers=layers, options=options, allow_drop=consent), consent
 
 
-def survey(folder: Path, types: list[str]) -> list[dict[str, Any]]:
+def survey(folder: Path, types: list[str], mechanism: str = "gsa") -> list[dict[str, Any]]:
     """A row per type: prepared here, then all of them reloaded and compared in one clean process."""
-    rows = {model_type: prepare(folder, model_type) for model_type in types}
+    rows = {model_type: prepare(folder, model_type, mechanism) for model_type in types}
     with clean_env.without_packages("survey") as command:
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -366,7 +366,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "size is a string": (config(hidden_size="32"), "config.json cannot be used"),
     "size is zero": (config(num_attention_heads=0), "(cannot be used|cannot be probed)"),
     "no layers": (config(num_hidden_layers=0), "no attention found"),
-    "no head": (config(architectures=["LlamaModel"]), "is a LlamaModel, which does not generate text"),
+    "no head": (config(architectures=["LlamaModel"]), "disagree: unexpected lm_head.weight"),
     "no attention": (other_architecture, "no attention found: MambaForCausalLM .* modules seen: .*MambaMixer"),
     "quantized": (config(quantization_config=QUANTIZED), r"is quantized \(gptq\): surgery needs float weights"),
     "adapter": (

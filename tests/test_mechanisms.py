@@ -32,13 +32,22 @@ every_mechanism = pytest.mark.parametrize("name", mechanism_names())
 every_site = pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
 # Options that every mechanism has; a window of 48 fits no block of 64.
 VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "faithful": {"faithful": True}, "window": {"window": 48}}
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+# A mechanism with each variant for which it has the options; of those that decode, which keep a state.
+CASES = [
+    (n, v)
+    for n in mechanism_names()
+    for v in VARIANTS
+    if VARIANTS[v].keys() <= {"faithful", *option_types(load_mechanism(n))}
+]
+every_variant = pytest.mark.parametrize(("name", "variant"), CASES)
+every_state = pytest.mark.parametrize(("name", "variant"), [case for case in CASES if load_mechanism(case[0]).causal])
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def make(name: str, site: Site = SITES["heads share keys"], variant: str = "default", **options: Any) -> Mixer:
     torch.manual_seed(0)
+    site = dataclasses.replace(site, causal=load_mechanism(name).causal)
     mixer = build_mixer(name, site, resolve_options(name, {**VARIANTS[variant], **options}))
     mixer.reset_parameters()
     return mixer
@@ -61,12 +70,12 @@ def cut(inputs: Inputs, start: int | None, stop: int | None) -> Inputs:
 
 
 def mix(mixer: Mixer, inputs: Inputs, **layout: Any) -> tuple[Tensor, Any]:
-    return mixer(*inputs, **{"padding": None, "segments": None, "state": None, "causal": True, **layout})
+    return mixer(*inputs, **{"padding": None, "segments": None, "state": None, "causal": mixer.site.causal, **layout})
 
 
 def parts(state: Any) -> list[Tensor]:
     """The tensors of a state, which may hold other states."""
-    return [state] if isinstance(state, Tensor) else [tensor for part in state for tensor in parts(part)]
+    return [state] if isinstance(state, Tensor) else [tensor for part in state or () for tensor in parts(part)]
 
 
 def same(ours: Tensor, reference: Tensor) -> bool:
@@ -148,7 +157,6 @@ def test_no_option_is_stored_and_never_read(name: str) -> None:
 # ---------------------------------------------------------------- parameters
 
 
-@every_mechanism
 @every_site
 @every_variant
 def test_reset_writes_every_parameter_unless_it_was_loaded(name: str, site: Site, variant: str) -> None:
@@ -169,7 +177,6 @@ def test_reset_writes_every_parameter_unless_it_was_loaded(name: str, site: Site
     assert all(bool((p == 7.0).all()) for p in loaded.parameters())
 
 
-@every_mechanism
 @every_variant
 def test_gradients_reach_every_parameter_and_every_input(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
@@ -189,7 +196,6 @@ def test_gradients_reach_every_parameter_and_every_input(name: str, variant: str
 # ---------------------------------------------------------------- outputs and states
 
 
-@every_mechanism
 @every_site
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -207,9 +213,8 @@ def test_shapes_and_dtypes(name: str, site: Site, variant: str, dtype: torch.dty
     assert relative_error(o.detach(), exact.detach()) <= 3 * TOLERANCE[dtype]
 
 
-@every_mechanism
 @every_site
-@every_variant
+@every_state
 def test_state_bytes_are_those_of_the_state(name: str, site: Site, variant: str) -> None:
     mixer = make(name, site, variant)
     for T in (1, 64, LONG):
@@ -217,9 +222,8 @@ def test_state_bytes_are_those_of_the_state(name: str, site: Site, variant: str)
         assert sum(part.numel() * part.element_size() for part in parts(state)) == mixer.state_bytes(T)
 
 
-@every_mechanism
 @every_site
-@every_variant
+@every_state
 @pytest.mark.parametrize("prefill", [1, 63, 64, 67])
 def test_prefill_then_decode_is_one_pass(name: str, site: Site, variant: str, prefill: int) -> None:
     mixer, inputs = make(name, site, variant), tokens(site, 90)
@@ -234,8 +238,7 @@ def test_prefill_then_decode_is_one_pass(name: str, site: Site, variant: str, pr
     assert all(same(a, b) for a, b in zip(parts(state), parts(last), strict=True))
 
 
-@every_mechanism
-@every_variant
+@every_state
 def test_states_follow_their_rows(name: str, variant: str) -> None:
     """Beam search reorders states along the batch."""
     mixer = make(name, variant=variant)
@@ -247,7 +250,6 @@ def test_states_follow_their_rows(name: str, variant: str) -> None:
     assert same(o, expected[order])
 
 
-@every_mechanism
 @every_site
 @every_variant
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -270,7 +272,6 @@ def test_padding_is_as_if_it_were_not_there(name: str, site: Site, variant: str,
     assert same(mix(mixer, step, state=state)[0], mix(mixer, step, state=last)[0])
 
 
-@every_mechanism
 @every_variant
 def test_rows_of_one_batch_do_not_meet(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
@@ -281,21 +282,21 @@ def test_rows_of_one_batch_do_not_meet(name: str, variant: str) -> None:
     assert same(o[:1], mix(mixer, alone)[0])
 
 
-@every_mechanism
 @every_site
 @every_variant
 def test_packed_documents_do_not_meet(name: str, site: Site, variant: str) -> None:
     mixer, inputs = make(name, site, variant), tokens(site, LONG)
     lengths = [1, 66, 5, LONG - 72]
-    segments = torch.repeat_interleave(torch.tensor([4, 0, 4, 1]), torch.tensor(lengths)).expand(2, -1)
+    # Tokens of one number are one document where attention sees both sides, wherever they are.
+    numbers = [4, 0, 4, 1] if mixer.site.causal else [4, 0, 2, 1]
+    segments = torch.repeat_interleave(torch.tensor(numbers), torch.tensor(lengths)).expand(2, -1)
     packed, _ = mix(mixer, inputs, segments=segments)
     documents = zip(*(y.split(lengths, 1) for y in inputs), strict=True)
     alone = [mix(mixer, document)[0] for document in documents]
     assert same(packed, torch.cat(alone, 1))
 
 
-@every_mechanism
-@every_variant
+@every_state
 def test_no_bit_of_the_past_depends_on_the_future(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, LONG)
@@ -307,7 +308,6 @@ def test_no_bit_of_the_past_depends_on_the_future(name: str, variant: str) -> No
         assert not torch.equal(after[:, t:], before[:, t:])
 
 
-@every_mechanism
 @every_variant
 def test_bidirectional_mechanisms_see_both_sides(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
@@ -322,7 +322,6 @@ def test_bidirectional_mechanisms_see_both_sides(name: str, variant: str) -> Non
 # ---------------------------------------------------------------- numerics
 
 
-@every_mechanism
 @every_variant
 @pytest.mark.parametrize("size", [0.0, 1.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -338,7 +337,6 @@ def test_no_nan_for_any_size_of_input(name: str, variant: str, size: float, dtyp
             assert all(bool(y.isfinite().all()) for y in (o, *parts(state), *gradients))
 
 
-@every_mechanism
 @every_variant
 def test_twice_the_same_is_the_same_bit_for_bit(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
@@ -347,7 +345,6 @@ def test_twice_the_same_is_the_same_bit_for_bit(name: str, variant: str) -> None
     assert torch.equal(first, second)
 
 
-@every_mechanism
 @every_variant
 def test_memory_for_the_backward_pass_is_linear(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
@@ -369,8 +366,7 @@ def test_memory_for_the_backward_pass_is_linear(name: str, variant: str) -> None
 
 
 # Not as published: GSA's gradients there are 6e-5 from float64 with or without the compiler.
-@every_mechanism
-@pytest.mark.parametrize("variant", ["default", "window"])
+@pytest.mark.parametrize(("name", "variant"), [case for case in CASES if case[1] != "faithful"])
 def test_compiles_as_one_graph_with_gradients(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, 70)
@@ -378,12 +374,11 @@ def test_compiles_as_one_graph_with_gradients(name: str, variant: str) -> None:
     padding = torch.arange(70)[None] >= torch.tensor([[0], [23]])
     results, weight = [], torch.randn(inputs[0].shape)  # not o: what a norm leaves has no gradient in its square
     for run in (mixer, torch.compile(mixer, fullgraph=True, backend="aot_eager")):
-        o, state = run(*inputs, padding=padding, segments=None, state=None, causal=True)
+        o, state = run(*inputs, padding=padding, segments=None, state=None, causal=mixer.site.causal)
         results.append((o, *parts(state), *torch.autograd.grad((o * weight).sum(), [inputs[0], *mixer.parameters()])))
     assert all(same(ours, eager) for eager, ours in zip(*results, strict=True))
 
 
-@every_mechanism
 @every_variant
 def test_calibrate_keeps_outputs_finite(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)

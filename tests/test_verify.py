@@ -48,7 +48,7 @@ def test_sound_models_behave(zoo: Zoo, name: str, layers: str) -> None:
     assert not behaves(zoo.folders(name, layers)[1])
 
 
-PADDING = "padding, segments = token_layout(attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)\n"
+PADDING = "padding, segments = call_layout(call.geometry, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)\n"
 # What fails -> (file, what it says, what a broken one says).
 BROKEN = {
     "prefill and steps": ("seam.py", "        slot.state = state\n", "        slot.state = None\n"),

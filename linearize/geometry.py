@@ -1,0 +1,111 @@
+"""Where the tokens of an attention module lie, seen while the model runs once (kernels/mixer.py: Site.grid).
+
+A convolution makes patches; what is put before and after them is counted as it happens. No architecture is known by
+name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+LINE: dict[str, Any] = {"grid": "line", "grid_from": "", "prefix": 0, "suffix": 0}
+# Functions that choose or reorder tokens.
+MOVING = {"gather", "index_select", "take_along_dim"}
+
+
+@dataclasses.dataclass
+class Patches:
+    """What became of the patches that the convolution at `path` made last."""
+
+    path: str
+    size: tuple[int, ...]
+    prefix: int = 0
+    suffix: int = 0
+    moved: bool = False
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.size)
+
+
+class Follow(TorchFunctionMode):
+    """Follows patches, within, from their convolution to the attention modules. `inputs` are those of the model."""
+
+    def __init__(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.patches: Patches | None = None
+        self.hooks: list[Any] = []
+        if takes_images(inputs):
+            convolutions = ((p, m) for p, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d))
+            for path, module in convolutions:
+                self.hooks.append(module.register_forward_hook(lambda m, a, out, path=path: self.made(path, out)))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()
+
+    def made(self, path: str, output: Tensor) -> None:
+        """A convolution ran."""
+        self.patches = Patches(path, tuple(output.shape[2:]))
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if self.patches and name in MOVING and isinstance(result, Tensor) and result.ndim > 2:
+            self.patches.moved = True
+        if self.patches and function in (torch.cat, torch.concat) and result.ndim == 3:
+            dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+            self.joined(self.patches, [part.shape[1] for part in args[0]] if dim in (1, -2) else [])
+        return result
+
+    def joined(self, patches: Patches, lengths: list[int]) -> None:
+        """Tokens were put beside the patches, or beside the patches and what is around them already."""
+        whole = patches.prefix + patches.count + patches.suffix
+        for length, prefix, suffix in ((whole, patches.prefix, patches.suffix), (patches.count, 0, 0)):
+            if lengths.count(length) == 1:
+                at = lengths.index(length)
+                patches.prefix, patches.suffix = prefix + sum(lengths[:at]), suffix + sum(lengths[at + 1 :])
+                return
+
+    def place(self, shape: tuple[int, ...], module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a Site for a module that is called with the arguments `given` on x of `shape` [B,T,..]."""
+        if not takes_images(self.inputs):
+            return LINE
+        B, T = shape[:2]
+        patches, rows = self.patches, len(self.inputs["pixel_values"])
+        height, width = given.get("height"), given.get("width")
+        if isinstance(height, int) and isinstance(width, int) and height * width <= T:
+            return {**LINE, "grid": "arguments", "prefix": T - height * width}
+        if patches and not patches.moved and rows == B and patches.prefix + patches.count + patches.suffix == T:
+            return {"grid": "patches", "grid_from": patches.path, "prefix": patches.prefix, "suffix": patches.suffix}
+        text = self.inputs.get("input_ids")
+        if text is not None and tuple(text.shape) == (B, T):
+            return LINE
+        # What hides parts of a shifted window from each other is an argument, None where nothing is shifted.
+        if B % rows == 0 and math.isqrt(T) ** 2 == T and "attention_mask" in given:
+            return {**LINE, "grid": "window"}
+        return {**LINE, "grid": "unknown", "grid_from": self.reason(T)}
+
+    def reason(self, T: int) -> str:
+        """Why nobody knows where tokens lie."""
+        if "spatial_shapes" in self.inputs:
+            return "each image of a batch has a grid of its own (NaFlex)"
+        if self.patches is None:
+            return "no convolution makes its patches"
+        if self.patches.moved:
+            return "its tokens are shuffled or left out (masked), so they lie on no grid"
+        size = "x".join(map(str, self.patches.size))
+        return f"its {T} tokens are not the {size} patches of {self.patches.path} with tokens before and after"
+
+
+def takes_images(inputs: dict[str, Tensor]) -> bool:
+    """Whether there are images among the inputs of a model."""
+    return "pixel_values" in inputs

@@ -1,0 +1,142 @@
+"""What to give a model so that it runs once, by the names of its arguments, and what came out. Imports torch alone.
+
+The text of this file goes to clean processes too; nothing else may be imported from linearize's other files here.
+
+Letters: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def auto_class(config: Any) -> str:
+    """The Auto class that loads a checkpoint with its head: what its own code is registered for, else causal."""
+    entries, heads = getattr(config, "auto_map", None) or {}, config.architectures or [""]
+    models = {name: where for name, where in entries.items() if name.startswith("AutoModel")}
+    return next(
+        (name for name, where in models.items() if where.rpartition(".")[2] == heads[0]), "AutoModelForCausalLM"
+    )
+
+
+def takes(model: Any) -> list[str]:
+    """Which inputs a model gets here, the main one first; a model that writes text gets text alone."""
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" in names and model.can_generate() and not model.config.is_encoder_decoder:
+        return ["input_ids"]
+    known = ("input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids")
+    found = sorted((name for name in known if name in names), key=lambda name: name != model.main_input_name)
+    return found or [model.main_input_name]  # of code that hands its arguments on
+
+
+def make_inputs(model: Any, B: int = 2, T: int = 24) -> dict[str, Tensor]:
+    """Fixed inputs of B rows: T token ids of text, images of the size that the config names, sound."""
+    makers: dict[str, Any] = {"pixel_values": make_images, "input_features": make_features, "input_values": make_sound}
+    inputs: dict[str, Tensor] = {}
+    for name in takes(model):
+        made = makers[name](model, B) if name in makers else make_tokens(model, B, T)
+        inputs |= {name: made} if isinstance(made, Tensor) else made
+    return inputs
+
+
+def tokens_of(model: Any, wanted: int) -> int:
+    """`wanted` tokens of text, or as many as the model takes."""
+    config = model.config.get_text_config()
+    return min(wanted, (getattr(config, "max_position_embeddings", None) or wanted + 2) - 2)
+
+
+def make_tokens(model: Any, B: int, T: int) -> Tensor:
+    """Token ids [B,T], past the special ones that vocabularies begin with (tiny ones have no others)."""
+    vocab = min(model.config.get_text_config().vocab_size, 4096)
+    first = 4 if vocab > 8 else 0
+    return (torch.arange(B * T).reshape(B, T) * 7919 + 11) % (vocab - first) + first
+
+
+def make_images(model: Any, B: int) -> dict[str, Tensor]:
+    """Images [B,C,height,width], films [B,frames,C,height,width], or patches [B,N,C*p*p] and the grid of each image."""
+    config = getattr(model.config, "vision_config", model.config)
+    channels, patch = getattr(config, "num_channels", 3), getattr(config, "patch_size", 16)
+    if "spatial_shapes" in inspect.signature(model.forward).parameters:
+        side = math.isqrt(config.num_patches)
+        return {
+            "pixel_values": noise(B, side * side, channels * patch * patch),
+            "pixel_attention_mask": torch.ones(B, side * side, dtype=torch.long),
+            "spatial_shapes": torch.full((B, 2), side),
+        }
+    size = getattr(config, "image_size", None) or 64
+    size = tuple(size.values()) if isinstance(size, dict) else size
+    height, width = (size, size) if isinstance(size, int) else size[-2:]
+    frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
+    return {"pixel_values": noise(B, *frames, channels, height, width)}
+
+
+def taller(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any] | None:
+    """`inputs` with images twice as high, and what asks a model for that; None where its images are of one size."""
+    images = inputs.get("pixel_values")
+    if images is None or images.ndim == 3:
+        return None
+    flat = images.flatten(0, -4)
+    flat = torch.nn.functional.interpolate(flat, (flat.shape[-2] * 2, flat.shape[-1]))
+    found: dict[str, Any] = {**inputs, "pixel_values": flat.reshape(*images.shape[:-2], *flat.shape[-2:])}
+    known = inspect.signature(model.forward).parameters
+    if "interpolate_pos_encoding" in known:
+        found["interpolate_pos_encoding"] = True
+    try:
+        with torch.no_grad(), model.teacher() if hasattr(model, "teacher") else contextlib.nullcontext():
+            model(**found)
+    except Exception:  # as architectures say that a size is not theirs
+        return None
+    return found
+
+
+def make_features(model: Any, B: int) -> Tensor:
+    """Mel features [B,bins,frames], two frames a position, as Whisper takes them."""
+    return noise(B, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+
+
+def make_sound(model: Any, B: int) -> Tensor:
+    """A quarter of a second at 16 kHz: [B,4000]."""
+    return noise(B, 4000)
+
+
+def noise(*shape: int) -> Tensor:
+    """Numbers like normal ones, always the same."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5))
+
+
+def outcome(model: Any, inputs: dict[str, Any], mask: Tensor | None = None) -> Tensor:
+    """Everything that one pass without a cache puts out, as one row of numbers in float32.
+
+    With `mask` [B,T], 1 at real tokens, what belongs to padding is left out.
+    """
+    given: dict[str, Any] = dict(inputs) if mask is None else {**inputs, "attention_mask": mask}
+    if model.can_generate():
+        given["use_cache"] = False
+    with torch.no_grad():
+        found = [value for value in model(**given).values() if isinstance(value, Tensor) and value.is_floating_point()]
+    if mask is not None:
+        found = [value[mask.bool()] if value.shape[:2] == mask.shape else value for value in found]
+    return torch.cat([value.float().flatten() for value in found])
+
+
+def outputs(model: Any) -> Tensor:
+    """`outcome` for inputs that are the same for every copy of a model; one row of text has padding."""
+    inputs = make_inputs(model, 2, tokens_of(model, 24))
+    mask = None
+    if [*inputs] == ["input_ids"]:
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[1, slice(0, 5) if model.can_generate() else slice(-5, None)] = 0
+    return outcome(model, inputs, mask)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Infinite when anything is not finite."""
+    if not bool(ours.isfinite().all() and theirs.isfinite().all()):
+        return float("inf")
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1e-30))
