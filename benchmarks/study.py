@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import hashlib
 import json
 import shutil
@@ -20,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from linearize.compare import Request, measure, read_blocks
 from linearize.convert import convert
+from linearize.data import build_blocks
 from linearize.export import load_whole
 from linearize.finetune import plan_base, versions
+from linearize.generate import load_tokenizer
 from linearize.recipe import Recipe
 from linearize.runs import Run
-from linearize.runtime import make_accelerator
+from linearize.runtime import make_accelerator, to_source
 from linearize.session import Finetuner
 
 SEQ_LEN = 1024
@@ -57,16 +59,55 @@ class Variant:
     rows: int = 16
     warmup: float = 0.05
     floor: float = 0.02
+    error: str = "relative"
+    weight: float = 1.0
+    tokens: float | None = None  # in place of the share
 
 
-HYBRID = "2,5"
-VARIANTS = {
-    "gsa": Variant("gsa", {"slots": 128, "gate_heads": "query"}),
-    "gsa-window": Variant("gsa", {"slots": 128, "gate_heads": "query", "window": 64, "clock": 0}),
-    "gsa-hybrid": Variant("gsa", {"slots": 128, "gate_heads": "query", "window": 64, "clock": 0}, keep=HYBRID),
-    "la": Variant("la", {"features": "hedgehog"}),
-    "la-window": Variant("la", {"features": "hedgehog", "window": 64}),
-}
+HYBRID = "2,5"  # layers that keep softmax
+SLOTS = {"slots": 128, "gate_heads": "query"}
+NEAR = {"window": 64}
+ONE_LOSS = {"kl": 0.0, "ce": 1.0, "transfer": 0.0}
+
+
+def _variants() -> dict[str, Variant]:
+    """Each mechanism alone, beside a window, with both a window and layers of softmax; and the baselines."""
+    alone = {
+        "gsa": Variant("gsa", SLOTS),
+        "la": Variant("la", {"features": "hedgehog"}),
+        "retnet": Variant("retnet"),
+        "gla": Variant("gla"),
+        "gdn": Variant("gdn"),
+        "mhla": Variant("mhla"),
+        "sla-retnet": Variant("sla", {"base": "retnet"}),
+        "sla-gla": Variant("sla", {"base": "gla"}),
+        "sla-gdn": Variant("sla", {"base": "gdn"}),
+    }
+    found = {}
+    for name, variant in alone.items():
+        clock = {"clock": 0} if name == "gsa" else {}
+        near = dataclasses.replace(variant, options={**variant.options, **NEAR, **clock})
+        found |= {name: variant, f"{name}-window": near, f"{name}-hybrid": dataclasses.replace(near, keep=HYBRID)}
+    for name in ("gsa", "gsa-window", "gsa-hybrid", "sla-gla"):
+        found[f"{name}-ce"] = dataclasses.replace(found[name], **ONE_LOSS)  # type: ignore[arg-type]
+    found["gsa-paper"] = Variant("gsa", {"faithful": True, "slots": 64}, **ONE_LOSS)  # type: ignore[arg-type]
+    # 1000 / layers is the weight of LoLCATs' first stage (recipes/lolcats-style.yaml); both stages as long.
+    lolcats = {"transfer": 0.5, "error": "mse", "weight": 125.0, "train": "lora", "lora": 8, "kl": 0.0, "ce": 1.0}
+    features = {"features": "hedgehog", "slope": 0.99, **NEAR}
+    found["lolcats"] = Variant("la", features, lr=1e-4, warmup=0.0, floor=1.0, **lolcats)  # type: ignore[arg-type]
+    return found
+
+
+VARIANTS = _variants()
+
+
+def _value(text: str) -> Any:
+    """A number, true or false, or the text itself."""
+    try:
+        number = float(text)
+        return int(number) if number.is_integer() and "." not in text.partition("e")[0] else number
+    except ValueError:
+        return {"true": True, "false": False}.get(text, text)
 
 
 def parse(text: str) -> tuple[str, Variant]:
@@ -76,10 +117,9 @@ def parse(text: str) -> tuple[str, Variant]:
     fields = {one.name for one in dataclasses.fields(Variant)}
     for change in changes:
         key, _, value = change.partition("=")
-        parsed = yaml.safe_load(value) if not value.replace(".", "").replace("e-", "").isdigit() else float(value)
-        parsed = int(parsed) if isinstance(parsed, float) and parsed.is_integer() else parsed
+        parsed = _value(value)
         if key in fields:
-            variant = dataclasses.replace(variant, **{key: str(value) if key in ("keep", "train") else parsed})
+            variant = dataclasses.replace(variant, **{key: value if key == "keep" else parsed})
         else:
             variant = dataclasses.replace(variant, options={**variant.options, key: parsed})
     return text, variant
@@ -93,6 +133,7 @@ def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens
     transfer = {
         "kind": "attention_transfer",
         "train": variant.transfer_train.split("+"),
+        "loss": {"error": variant.error, "weight": variant.weight},
         "optimizer": {"lr": variant.transfer_lr},
         "schedule": schedule,
         "tokens": first,
@@ -125,7 +166,7 @@ def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens
             "data": data,
             "stages": [transfer, end_to_end] if first else [end_to_end],
             "checkpoint": {"every_steps": 10**6, "keep": 1},
-            "eval": {"max_tokens": HELD_OUT_TOKENS // 4 if arguments.limit is None else 4096},
+            "eval": {"max_tokens": HELD_OUT_TOKENS if arguments.limit is None else 4096},
         }
     )
 
@@ -135,17 +176,29 @@ def prepare(recipe: Recipe, arguments: argparse.Namespace) -> Run:
     shutil.rmtree(recipe.output_dir, ignore_errors=True)
     run = Run(recipe, "never", None)
     run.start(versions())
-    cache = arguments.work / "cache"
-    cache.mkdir(parents=True, exist_ok=True)
-    (run.folder / "cache").symlink_to(cache.resolve())
+    (run.folder / "cache").symlink_to((arguments.work / "cache").resolve())
     plan, source, natives = plan_base(recipe)
     convert(plan, source, natives, run.converted, level="none", seed=recipe.seed, say=lambda text: None)
     return run
 
 
+def pack(arguments: argparse.Namespace) -> None:
+    """Both texts in blocks, once for all processes that share --work."""
+    cache = arguments.work / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    recipe = recipe_of(VARIANTS["gsa"], "pack", arguments, 10**6)
+    tokenizer = load_tokenizer(arguments.teacher, False)
+    with (cache / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        read_blocks(recipe, tokenizer, cache)
+        source = to_source(recipe.data.train, "text", recipe.folder)
+        blocks = build_blocks(source, tokenizer, SEQ_LEN, cache, sft=False, max_tokens=None)
+    print(f"{len(blocks) * SEQ_LEN:,} tokens to learn from, after {time.time() - arguments.start:.0f} s", flush=True)
+
+
 def row_of(text: str, variant: Variant, teacher: Any, facts: dict[str, Any], arguments: argparse.Namespace) -> Any:
     """Convert, distil and measure one variant."""
-    tokens = arguments.limit or int(arguments.share * facts["tokens"])
+    tokens = arguments.limit or int(variant.tokens or arguments.share * facts["tokens"])
     name = f"v{hashlib.sha256(text.encode()).hexdigest()[:10]}"
     recipe = recipe_of(variant, name, arguments, tokens)
     began = time.monotonic()
@@ -155,13 +208,14 @@ def row_of(text: str, variant: Variant, teacher: Any, facts: dict[str, Any], arg
     trained = time.monotonic()
     tuner.train()
     ended = time.monotonic()
-    blocks = read_blocks(recipe, tuner.processor, arguments.work / "cache")
-    request = (
-        Request(LENGTHS, TRIALS, arguments.seed, 32768) if arguments.limit is None else Request((256,), 4, 0, 2048)
-    )
-    limit = HELD_OUT_TOKENS if arguments.limit is None else 4096
+    blocks = read_blocks(recipe, tuner.processor, run.folder / "cache")
+    quick = arguments.limit is not None
+    request = Request((256,) if quick else LENGTHS, 4 if quick else TRIALS, arguments.seed, 2048 if quick else 32768)
+    teacher.to(tuner.device)
     with torch.autocast(tuner.device.type, torch.bfloat16, enabled=tuner.wide):
-        measures = measure(tuner.model, teacher.to(tuner.device), tuner.processor, blocks, limit, request)
+        measures = measure(
+            tuner.model, teacher.to(tuner.device), tuner.processor, blocks, recipe.eval.max_tokens, request
+        )
     report = run.report([], True)
     shutil.rmtree(run.folder, ignore_errors=True)
     return {
@@ -194,6 +248,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=42)
     arguments = parser.parse_args()
     facts = json.loads((arguments.teacher / "teacher.json").read_text())
+    pack(arguments)
     teacher = load_whole(arguments.teacher, torch.float32, False).eval()
     longest = 0.0
     for text, variant in map(parse, arguments.variants):
