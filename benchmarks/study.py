@@ -61,6 +61,7 @@ class Variant:
     floor: float = 0.02
     error: str = "relative"
     weight: float = 1.0
+    frozen: str = ""  # parts of names of parameters that stay as they begin, several with + between
     tokens: float | None = None  # in place of the share
 
 
@@ -205,6 +206,9 @@ def row_of(text: str, variant: Variant, teacher: Any, facts: dict[str, Any], arg
     run = prepare(recipe, arguments)
     tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say=lambda line: print("  ", line, flush=True))
     tuner.load(run.converted)
+    for name, parameter in tuner.model.named_parameters():
+        if any(part in name for part in variant.frozen.split("+") if part):
+            parameter.requires_grad_().register_hook(torch.zeros_like)
     trained = time.monotonic()
     tuner.train()
     ended = time.monotonic()

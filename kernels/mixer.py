@@ -108,7 +108,7 @@ class Mixer(nn.Module):
         if window and not site.causal:
             raise ValueError(f"window={window}: this attention sees both sides; a window looks back only")
         self.site = site
-        self.near = Window(site.heads, window, site.scale, self.normalised) if window else None
+        self.near = Window(site.hidden, site.heads, window, site.scale, self.normalised) if window else None
         # Hand q and k to `mix` without rotary embedding. Read by the seam before the attention module runs.
         self.drop_rope = False
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
@@ -147,7 +147,7 @@ class Mixer(nn.Module):
             (o, far), mass = self.mix(q, k, v, x, **own), None
         if self.near is None:
             return o, far
-        o, near = self.near(o, mass, q, k, v, **layout, state=near)
+        o, near = self.near(o, mass, q, k, v, x, **layout, state=near)
         return o, WindowedState(far, near)
 
     def mix(

@@ -2,8 +2,10 @@
 
     near_t = sum_{t-W < i <= t} softmax_i(c q_t.k_i) v_i        o_t = w far_t + (1 - w) near_t
 
-`far` is what the mechanism computes, over all tokens; w = sigmoid(theta), theta learned per head. A mechanism with a
-normaliser g of its own shares one with the window: w = sigmoid(theta + log g_t - log sum_i e^{c q_t.k_i}).
+`far` is what the mechanism computes, over all tokens. How much softmax leaves to tokens beyond the window depends on
+the token and on Z_t = sum_i e^{c q_t.k_i}: w_t = sigmoid(theta + u.x_t - a log Z_t), with theta, u and a learned per
+head, u and a from 0. A mechanism with a normaliser g of its own shares one with the window:
+w_t = sigmoid(theta + u.x_t + log g_t - log Z_t).
 
 The decode state is the last W keys and values of each row's document, in order and aligned to the right. (Arora et
 al., "Based", arXiv 2402.18668, and Zhang et al., "LoLCATs", arXiv 2410.10254, show what a short exact window is worth
@@ -138,17 +140,23 @@ def _last(keys: Tensor, values: Tensor, document: Tensor, padding: Tensor | None
 
 
 class Window(nn.Module):
-    """The window of one mixer, and per query head how much of the mechanism beside it comes through."""
+    """The window of one mixer, and per query head and token how much of the mechanism beside it comes through."""
 
-    def __init__(self, heads: int, window: int, scale: float, shared: bool) -> None:
+    def __init__(self, hidden: int, heads: int, window: int, scale: float, shared: bool) -> None:
         super().__init__()
         self.window, self.scale, self.shared = window, scale, shared
         self.far_logit = nn.Parameter(torch.empty(heads))
+        self.far_gate = nn.Parameter(torch.empty(heads, hidden))
+        if not shared:
+            self.near_share = nn.Parameter(torch.empty(heads))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         # Least perplexity of a just converted model (docs/window.md), among -20, -6, -4, -2, -1, 0, 1.
         init.constant_(self.far_logit, -4.0 if self.shared else -1.0)
+        init.zeros_(self.far_gate)
+        if not self.shared:
+            init.zeros_(self.near_share)
 
     def forward(
         self,
@@ -157,6 +165,7 @@ class Window(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        x: Tensor,
         *,
         padding: Tensor | None,
         segments: Tensor | None,
@@ -164,11 +173,12 @@ class Window(nn.Module):
     ) -> tuple[Tensor, Ring]:
         """The mechanism's output `far` [B,T,H,Dv] mixed with exact attention to the window, and the ring.
 
-        `mass` [B,T,H]: the logarithm of the mechanism's normaliser, where it has one.
+        `mass` [B,T,H]: the logarithm of the mechanism's normaliser, where it has one; `x` [B,T,hidden].
         """
         near, own_mass, ring = window_attention(
             q, k, v, window=self.window, scale=self.scale, padding=padding, segments=segments, state=state
         )
-        logit = self.far_logit.float()
-        w = torch.sigmoid(logit if mass is None else logit + mass - own_mass)[..., None]
+        logit = self.far_logit.float() + F.linear(x, self.far_gate.to(x.dtype)).float()
+        logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass - own_mass
+        w = torch.sigmoid(logit)[..., None]
         return (w * far + (1.0 - w) * near).to(far.dtype), ring

@@ -15,7 +15,7 @@ from linearize.convert import plan_conversion
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, mechanism_names, resolve_options
 from linearize_kernels.mixer import Site
-from linearize_kernels.window import window_attention
+from linearize_kernels.window import Window, window_attention
 
 EXACT = TOLERANCE[torch.float32]
 WINDOWED: dict[str, Any] = {"window": 6, "clock": 0}
@@ -88,6 +88,28 @@ def test_a_ring_forgets_the_documents_before_the_last() -> None:
     assert ring.held.tolist() == [3, 3]
     o, _, _ = window_attention(q[:, 18:], k[:, 18:], v[:, 18:], window=8, scale=0.3, state=ring)
     assert relative_error(o, definition(q, k, v, 8, 0.3, None, segments)[:, 18:]) < EXACT
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_head_and_a_token_decide_how_much_comes_through(shared: bool) -> None:
+    q, k, v = inputs(37)
+    o, mass, _ = window_attention(q, k, v, window=8, scale=0.3)
+    far, own, x = torch.randn_like(o), torch.randn_like(mass), torch.randn(*mass.shape[:2], 24, dtype=o.dtype)
+    near = Window(24, mass.shape[-1], 8, 0.3, shared).to(o.dtype)
+    near.reset_parameters()
+    layout = {"padding": None, "segments": None, "state": None}
+    start = torch.sigmoid(torch.tensor(-4.0 if shared else -1.0) + (own - mass if shared else 0.0))
+    mixed, _ = near(far, own if shared else None, q, k, v, x, **layout)
+    w = start[..., None]
+    assert relative_error(mixed, w * far + (1 - w) * o) < EXACT
+    with torch.no_grad():
+        for parameter in near.parameters():
+            parameter.normal_()
+    logit = near.far_logit + x @ near.far_gate.T
+    logit = logit + own - mass if shared else logit - near.near_share * mass
+    w = logit.sigmoid()[..., None]
+    mixed, _ = near(far, own if shared else None, q, k, v, x, **layout)
+    assert relative_error(mixed, w * far + (1 - w) * o) < EXACT
 
 
 # ---------------------------------------------------------------- in a model
@@ -165,4 +187,4 @@ def test_the_plan_counts_its_bytes(tmp_path: Any, dtype: str, item: int) -> None
     site = windowed.site
     ring = 10 * site.kv_heads * (site.key_dim + site.value_dim) * item + 8
     assert windowed.state_bytes - plain.state_bytes == ring
-    assert windowed.new_parameters - plain.new_parameters == site.heads
+    assert windowed.new_parameters - plain.new_parameters == site.heads * (site.hidden + 2)
