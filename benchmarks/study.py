@@ -4,7 +4,7 @@ python -m benchmarks.study --teacher TEACHER --text TEXT --work WORK --out rows.
 
 TEACHER is what benchmarks.study_teacher wrote, TEXT a folder of benchmarks.study_text with the teacher's tokenizer. A
 variant is a name of VARIANTS, with changes of its fields or of the mechanism's options behind it. Each adds a row of
-JSON to --out; a variant that would not end before --seconds is left out.
+JSON to --out; a variant that would not end before --seconds is left out. Processes that share --work share the list.
 """
 
 from __future__ import annotations
@@ -197,11 +197,25 @@ def pack(arguments: argparse.Namespace) -> None:
     print(f"{len(blocks) * SEQ_LEN:,} tokens to learn from, after {time.time() - arguments.start:.0f} s", flush=True)
 
 
+def claim(text: str, work: Path) -> bool:
+    """Whether this process is the first to take a variant: several may be given the same list."""
+    (work / "claims").mkdir(exist_ok=True)
+    try:
+        (work / "claims" / folder_name(text)).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def folder_name(text: str) -> str:
+    """A name for files of a variant."""
+    return f"v{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
 def row_of(text: str, variant: Variant, teacher: Any, facts: dict[str, Any], arguments: argparse.Namespace) -> Any:
     """Convert, distil and measure one variant."""
     tokens = arguments.limit or int(variant.tokens or arguments.share * facts["tokens"])
-    name = f"v{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    recipe = recipe_of(variant, name, arguments, tokens)
+    recipe = recipe_of(variant, folder_name(text), arguments, tokens)
     began = time.monotonic()
     run = prepare(recipe, arguments)
     tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say=lambda line: print("  ", line, flush=True))
@@ -259,6 +273,8 @@ def main() -> None:
         began = time.time()
         if began + longest > arguments.start + arguments.seconds:
             print(f"no time for {text}", flush=True)
+            continue
+        if not claim(text, arguments.work):
             continue
         print(f"{text}: begins after {began - arguments.start:.0f} s", flush=True)
         row = row_of(text, variant, teacher, facts, arguments)
