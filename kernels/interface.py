@@ -17,6 +17,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .layout import seen_through
+
 # linearize_sdpa: some layers keep softmax, through sdpa. linearize_all_sdpa: none does, so no T x T mask is built.
 # linearize_transfer_sdpa: softmax runs everywhere, and each mixer is compared with it on the same input.
 HYBRID, ALL, TRANSFER = "linearize_", "linearize_all_", "linearize_transfer_"
@@ -67,5 +69,5 @@ def under_own_name(backend: str, module: Any, *args: Any, **kwargs: Any) -> Any:
 def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     """The registered mask function: the backend's mask, or just the 2D padding mask when no layer needs more."""
     if prefix == ALL:
-        return kwargs.get("attention_mask")
+        return seen_through(kwargs.get("attention_mask"), kwargs.get("q_length"))
     return ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.import_utils import is_tracing
 
 # Whichever thread it was.
 LAST = -1
@@ -63,7 +64,7 @@ def token_layout(
     restarts mean nothing and transformers ignores them; a 4D mask may come from packing or from padding.
     """
     B, T = shape
-    padding = None if mask is None else token_padding(mask, B, T, seen or 0)
+    padding = None if mask is None or hasattr(mask, "hides_none") else token_padding(mask, B, T, seen or 0)
     cu, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
     if cu is not None and B == 1:
         index = torch.arange(T, device=cu.device)
@@ -161,6 +162,16 @@ def token_padding(mask: Tensor, B: int, T: int, seen: int) -> Tensor:
     diagonal = mask[:, 0].diagonal(offset=min(mask.shape[-1] - T, seen), dim1=-2, dim2=-1)
     real = diagonal > torch.finfo(diagonal.dtype).min / 2 if diagonal.is_floating_point() else diagonal.bool()
     return real.expand(B, T)
+
+
+def seen_through(mask: Tensor | None, queries: int | None) -> Tensor | None:
+    """The 2D padding mask of a call with so many new tokens; one that hides none as a view that says so, for
+    `token_layout` in every layer. As transformers does for softmax, it waits for the GPU to know."""
+    if mask is None or mask.ndim != 2 or queries == 1 or mask.is_meta or is_tracing(mask) or not bool(mask.all()):
+        return mask
+    view: Any = mask[:]
+    view.hides_none = True
+    return view
 
 
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -70,6 +70,32 @@ def test_a_prefill_in_pieces_is_one_forward(zoo: Zoo, name: str, layers: str) ->
     assert relative_error(steps(model, ids, 5, 12, 2, cache=DynamicCache()), logits(model, ids)) < EXACT
 
 
+def test_a_mask_that_hides_nothing_costs_nothing(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = zoo.model("llama"), tokens(2, 20)
+    mixer, heard = mixers_of(model)["model.layers.0.self_attn"], []
+    real = mixer.mix
+    monkeypatch.setattr(
+        mixer, "mix", lambda *call, **layout: (heard.append(layout["padding"]), real(*call, **layout))[1]
+    )
+    mask = torch.ones_like(ids)
+    assert torch.equal(logits(model, ids, attention_mask=mask), logits(model, ids))
+    mask[1, 0] = 0
+    logits(model, ids, attention_mask=mask)
+    assert [padding is None for padding in heard] == [True, True, False]
+
+
+def test_positions_that_restart_mean_nothing_beside_a_mask(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama"), tokens(2, 20)
+    places = (torch.arange(20) % 7).expand(2, -1)
+    mask = torch.ones_like(ids)
+    masked = logits(model, ids, attention_mask=mask, position_ids=places)
+    assert relative_error(masked, logits(model, ids, position_ids=places)) > 0.01
+    hidden = torch.cat([mask, mask.new_zeros(2, 1)], 1)
+    longer, more = torch.cat([ids, ids[:, :1]], 1), torch.cat([places, places[:, -1:] + 1], 1)
+    padded = logits(model, longer, attention_mask=hidden, position_ids=more)[:, :-1]
+    assert relative_error(masked, padded) < EXACT
+
+
 @every_model
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_is_its_rows(zoo: Zoo, name: str, layers: str, side: str) -> None:
