@@ -283,6 +283,12 @@ class MultiHeadLinearAttention(Mixer):
         if norm != "none":
             self.norm_weight = nn.Parameter(torch.empty(site.heads, site.value_dim))
 
+    @classmethod
+    def obstacle(cls, site: Site) -> str | None:
+        if site.grid == "window":
+            return "windows have too few tokens for blocks of their own; choose la or saga"
+        return super().obstacle(site)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()

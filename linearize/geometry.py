@@ -90,7 +90,8 @@ class Follow(TorchFunctionMode):
         if text is not None and tuple(text.shape) == (B, T):
             return LINE
         # What hides parts of a shifted window from each other is an argument, None where nothing is shifted.
-        if B % rows == 0 and math.isqrt(T) ** 2 == T and "attention_mask" in given:
+        windows = any(hasattr(one, "window_size") for one in (module, getattr(module, "config", None)))
+        if windows and "attention_mask" in given and B % rows == 0 and math.isqrt(T) ** 2 == T:
             return {**LINE, "grid": "window"}
         return {**LINE, "grid": "unknown", "grid_from": self.reason(T)}
 

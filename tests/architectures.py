@@ -149,7 +149,7 @@ def small_model(model_type: str) -> Any:
 
 OPTIONS = {"slots": 8, "chunk_size": 16}
 # Of the mechanisms that encoders are converted to.
-SMALL_OPTIONS: dict[str, dict[str, Any]] = {"gsa": OPTIONS, "saga": {"dwc": 3}, "la": {}}
+SMALL_OPTIONS: dict[str, dict[str, Any]] = {"gsa": OPTIONS, "saga": {"dwc": 3}, "la": {}, "mhla": {}}
 LAYERS = {"all": "all", "hybrid": "every:2"}
 
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy
+import PIL.Image
 import pytest
 import torch
 import transformers
 from architectures import SMALL_OPTIONS, small_config, small_model, survey
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, Command, relative_error
 from encoders import ENCODERS, WITHOUT_GRID
 from torch import Tensor
 
 from linearize.convert import convert, plan_conversion
+from linearize.errors import Exit, LinearizeError
 from linearize.inputs import auto_class, make_inputs, outcome, outputs, taller
+from linearize.inspection import inspect_model
 from linearize.probe import probe
+from linearize_kernels.layout import window_regions
 from linearize_kernels.seam import mixers_of
 
 EXACT = TOLERANCE[torch.float32]
@@ -194,3 +203,266 @@ def test_softmax_in_place_of_each_mixer_is_the_original(tmp_path: Path, name: st
     higher = taller(original, make_inputs(original))
     if higher is not None:
         assert relative_error(outcome(model, higher), outcome(original, higher)) < 10 * EXACT
+
+
+def test_regions_of_a_shifted_window_are_those_of_its_mask() -> None:
+    block = small_model("SwinForImageClassification").swin.encoder.layers[0].blocks[1]
+    mask = block.get_attn_mask(8, 12, torch.float32, torch.device("cpu"))
+    regions = window_regions(mask, 3 * len(mask))
+    assert regions.shape == (3 * 6, 16)
+    assert torch.equal(regions[:, :, None] == regions[:, None, :], (mask == 0).repeat(3, 1, 1))
+    assert regions.max() == 3
+    assert window_regions(None, 4) is None
+
+
+def test_regions_do_not_meet(tmp_path: Path) -> None:
+    """What is changed in one region of a shifted window shows in that region alone."""
+    model, seen = noisy(converted(tmp_path, "SwinForImageClassification")), []
+    mixer = [*mixers_of(model).values()][1]
+
+    def watch(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append((args, kwargs))
+
+    mixer.register_forward_pre_hook(watch, with_kwargs=True)
+    outcome(model, make_inputs(model))
+    (inputs, layout) = seen[0]
+    row = int(layout["segments"].amax(1).argmax())  # of a window with several regions
+    first = layout["segments"][row] == 0
+    assert not first.all()
+    changed = [tensor.clone() for tensor in inputs]
+    for tensor in changed[1:]:
+        tensor[row, first] += 1.0
+    before, after = (mixer(*given, **layout)[0][row] for given in (inputs, changed))
+    assert torch.equal(before[~first], after[~first])
+    assert not torch.equal(before[first], after[first])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("mechanism", ["saga", "la", "mhla"])
+def test_padding_of_text_changes_nothing(tmp_path: Path, mechanism: str, backend: str) -> None:
+    model = noisy(converted(tmp_path, "BertForMaskedLM", mechanism, layers="every:2"))
+    model.set_attn_implementation(backend)
+    ids = make_inputs(model, 2, 20)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, 13:] = 0
+    with torch.no_grad():
+        padded = model(input_ids=ids, attention_mask=mask).logits
+        assert relative_error(padded[1, :13], model(input_ids=ids[1:, :13]).logits[0]) < EXACT
+        assert relative_error(padded[0], model(input_ids=ids[:1]).logits[0]) < EXACT
+
+
+# ---------------------------------------------------------------- what is refused, and what is chosen
+
+
+def reason(folder: Path, name: str, mechanism: str, **arguments: Any) -> str:
+    """Why a conversion is refused, with exit code 3; from the config alone."""
+    config = small_config(name)
+    config.architectures = [name] if name[0].isupper() else None  # else the class of the model type
+    config.save_pretrained(folder)
+    with pytest.raises(LinearizeError) as caught:
+        plan_conversion(str(folder), mechanism, weights=False, **arguments)
+    assert caught.value.code == Exit.INCOMPATIBLE
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanism", "message"),
+    [
+        ("llama", "saga", r"layers\.0\.self_attn is causal; 'saga' is not\. Choose .*gsa.* or "),
+        ("clip_text_model", "saga", r"self_attn is causal; 'saga' is not"),
+        ("BertForMaskedLM", "gsa", r"is bidirectional; 'gsa' is not\. Choose la or mhla or saga"),
+        ("ViTForImageClassification", "retnet", r"is bidirectional; 'retnet' is not"),
+        (
+            "Siglip2VisionModel",
+            "saga",
+            r"its grid is not known: each image .* \(NaFlex\)\. Choose la",
+        ),
+        ("ViTMAEModel", "saga", r"its tokens are shuffled or left out \(masked\).*Choose la"),
+        ("HieraForImageClassification", "saga", r"HieraMaskUnitAttention|its grid is not known.*Choose la"),
+        ("SwinForImageClassification", "mhla", r"does not fit 'mhla': windows have too few tokens .* choose la or saga"),
+        ("SwinForImageClassification", "saga", r"score_bias at layers 0-3: .* Pass --allow-drop score_bias"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, name: str, mechanism: str, message: str) -> None:
+    assert re.search(message, reason(tmp_path, name, mechanism))
+
+
+def test_stages_that_pool_their_queries_are_named(tmp_path: Path) -> None:
+    small_model("HieraForImageClassification").save_pretrained(tmp_path)
+    plan = plan_conversion(str(tmp_path), "la")[0]
+    assert any("pools its queries, so that fewer tokens come out than go in" in line for line in plan.others)
+
+
+def test_a_reduction_of_keys_is_kept_or_dropped(tmp_path: Path) -> None:
+    name = "PvtForImageClassification"
+    message = reason(tmp_path / "config", name, "saga", options={"sr": "keep"})
+    assert re.search(r"sr=keep: .* fewer keys than queries, and 'saga' needs one for each", message)
+    lengths: dict[str, Any] = {}
+    for mechanism, sr in (("saga", None), ("la", None), ("la", "drop")):
+        place = tmp_path / f"{mechanism}-{sr}"
+        model = converted(place, name, mechanism, options={} if sr is None else {"sr": sr})
+        mixer = next(iter(mixers_of(model).values()))
+        assert mixer.site.sr == (sr or ("drop" if mechanism == "saga" else "keep"))
+        seen: list[Any] = []
+        mixer.register_forward_pre_hook(lambda m, args, seen=seen: seen.append((args[0].shape[1], args[1].shape[1])))
+        outcome(model, make_inputs(model))
+        lengths[f"{mechanism} {sr}"] = seen[0]
+        with model.teacher():
+            assert torch.equal(outputs(model), outputs(small_model(name)))
+    assert lengths == {"saga None": (64, 64), "la None": (64, 16), "la drop": (64, 64)}
+    with pytest.raises(LinearizeError, match="sr=both: must be keep or drop"):
+        plan_conversion(str(tmp_path / "la-None" / "source"), "la", options={"sr": "both"})
+    small_model("ViTForImageClassification").save_pretrained(tmp_path / "vit")
+    with pytest.raises(LinearizeError, match="no attention here computes fewer keys"):
+        plan_conversion(str(tmp_path / "vit"), "la", options={"sr": "drop"})
+
+
+def test_the_plan_names_what_is_lost(tmp_path: Path) -> None:
+    for name in ("BeitForImageClassification", "PvtForImageClassification"):
+        small_model(name).save_pretrained(tmp_path / name)
+    plan = plan_conversion(str(tmp_path / "BeitForImageClassification"), "la", allow_drop=["score_bias"])[0]
+    assert plan.notes == ["score_bias: the source adds a bias to its scores, the linear layer does not (layers 0-3)"]
+    plan = plan_conversion(str(tmp_path / "PvtForImageClassification"), "saga")[0]
+    assert [note.partition(":")[0] for note in plan.notes] == ["reduction"]
+    assert not any(plan.cache_bytes(4096).values())
+
+
+def test_of_two_towers_a_mechanism_takes_the_one_that_it_fits(tmp_path: Path) -> None:
+    small_model("CLIPModel").save_pretrained(tmp_path)
+    towers = {}
+    for mechanism in ("saga", "gsa", "la"):
+        plan = plan_conversion(str(tmp_path), mechanism)[0]
+        towers[mechanism] = sorted({step.site.path.partition(".")[0] for step in plan.steps})
+        assert len({step.site.layer for step in plan.steps}) == len(plan.steps)
+    assert towers == {"saga": ["vision_model"], "gsa": ["text_model"], "la": ["text_model", "vision_model"]}
+    with pytest.raises(LinearizeError, match=r"--layers 5: .*CLIPAttention: is causal; 'saga' is not"):
+        plan_conversion(str(tmp_path), "saga", layers="5")
+
+
+def test_inspect_says_what_fits(tmp_path: Path) -> None:
+    config = small_config("ViTMAEModel")
+    config.architectures = ["ViTMAEModel"]
+    config.save_pretrained(tmp_path)
+    fits = {fit.mechanism: fit for fit in inspect_model(str(tmp_path)).fits}
+    assert fits["la"].layers == (0, 1, 2, 3)
+    assert fits["saga"].layers == ()
+    assert "shuffled" in fits["saga"].obstacles[0][1]
+
+
+def test_a_window_looks_back_only(tmp_path: Path) -> None:
+    small_model("ViTForImageClassification").save_pretrained(tmp_path)
+    with pytest.raises(LinearizeError, match="this attention sees both sides; a window looks back only"):
+        plan_conversion(str(tmp_path), "la", options={"window": 64})
+
+
+# ---------------------------------------------------------------- saved models
+
+
+PROCESSOR = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "do_normalize": False}
+
+
+def test_an_image_classifier_works_in_a_pipeline(tmp_path: Path) -> None:
+    """With the processor and the labels of its source, and as a bare model too."""
+    original = small_model("ViTForImageClassification")
+    original.config.id2label, original.config.label2id = {0: "cat", 1: "dog"}, {"cat": 0, "dog": 1}
+    original.save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    model = converted(tmp_path, "ViTForImageClassification")
+    folder = tmp_path / "linear"
+    assert json.loads((folder / "preprocessor_config.json").read_text()) == PROCESSOR
+    assert model.config.id2label == {0: "cat", 1: "dog"}
+    image = PIL.Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=numpy.uint8))
+    classify = transformers.pipeline("image-classification", model=str(folder), trust_remote_code=True)
+    found = {row["label"]: row["score"] for row in classify(image)}
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        expected = model(**processor(image, return_tensors="pt")).logits.softmax(-1)[0]
+    assert [found["cat"], found["dog"]] == pytest.approx(expected.tolist(), rel=1e-4)
+    bare = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    pixels = make_inputs(model)["pixel_values"]
+    with torch.no_grad():
+        states = model(pixels, output_hidden_states=True).hidden_states
+        assert relative_error(bare(pixels, output_hidden_states=True).hidden_states[-1], states[-1]) < EXACT
+
+
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "ElectraForMaskedLM"])
+def test_copies_and_backends_compute_the_same(tmp_path: Path, name: str) -> None:
+    model = noisy(converted(tmp_path, name))
+    expected = outputs(model)
+    model.save_pretrained(tmp_path / "again")  # by transformers, under the names of its checkpoints
+    assert relative_error(outputs(load(tmp_path / "again")), expected) < EXACT
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    assert relative_error(outputs(other), expected) < EXACT
+    with other.teacher():
+        assert relative_error(outputs(other), outputs(small_model(name))) < EXACT
+    assert torch.equal(outputs(model), expected)
+    with pytest.raises(ValueError, match="no attention maps"):
+        model(**make_inputs(model), output_attentions=True)
+
+
+@pytest.mark.parametrize("kind", ["ViT", "Pvt", "Swin"])
+def test_checkpointing_changes_no_gradient(tmp_path: Path, kind: str) -> None:
+    found, name = [], f"{kind}ForImageClassification"
+    for checkpointing in (False, True):
+        torch.manual_seed(5)
+        model = noisy(converted(tmp_path / str(checkpointing), name))
+        model.train()
+        for module in model.modules():
+            if hasattr(module, "drop_prob"):  # of whole branches, as chance has it
+                module.drop_prob = 0.0
+        if checkpointing and model.supports_gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        model(**make_inputs(model)).logits.square().sum().backward()
+        found.append({key: parameter.grad for key, parameter in model.named_parameters()})
+    for key, gradient in found[0].items():
+        assert (gradient is None) == (found[1][key] is None), key
+        assert gradient is None or relative_error(found[1][key], gradient) < EXACT, key
+
+
+@pytest.mark.parametrize("name", ["SwinForImageClassification", "PvtForImageClassification", "BertForMaskedLM"])
+def test_attention_transfer_keeps_the_teachers_stream(tmp_path: Path, name: str) -> None:
+    model, original = converted(tmp_path, name), small_model(name)
+    heard: list[int] = []
+
+    class Listener:
+        own_call = False
+
+        def hear(self, mixer: Any, inputs: Any, o: Tensor, target: Tensor) -> None:
+            if not mixer.reductions:
+                assert o.shape == target.shape
+                (o - target).square().mean().backward()
+                heard.append(mixer.site.layer)
+
+        def student(self, module: Any) -> Any:
+            return contextlib.nullcontext()
+
+        def compare(self, mixer: Any, y: Tensor, target: Tensor) -> None:
+            assert y.shape == target.shape
+            (y - target).square().mean().backward()
+            heard.append(mixer.site.layer)
+
+    with model.transferring(Listener()):
+        stream = outputs(model)
+    assert relative_error(stream, outputs(original)) < EXACT
+    assert sorted(heard) == [mixer.site.layer for mixer in mixers_of(model).values()]
+    for path, mixer in mixers_of(model).items():
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters()), path
+
+
+def test_verify_and_the_card_of_an_image_model(tmp_path: Path, linearize: Command) -> None:
+    small_model("DeiTForImageClassification").save_pretrained(tmp_path / "source")
+    code, out, _ = linearize("convert", tmp_path / "source", "--to", "saga", "-o", tmp_path / "linear", "--json")
+    assert code == 0
+    assert "logits equal" in json.loads(out)["verified"]
+    code, out, err = linearize("verify", tmp_path / "linear", "--strict", "--json")
+    assert code == 0, err
+    names = [check["name"] for check in json.loads(out)["checks"]]
+    assert names[-4:] == ["finite outputs", "rows alone", "another size", "trust"]
+    card = (tmp_path / "linear" / "README.md").read_text()
+    assert "AutoImageProcessor, AutoModelForImageClassification" in card
+    assert "pipeline_tag: image-classification" in card
+    assert "decode state" not in card
+    code, _, err = linearize("generate", tmp_path / "linear", "a text")
+    assert code == Exit.INCOMPATIBLE
+    assert "writes no text" in err
