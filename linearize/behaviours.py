@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .both_ways import BOTH_WAYS, heads
-from .inputs import auto_class, difference, make_inputs, make_tokens, tokens_of
+from .inputs import auto_class, difference, make_inputs, make_tokens, tokens_of, writes_text
 
 STEPS = 6
 # The shortest rows that can be cut up in all the ways below.
@@ -244,7 +244,7 @@ def attempt(check: Callable[[Any, Any], float | None], model: Any, given: Any) -
 
 def behave(model: Any, folder: str, length: int, limit: float) -> dict[str, dict[str, Any]]:
     """Every check of a loaded model, on rows of `length` tokens where it takes as many, by name."""
-    checks = written(model, length, limit) if model.can_generate() else both_ways(model, length, limit)
+    checks = written(model, length, limit) if writes_text(model) else both_ways(model, length, limit)
     checks["trust"] = result(lambda: loads_without_trust(folder))
     return checks
 

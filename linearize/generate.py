@@ -17,6 +17,7 @@ from .checkpoint import MANIFEST, meta_pickle
 from .convert import load_config
 from .errors import Exit, LinearizeError, did_you_mean, os_error
 from .export import load_converted, load_whole
+from .inputs import writes_text
 from .recording import quiet
 from .source import Source, open_source, read_header
 from .trust import saved_again
@@ -102,7 +103,7 @@ def load(
     else:
         load_config(source, trust_remote_code)  # refuses code of its own without trust
         loaded = _load_native(source, kind, trust_remote_code)
-    if not loaded.can_generate():
+    if not writes_text(loaded):
         raise LinearizeError(f"{model} is a {type(loaded).__name__}, which writes no text", Exit.INCOMPATIBLE)
     return Loaded(loaded.to(where).eval(), load_tokenizer(source.folder, linearized or trust_remote_code), teacher)
 

@@ -25,10 +25,15 @@ def auto_class(config: Any) -> str:
     )
 
 
+def writes_text(model: Any) -> bool:
+    """Whether it continues a text: it generates, and not from what an encoder makes of something else."""
+    return bool(model.can_generate()) and not model.config.is_encoder_decoder
+
+
 def takes(model: Any) -> list[str]:
     """Which inputs a model gets here, the main one first; a model that writes text gets text alone."""
     names = inspect.signature(model.forward).parameters
-    if "input_ids" in names and model.can_generate() and not model.config.is_encoder_decoder:
+    if "input_ids" in names and writes_text(model):
         return ["input_ids"]
     known = ("input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids")
     found = sorted((name for name in known if name in names), key=lambda name: name != model.main_input_name)
@@ -131,7 +136,7 @@ def outputs(model: Any) -> Tensor:
     mask = None
     if [*inputs] == ["input_ids"]:
         mask = torch.ones_like(inputs["input_ids"])
-        mask[1, slice(0, 5) if model.can_generate() else slice(-5, None)] = 0
+        mask[1, slice(0, 5) if writes_text(model) else slice(-5, None)] = 0
     return outcome(model, inputs, mask)
 
 

@@ -9,6 +9,7 @@ WINDOWS = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size"
 PYRAMID = {"num_encoder_blocks": 2, "hidden_sizes": [16, 32], "depths": [1, 2], "num_attention_heads": [1, 2]}
 PYRAMID |= {"patch_sizes": [4, 2], "strides": [4, 2], "mlp_ratios": [2, 2], "sr_ratios": [2, 1]}
 OVERLAP = PYRAMID | {"patch_sizes": [7, 3], "decoder_hidden_size": 16}
+SOUND = {"max_source_positions": 20, "max_target_positions": 40, "num_mel_bins": 8, "init_std": 0.3}
 TEXT = {"is_decoder": False}
 
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,7 +33,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SegformerForImageClassification": ("segformer", OVERLAP),
     "YolosForObjectDetection": ("yolos", {**PATCH, "image_size": [32, 48], "num_detection_tokens": 4}),
     "VideoMAEForVideoClassification": ("videomae", {**PATCH, "num_frames": 4}),
-    "WhisperForAudioClassification": ("whisper", {"max_source_positions": 20, "num_mel_bins": 8, "init_std": 0.3}),
+    "WhisperForAudioClassification": ("whisper", SOUND),
+    "WhisperForConditionalGeneration": ("whisper", SOUND),
     "BertForMaskedLM": ("bert", TEXT),
     "RobertaForMaskedLM": ("roberta", TEXT),
     "DistilBertForMaskedLM": ("distilbert", {}),
