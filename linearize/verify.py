@@ -59,7 +59,7 @@ transformers.utils.logging.disable_progress_bar()
 LOAD = """
 from transformers import AutoConfig
 folder, target = sys.argv[1:3]
-name = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=True))
+auto = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=True))
 if target == "meta":
     from pathlib import Path
     from safetensors import safe_open
@@ -73,11 +73,11 @@ if target == "meta":
                 value = file.get_slice(name)
                 dtype = str_to_torch_dtype[value.get_dtype()]
                 weights[name] = torch.empty(value.get_shape(), dtype=dtype, device="meta")
-    model_class = get_class_from_dynamic_module(config.auto_map[name], folder)
+    model_class = get_class_from_dynamic_module(config.auto_map[auto], folder)
     arguments = {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
     arguments["device_map"] = {"": "meta"}
 else:
-    model_class = getattr(transformers, name)
+    model_class = getattr(transformers, auto)
     arguments = {"pretrained_model_name_or_path": folder, "trust_remote_code": True, "dtype": torch.float32}
 model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
 print("loaded", flush=True)
