@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
 from .layout import Geometry, call_geometry, call_layout, is_causal, reduce_keys, this_thread, watch_patches
 from .mixer import Mixer, Site
+from .replay import Replayed
 from .state import StateLayer, state_slot
 
 # What architectures call the cache among the arguments of an attention module.
@@ -291,7 +292,7 @@ def refuse_attention_maps(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
         )
 
 
-class Linearized(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
+class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixin before a native model class: builds the mixers of `config.linearize`, and keeps transformers honest.
 
     `mechanisms` maps names in the plan to Mixer classes; the rendered modeling file sets it.

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import CompileConfig, DynamicCache
 
 from .bench import attempt
 from .bench_measure import allocated, here, machine, peak_mib, timed, wait
 from .convert import plan_conversion
 from .errors import LinearizeError, did_you_mean
 from .export import meta_model
+from .generate import check_compiles
 
 # What config.json of a model of that size says; 1b is Llama 3.2 1B.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -52,13 +53,17 @@ def bench_model(
     train: list[int],
     contexts: list[int],
     batches: list[int],
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Measure a folder or Hub id, of which only the config is read, or a shape by name, converted to `mechanism`.
 
-    Returns plain data: `machine`, `model`, `train` by length, `prefill` by context, `decode` by context and batch.
-    Raises LinearizeError: 2 unless either a model or a known shape is given, and whatever planning raises.
+    Returns plain data: `machine`, `model`, `train` by length, `prefill` by context, `decode` by context and batch; with
+    `compiled` also decode by a compiled step. Raises LinearizeError: 2 unless either a model or a known shape is given,
+    3 where no step can be compiled, and whatever planning raises.
     """
     built, about = build(model, shape, mechanism, options)
+    if compiled:
+        check_compiles(built)
     sides = {SOFTMAX: True, mechanism: False}
     result: dict[str, Any] = {"machine": machine(), "model": about, "train": [], "prefill": [], "decode": []}
 
@@ -74,7 +79,11 @@ def bench_model(
         measure("prefill", {"context": context}, prefill, context)
     for context in contexts:
         for batch in batches:
-            measure("decode", {"context": context, "batch": batch}, decode, context, batch)
+            what = {"context": context, "batch": batch}
+            measure("decode", what, decode, context, batch)
+            if compiled:
+                steps = attempt(partial(decode, built, context, batch, compiled))
+                result["decode"].append({"name": f"{mechanism}, compiled", **what, **steps})
     return result
 
 
@@ -88,7 +97,8 @@ def build(model: str | None, shape: str | None, mechanism: str, options: dict[st
         if shape is not None:
             (Path(scratch) / "config.json").write_text(json.dumps(SHAPES[shape]), "utf-8")
         planned = plan_conversion(model or scratch, mechanism, options=options, weights=False)
-        built = meta_model(None, planned, None, False, here())
+        built = meta_model(None, planned, None, False, here()).eval()
+    built.generation_config.eos_token_id = None  # no text ends early
     plan = planned[0]
     about = {
         "name": shape or model,
@@ -148,22 +158,23 @@ def prefill(model: Any, context: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def decode(model: Any, context: int, batch: int) -> dict[str, Any]:
+def decode(model: Any, context: int, batch: int, compiled: bool = False) -> dict[str, Any]:
     """Time per token after `context` tokens, the size of the cache then, and the peak beside the weights."""
-    before = allocated()
-    generate(model, context, batch, FEW)  # kernels are compiled, algorithms chosen
-    few, many = (generate(model, context, batch, tokens) for tokens in (FEW, MANY))
-    peak = peak_mib(lambda: generate(model, context, batch, FEW), before)
+    before, run = allocated(), partial(generate, model, context, batch, compiled=compiled)
+    peak = peak_mib(lambda: run(FEW), before)  # kernels are compiled, algorithms chosen
+    few, many = (run(tokens) for tokens in (FEW, MANY))
     step = 1e3 * (many["s"] - few["s"]) / (MANY - FEW)
     return {"ms": step, "tokens_s": 1e3 * batch / step, "cache_mib": few["cache_mib"], "peak_mib": peak}
 
 
-def generate(model: Any, context: int, batch: int, tokens: int) -> dict[str, float]:
+def generate(model: Any, context: int, batch: int, tokens: int, compiled: bool = False) -> dict[str, float]:
     """Seconds of generate() for `tokens` tokens after `context`, and MiB of the cache before."""
     cache = filled_cache(model, batch, context)
     ids = some_tokens(model, batch, context + 1)
     mib = sum(part.nbytes for layer in cache.layers for part in held(vars(layer))) / 2**20
-    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    if compiled:
+        settings["compile_config"] = CompileConfig()
     wait()
     begun = time.perf_counter()
     model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer, CompileConfig, TextStreamer
 
 from .checkpoint import MANIFEST, meta_pickle
 from .convert import load_config
@@ -143,14 +143,27 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         raise LinearizeError(f"no tokenizer can be loaded from {folder}: {reason}", Exit.INCOMPATIBLE) from error
 
 
+def check_compiles(model: Any) -> None:
+    """Raise LinearizeError (exit 3) unless generate() can compile this model's decode step; None: a softmax model."""
+    if not hasattr(model, "replays") or not model.replays():
+        raise LinearizeError(
+            "--compile: a decode step can be compiled on a GPU, of a model whose layers are all linear. Leave it out",
+            Exit.INCOMPATIBLE,
+        )
+
+
 @device_memory()
-def generate(loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[str], None]) -> dict[str, Any]:
+def generate(
+    loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[str], None], compiled: bool = False
+) -> dict[str, Any]:
     """Continue `prompt`; `write` gets pieces of text as they become known. Returns what `--json` prints.
 
-    `tokens_per_s` counts new tokens over the whole time, the prompt's pass included. Raises LinearizeError (exit 2)
-    for a prompt without a token.
+    `tokens_per_s` counts new tokens over the whole time, the prompt's pass included; with `compiled` torch.compile
+    makes the decode step. Raises LinearizeError: 2 for a prompt without a token, 3 where no step can be compiled.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
+    if compiled:
+        check_compiles(None if loaded.teacher else model)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise LinearizeError("the prompt has no token; give some text")
@@ -158,7 +171,11 @@ def generate(loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[s
     stream = Stream(tokenizer, write)
     # top_k is off: a model's own generation config may have one, which would cut what top_p leaves.
     sampled = sampling.temperature > 0
-    style = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampled else {}
+    style: dict[str, Any] = {}
+    if sampled:
+        style |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    if compiled:
+        style["compile_config"] = CompileConfig()
     torch.manual_seed(sampling.seed)
     began = time.monotonic()
     with quiet(), loaded.model.teacher() if loaded.teacher else contextlib.nullcontext():

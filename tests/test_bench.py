@@ -122,6 +122,12 @@ def test_a_shape_is_measured(linearize: Command, monkeypatch: pytest.MonkeyPatch
     assert len([line for line in out.splitlines() if line.startswith(("| softmax, SDPA | 8", "| gsa | 8"))]) == 4
 
 
+def test_steps_are_compiled_where_they_can_be(linearize: Command, zoo: Zoo) -> None:
+    code, out, err = linearize("bench", "model", zoo.folders("llama")[0], "--compile")
+    assert (code, out) == (Exit.INCOMPATIBLE, "")
+    assert "can be compiled on a GPU" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -59,6 +59,7 @@ def bench_model(
     train: Annotated[str, typer.Option(help="Lengths to train at.")] = "2048,8192",
     contexts: Annotated[str, typer.Option(help="Tokens before decoding starts.")] = "2048,8192,32768,131072",
     batches: Annotated[str, typer.Option(help="Sequences decoded together.")] = "1,16",
+    compiled: Annotated[bool, typer.Option("--compile", help="Decode with a compiled step as well.")] = False,
     as_json: Json = False,
 ) -> None:
     """Training, prefill and decode of a converted model beside its softmax original, on random weights."""
@@ -71,7 +72,7 @@ def bench_model(
         "contexts": lengths(contexts, "--contexts"),
         "batches": lengths(batches, "--batches"),
     }
-    result = measure(model, shape, to, options=parse_settings(settings or []), **numbers)
+    result = measure(model, shape, to, options=parse_settings(settings or []), compiled=compiled, **numbers)
     if as_json:
         print_json(result)
     else:

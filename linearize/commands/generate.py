@@ -22,6 +22,9 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16 or float16.")] = "keep",
     teacher: Annotated[bool, typer.Option("--teacher", help="Run softmax on the weights of this folder.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the decode step: faster after a quarter of a minute, on a GPU.")
+    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that the model ships.")
     ] = False,
@@ -38,7 +41,7 @@ def generate(
     def write(text: str) -> None:
         print(text, end="", flush=True)
 
-    result = generate(loaded, prompt, sampling, (lambda text: None) if as_json else write)
+    result = generate(loaded, prompt, sampling, (lambda text: None) if as_json else write, compiled)
     if as_json:
         print_json(result)
     else:
