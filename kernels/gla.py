@@ -25,15 +25,18 @@ import math
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from .features import Features
+from .gates import log_decays
+from .gla_launch import runs_on
+from .gla_ops import chunked_op, step_op
 from .gla_torch import GLAState, Inputs, each_sequence, fresh_state, gla_chunked, gla_step
 from .gsa_torch import to_gate_heads
 from .mixer import Bounds, Mixer, Site
 from .norm import HeadNorm
+from .scan import numbered
 
 
 def gla(
@@ -50,6 +53,7 @@ def gla(
     read_gate: Tensor | None = None,
     write_gate: Tensor | None = None,
     chunk_size: int = 64,
+    backend: Literal["auto", "triton", "torch"] = "auto",
 ) -> tuple[Tensor, GLAState]:
     """Gated linear attention, eq. 3, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
@@ -57,13 +61,17 @@ def gla(
     memory per gate head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at real tokens;
     others leave the state alone and output 0. `segments` [B,T] int: the memory restarts where it changes.
     `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `read_gate` [B,T,H]
-    multiplies o, `write_gate` [B,T,E] what is written.
+    multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels on a GPU for the
+    sizes and dtypes that they know, else PyTorch; the others insist. `chunk_size` is PyTorch's; the kernels bring
+    their own.
 
-    Raises ValueError for shapes that do not fit. T=1 takes the recurrent step.
+    Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
     x = Inputs(q, k, v, g, read_gate, write_gate)
     check_shapes(x, padding, segments, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.shape[1] > 0 and _use_triton(backend, x):
+        return _gla_triton(x, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
         return each_sequence(x, scale, cu_seqlens, state, chunk_size)
     state = fresh_state(x) if state is None else state
@@ -127,6 +135,36 @@ def gla_reference(
         outputs.append(o_t.flatten(1, 2) * (read[:, t] * real[:, None])[..., None])
     o = torch.stack(outputs, 1) if outputs else q.new_zeros(B, 0, H, v.shape[-1])
     return o.to(q.dtype), GLAState(S)
+
+
+# ---------------------------------------------------------------- Triton kernels
+
+
+def _use_triton(backend: str, x: Inputs) -> bool:
+    obstacle = "" if backend == "torch" else runs_on(x.q, x.v, x.g)
+    if backend == "triton" and obstacle:
+        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
+    return backend != "torch" and not obstacle
+
+
+def _gla_triton(
+    x: Inputs, scale: float, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None, state: GLAState | None
+) -> tuple[Tensor, GLAState]:
+    """The kernels of gla_triton.py: one launch for a single token without gradients, else the chunk form."""
+    single = x.q.shape[1] == 1 and segments is None and cu is None
+    if single and not (
+        torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (*x, *(state or ())))
+    ):
+        (S,) = fresh_state(x) if state is None else state
+        o, S = step_op(*x[:4], scale, padding, S, *x[4:])
+        return o, GLAState(S)
+    if padding is not None:
+        k, g = (torch.where(padding[:, :, None, None], y, 0.0) for y in (x.k, x.g))
+        x = x._replace(k=k, g=g)
+    if segments is not None:
+        segments = numbered(segments).int()
+    o, S = chunked_op(*x[:4], scale, segments, cu, None if state is None else state.memory, *x[4:])
+    return o if padding is None else o * padding[:, :, None, None], GLAState(S)
 
 
 # ---------------------------------------------------------------- the mixer
@@ -211,8 +249,7 @@ class GatedLinearAttention(Mixer):
 
     def gates(self, x: Tensor) -> Tensor:
         """Log-decays g = log sigmoid(W_2 W_1 x + bias) / damping, [B,T,E,F] fp32, <= 0."""
-        f = self.forget(self.narrow(x)).float().unflatten(-1, (self.state_count, self.key_dim))
-        return F.logsigmoid(f) / self.damping
+        return log_decays(self.forget(self.narrow(x)).unflatten(-1, (self.state_count, self.key_dim)), self.damping)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **layout: Any) -> tuple[Tensor, GLAState]:
         return self.mix_gated(q, k, v, x, read_gate=None, write_gate=None, **layout)

@@ -6,10 +6,10 @@ Skipped without a GPU. `python tests/test_gsa_gpu.py` prints the errors and need
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import torch
+from gpu_errors import complaints, main, masks
 from torch.nn.functional import logsigmoid
 
 from linearize_kernels.gsa import GSAState, gsa
@@ -31,9 +31,6 @@ CASES: list[dict[str, Any]] = [
     {"padding": True},
     {"gates": "bfloat16"},
 ]
-# The kernels' error over the PyTorch path's; a floor for what fp32 sums cost in another order, in units of the
-# reference's norm; gates in fp32 beside inputs in half precision, where 16 bits of each factor are kept.
-FACTOR, FLOOR, FLOOR_GATES = 1.5, 2e-6, 5e-5
 
 
 def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any], list[torch.Tensor]]:
@@ -51,15 +48,8 @@ def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any], lis
     q, k = (0 * q, 0 * k) if special == "zero" else (300 * q, k) if special == "huge" else (q, k)
     g = g.to(getattr(torch, c.get("gates", "float32")))
     memories = [torch.randn(rows, E, M, D, device="cuda") for _ in range(2)] if c.get("state") else []
-    arguments: dict[str, Any] = {}
-    if "segments" in c:
-        arguments["segments"] = (torch.arange(T, device="cuda") // c["segments"]).expand(B, T)
-    if "cu" in c:
-        arguments["cu_seqlens"] = torch.tensor(c["cu"], dtype=torch.int32, device="cuda")
-    if "padding" in c:
-        arguments["padding"] = torch.arange(T, device="cuda").expand(B, T) >= torch.tensor([[T // 3], [0]]).cuda()
     sent = [torch.randn_like(q), *(torch.randn(rows, E, M, D, device="cuda") for _ in range(2))]
-    return [q, k, v, g, *memories], arguments, sent
+    return [q, k, v, g, *memories], masks(c), sent
 
 
 def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str, torch.Tensor]:
@@ -74,42 +64,12 @@ def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str
     return dict(zip(names, (x.detach() for x in (*outputs, *gradients)), strict=False))
 
 
-def errors(case: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """name -> relative error of the kernels, which `auto` must choose, and of the PyTorch path."""
-    exact, ours, torchs = results(case, "torch", True), results(case, "auto"), results(case, "torch")
-    for name, again in results(case, "triton").items():
-        assert torch.equal(ours[name], again), f"{name} differs between two runs"
-    out = {}
-    for name, value in exact.items():
-        scale = value.norm().clamp_min(0.1 * value.numel() ** 0.5)
-        out[name] = tuple(float((x[name].double() - value).norm() / scale) for x in (ours, torchs))
-    return out
-
-
-def allowed(case: dict[str, Any], name: str, torchs: float) -> float:
-    c = BASE | case
-    mixed = c["dtype"] != "float32" and name not in ("o", "dq", "dk", "dv") and not (name == "dg" and "gates" in c)
-    return FACTOR * torchs + (FLOOR_GATES * c.get("slack", 1) if mixed else FLOOR)
-
-
-def complaints(case: dict[str, Any]) -> list[str]:
-    return [f"{n}: {a:.1e} against {b:.1e}" for n, (a, b) in errors(case).items() if not a <= allowed(case, n, b)]
-
-
 if __name__ == "__main__":
-    for one in CASES[int(sys.argv[1]) :: int(sys.argv[2])] if len(sys.argv) > 2 else CASES:
-        try:
-            found = errors(one)
-        except Exception as error:
-            print(json.dumps(one), "FAILED", str(error)[:200], flush=True)
-            continue
-        bad = [n for n, (a, b) in found.items() if not a <= allowed(one, n, b)]
-        cells = " ".join(f"{n} {a:.1e}/{b:.1e}" for n, (a, b) in found.items())
-        print(json.dumps(one), "BAD" if bad else "ok", *bad, "|", cells, flush=True)
+    main(results, BASE, CASES)
 else:
     import pytest
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     @pytest.mark.parametrize("case", CASES, ids=json.dumps)
     def test_kernels_are_no_worse_than_pytorch(case: dict[str, Any]) -> None:
-        assert not complaints(case)
+        assert not complaints(results, BASE, case)

@@ -7,17 +7,13 @@ this very file, as a script. bf16 is garbage in the interpreter; it is proved on
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton_tools import compile_kernel, largest_errors, masks, run_script, transposed_products
 
-ROOT = Path(__file__).parent.parent
 # Largest error over the largest reference value.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
 
@@ -41,18 +37,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "padding": [{"padding": "left", "B": 2}, {"padding": "right", "B": 2, "state": True}, {"padding": "all", "B": 2}],
     "step": [{"T": 1, "step": True}, {"T": 1, "step": True, "padding": "left", "B": 2, "H": 4, "E": 2, "M": 20}],
 }
-
-
-def run_script(*arguments: str, interpret: bool = True) -> str:
-    """This file, or code given by -c, in a clean process."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)]),
-        "TRITON_INTERPRET": "1" if interpret else "0",
-    }
-    done = subprocess.run([sys.executable, *arguments], env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.parametrize("group", CASES)
@@ -112,32 +96,16 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
 # ---------------------------------------------------------------- compiled for real, without a GPU
 
 
-def compile_kernel(name: str, capability: int, **overrides: Any) -> Any:
-    """A kernel compiled for a capability (triton brings its own assembler) with the configuration in `overrides`."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def compiled(name: str, capability: int, **overrides: Any) -> Any:
+    """A kernel compiled with the configuration in `overrides`."""
     from linearize_kernels import gsa_triton, gsa_triton_bwd
 
     kernel = getattr(gsa_triton, name, None) or getattr(gsa_triton_bwd, name)
     constants = {"VARLEN": False, "SEGMENTS": False, "SHARE": 1, "p_seg": None, "p_chunks": None}
     constants |= {key: overrides[key] for key in overrides if key.isupper()}
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_x", "p_y", "p_dy")
-    kinds = {key: "*bf16" if key in half else "*fp32" if key.startswith("p_") else "i32" for key in kernel.arg_names}
-    kinds |= {"scale": "fp32"} if "scale" in kinds else {}
-    kinds |= dict.fromkeys(constants, "constexpr")
-    places = {key: (kernel.arg_names.index(key),) for key in kernel.arg_names}
-    aligned = [key for key in kinds if key.startswith(("p_", "s_")) and key not in constants]
-    source = ASTSource(
-        fn=kernel,
-        signature=kinds,
-        constexprs={places[key]: value for key, value in constants.items()},
-        attrs={places[key]: [["tt.divisibility", 16]] for key in aligned},
-    )
-    options = {"num_warps": overrides["warps"], "num_stages": overrides["stages"]}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    kinds = {"scale": "fp32", **dict.fromkeys(half, "*bf16")}
+    return compile_kernel(kernel, capability, constants, kinds, overrides["warps"], overrides["stages"])
 
 
 def overrides_for(config: Any, M: int, D: int) -> dict[str, Any]:
@@ -166,7 +134,7 @@ def test_safe_configurations_fit_their_budget(budget: int, D: int) -> None:
     config = choose((8, 7), budget * 1024, M, D, D, torch.bfloat16)
     capability = 90 if budget > 164 else 80
     for name in ("logits_kernel", "key_kernel"):
-        kernel = compile_kernel(name, capability, stages=1, **overrides_for(config, M, D))
+        kernel = compiled(name, capability, stages=1, **overrides_for(config, M, D))
         assert kernel.metadata.shared <= budget * 1024, (name, config)
 
 
@@ -194,22 +162,7 @@ def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
     from linearize_kernels.gsa_config import choose
 
     config = choose((9, 0), 227 * 1024, 16, 64, 64, torch.bfloat16)
-    text = compile_kernel(name, 90, stages=1, **overrides_for(config, 16, 64)).asm["ttir"]
-    made: dict[str, tuple[str, list[str]]] = {}
-    for line in text.splitlines():
-        found = re.match(r"\s*(%[\w#]+)(?::\d+)? = (?:\"?)([\w.]+)(.*)", line)
-        if found:
-            made[found[1]] = (found[2], re.findall(r"%[\w]+", found[3].split(" loc(")[0]))
-    transposes = [operands[0] for kind, operands in made.values() if kind == "tt.trans"]
-    assert transposes
-    for value in transposes:
-        queue, seen = [value], set()
-        while queue:
-            kind, operands = made.get(queue.pop(), ("block argument", []))
-            assert kind != "tt.dot", f"{name}: {value}"
-            if kind not in ("tt.load", "scf.for", "scf.if"):
-                queue += [x for x in operands if x not in seen]
-                seen.update(operands)
+    assert transposed_products(compiled(name, 90, stages=1, **overrides_for(config, 16, 64))) == []
 
 
 # ---------------------------------------------------------------- the script side
@@ -236,21 +189,11 @@ def build(case: dict[str, Any]) -> dict[str, Any]:
         q = 1e3 * q
     rows = len(case["cu"]) - 1 if "cu" in case else B
     state = (torch.randn(rows, E, M, size["D"]), torch.randn(rows, E, M, size["DV"])) if case.get("state") else ()
-    padding = torch.ones(B, T, dtype=torch.bool)
-    if case.get("padding") == "left":
-        padding[0, : T // 3 + 1] = False
-    elif case.get("padding") == "right":
-        padding[-1, T // 2 :] = False
-    elif case.get("padding") == "all":
-        padding[0] = False
-    segments = torch.arange(T).expand(B, T) // case["segments"] % 2 if "segments" in case else None
     return {
         "inputs": (q, k, v, g, *state),
         "do": do,
         "dlast": (torch.randn(rows, E, M, size["D"]), torch.randn(rows, E, M, size["DV"])),
-        "padding": padding if "padding" in case else None,
-        "segments": segments,
-        "cu": torch.tensor(case["cu"], dtype=torch.int32) if "cu" in case else None,
+        "masks": masks(case, B, T),
     }
 
 
@@ -262,11 +205,12 @@ def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict
     q, k, v, g, *memories = leaves
     rows = made["dlast"][0].shape[0]
     state = GSAState(*memories, torch.zeros(rows, dtype=torch.long)) if memories else None
-    masks = {"padding": made["padding"], "segments": made["segments"]}
+    layout = dict(made["masks"])
+    cu = layout.pop("cu_seqlens") if reference else None
     if not reference:
-        o, last = gsa(q, k, v, g, **masks, cu_seqlens=made["cu"], state=state, backend="triton")
-    elif made["cu"] is None:
-        o, last = gsa_reference(q, k, v, g, **masks, state=state)
+        o, last = gsa(q, k, v, g, **layout, state=state, backend="triton")
+    elif cu is None:
+        o, last = gsa_reference(q, k, v, g, **layout, state=state)
     else:
         bounds, parts = case["cu"], []
         for n in range(len(bounds) - 1):
@@ -285,14 +229,8 @@ def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict
 
 
 def compare(case: dict[str, Any]) -> dict[str, float]:
-    """Largest error over largest reference value (never below 0.1: exact zeros count absolutely); inf: NaN."""
     made = build(case)
-    ours, reference = results(case, made, False), results(case, made, True)
-    errors = {}
-    for name, value in reference.items():
-        error = float((ours[name].double() - value.double()).abs().max() / value.abs().max().clamp_min(0.1))
-        errors[name] = error if ours[name].double().isfinite().all() else float("inf")
-    return errors
+    return largest_errors(results(case, made, False), results(case, made, True))
 
 
 def check_operators() -> None:

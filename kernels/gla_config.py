@@ -1,0 +1,69 @@
+"""Launch configurations of GLA's kernels: shipped where they were measured, safe ones computed elsewhere.
+
+Nothing is tuned at run time. Blocks are never narrower than 64 channels: with 16 or 32, triton 3.6 compiled some
+kernels for Hopper to wrong results or to accesses outside of memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Launch(NamedTuple):
+    """Block of key channels, block of value channels, warps and stages of one kernel."""
+
+    block_k: int
+    block_v: int
+    warps: int
+    stages: int
+
+
+class Config(NamedTuple):
+    """One launch per kernel, and what the tensor cores make of computed factors."""
+
+    chunk: int
+    scan: Launch
+    mix: Launch
+    key: Launch
+    precision: str
+    # Chunks whose channels all keep more than 2^-range take one reference instead of the halving.
+    range: float = 100.0
+
+
+# (capability, value dim above 64) -> what differs from `safe` for bf16. Measured: one H200, heads of 128.
+SHIPPED: dict[tuple[tuple[int, int], bool], dict[str, Any]] = {
+    ((9, 0), False): {"scan": Launch(64, 64, 4, 2), "mix": Launch(64, 64, 4, 2)},
+    ((9, 0), True): {"scan": Launch(64, 128, 4, 2), "mix": Launch(64, 128, 4, 2)},
+}
+
+
+def configure(q: Tensor, v: Tensor) -> Config:
+    """The configuration for these inputs on their device."""
+    if q.device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
+        small = Launch(16, 16, 4, 1)
+        return Config(32, small, small, small, "ieee")
+    properties = torch.cuda.get_device_properties(q.device)
+    return choose((properties.major, properties.minor), v.shape[-1], q.dtype)
+
+
+@functools.cache
+def choose(capability: tuple[int, int], DV: int, dtype: torch.dtype) -> Config:
+    """The shipped configuration, or a safe one."""
+    config = safe(dtype)
+    if dtype == torch.bfloat16:
+        config = config._replace(**SHIPPED.get((capability, DV > 64), {}))
+    return config
+
+
+def safe(dtype: torch.dtype) -> Config:
+    """Tiles of 64 by 64, whose kernels need no more than 48 KiB of shared memory whatever the size of the heads."""
+    one = Launch(64, 64, 4, 1)
+    # In fp32, chunks of 64 would use Hopper's wgmma: three tf32 products through it race (seen with triton 3.6).
+    # With bf16 inputs gla_tiles.py cuts operands into parts. Three bf16 products carry 16 bits of each factor, enough
+    # for fp16; six carry 24.
+    precision = {torch.bfloat16: "parts", torch.float16: "bf16x3", torch.float32: "bf16x6"}[dtype]
+    return Config(64 if dtype == torch.bfloat16 else 32, one, one, one, precision)

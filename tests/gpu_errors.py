@@ -1,0 +1,71 @@
+"""What the checks of GPU kernels share: their errors beside the PyTorch path's, and how large they may be.
+
+A file tests/test_NAME_gpu.py has BASE, CASES and `results(case, backend, exact)`: output, last states and every
+gradient by name. It is skipped without a GPU; as a script it prints the errors and needs no pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Case = dict[str, Any]
+Results = Callable[[Case, Any, bool], dict[str, Tensor]]
+# The kernels' error over the PyTorch path's; a floor for what fp32 sums cost in another order, in units of the
+# reference's norm; gates in fp32 beside inputs in half precision, where 16 bits of each factor are kept.
+FACTOR, FLOOR, FLOOR_GATES = 1.5, 2e-6, 5e-5
+
+
+def masks(case: Case) -> dict[str, Tensor]:
+    """`segments` of so many tokens, `cu_seqlens` from `cu`, left `padding` of the first row."""
+    made, B, T = {}, case["B"], case["T"]
+    if "segments" in case:
+        made["segments"] = (torch.arange(T, device="cuda") // case["segments"]).expand(B, T)
+    if "cu" in case:
+        made["cu_seqlens"] = torch.tensor(case["cu"], dtype=torch.int32, device="cuda")
+    if "padding" in case:
+        made["padding"] = torch.arange(T, device="cuda").expand(B, T) >= torch.tensor([[T // 3], [0]]).cuda()
+    return made
+
+
+def errors(results: Results, case: Case) -> dict[str, tuple[float, float]]:
+    """name -> relative error of the kernels, which `auto` must choose, and of the PyTorch path."""
+    exact, ours, torchs = results(case, "torch", True), results(case, "auto", False), results(case, "torch", False)
+    for name, again in results(case, "triton", False).items():
+        assert torch.equal(ours[name], again), f"{name} differs between two runs"
+    out = {}
+    for name, value in exact.items():
+        scale = value.norm().clamp_min(0.1 * value.numel() ** 0.5)
+        out[name] = tuple(float((x[name].double() - value).norm() / scale) for x in (ours, torchs))
+    return out
+
+
+def allowed(case: Case, name: str, torchs: float) -> float:
+    """`case` with its dtype; one with `gates` has them in its own dtype, one with `slack` is a hard one."""
+    mixed = (
+        case["dtype"] != "float32" and name not in ("o", "dq", "dk", "dv") and not (name == "dg" and "gates" in case)
+    )
+    return FACTOR * torchs + (FLOOR_GATES * case.get("slack", 1) if mixed else FLOOR)
+
+
+def complaints(results: Results, base: Case, case: Case) -> list[str]:
+    found = errors(results, base | case)
+    return [f"{n}: {a:.1e} against {b:.1e}" for n, (a, b) in found.items() if not a <= allowed(base | case, n, b)]
+
+
+def main(results: Results, base: Case, cases: list[Case]) -> None:
+    """Print a line per case: all of them, or with two arguments every n-th from the first."""
+    for case in cases[int(sys.argv[1]) :: int(sys.argv[2])] if len(sys.argv) > 2 else cases:
+        try:
+            found = errors(results, base | case)
+        except Exception as error:
+            print(json.dumps(case), "FAILED", str(error)[:200], flush=True)
+            continue
+        bad = [n for n, (a, b) in found.items() if not a <= allowed(base | case, n, b)]
+        cells = " ".join(f"{n} {a:.1e}/{b:.1e}" for n, (a, b) in found.items())
+        print(json.dumps(case), "BAD" if bad else "ok", *bad, "|", cells, flush=True)
