@@ -27,12 +27,17 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .gdn import GatedDeltaNet, gdn, gdn_reference
 from .gla import GatedLinearAttention, gla, gla_reference
 from .mixer import Bounds, Mixer, Site
 from .retnet import RetNet, retnet, retnet_reference
 
-OPS: dict[str, Callable[..., tuple[Tensor, Any]]] = {"retnet": retnet, "gla": gla}
-REFERENCES: dict[str, Callable[..., tuple[Tensor, Any]]] = {"retnet": retnet_reference, "gla": gla_reference}
+OPS: dict[str, Callable[..., tuple[Tensor, Any]]] = {"retnet": retnet, "gla": gla, "gdn": gdn}
+REFERENCES: dict[str, Callable[..., tuple[Tensor, Any]]] = {
+    "retnet": retnet_reference,
+    "gla": gla_reference,
+    "gdn": gdn_reference,
+}
 
 
 def sla(
@@ -96,14 +101,18 @@ class SoftmaxLinearAttention(Mixer):
     title = "Softmax linear attention"
     paper = "arXiv 2602.01744"
     state_formula = "that of the base"
-    bases: ClassVar[dict[str, type[Mixer]]] = {"retnet": RetNet, "gla": GatedLinearAttention}
+    bases: ClassVar[dict[str, type[Mixer]]] = {
+        "retnet": RetNet,
+        "gla": GatedLinearAttention,
+        "gdn": GatedDeltaNet,
+    }
     published = {"gate_input": "qk", "gate_rescale": False}
 
     def __init__(
         self,
         site: Site,
         *,
-        base: Literal["retnet", "gla"] = "gla",
+        base: Literal["retnet", "gla", "gdn"] = "gla",
         gate_input: Literal["hidden", "qk"] = "hidden",
         gate_rescale: bool = True,
         window: Annotated[int, Bounds(0, 65536)] = 0,

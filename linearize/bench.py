@@ -88,7 +88,7 @@ def contenders(case: Case, inputs: list[Tensor], shape: Shape) -> dict[str, Run]
     for name, backend in backends(case).items():
         few = case.torch_tokens >= shape.B * shape.T
         if few or backend != "torch":
-            out[name] = partial(case.op, inputs, shape, backend)
+            out |= {name: partial(case.op, inputs, shape, backend), **case.peers(inputs, shape, backend)}
     if not shape.causal and here() == "cuda" and PYTORCH in out:
         out[f"{PYTORCH}, compiled"] = torch.compile(out[PYTORCH])
     out |= softmax(inputs, shape)

@@ -24,7 +24,7 @@ Run = Callable[[], Tensor]
 class Shape(NamedTuple):
     """B sequences of T tokens, H query heads over Hkv key heads of D channels, M slots or blocks where there are any.
 
-    `dtype` is of q, k, v and the output, `gates` of whatever else goes in.
+    `dtype` is of q, k, v and the output, `gates` of whatever else goes in; `base` is what lies under SLA.
     """
 
     B: int
@@ -36,11 +36,13 @@ class Shape(NamedTuple):
     dtype: str = "bfloat16"
     gates: str = "float32"
     causal: bool = True
+    base: str = ""
 
     def __str__(self) -> str:
         heads = f"{self.H}/{self.Hkv}" if self.Hkv < self.H else str(self.H)
         parts = [f"B{self.B} T{self.T} H{heads} D{self.D}", f"m{self.M}" * bool(self.M), short(self.dtype)]
         parts += ["gates " + short(self.gates)] * (self.gates != "float32") + ["both ways"] * (not self.causal)
+        parts += [f"over {self.base}"] * bool(self.base)
         return " ".join(filter(None, parts))
 
 
@@ -74,6 +76,10 @@ class Case:
     def op(self, inputs: list[Tensor], shape: Shape, backend: str) -> Tensor:
         """The forward pass, [B,T,H,D]; `backend` is `triton` or `torch` and insists."""
         raise NotImplementedError
+
+    def peers(self, inputs: list[Tensor], shape: Shape, backend: str) -> dict[str, Run]:
+        """Name -> forward pass of what else of this package it is to be compared with."""
+        return {}
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         """Name -> forward pass of flash-linear-attention's functions for the same; called where it is installed."""

@@ -129,6 +129,16 @@ def test_a_read_gate_scales_what_its_head_says(base: str, gate_input: str, norm:
 
 
 @every_base
+def test_calibrated_heads_have_the_teachers_size(base: str) -> None:
+    ours = make("sla", base=base, norm="head")
+    inputs = tokens(ours.site, 50)
+    teacher = torch.randn(2, 50, 4, 8) * torch.tensor([0.1, 1.0, 3.0, 9.0])[:, None]
+    ours.calibrate(*inputs, mix(ours, inputs)[0], teacher)
+    sizes = [y.square().mean((0, 1, 3)) for y in (mix(ours, inputs)[0], teacher)]
+    assert torch.allclose(*sizes, rtol=3e-2)
+
+
+@every_base
 def test_a_write_gate_reaches_the_memory(base: str) -> None:
     ours = make("sla", base=base)
     inputs = tokens(ours.site, 20)
