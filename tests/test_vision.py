@@ -420,6 +420,17 @@ def test_checkpointing_changes_no_gradient(tmp_path: Path, kind: str) -> None:
         assert gradient is None or relative_error(found[1][key], gradient) < EXACT, key
 
 
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "SegformerForImageClassification"])
+def test_it_compiles_as_one_graph(tmp_path: Path, name: str) -> None:
+    """The grid is noted, and the reduction of keys left out, without a break."""
+    model = noisy(converted(tmp_path, name))
+    given = make_inputs(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert relative_error(compiled(**given).logits, model(**given).logits) < EXACT
+
+
 @pytest.mark.parametrize("name", ["SwinForImageClassification", "PvtForImageClassification", "BertForMaskedLM"])
 def test_attention_transfer_keeps_the_teachers_stream(tmp_path: Path, name: str) -> None:
     model, original = converted(tmp_path, name), small_model(name)
