@@ -119,16 +119,16 @@ def gdn_reference(
     write_gate: Tensor | None = None,
 ) -> tuple[Tensor, DeltaState]:
     """The equations above token by token, for checking: same arguments and results as `gdn`."""
-    E = g.shape[2]
+    E, x = g.shape[2], Inputs(q, k, v, g, beta, read_gate, write_gate)
     (S,) = fresh_state(q, v, g) if state is None else state
-    x = neutral(Inputs(q, k, v, g, beta, read_gate, write_gate), padding)
     keys, values, outputs = to_gate_heads(k.to(S.dtype), E), written_values(x, S.dtype), []
     for t in range(q.shape[1]):
         if segments is not None and t > 0:
             S = S * (segments[:, t] == segments[:, t - 1]).to(S.dtype)[:, None, None, None]
-        S = x.g[:, t, :, None, None].to(S.dtype).exp() * S
-        e_t = values[:, t] - torch.einsum("bed,bedv->bev", keys[:, t], S)
-        S = S + torch.einsum("bed,be,bev->bedv", keys[:, t], x.beta[:, t].to(S.dtype), e_t)
+        decayed = g[:, t, :, None, None].to(S.dtype).exp() * S
+        e_t = values[:, t] - torch.einsum("bed,bedv->bev", keys[:, t], decayed)
+        written = decayed + torch.einsum("bed,be,bev->bedv", keys[:, t], beta[:, t].to(S.dtype), e_t)
+        S = written if padding is None else torch.where(padding[:, t, None, None, None], written, S)
         q_t = q[:, t].unflatten(1, (E, -1)).to(S.dtype)
         outputs.append(torch.einsum("begd,bedv->begv", q_t, S).flatten(1, 2))
     o = torch.stack(outputs, 1) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])

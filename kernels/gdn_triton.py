@@ -4,7 +4,7 @@
     scan     over the chunks of a row, a block of value columns each: e, and the state that enters every chunk
     output   per chunk: o, for the query heads of one state one after another
 
-The inverse: blocks of 16 by forward substitution in fp32, then pairs of blocks become one,
+The inverse: blocks of 8 by elimination in fp32, then pairs of blocks become one,
 [[A, 0], [N, B]]^-1 = [[A', 0], [-B' N A', B']], by products. Keys that repeat make powers of N grow without bound, so
 nothing here sums powers.
 
@@ -82,21 +82,20 @@ def chunk_decay(p_b, p_b_low, p_seg, i_row, o_c, i_t, E, size, SEGMENTS: tl.cons
 
 @jit
 def inverse(b_N, o_c, C: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr):
-    """(I + N)^-1 for N [C,C] with nothing on and above the diagonal; C is 16 * 2^LEVELS."""
-    BLOCKS: tl.constexpr = C // 16
-    o_b, o_r = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    """(I + N)^-1 for N [C,C] with nothing on and above the diagonal; C is 8 * 2^LEVELS."""
+    BLOCKS: tl.constexpr = C // 8
+    o_b, o_r = tl.arange(0, BLOCKS), tl.arange(0, 8)
     m_own = o_b[:, None, None, None] == o_b[None, None, :, None]
-    # [BLOCKS, 16, 16]: -N of the blocks on the diagonal
-    b_X = -tl.sum(tl.where(m_own, tl.reshape(b_N, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
-    for i in range(2, 16):
-        m_row = (o_r == i)[None, :, None]
-        b_row = tl.sum(tl.where(m_row, b_X, 0.0), 1)
-        b_row += tl.sum(b_row[:, :, None] * b_X, 1)
-        b_X = tl.where(m_row, b_row[:, None, :], b_X)
-    b_X += (o_r[:, None] == o_r[None, :])[None, :, :].to(tl.float32)
+    # [BLOCKS, 8, 8]: the blocks on the diagonal
+    b_n = tl.sum(tl.where(m_own, tl.reshape(b_N, [BLOCKS, 8, BLOCKS, 8]), 0.0), 2)
+    b_X = (o_r[:, None] == o_r[None, :])[None, :, :].to(tl.float32) + b_n * 0.0
+    for i in tl.static_range(7):
+        b_row = tl.sum(tl.where((o_r == i)[None, :, None], b_X, 0.0), 1)
+        b_column = tl.sum(tl.where((o_r == i)[None, None, :], b_n, 0.0), 2)
+        b_X -= b_column[:, :, None] * b_row[:, None, :]
     b_T = tl.reshape(tl.where(m_own, b_X[:, :, None, :], 0.0), [C, C])
     for i in tl.static_range(LEVELS):
-        o_w = o_c // (16 << i)
+        o_w = o_c // (8 << i)
         m_pair = (o_w[:, None] % 2 == 1) & (o_w[:, None] == o_w[None, :] + 1)
         b_off, b_off_low = parts(tl.where(m_pair, b_N, 0.0), SPLIT)
         b_left, b_left_low = parts(b_T, SPLIT)
@@ -177,7 +176,7 @@ def locate_row(p_rows, p_cu, T, N, E, VARLEN: tl.constexpr):
 def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_Te, p_Te_low, p_S0, p_S, p_e, p_S1,
                 s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, E, SHARE, D: tl.constexpr, DV: tl.constexpr,
                 C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
-                GATED: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+                WRITE: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """S [slots,E,D,DV] and e [B,T,E,DV]; the last state to p_S1 [rows,E,D,DV]. Grid (blocks of BV, rows*E)."""
     i_s, i_b, first, length, slot, count, i_e = locate_row(p_rows, p_cu, T, N, E, VARLEN)
     o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV)
@@ -198,7 +197,7 @@ def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_T
         b_high, b_low = parts(b_S, b_k.dtype == tl.bfloat16)
         store_state(p_S + ((slot + i_n) * E + i_e) * (D * DV), b_high, o_d, o_v, D, DV)
         b_x = b_v.to(tl.float32)
-        if GATED:
+        if WRITE:
             b_x *= load_tokens(p_gate + place, o_c, E, size)[:, None]
         b_x -= b_start[:, None] * dot_given_left(b_k, b_high, b_low, PREC)
         b_x, b_x_low = parts(b_x, b_k.dtype == tl.bfloat16)
@@ -212,27 +211,27 @@ def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_T
 
 @jit
 def output_kernel(p_q, p_k, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, p_S, p_e, p_o, scale,
-                  s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, T: int, N: int, H, E, SHARE, D: tl.constexpr, DV: tl.constexpr,
-                  C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
-                  GATED: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+                  s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, T: int, N: int, H, E, SHARE, G: tl.constexpr, D: tl.constexpr,
+                  DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr,
+                  SEGMENTS: tl.constexpr, READ: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """o [B,T,H,DV]. Grid (N, B*E, blocks of BV)."""
     i_b, i_t, i_e, size, slot, place = locate(p_chunks, T, N, E, C, VARLEN)
     if size <= 0:
         return
     o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(2) * BV + tl.arange(0, BV)
-    i_q, row = i_e * (H // E), (i_b * T + i_t) * H
+    i_q, row = i_e * G, (i_b * T + i_t) * H
     b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
     b_e = load_rows(p_e + place * DV, o_c, o_v, E * DV, size, DV)
     b_S = load_state(p_S + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
     b_start, _, _ = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
     b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, False)
     b_decay *= load_tokens(p_beta + place, o_c, E, size)[None, :]
-    for i_g in range(H // E):
+    for i_g in range(G):
         b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + (i_q + i_g) * s_qh, o_c, o_d, s_qt, size, D)
         b_P, b_P_low = parts(dot_given(b_q, tl.trans(b_k), PREC) * b_decay, b_k.dtype == tl.bfloat16)
         b_o = b_start[:, None] * dot_given(b_q, b_S, PREC) + dot_given_right(b_P, b_P_low, b_e, PREC)
         b_scale = tl.full([C], scale, tl.float32)
-        if GATED:
+        if READ:
             b_scale *= load_tokens(p_gate + row + i_q + i_g, o_c, H, size)
         store_rows(p_o + (row + i_q + i_g) * DV, b_o * b_scale[:, None], o_c, o_v, H * DV, size, DV)
 

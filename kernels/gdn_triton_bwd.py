@@ -1,11 +1,13 @@
-"""Gated DeltaNet on the GPU, backward: the gradient of gdn_torch.py in three launches, after `prepare` and `scan`.
+"""Gated DeltaNet on the GPU, backward: the gradient of gdn_torch.py in five launches, after `prepare` and `scan`.
 
     local    per chunk: what its own queries send to u
     back     over the chunks of a row, from the last: dx, which is dv without its gate, and the gradient of each state
-    grads    per chunk: dq, dk, dg, dbeta and the gradients of the two gates
+    query    per chunk: dq, and with it the gradient of the read gate
+    key      per chunk: dk, dbeta, the gradient of the write gate
+    decay    per chunk: dg, of which query and key make parts
 
-No operand is the transpose of a product's result, which triton 3.4 to 3.7 miscompile on Hopper: R^T and X^T are made
-as products of their own, with the factors of R and X exchanged.
+No operand is the transpose of a product's result: R^T and X^T are products of their own, with the factors of R and X
+exchanged. And none is made before a loop and used in it (docs/performance.md says what goes wrong).
 """
 
 # mypy: disallow-untyped-defs=False
@@ -27,23 +29,23 @@ from .tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_ro
 
 @jit
 def local_kernel(p_q, p_k, p_do, p_gate, p_seg, p_chunks, p_b, p_b_low, p_du, scale, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh,
-                 s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-                 BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
-                 GATED: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+                 s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+                 C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
+                 READ: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """du [B,T,E,DV] fp32, as far as it comes from the chunk itself. Grid (N, B*E, blocks of BV)."""
     i_b, i_t, i_e, size, _, place = locate(p_chunks, T, N, E, C, VARLEN)
     if size <= 0:
         return
     o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(2) * BV + tl.arange(0, BV)
-    i_q, row = i_e * (H // E), (i_b * T + i_t) * H
+    i_q, row = i_e * G, (i_b * T + i_t) * H
     b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
     b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, True) * scale
     b_du = tl.zeros([C, BV], tl.float32)
-    for i_g in range(H // E):
+    for i_g in range(G):
         b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + (i_q + i_g) * s_qh, o_c, o_d, s_qt, size, D)
         b_do = load_rows(p_do + i_b * s_ob + i_t * s_ot + (i_q + i_g) * s_oh, o_c, o_v, s_ot, size, DV)
         b_P = dot_given(b_k, tl.trans(b_q), PREC) * b_decay
-        if GATED:
+        if READ:
             b_P *= load_tokens(p_gate + row + i_q + i_g, o_c, H, size)[None, :]
         b_P, b_P_low = parts(b_P, b_k.dtype == tl.bfloat16)
         b_du += dot_given_right(b_P, b_P_low, b_do, PREC)
@@ -52,15 +54,15 @@ def local_kernel(p_q, p_k, p_do, p_gate, p_seg, p_chunks, p_b, p_b_low, p_du, sc
 
 @jit
 def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_Te, p_Te_low, p_du, p_dS1, p_dS,
-                p_dx, p_dS0, scale, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE,
-                D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-                VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr,
+                p_dx, p_dS0, scale, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, T: int, N: int,
+                H, E, SHARE, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+                BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr, START: tl.constexpr,
                 LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """dx [B,T,E,DV], and dS [slots,E,D,DV] of the state that leaves each chunk; that of the first state to p_dS0.
     START: p_dS1 [rows,E,D,DV] holds the gradient of the last state. Grid (blocks of BV, rows*E)."""
     i_s, i_b, first, length, slot, count, i_e = locate_row(p_rows, p_cu, T, N, E, VARLEN)
     o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV)
-    i_q = i_e * (H // E)
+    i_q = i_e * G
     p_k += i_b * s_kb + i_e // SHARE * s_kh
     p_q += i_b * s_qb + i_q * s_qh
     p_do += i_b * s_ob + i_q * s_oh
@@ -85,11 +87,11 @@ def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_lo
         store_rows(p_dx + place * DV, b_dx, o_c, o_v, E * DV, size, DV)
         b_dx, b_dx_low = parts(b_dx * -b_start[:, None], b_k.dtype == tl.bfloat16)
         b_dS = b_dS * through + dot_given_left(tl.trans(b_k), b_dx, b_dx_low, PREC)
-        for i_g in range(H // E):
+        for i_g in range(G):
             b_q = load_rows(p_q + i_t * s_qt + i_g * s_qh, o_c, o_d, s_qt, size, D)
             b_do = load_rows(p_do + i_t * s_ot + i_g * s_oh, o_c, o_v, s_ot, size, DV).to(tl.float32)
             b_do *= b_start[:, None] * scale
-            if GATED:
+            if READ:
                 b_do *= load_tokens(p_gate + row + i_g, o_c, H, size)[:, None]
             b_do, b_do_low = parts(b_do, b_k.dtype == tl.bfloat16)
             b_dS += dot_given_left(tl.trans(b_q), b_do, b_do_low, PREC)
@@ -98,77 +100,122 @@ def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_lo
 
 
 @jit
-def grads_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, p_b, p_b_low, p_S, p_dS, p_e, p_dx,
-                 p_dq, p_dk, p_dv, p_dg, p_dbeta, p_dread, p_dwrite, scale, s_read, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh,
-                 s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE, D: tl.constexpr, DV: tl.constexpr,
-                 C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr,
-                 SEGMENTS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
-    """dq [B,T,H,D], dk [B,T,E,D], dg and dbeta [B,T,E]; with gates theirs, that of reading as one
-    part for each block of key columns, and dv [B,T,E,DV]. Grid (N, B*E).
+def query_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, p_S, p_e, p_dq, p_dread, scale, s_part,
+                 s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE, G: tl.constexpr,
+                 D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                 VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """dq [B,T,H,D], and q_t.dq_t / r_t [parts,B,T,H], a part for each block of BK key columns. Grid (N, B*E, parts)."""
+    i_b, i_t, i_e, size, slot, place = locate(p_chunks, T, N, E, C, VARLEN)
+    if size <= 0:
+        return
+    i_part, i_q, row = tl.program_id(2), i_e * G, (i_b * T + i_t) * H
+    o_c, o_d, o_v = tl.arange(0, C), i_part * BK + tl.arange(0, BK), tl.arange(0, BV)
+    b_start, _, _ = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
+    b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, False)
+    b_decay *= load_tokens(p_beta + place, o_c, E, size)[None, :]
+    # [C, BV], [C, BK], [BK, BV]
+    b_e = load_rows(p_e + place * DV, o_c, o_v, E * DV, size, DV)
+    b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
+    b_S = load_state(p_S + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
+    for i in range(G):
+        i_g = i_q + i
+        b_do = load_rows(p_do + i_b * s_ob + i_t * s_ot + i_g * s_oh, o_c, o_v, s_ot, size, DV)
+        b_R, b_R_low = parts(dot_given(b_do, tl.trans(b_e), PREC) * b_decay, b_e.dtype == tl.bfloat16)
+        b_dq = b_start[:, None] * dot_given(b_do, tl.trans(b_S), PREC)
+        b_dq = scale * (b_dq + dot_given_right(b_R, b_R_low, b_k, PREC))
+        b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + i_g * s_qh, o_c, o_d, s_qt, size, D)
+        b_dread = tl.sum(b_dq * b_q.to(tl.float32), 1)
+        tl.store(p_dread + i_part * s_part + row + i_g + o_c * H, b_dread, mask=o_c < size)
+        if READ:
+            b_dq *= load_tokens(p_gate + row + i_g, o_c, H, size)[:, None]
+        store_rows(p_dq + (row + i_g) * D, b_dq, o_c, o_d, H * D, size, D)
 
-    Key columns BK at a time. Letters as in gdn_torch.py; `_turned` marks a transpose.
+
+@jit
+def key_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, p_b, p_b_low, p_S, p_dS, p_e, p_dx, p_dk,
+               p_dv, p_db, p_tail, p_dbeta, p_dwrite, scale, s_part, s_slot, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh,
+               s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE, G: tl.constexpr, D: tl.constexpr,
+               DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr,
+               SEGMENTS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """dk [B,T,E,D], dbeta [B,T,E], with a write gate its gradient and dv [B,T,E,DV]. Grid (N, B*E, parts).
+
+    db [parts,B,T,E], what keys send to b, and tail [parts,slots,E], what comes after the chunk, are sums over key
+    columns, a part for each block of BK. Letters as in gdn_torch.py; Y is X + X^T.
     """
     i_b, i_t, i_e, size, slot, place = locate(p_chunks, T, N, E, C, VARLEN)
     if size <= 0:
         return
-    o_c, o_v = tl.arange(0, C), tl.arange(0, BV)
-    i_q, row = i_e * (H // E), (i_b * T + i_t) * H
-    p_q += i_b * s_qb + i_t * s_qt + i_q * s_qh
-    p_k += i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh
-    p_do += i_b * s_ob + i_t * s_ot + i_q * s_oh
-    p_S += (slot * E + i_e) * (D * DV)
-    p_dS += (slot * E + i_e) * (D * DV)
+    i_part, i_q, row = tl.program_id(2), i_e * G, (i_b * T + i_t) * H
+    o_c, o_d, o_v = tl.arange(0, C), i_part * BK + tl.arange(0, BK), tl.arange(0, BV)
     b_start, b_end, through = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
     b_beta = load_tokens(p_beta + place, o_c, E, size)
     # [C, BV]
     b_e = load_rows(p_e + place * DV, o_c, o_v, E * DV, size, DV)
     b_dx = load_rows(p_dx + place * DV, o_c, o_v, E * DV, size, DV)
-    # [C, C]
-    b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, False)
-    b_decay *= b_beta[None, :]
-    b_decay_turned = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, True)
-    b_decay_turned *= b_beta[:, None]
+    if i_part == 0:
+        b_dv = b_dx.to(tl.float32)
+        b_dbeta = tl.sum(b_e.to(tl.float32) * b_dv, 1) / tl.maximum(b_beta, 8e-28)
+        tl.store(p_dbeta + place + o_c * E, b_dbeta.to(p_dbeta.dtype.element_ty), mask=o_c < size)
+        if WRITE:
+            b_v = load_rows(p_v + i_b * s_vb + i_t * s_vt + i_e // SHARE * s_vh, o_c, o_v, s_vt, size, DV)
+            b_dw = tl.sum(b_v.to(tl.float32) * b_dv, 1)
+            tl.store(p_dwrite + place + o_c * E, b_dw.to(p_dwrite.dtype.element_ty), mask=o_c < size)
+            b_dv *= load_tokens(p_write + place, o_c, E, size)[:, None]
+            store_rows(p_dv + place * DV, b_dv, o_c, o_v, E * DV, size, DV)
+    # [C, C]: X, how it weighs on b through k k^T, and Y
     m_own = o_c[:, None] == o_c[None, :]
-    b_X = tl.where(m_own, 0.0, dot_given(b_dx, tl.trans(b_e), PREC) * -b_decay)
-    b_X, b_X_low = parts(b_X, b_e.dtype == tl.bfloat16)
-    b_X_turned = tl.where(m_own, 0.0, dot_given(b_e, tl.trans(b_dx), PREC) * -b_decay_turned)
-    b_X_turned, b_X_turned_low = parts(b_X_turned, b_e.dtype == tl.bfloat16)
-    # [C]: gradients of b, and what stands for all that comes after the chunk
+    b_X = tl.where(m_own, 0.0, dot_given(b_dx, tl.trans(b_e), PREC)) * b_beta[None, :]
+    b_X *= chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, False)
+    b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
+    b_K = dot_given(b_k, tl.trans(b_k), PREC) * b_X
+    b_db = tl.sum(b_K, 0) - tl.sum(b_K, 1)
+    b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, True)
+    b_decay *= b_beta[:, None]
+    b_Y = b_X + tl.where(m_own, 0.0, dot_given(b_e, tl.trans(b_dx), PREC) * b_decay)
+    b_Y, b_Y_low = parts(b_Y, b_e.dtype == tl.bfloat16)
+    # [BK, BV], [C, BK]
+    b_S = load_state(p_S + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
+    b_dk = -b_start[:, None] * dot_given(b_dx, tl.trans(b_S), PREC)
+    b_db += tl.sum(b_dk * b_k.to(tl.float32), 1)
+    b_dk -= dot_given_right(b_Y, b_Y_low, b_k, PREC)
+    b_dS = load_state(p_dS + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
+    tail = tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32)) * through
+    b_write = (b_end * b_beta)[:, None] * dot_given(b_e, tl.trans(b_dS), PREC)
+    tail += tl.sum(b_write * b_k.to(tl.float32))
+    for i in range(G):
+        i_g = i_q + i
+        b_do = load_rows(p_do + i_b * s_ob + i_t * s_ot + i_g * s_oh, o_c, o_v, s_ot, size, DV)
+        b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + i_g * s_qh, o_c, o_d, s_qt, size, D)
+        b_R = dot_given(b_e, tl.trans(b_do), PREC) * b_decay * scale
+        if READ:
+            b_R *= load_tokens(p_read + row + i_g, o_c, H, size)[None, :]
+        b_R, b_R_low = parts(b_R, b_e.dtype == tl.bfloat16)
+        b_write += dot_given_right(b_R, b_R_low, b_q, PREC)
+    b_db -= tl.sum(b_write * b_k.to(tl.float32), 1)
+    store_rows(p_dk + place * D, b_dk + b_write, o_c, o_d, E * D, size, D)
+    tl.store(p_db + i_part * s_part + place + o_c * E, b_db, mask=o_c < size)
+    tl.store(p_tail + i_part * s_slot + slot * E + i_e, tail)
+
+
+@jit
+def decay_kernel(p_db, p_tail, p_dread, p_gate, p_seg, p_chunks, p_dg, s_part, s_slot, s_query, T: int, N: int, H, E,
+                 G: tl.constexpr, C: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VARLEN: tl.constexpr,
+                 SEGMENTS: tl.constexpr, READ: tl.constexpr):  # fmt: skip
+    """dg [B,T,E] from what queries and keys send to b, and what comes after. Grid (N, B*E)."""
+    i_b, i_t, i_e, size, slot, place = locate(p_chunks, T, N, E, C, VARLEN)
+    if size <= 0:
+        return
+    o_c, row, tail = tl.arange(0, C), (i_b * T + i_t) * H, 0.0
     b_db = tl.zeros([C], tl.float32)
-    b_tail = tl.zeros([C], tl.float32)
-    tail = 0.0
-    for i_d in range(0, D, BK):
-        o_d = i_d + tl.arange(0, BK)
-        b_k = load_rows(p_k, o_c, o_d, s_kt, size, D)
-        b_S = load_state(p_S, o_d, o_v, D, DV)
-        b_dS = load_state(p_dS, o_d, o_v, D, DV)
-        tail += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
-        b_write = (b_end * b_beta)[:, None] * dot_given(b_e, tl.trans(b_dS), PREC)
-        b_tail += tl.sum(b_write * b_k.to(tl.float32), 1)
-        b_write += dot_given_right(b_X_turned, b_X_turned_low, b_k, PREC)
-        b_read = dot_given_right(b_X, b_X_low, b_k, PREC)
-        b_read -= b_start[:, None] * dot_given(b_dx, tl.trans(b_S), PREC)
-        for i_g in range(H // E):
-            b_q = load_rows(p_q + i_g * s_qh, o_c, o_d, s_qt, size, D)
-            b_do = load_rows(p_do + i_g * s_oh, o_c, o_v, s_ot, size, DV)
-            b_gate = tl.full([C], 1.0, tl.float32)
+    for i in tl.static_range(KEYS):
+        b_db += load_tokens(p_db + i * s_part + place, o_c, E, size)
+        tail += tl.load(p_tail + i * s_slot + slot * E + i_e)
+    for i in tl.static_range(QUERIES):
+        for i_g in range(i_e * G, i_e * G + G):
+            b_query = load_tokens(p_dread + i * s_query + row + i_g, o_c, H, size)
             if READ:
-                b_gate = load_tokens(p_read + row + i_q + i_g, o_c, H, size)
-            b_R, b_R_low = parts(dot_given(b_do, tl.trans(b_e), PREC) * b_decay, b_e.dtype == tl.bfloat16)
-            b_dq = scale * (dot_given_right(b_R, b_R_low, b_k, PREC)
-                            + b_start[:, None] * dot_given(b_do, tl.trans(b_S), PREC))  # fmt: skip
-            b_R_turned = dot_given(b_e, tl.trans(b_do), PREC) * b_decay_turned * (scale * b_gate)[None, :]
-            b_R_turned, b_R_turned_low = parts(b_R_turned, b_e.dtype == tl.bfloat16)
-            b_write += dot_given_right(b_R_turned, b_R_turned_low, b_q, PREC)
-            b_dread = tl.sum(b_dq * b_q.to(tl.float32), 1)
-            b_db += b_dread * b_gate
-            p_out = (row + i_q + i_g) + o_c * H
-            if READ:
-                tl.store(p_dread + i_d // BK * s_read + p_out, b_dread, mask=o_c < size)
-            store_rows(p_dq + (row + i_q + i_g) * D, b_dq * b_gate[:, None], o_c, o_d, H * D, size, D)
-        b_db += tl.sum((b_read - b_write) * b_k.to(tl.float32), 1)
-        store_rows(p_dk + place * D, b_read + b_write, o_c, o_d, E * D, size, D)
-    tail = tail * through + tl.sum(b_tail)
+                b_query *= load_tokens(p_gate + row + i_g, o_c, H, size)
+            b_db += b_query
     if SEGMENTS:  # a gate acts inside its own document
         b_seg, _, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, size)
         m_after = (o_c[:, None] <= o_c[None, :]) & (b_seg[:, None] == b_seg[None, :])
@@ -176,11 +223,3 @@ def grads_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, 
     else:
         b_dg = tl.cumsum(b_db, 0, reverse=True) + tail
     tl.store(p_dg + place + o_c * E, b_dg.to(p_dg.dtype.element_ty), mask=o_c < size)
-    b_dbeta = tl.sum(b_e.to(tl.float32) * b_dx.to(tl.float32), 1) / tl.maximum(b_beta, 8e-28)
-    tl.store(p_dbeta + place + o_c * E, b_dbeta.to(p_dbeta.dtype.element_ty), mask=o_c < size)
-    if WRITE:
-        b_v = load_rows(p_v + i_b * s_vb + i_t * s_vt + i_e // SHARE * s_vh, o_c, o_v, s_vt, size, DV).to(tl.float32)
-        b_dw = tl.sum(b_v * b_dx.to(tl.float32), 1)
-        tl.store(p_dwrite + place + o_c * E, b_dw.to(p_dwrite.dtype.element_ty), mask=o_c < size)
-        b_dv = b_dx.to(tl.float32) * load_tokens(p_write + place, o_c, E, size)[:, None]
-        store_rows(p_dv + place * DV, b_dv, o_c, o_v, E * DV, size, DV)

@@ -97,6 +97,7 @@ def launch(
     call: int,
     num_warps: int,
     num_stages: int = 1,
+    maxnreg: int | None = None,
     **constants: Any,
 ) -> None:
     """kernel[grid](*arguments, **constants), fast when the same `call` (see `entry`) comes again.
@@ -110,7 +111,8 @@ def launch(
         compiled[(*grid, 1, 1)[:3]](*arguments, *values)
         return
     names = kernel.arg_names[len(arguments) :]
-    keywords = {name: constants[name] for name in names} | {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+    keywords = {name: constants[name] for name in names} | options
     if (collected := _collected.get()) is not None:
         collected[key] = partial(_compile, kernel, grid, arguments, keywords, torch.cuda.current_device())
         return

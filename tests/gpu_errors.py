@@ -46,11 +46,11 @@ def errors(results: Results, case: Case) -> dict[str, tuple[float, float]]:
 
 
 def allowed(case: Case, name: str, torchs: float) -> float:
-    """`case` with its dtype; one with `gates` has them in its own dtype, one with `slack` is a hard one."""
+    """`case` with its dtype; one with `gates` has them in its own dtype; `slack` and `factor` are for hard ones."""
     mixed = (
         case["dtype"] != "float32" and name not in ("o", "dq", "dk", "dv") and not (name == "dg" and "gates" in case)
     )
-    return FACTOR * torchs + (FLOOR_GATES * case.get("slack", 1) if mixed else FLOOR)
+    return case.get("factor", FACTOR) * torchs + (FLOOR_GATES * case.get("slack", 1) if mixed else FLOOR)
 
 
 def complaints(results: Results, base: Case, case: Case) -> list[str]:

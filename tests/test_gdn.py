@@ -49,11 +49,10 @@ def test_it_is_its_definition_with_all_gradients(T: int, padded: bool, packed: b
     assert all(relative_error(x, y) < 1e-9 or float(y.abs().max()) < 1e-9 for x, y in zip(ours, exact, strict=True))
 
 
-def test_weak_gates_after_a_strong_one_keep_their_digits() -> None:
+def test_weak_gates_after_strong_ones_keep_their_digits() -> None:
     rows = inputs(64)[:5]
     rows[3] = torch.full_like(rows[3], -1e-3)
-    rows[3][:, 0] = -25.0
-    rows[3][:, 1] = -1000.0
+    rows[3][:, :20] = -1000.0
     single = [y.float() for y in rows]
     o, _ = gdn(*single)
     assert relative_error(o, gdn_reference(*rows)[0]) < TOLERANCE[torch.float32]
