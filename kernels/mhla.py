@@ -32,18 +32,9 @@ from transformers import initialization as init
 
 from .features import Features
 from .layout import Grid
-from .mhla_places import grid_layout, line_blocks, place_groups, place_rows, place_sequences
-from .mhla_torch import (
-    GUARD,
-    MHLAState,
-    divided,
-    fresh_state,
-    mhla_both_ways,
-    mhla_causal,
-    mhla_step,
-    recomputed,
-    with_one,
-)
+from .mhla_paths import Backend, mix_both_ways, mix_causal
+from .mhla_places import Places, place_grid, place_line
+from .mhla_torch import GUARD, MHLAState
 from .mixer import Bounds, Mixer, Site
 
 
@@ -59,6 +50,7 @@ def mhla(
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: MHLAState | None = None,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, MHLAState]:
     """Causal MHLA in time linear in T: o [B,T,H,Dv] in v's dtype and the state after the last token.
 
@@ -66,46 +58,13 @@ def mhla(
     blocks of `block_size` tokens, a power of two. `padding` [B,T] bool is True at real tokens; the others count for
     nothing and output 0. `segments` [B,T] int: a document ends where it changes, and so does its block. `cu_seqlens`
     [S+1] int32 with B=1: S sequences end to end; `state` then has S rows. Without `normalise`, only the numerator.
+    `backend`: `triton` runs the kernels, for the sizes and dtypes that they know; they take features in v's dtype, no
+    state but for one token, and what state they return has no gradient.
 
-    Raises ValueError for shapes that do not fit.
+    Raises ValueError for shapes that do not fit, or `triton` where it cannot run.
     """
-    o, _, state = _mhla(q, k, v, w, block_size, normalise, padding, segments, cu_seqlens, state)
+    o, _, state = mix_causal(q, k, v, w, block_size, normalise, padding, segments, cu_seqlens, state, backend)
     return o, state
-
-
-def _mhla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    C: int,
-    normalise: bool,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    state: MHLAState | None,
-) -> tuple[Tensor, Tensor, MHLAState]:
-    """`mhla`, and the normaliser [B,T,H] beside its results (1 without `normalise`)."""
-    check_shapes(q, k, v, w, padding, segments, cu)
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    w, T = w.to(dtype), q.shape[1]
-    start = fresh_state(k, w.shape[-1], v.shape[-1] + normalise, dtype) if state is None and T < 2 else state
-    if T == 0 and start is not None:
-        return v.new_zeros(*q.shape[:3], v.shape[-1]), w.new_zeros(q.shape[:3]), start
-    if T == 1 and start is not None and segments is None and cu is None:
-        real = 1 if padding is None else padding[:, :, None, None]
-        sums, after = mhla_step(
-            q.to(dtype), k.to(dtype) * real, with_one(v, normalise, dtype) * real, w, start, padding, C
-        )
-    else:
-        seen = None if state is None else state.tokens
-        places = place_rows(padding, segments, seen, q, C) if cu is None else place_sequences(cu, seen, T, C)
-
-        def form(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, MHLAState]:
-            return mhla_causal(q, k, with_one(v, normalise, dtype), w, places, state, C)
-
-        sums, after = recomputed(form, q, k, v, w)
-    return *divided(sums, normalise, padding, v.dtype), after
 
 
 def mhla_grid(
@@ -113,65 +72,17 @@ def mhla_grid(
     k: Tensor,
     v: Tensor,
     m: Tensor,
-    block: Tensor,
+    places: Places,
     *,
-    longest: int,
     normalise: bool = True,
-    padding: Tensor | None = None,
-    segments: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """MHLA both ways: o [B,T,H,Dv] in v's dtype.
 
-    `block` [B,T] int64 is each token's block, of which none has more than `longest` tokens; m [E,K,K] the weights of
-    query block and key block. Tokens whose `segments` are equal are a document, with K blocks of its own. Otherwise
-    as `mhla`.
+    m [E,K,K] are the weights of query block and key block. `places` (mhla_places.py: `place_grid`, `place_line`) say
+    which block each token of a document is in; those in none, padding, output 0. Otherwise as `mhla`.
     """
-    return _mhla_grid(q, k, v, m, block, longest, normalise, padding, segments)[0]
-
-
-def _mhla_grid(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    m: Tensor,
-    block: Tensor,
-    longest: int,
-    normalise: bool,
-    padding: Tensor | None,
-    segments: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`mhla_grid`, and the normaliser [B,T,H] beside its result (1 without `normalise`)."""
-    check_shapes(q, k, v, m, padding, segments, None)
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    places = place_groups(block, m.shape[-1], longest, padding, segments)
-
-    def form(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-        return mhla_both_ways(q, k, with_one(v, normalise, dtype), m.to(dtype), places, longest)
-
-    return divided(recomputed(form, q, k, v, m), normalise, padding, v.dtype)
-
-
-def check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Tensor,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
-) -> None:
-    """Raise ValueError, with the shapes found, unless the arguments fit together."""
-    (B, T, H, D), E, M = q.shape, k.shape[2], weights.shape[-1]
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, weights {tuple(weights.shape)}"
-    if k.shape != (B, T, E, D) or v.shape[:3] != (B, T, E) or H % E:
-        raise ValueError(f"q, k, v must be [B,T,heads,dim] with equal B, T and key dim, E dividing H, found {shapes}")
-    if weights.shape != (E, M, M) or M < 2:
-        raise ValueError(f"weights must be [E,M,M] with M >= 2, found {shapes}")
-    for name, mask in (("padding", padding), ("segments", segments)):
-        if mask is not None and mask.shape != (B, T):
-            raise ValueError(f"{name} must be [B,T] = {(B, T)}, found {tuple(mask.shape)}")
-    if cu is not None and (B != 1 or padding is not None or segments is not None):
-        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
+    return mix_both_ways(q, k, v, m, places, normalise, backend)[0]
 
 
 def mhla_reference(
@@ -345,13 +256,13 @@ class MultiHeadLinearAttention(Mixer):
         with torch.autocast(q.device.type, enabled=False):
             q, k, w = self.features(q, "query"), self.features(k, "key"), self.weights()
             if causal:
-                o, g, state = _mhla(q, k, v, w, self.block_size, self.normalised, padding, segments, None, state)
+                o, g, state = mix_causal(q, k, v, w, self.block_size, self.normalised, padding, segments, None, state)
             else:
                 if self.site.causal:  # a decoder told to look both ways: what it has is weights by distance
                     index = torch.arange(self.blocks, device=q.device)
                     w = w[:, -1, (index[:, None] - index).abs()]
-                block, longest = self._blocks(q, padding, segments, grid)
-                o, g = _mhla_grid(q, k, v, w, block, longest, self.normalised, padding, segments)
+                places = self._places(q, padding, segments, grid)
+                o, g = mix_both_ways(q, k, v, w, places, self.normalised)
         if self.norm == "head":
             y = o.float()
             y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * self.norm_weight.float()
@@ -362,16 +273,12 @@ class MultiHeadLinearAttention(Mixer):
         o, _, state = self.mix_with_mass(*inputs, **call)
         return o, state
 
-    def _blocks(
-        self, x: Tensor, padding: Tensor | None, segments: Tensor | None, grid: Grid | None
-    ) -> tuple[Tensor, int]:
-        """The block of each token of x [B,T,..], [B,T] int64, and the most tokens that a block can have."""
-        outside = (0, 0) if grid is None else (grid.prefix, grid.suffix)
+    def _places(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, grid: Grid | None) -> Places:
+        """The blocks of tokens x [B,T,..] that see both sides."""
         if grid is not None and len(grid.size) > 1:
-            block, longest = grid_layout(grid, self.layout, x.device)
-            return block.expand(x.shape[0], -1), longest
-        block = line_blocks(x, self.blocks, padding, segments, outside)
-        return block, max(-(-x.shape[1] // self.blocks), sum(outside))
+            return place_grid(grid, self.layout, x, padding, segments)
+        outside = (0, 0) if grid is None else (grid.prefix, grid.suffix)
+        return place_line(x, self.blocks, self.blocks + (not self.site.causal), outside, padding, segments)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         Y = self.site.value_dim + self.normalised

@@ -20,7 +20,9 @@ from .scan import into_chunks, numbered
 class Places(NamedTuple):
     """Where tokens go: R rows of N blocks of C."""
 
+    size: int  # C
     source: Tensor | None  # [R,N*C] which of the B*T tokens stands there, B*T for none; None: as they are
+    table: Tensor | None  # `source` in int32, as the kernels take it
     place: Tensor | None  # [B,T] where each token stands among R*N*C, R*N*C for none
     number: Tensor  # [R or 1,N] int64 which block of its document it is
     document: Tensor  # [R or 1,N] int64 its document, -1 for a block that does not exist
@@ -28,15 +30,15 @@ class Places(NamedTuple):
     tokens: Tensor  # [R] int64 how many tokens that document has
     untouched: Tensor  # [R] bool no token joined the document that the state belongs to, and no other began
 
-    def rows(self, y: Tensor, C: int, heads: int, dtype: torch.dtype) -> Tensor:
+    def rows(self, y: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         """y [B,T,heads*G,Y] -> [R,heads,N,C*G,Y] in `dtype`, zeros where there is no token."""
         if self.source is not None:
             y = torch.cat([y.flatten(0, 1), y.new_zeros(1, *y.shape[2:])])[self.source]
-        return into_chunks(y, C, heads, dtype)
+        return into_chunks(y, self.size, heads, dtype)
 
-    def tokens_of(self, y: Tensor, C: int, shape: tuple[int, int]) -> Tensor:
+    def tokens_of(self, y: Tensor, shape: tuple[int, int]) -> Tensor:
         """The inverse: [R,heads,N,C*G,Y] -> [B,T,heads*G,Y], zeros for tokens without a place."""
-        y = y.unflatten(3, (C, -1)).permute(0, 2, 3, 1, 4, 5).flatten(3, 4).flatten(0, 2)
+        y = y.unflatten(3, (self.size, -1)).permute(0, 2, 3, 1, 4, 5).flatten(3, 4).flatten(0, 2)
         if self.place is None:
             return y.unflatten(0, (shape[0], -1))[:, : shape[1]]
         return torch.cat([y, y.new_zeros(1, *y.shape[1:])])[self.place]
@@ -48,7 +50,7 @@ def place_rows(padding: Tensor | None, segments: Tensor | None, seen: Tensor | N
     zero = torch.zeros(B, dtype=torch.long, device=x.device)
     if padding is None and segments is None and seen is None:
         number = torch.arange(-(-T // C), device=x.device)[None]
-        return Places(None, None, number, torch.zeros_like(number), zero, zero + T, zero == 1)
+        return Places(C, None, None, None, number, torch.zeros_like(number), zero, zero + T, zero == 1)
     real = torch.ones(B, T, dtype=torch.bool, device=x.device) if padding is None else padding
     document = zero[:, None].expand(B, T) if segments is None else numbered(segments)
     before = zero if seen is None else seen
@@ -100,7 +102,8 @@ def _scattered(
         for empty, y in ((0, position // C), (-1, document))
     )
     none = tokens.new_zeros(0)
-    return Places(index[:-1].view(R, N * C), place, number, own, none, none, none)
+    source = index[:-1].view(R, N * C)
+    return Places(C, source, source.int(), place, number, own, none, none, none)
 
 
 def line_blocks(x: Tensor, M: int, padding: Tensor | None, segments: Tensor | None, outside: tuple[int, int]) -> Tensor:
@@ -159,3 +162,29 @@ def grid_layout(grid: Grid, blocks: tuple[int, int, int], device: torch.device) 
     t, h, w = (1,) * (3 - len(grid.size)) + tuple(grid.size)
     block = grid_blocks((t, h, w), blocks, (grid.prefix, grid.suffix))
     return block.to(device), int(block.bincount().max())
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_grid(grid: Grid, blocks: tuple[int, int, int], B: int, device: torch.device) -> Places:
+    block, longest = grid_layout(grid, blocks, device)
+    return place_groups(block.expand(B, -1), blocks[0] * blocks[1] * blocks[2] + 1, longest, None, None)
+
+
+def place_grid(
+    grid: Grid, blocks: tuple[int, int, int], x: Tensor, padding: Tensor | None = None, segments: Tensor | None = None
+) -> Places:
+    """Places of the tokens x [B,T,..] of a grid cut into `blocks` along its axes, and one block of tokens without a
+    place; remembered for grids without padding and segments."""
+    if padding is None and segments is None and not torch.compiler.is_compiling():
+        return _whole_grid(grid, blocks, x.shape[0], x.device)
+    block, longest = grid_layout(grid, blocks, x.device)
+    M = blocks[0] * blocks[1] * blocks[2]
+    return place_groups(block.expand(x.shape[0], -1), M + 1, longest, padding, segments)
+
+
+def place_line(
+    x: Tensor, M: int, K: int, outside: tuple[int, int], padding: Tensor | None, segments: Tensor | None
+) -> Places:
+    """The same for a line cut into M blocks; K is M, or M + 1 with a block for tokens without a place."""
+    block = line_blocks(x, M, padding, segments, outside)
+    return place_groups(block, K, max(-(-x.shape[1] // M), sum(outside)), padding, segments)

@@ -108,6 +108,11 @@ def fresh_state(k: Tensor, M: int, Y: int, dtype: torch.dtype) -> MHLAState:
     return MHLAState(past, part, part, part, torch.zeros(B, dtype=torch.long, device=k.device))
 
 
+def may_wait(x: Tensor) -> bool:
+    """Whether Python may look at a value on x's device: not in a compiled or recorded call."""
+    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def mhla_step(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, state: MHLAState, padding: Tensor | None, C: int
 ) -> tuple[Tensor, MHLAState]:
@@ -119,7 +124,7 @@ def mhla_step(
     real = torch.ones_like(state.tokens, dtype=torch.bool) if padding is None else padding[:, 0]
     tokens = state.tokens + real
     full = real & (tokens % C == 0)
-    if not torch.compiler.is_compiling() and not bool(full.any()):
+    if may_wait(q) and not bool(full.any()):
         return o, state._replace(current=current, tokens=tokens)
     line = torch.cat([current[:, None], state.past], 1)
     past, old = line[:, : M - 2], state.old + line[:, -1]
@@ -133,12 +138,12 @@ def _chosen(which: Tensor, a: MHLAState, b: MHLAState) -> MHLAState:
 
 
 def mhla_causal(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, places: Places, state: MHLAState | None, C: int
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, places: Places, state: MHLAState | None
 ) -> tuple[Tensor, MHLAState]:
     """Sums [B,T,H,Y] over each document, and the state after the last: q [B,T,H,F], k [B,T,E,F], v [B,T,E,Y]."""
-    E, M, shape = k.shape[2], w.shape[-1], (q.shape[0], q.shape[1])
+    E, M, C, shape = k.shape[2], w.shape[-1], places.size, (q.shape[0], q.shape[1])
     number, document, old = places.number, places.document, None
-    qs, ks, vs = (places.rows(y, C, E, w.dtype) for y in (q, k, v))
+    qs, ks, vs = (places.rows(y, E, w.dtype) for y in (q, k, v))
     S = ks.mT @ vs
     own = w[:, number.clamp(max=M - 1), 0].transpose(0, 1)[..., None, None]  # [R,E,N,1,1]
     if state is not None:
@@ -152,15 +157,13 @@ def mhla_causal(
         mixed = torch.cat([mixed[:, :, :1] + own[:, :, :1] * entering, mixed[:, :, 1:]], 2)
     causal = torch.ones(C, C, dtype=w.dtype, device=q.device).tril().repeat_interleave(qs.shape[-2] // C, 0)
     o = qs @ mixed + (own * (qs @ ks.mT) * causal) @ vs
-    after = _after(S, w, number, document, places, old, C)
-    return places.tokens_of(o, C, shape), after if state is None else _chosen(places.untouched, state, after)
+    last = after(S, w, number, document, places, old)
+    return places.tokens_of(o, shape), last if state is None else _chosen(places.untouched, state, last)
 
 
-def _after(
-    S: Tensor, w: Tensor, number: Tensor, document: Tensor, places: Places, old: Tensor | None, C: int
-) -> MHLAState:
+def after(S: Tensor, w: Tensor, number: Tensor, document: Tensor, places: Places, old: Tensor | None) -> MHLAState:
     """The state of each row's last document, from the summaries S [R,E,N,F,Y] of all its blocks."""
-    M, N, block = w.shape[-1], S.shape[2], places.tokens // C
+    M, N, block = w.shape[-1], S.shape[2], places.tokens // places.size
     own = document == places.last[:, None]  # [R,N]
     end = torch.where(own, torch.arange(N, device=S.device), -1).amax(1)
     shift = block - number.expand_as(own).gather(1, end.clamp_min(0)[:, None])[:, 0]
@@ -175,13 +178,13 @@ def _after(
     return MHLAState(recent[1], total, current[:, 0], mix_at(w, block, recent[1], total), places.tokens)
 
 
-def mhla_both_ways(q: Tensor, k: Tensor, v: Tensor, m: Tensor, places: Places, C: int) -> Tensor:
+def mhla_both_ways(q: Tensor, k: Tensor, v: Tensor, m: Tensor, places: Places) -> Tensor:
     """Sums [B,T,H,Y] over all tokens of a document; m [E,K,K] weights of block pairs; K blocks to a document."""
     E, K, shape = k.shape[2], m.shape[-1], (q.shape[0], q.shape[1])
-    qs, ks, vs = (places.rows(y, C, E, m.dtype) for y in (q, k, v))
+    qs, ks, vs = (places.rows(y, E, m.dtype) for y in (q, k, v))
     S = (ks.mT @ vs).unflatten(2, (-1, K))
     mixed = (m[:, None] @ S.flatten(4)).unflatten(4, S.shape[4:]).flatten(2, 3)
-    return places.tokens_of(qs @ mixed, C, shape)
+    return places.tokens_of(qs @ mixed, shape)
 
 
 # ---------------------------------------------------------------- the normaliser, and memory

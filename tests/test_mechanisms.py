@@ -47,7 +47,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def make(name: str, site: Site = SITES["heads share keys"], variant: str = "default", **options: Any) -> Mixer:
     torch.manual_seed(0)
-    site = dataclasses.replace(site, causal=load_mechanism(name).causal)
+    site = dataclasses.replace(site, causal=site.causal and load_mechanism(name).causal)
     mixer = build_mixer(name, site, resolve_options(name, {**VARIANTS[variant], **options}))
     mixer.reset_parameters()
     return mixer

@@ -14,7 +14,7 @@ from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, resolve_options
 from linearize_kernels.layout import Grid
 from linearize_kernels.mhla import mhla, mhla_grid, mhla_reference
-from linearize_kernels.mhla_places import grid_layout, line_blocks
+from linearize_kernels.mhla_places import Places, grid_layout, line_blocks, place_grid, place_line
 from linearize_kernels.mhla_torch import MHLAState
 from linearize_kernels.mixer import Site
 
@@ -164,15 +164,15 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return torch.einsum("bhti,bihd->bthd", a / a.sum(-1, keepdim=True), v.repeat_interleave(2, 2))
 
 
-def halves(q: Tensor) -> Tensor:
-    return line_blocks(q, 6, None, None, (0, 0))
+def sixths(q: Tensor) -> Places:
+    return place_line(q, 6, 6, (0, 0), None, None)
 
 
 def test_equal_weights_make_linear_attention() -> None:
     q, k, v = inputs(150)
     ones = torch.ones(2, 6, 6, dtype=torch.float64)
     assert relative_error(mhla(q, k, v, ones, block_size=C)[0], plain(q, k, v, causal=True)) < EXACT
-    assert relative_error(mhla_grid(q, k, v, ones, halves(q), longest=25), plain(q, k, v, causal=False)) < EXACT
+    assert relative_error(mhla_grid(q, k, v, ones, sixths(q)), plain(q, k, v, causal=False)) < EXACT
 
 
 def test_weights_of_the_own_block_alone_make_it_local() -> None:
@@ -181,7 +181,7 @@ def test_weights_of_the_own_block_alone_make_it_local() -> None:
     w[:, :, 0] = 1.0
     alone = [plain(*piece, causal=True) for piece in zip(*(y.split(C, 1) for y in (q, k, v)), strict=True)]
     assert relative_error(mhla(q, k, v, w, block_size=C)[0], torch.cat(alone, 1)) < EXACT
-    own = mhla_grid(q, k, v, torch.eye(6, dtype=torch.float64).expand(2, -1, -1), halves(q), longest=25)
+    own = mhla_grid(q, k, v, torch.eye(6, dtype=torch.float64).expand(2, -1, -1), sixths(q))
     alone = [plain(*piece, causal=False) for piece in zip(*(y.split(25, 1) for y in (q, k, v)), strict=True)]
     assert relative_error(own, torch.cat(alone, 1)) < EXACT
 
@@ -198,9 +198,9 @@ def test_a_row_of_weights_has_no_scale_under_the_normaliser() -> None:
 def test_blocks_raise_the_rank_of_attention() -> None:
     q, k, _ = (y[:1, :, :1] for y in inputs(64, F=4))
     identity = torch.eye(64, dtype=torch.float64)[None, :, None]
-    block = line_blocks(q, 8, None, None, (0, 0))
+    places = place_line(q, 8, 8, (0, 0), None, None)
     for m, rank in ((torch.ones(1, 8, 8).double(), 4), (weights(8, E=1), 32)):
-        attention = mhla_grid(q, k, identity, m, block, longest=8, normalise=False)[0, :, 0]
+        attention = mhla_grid(q, k, identity, m, places, normalise=False)[0, :, 0]
         assert int(torch.linalg.matrix_rank(attention)) == rank
 
 
@@ -227,12 +227,13 @@ def test_features_that_are_zero_read_nothing() -> None:
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
 @pytest.mark.parametrize("regions", [False, True], ids=["one", "regions"])
 def test_grids_are_their_definition_with_all_gradients(grid: Grid, blocks: Any, padded: bool, regions: bool) -> None:
-    T, (block, longest) = grid.tokens, grid_layout(grid, blocks, torch.device("cpu"))
-    leaves = [y.requires_grad_() for y in (*inputs(T), weights(9 if blocks[0] > 1 else 2 * blocks[1] * blocks[2] + 1))]
+    T, (block, _) = grid.tokens, grid_layout(grid, blocks, torch.device("cpu"))
+    leaves = [y.requires_grad_() for y in (*inputs(T), weights(blocks[0] * blocks[1] * blocks[2] + 1))]
     own = block.expand(2, -1)
     layout: Any = {"padding": holes(T) if padded else None, "segments": torch.randint(3, (2, T)) if regions else None}
+    places = place_grid(grid, blocks, leaves[0], **layout)
     for normalise in (True, False):
-        o = mhla_grid(*leaves, own, longest=longest, **layout, normalise=normalise)
+        o = mhla_grid(*leaves, places, normalise=normalise)
         agree(o, mhla_reference(*leaves, block=own, **layout, normalise=normalise), leaves)
 
 

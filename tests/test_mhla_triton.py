@@ -1,0 +1,245 @@
+"""The Triton kernels of MHLA against the PyTorch path in float64, in Triton's interpreter.
+
+Each group of cases runs in a process of its own: this very file, as a script. bf16 is garbage in the interpreter; it is
+proved on a GPU (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from triton_tools import compile_kernel, largest_errors, masks, run_script, transposed_products
+
+# Largest error over the largest reference value.
+TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
+
+# group -> cases; unset sizes are B1 T40 H2 E1 F16 Dv16 M4 C16
+CASES: dict[str, list[dict[str, Any]]] = {
+    "lengths": [{"T": T} for T in (2, 16, 17)],
+    "heads_and_sizes": [{"B": 2, "H": 4, "E": 2}, {"H": 3, "F": 40, "DV": 24}, {"M": 2}, {"M": 18}, {"C": 32}],
+    "far": [{"T": 600, "H": 1}],
+    "half_precision": [{"dtype": "float16"}, {"dtype": "float16", "size": [5, 8], "blocks": [1, 2, 2]}],
+    "segments": [{"segments": 9, "B": 2}, {"segments": 35, "T": 100, "H": 1, "padding": "left", "B": 2}],
+    "many_groups_of_documents": [{"segments": 290, "T": 620, "H": 1}],
+    "sequences": [{"cu": [0, 20, 20, 21, 70], "T": 70}],
+    "padding": [{"padding": "right", "B": 2}, {"padding": "all", "B": 2}],
+    "steps": [
+        {"step": True, "T": 36, "M": 3, "H": 4, "E": 2, "F": 20, "DV": 24},
+        {"step": True, "T": 34, "M": 2, "B": 2, "padding": "left"},
+        {"step": True, "T": 34, "normalise": False, "waits": True},
+    ],
+    "nothing": [{"zero": True}, {"zero": True, "size": [5, 8], "blocks": [1, 2, 2]}],
+    "grids": [
+        {"size": [5, 8], "blocks": [1, 2, 2]},
+        {"size": [5, 7], "blocks": [1, 2, 3], "outside": [1, 2], "T": 38, "H": 4, "E": 2, "F": 20, "DV": 24},
+        {"size": [2, 4, 5], "blocks": [2, 2, 2], "normalise": False},
+        {"size": [5, 8], "blocks": [1, 2, 2], "padding": "right", "segments": 20, "B": 2},
+        {"size": [6, 12], "blocks": [1, 6, 6], "T": 72},
+    ],
+}
+
+
+@pytest.mark.parametrize("group", CASES)
+def test_kernels_match_the_reference(group: str) -> None:
+    for line in run_script(__file__, group).splitlines():
+        case, errors = json.loads(line)
+        worst = max(errors.values())
+        assert worst <= TOLERANCE[case.get("dtype", "float32")], f"{case}: {errors}"
+
+
+def test_operators_compile_checkpoint_and_count() -> None:
+    assert "all fine" in run_script(__file__, "operators")
+
+
+def test_two_copies_keep_their_own_operators() -> None:
+    code = """
+import importlib, sys, types
+import linearize_kernels.mhla_ops as first
+package = types.ModuleType("copied"); package.__path__ = list(sys.modules["linearize_kernels"].__path__)
+sys.modules["copied"] = package
+print(len({first.NAMESPACE, importlib.import_module("copied.mhla_ops").NAMESPACE}))
+"""
+    assert run_script("-c", code).strip() == "2"
+
+
+def test_without_triton_the_cpu_path_works_and_triton_is_refused() -> None:
+    code = """
+import sys; sys.modules["triton"] = None
+import torch
+from linearize_kernels.mhla import mhla
+q, k, w = torch.rand(1, 5, 2, 16), torch.rand(1, 5, 1, 16), torch.rand(1, 4, 4)
+print(mhla(q, k, k, w)[0].shape == q.shape)
+try:
+    mhla(q, k, k, w, backend="triton")
+except ValueError as error:
+    print(error)
+"""
+    shape, message = run_script("-c", code, interpret=False).splitlines()
+    assert shape == "True"
+    assert "triton is not installed" in message
+
+
+def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
+    from linearize_kernels.mhla import mhla, mhla_grid
+    from linearize_kernels.mhla_places import place_line
+
+    q, k, w = torch.rand(1, 5, 2, 16), torch.rand(1, 5, 1, 16), torch.rand(1, 4, 4)
+    assert torch.equal(mhla(q, k, k, w)[0], mhla(q, k, k, w, backend="torch")[0])
+    with pytest.raises(ValueError, match="on cpu"):
+        mhla(q, k, k, w, backend="triton")
+    with pytest.raises(ValueError, match="on cpu"):
+        mhla_grid(q, k, k, w, place_line(q, 4, 4, (0, 0), None, None), backend="triton")
+
+
+# ---------------------------------------------------------------- compiled for real, without a GPU
+
+KERNELS = ("summary_kernel", "mix_kernel", "product_kernel", "output_kernel", "query_kernel", "key_kernel",
+           "value_kernel", "pairs_kernel")  # fmt: skip
+
+
+def compiled(name: str, capability: int, config: Any, F: int, M: int) -> Any:
+    """A kernel compiled with a configuration, causal where it makes a difference."""
+    from linearize_kernels import mhla_triton, mhla_triton_bwd
+    from linearize_kernels.mhla_launch import constants
+
+    kernel = getattr(mhla_triton, name, None) or getattr(mhla_triton_bwd, name)
+    values = constants(config, M, F, F, causal=True, normalise=True, table=False)
+    values |= {"KIND": 2, "REVERSE": True, "KEEP": False, "PREV": True, "BN": 32, "BACK": True, "MASS": False}
+    values |= dict.fromkeys(("p_table", "p_number", "p_document", "p_far", "p_dg"))
+    half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv", "p_x", "p_y")
+    return compile_kernel(kernel, capability, values, dict.fromkeys(half, "*bf16"), config.warps)
+
+
+@pytest.mark.parametrize(("budget", "F"), [(48, 64), (100, 128), (227, 128)])
+def test_safe_configurations_fit_their_budget(budget: int, F: int) -> None:
+    from linearize_kernels.mhla_launch import group, safe
+
+    config = safe(budget * 1024, F, group(32), torch.bfloat16)
+    for name in ("mix_kernel", "query_kernel", "key_kernel"):
+        kernel = compiled(name, 90 if budget > 164 else 80, config, F, 32)
+        assert kernel.metadata.shared <= budget * 1024, (name, config)
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("mix_kernel", "product_kernel")])
+def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
+    from linearize_kernels.mhla_launch import group, safe
+
+    config = safe(227 * 1024, 64, group(16), torch.bfloat16)
+    assert transposed_products(compiled(name, 90, config, 64, 16)) == []
+
+
+# ---------------------------------------------------------------- the script side
+
+
+def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """q, k, v, weights and the other arguments of one case."""
+    from linearize_kernels.layout import Grid
+    from linearize_kernels.mhla_places import place_grid
+
+    torch.manual_seed(0)
+    size = {"B": 1, "T": 40, "H": 2, "E": 1, "F": 16, "DV": 16, "M": 4, "C": 16, **case}
+    B, T, M = size["B"], size["T"], size["M"]
+    q, k, v = (torch.rand(B, T, size[heads], size[dim]) for heads, dim in (("H", "F"), ("E", "F"), ("E", "DV")))
+    q, k = (0 * q, 0 * k) if case.get("zero") else (q, k)
+    arguments: dict[str, Any] = {"normalise": case.get("normalise", True)}
+    arguments |= {name: mask for name, mask in masks(case, B, T).items() if mask is not None}
+    if "size" in case:
+        grid = Grid(tuple(case["size"]), *case.get("outside", ()))
+        layout = arguments.get("padding"), arguments.get("segments")
+        arguments["places"] = place_grid(grid, tuple(case["blocks"]), q, *layout)
+        M = int(torch.tensor(case["blocks"]).prod()) + 1
+    else:
+        arguments["block_size"] = size["C"]
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    return [q.to(dtype), k.to(dtype), (v - 0.5).to(dtype), torch.rand(size["E"], M, M) + 0.05], arguments
+
+
+def results(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
+    """Output, normaliser, last state and every gradient; `torch` in float64."""
+    from linearize_kernels.mhla_paths import mix_both_ways, mix_causal
+
+    inputs, arguments = build(case)
+    q, k, v, w = leaves = [(x.double() if backend == "torch" else x).requires_grad_() for x in inputs]
+    normalise, padding, segments = (arguments.get(x) for x in ("normalise", "padding", "segments"))
+    out = {}
+    if "size" in case:
+        o, g = mix_both_ways(q, k, v, w, arguments["places"], bool(normalise), backend)
+    else:
+        cu, C = arguments.get("cu_seqlens"), arguments["block_size"]
+        o, g, state = mix_causal(q, k, v, w, C, bool(normalise), padding, segments, cu, None, backend)
+        out = dict(state._asdict().items())
+    # Gradients arrive at the mass too, through the window.
+    mass = torch.where(torch.ones_like(g, dtype=torch.bool) if padding is None else padding[..., None], g, 1.0).log()
+    torch.manual_seed(1)
+    loss = (o.double() * torch.randn(o.shape).double()).sum() + (mass.double() * torch.randn(g.shape).double()).sum()
+    return {
+        "o": o,
+        "mass": mass,
+        **dict(zip(("dq", "dk", "dv", "dw"), torch.autograd.grad(loss, leaves), strict=True)),
+        **out,
+    }
+
+
+def steps(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
+    """Outputs of token after token, and the last state."""
+    from linearize_kernels import mhla_paths
+
+    if case.get("waits"):  # to hear whether a block is complete, as for states that are large
+        mhla_paths.COPIED = 0
+    (q, k, v, w), arguments = build(case)
+    padding, outputs, state = arguments.get("padding"), [], None
+    for t in range(q.shape[1]):
+        token = (y[:, t : t + 1] for y in (q, k, v))
+        own = None if padding is None else padding[:, t : t + 1]
+        C, normalise = arguments["block_size"], arguments["normalise"]
+        o, g, state = mhla_paths.mix_causal(*token, w, C, normalise, own, None, None, state, backend)
+        outputs.append(torch.cat([o.flatten(1), g.flatten(1)], 1))
+    assert state is not None
+    return {"o": torch.stack(outputs), **state._asdict()}
+
+
+def compare(case: dict[str, Any]) -> dict[str, float]:
+    """Name -> largest error, relative to the largest value."""
+    run = steps if "step" in case else results
+    ours, exact = ({n: x.detach() for n, x in run(case, backend).items()} for backend in ("triton", "torch"))
+    return largest_errors(ours, {name: x for name, x in exact.items() if x.numel()})
+
+
+def check_operators() -> None:
+    """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from linearize_kernels.mhla import mhla
+    from linearize_kernels.mhla_ops import mhla_op
+
+    inputs, _ = build({})
+    q, k, v, w = (x.requires_grad_() for x in inputs)
+    torch.library.opcheck(mhla_op, (q, k, v, w, None, None, None, 16, True, True))
+    torch.library.opcheck(mhla_op, (q, k, v, w, None, None, None, 16, True, False))
+
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        return mhla(*inputs, block_size=16, backend="triton")[0].square().sum()
+
+    plain = torch.autograd.grad(loss(q, k, v, w), (q, k, v, w))
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v, w), (q, k, v, w))
+    again = torch.autograd.grad(checkpoint(loss, q, k, v, w, use_reentrant=False), (q, k, v, w))
+    for a, b, c in zip(plain, compiled, again, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    with FlopCounterMode(display=False) as counter:
+        mhla_op(q, k, v, w, None, None, None, 16, True, True)[0].square().sum().backward()
+    assert counter.get_total_flops() == 4.5 * (40 * 2 * (2 * 16 * 32 + 2 * 256) + 2 * 40 * 256 + 2 * 3 * 4 * 256)
+    print("all fine")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "operators":
+        check_operators()
+    else:
+        for one_case in CASES[sys.argv[1]]:
+            print(json.dumps([one_case, compare(one_case)]), flush=True)
