@@ -32,10 +32,9 @@ from .gdn_launch import runs_on
 from .gdn_ops import chunked_op, step_op
 from .gdn_torch import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
 from .gsa_torch import to_gate_heads
-from .linear import each_sequence
 from .mixer import Bounds, Mixer, Site
 from .norm import HeadNorm
-from .scan import numbered
+from .scan import each_sequence, numbered
 
 
 def gdn(

@@ -22,6 +22,7 @@ N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -34,7 +35,6 @@ from .gsa_launch import runs_on
 from .gsa_ops import chunked_op, step_op
 from .gsa_torch import (
     GSAState,
-    each_sequence,
     fresh_state,
     gsa_chunked,
     gsa_step,
@@ -43,7 +43,7 @@ from .gsa_torch import (
     write_strength,
 )
 from .mixer import Bounds, Mixer, Site, positions
-from .scan import numbered
+from .scan import each_sequence, numbered
 
 
 def gsa(
@@ -76,7 +76,8 @@ def gsa(
     if q.shape[1] > 0 and _use_triton(backend, q, v, g):
         return _gsa_triton(q, k, v, g, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
-        return each_sequence(q, k, v, g, scale, cu_seqlens, state, chunk_size)
+        run = partial(gsa, scale=scale, chunk_size=chunk_size, backend="torch")
+        return each_sequence(run, cu_seqlens, state, q=q, k=k, v=v, g=g)
     if q.shape[1] == 1 and segments is None:
         return gsa_step(q, k, v, g, scale=scale, padding=padding, state=state)
     return gsa_chunked(q, k, v, g, scale, padding, segments, state, chunk_size)

@@ -5,7 +5,6 @@ Letters as in gsa.py.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -110,17 +109,3 @@ def gsa_chunked(
     if padding is not None:
         o = o * padding[:, :, None, None]
     return o.to(q.dtype), GSAState(K, V, seen + real_tokens(q, padding))
-
-
-def each_sequence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, cu: Tensor, state: GSAState | None, chunk_size: int
-) -> tuple[Tensor, GSAState]:
-    """`cu_seqlens` as a loop over sequences: the definition; the GPU kernels do it in one launch."""
-    bounds, outputs, states = cu.tolist(), [], []
-    for n, (start, end) in enumerate(pairwise(bounds)):
-        q_n, k_n, v_n, g_n = (y[:, start:end] for y in (q, k, v, g))
-        own = None if state is None else GSAState(*(x[n : n + 1] for x in state))
-        o, last = gsa_chunked(q_n, k_n, v_n, g_n, scale, None, None, own, chunk_size)
-        outputs.append(o)
-        states.append(last)
-    return torch.cat(outputs, 1), GSAState(*(torch.cat(parts) for parts in zip(*states, strict=True)))

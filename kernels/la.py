@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .features import Features
-from .linear import each_sequence, linear_attention, linear_attention_both_ways
+from .linear import linear_attention, linear_attention_both_ways
 from .mixer import Bounds, Mixer, Site
-from .scan import numbered
+from .scan import each_sequence, numbered
 
 # The normaliser is at least this share of what it is for f = 1: only signed kernels come near.
 GUARD = 1e-6

@@ -18,8 +18,6 @@ Rows of queries are [C*G], the G heads of a token side by side (scan.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,20 +52,6 @@ def linear_attention(
     g = None if log_decay is None else into_chunks(log_decay[..., None], C, E, S.dtype)
     o, S = LinearChunks.apply(*(into_chunks(y, C, E, S.dtype) for y in (q, k, v)), g, S, segments)
     return from_chunks(o, C, T), S
-
-
-def each_sequence(
-    run: Callable[..., tuple[Tensor, Any]], cu: Tensor, state: Any, **rows: Tensor | None
-) -> tuple[Tensor, Any]:
-    """`cu_seqlens` [S+1] as a loop: `run` for each sequence of `rows` [1,T,..], each row of `state` (a NamedTuple)."""
-    outputs, states = [], []
-    for n, (start, end) in enumerate(pairwise(cu.tolist())):
-        own = None if state is None else type(state)(*(x[n : n + 1] for x in state))
-        own_rows = {name: None if y is None else y[:, start:end] for name, y in rows.items()}
-        o, last = run(**own_rows, state=own)
-        outputs.append(o)
-        states.append(last)
-    return torch.cat(outputs, 1), type(states[0])(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
 
 def linear_attention_both_ways(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, chunk_size: int) -> Tensor:

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from .features import Features
 from .gsa_torch import state_dtype, to_gate_heads
-from .linear import each_sequence, linear_attention
+from .linear import linear_attention
 from .mixer import Bounds, Mixer, Site
 from .norm import HeadNorm
+from .scan import each_sequence
 
 
 class RetNetState(NamedTuple):

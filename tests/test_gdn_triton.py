@@ -121,7 +121,7 @@ def layout(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 def sequences_apart(cu: list[int], state: Any, **rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """The reference for sequences laid end to end."""
     from linearize_kernels.gdn import gdn_reference
-    from linearize_kernels.linear import each_sequence
+    from linearize_kernels.scan import each_sequence
 
     return each_sequence(gdn_reference, torch.tensor(cu), state, **rows)
 
