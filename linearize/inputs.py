@@ -65,7 +65,7 @@ def make_tokens(model: Any, B: int, T: int) -> Tensor:
 
 def make_images(model: Any, B: int) -> dict[str, Tensor]:
     """Images [B,C,height,width], films [B,frames,C,height,width], or patches [B,N,C*p*p] and the grid of each image."""
-    config = getattr(model.config, "vision_config", model.config)
+    config = getattr(model.config, "vision_config", getattr(model.config, "image_config", model.config))
     channels, patch = getattr(config, "num_channels", 3), getattr(config, "patch_size", 16)
     if "spatial_shapes" in inspect.signature(model.forward).parameters:
         side = math.isqrt(config.num_patches)
@@ -123,7 +123,8 @@ def outcome(model: Any, inputs: dict[str, Any], mask: Tensor | None = None) -> T
     given: dict[str, Any] = dict(inputs) if mask is None else {**inputs, "attention_mask": mask}
     if model.can_generate():
         given["use_cache"] = False
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)  # ViT-MAE chooses its tokens by chance
         found = [value for value in model(**given).values() if isinstance(value, Tensor) and value.is_floating_point()]
     if mask is not None:
         found = [value[mask.bool()] if value.shape[:2] == mask.shape else value for value in found]

@@ -339,6 +339,12 @@ def test_of_two_towers_a_mechanism_takes_the_one_that_it_fits(tmp_path: Path) ->
         plan_conversion(str(tmp_path), "saga", layers="5")
 
 
+def test_towers_that_both_count_from_0_are_counted_on() -> None:
+    found = probe(small_config("blip"), transformers.BlipModel)
+    assert [site.layer for site in found.sites] == list(range(8))
+    assert [site.grid for site in found.sites] == ["patches"] * 4 + ["line"] * 4
+
+
 def test_inspect_says_what_fits(tmp_path: Path) -> None:
     config = small_config("ViTMAEModel")
     config.architectures = ["ViTMAEModel"]
