@@ -5,7 +5,7 @@ needle   one such pair among ordinary text, asked for at the end
 
 A value counts as recalled when every one of its tokens is the likeliest after those before it, which is what greedy
 decoding would write. Entries are put together from tokens, so that a word is cut the same way wherever it stands.
-Of eight ways to write a pair this is the one that a small model of Python recalls best.
+Of fourteen ways to write a pair this is the one that a small model of Python recalls best.
 """
 
 from __future__ import annotations
