@@ -196,7 +196,7 @@ class GatedLinearAttention(Mixer):
         half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 2.0,
         half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 2048.0,
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
-        feature_map: Literal["identity", "elu", "relu", "hedgehog"] = "identity",
+        feature_map: Literal["identity", "elu", "relu", "hedgehog"] = "relu",
         rope: bool = True,
         norm: Literal["none", "head"] = "head",
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,

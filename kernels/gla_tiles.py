@@ -30,13 +30,18 @@ def place(p_chunks, T, N, heads, C: tl.constexpr, BLOCKS: tl.constexpr, VARLEN: 
 
 
 @jit
-def load_gated(p_x, p_r, o_c, o_d, s_t, s_r, size, scale, D: tl.constexpr):
-    """Rows [C,BK] in fp32 times scale, and the gate of each row [C] (p_r None: 1)."""
-    b_x = load_rows(p_x, o_c, o_d, s_t, size, D).to(tl.float32) * scale
+def load_scaled(p_x, o_c, o_d, s_t, size, scale, D: tl.constexpr):
+    """Rows [C,BK] in fp32 times scale."""
+    return load_rows(p_x, o_c, o_d, s_t, size, D).to(tl.float32) * scale
+
+
+@jit
+def load_gate(p_r, o_c, s_r, size):
+    """The gate of each token [C], 1 where there is none. Loaded once, ahead of the products: it is late."""
     b_r = tl.where(o_c < size, 1.0, 0.0)
     if p_r is not None:
         b_r = tl.load(p_r + o_c * s_r, mask=o_c < size, other=0.0).to(tl.float32)
-    return b_x, b_r
+    return b_r
 
 
 @jit

@@ -12,7 +12,7 @@ consecutive slots, the last one idle. Read and write gates multiply the rows of 
 
 from __future__ import annotations
 
-from .gla_tiles import cast, columns, exact, load_gated, mul, mul_right, place, running_sums
+from .gla_tiles import cast, columns, exact, load_gate, load_scaled, mul, mul_right, place, running_sums
 from .gsa_tiles import block_level, block_split, load_sums, reference
 from .tiles import jit, load_rows, segment_flow, store_rows, tl
 
@@ -29,22 +29,22 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
     """
     blocks: tl.constexpr = (DV + BV - 1) // BV
     i_k, i_v = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    i_r, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    i_row, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
     if VARLEN:
-        first, count = tl.load(p_rows + 2 * i_r), tl.load(p_rows + 2 * i_r + 1)
-        p_chunks += 3 * (first - i_r)
-        i_b = i_r * 0
+        first, count = tl.load(p_rows + 2 * i_row), tl.load(p_rows + 2 * i_row + 1)
+        p_chunks += 3 * (first - i_row)
+        i_b = i_row * 0
     else:
-        first, count = i_r * (N + 1), N
-        i_b = i_r
+        first, count = i_row * (N + 1), N
+        i_b = i_row
     o_c, o_k, o_v, s_g = tl.arange(0, C), i_k * BK + tl.arange(0, BK), i_v * BV + tl.arange(0, BV), E * D
-    i_x, heads = i_e // SHARE, E
+    i_x, i_r, heads = i_e // SHARE, i_e, E
     if REVERSE:
-        i_x, heads = i_e * G, H
+        i_x, i_r, heads = i_e * G, i_e * G, H
     p_x += i_b * s_xb + i_x * s_xh
     p_y += i_b * s_yb + i_x * s_yh
     gate = (i_b * T * E + i_e) * D
-    memory = (i_r * E + i_e) * (D * DV)
+    memory = (i_row * E + i_e) * (D * DV)
     # [BK, BV]
     b_S = tl.zeros([BK, BV], tl.float32)
     if p_S0 is not None:
@@ -77,19 +77,15 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
             b_w = tl.where((b_seg == (entered if REVERSE else leaves))[None, :], b_w, 0.0)
             b_decay = tl.where(entered == leaves, b_decay, 0.0)
         b_S *= b_decay[:, None]
-        p_gate = p_r
-        if p_r is not None:
-            p_gate += (i_b * T + i_t) * heads + (i_e * G if REVERSE else i_e)
-        for i_g in range(0, G):
+        for i_g in tl.static_range(0, G):
             o_x, m_x = columns(o_c, o_k, s_xt, size, D)
             b_x = tl.load(p_x + i_t * s_xt + i_g * s_xh + o_x, mask=m_x, other=0.0).to(tl.float32) * scale * b_w
             if p_r is not None:
-                b_x *= tl.load(p_gate + o_c * heads, mask=o_c < size, other=0.0).to(tl.float32)[None, :]
+                p_gate = p_r + (i_b * T + i_t) * heads + i_r + i_g
+                b_x *= load_gate(p_gate, o_c, heads, size)[None, :]
             b_x, b_x_low = cast(b_x, PREC)
             b_y = exact(load_rows(p_y + i_t * s_yt + i_g * s_yh, o_c, o_v, s_yt, size, DV), PREC)
             b_S += mul_right(b_x, b_x_low, b_y, PREC)
-            if p_r is not None:
-                p_gate += 1
     if p_S1 is not None:
         store_rows(p_S1 + memory, b_S, o_k, o_v, DV, D, DV)
 
@@ -152,10 +148,11 @@ def mix_chunk(p_x, s_xt, p_y, s_yt, s_yh, p_z, s_zt, s_zh, p_rx, s_rx, p_ry, s_r
         m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
     # [C, BV], [C, C]
     b_o, b_A = tl.zeros([C, BV], tl.float32), tl.zeros([C, C], tl.float32)
+    b_rx, b_ry = load_gate(p_rx, o_c, s_rx, size), load_gate(p_ry, o_c, s_ry, size)
     for i_k in range(0, D, BK):
         o_k = i_k + tl.arange(0, BK)
-        b_x, b_y, b_A = score_block(p_x, s_xt, p_rx, s_rx, p_y, s_yt, p_ry, s_ry, p_b, scale_x, scale_y, b_A, o_c, o_k,
-                                    s_g, size, D, C, LEVELS, RANGE, REVERSE, STRONG, PREC)  # fmt: skip
+        b_x, b_y, b_A = score_block(p_x, s_xt, p_y, s_yt, p_b, scale_x, scale_y, b_A, o_c, o_k, s_g, size, D, C,
+                                    LEVELS, RANGE, REVERSE, STRONG, PREC)  # fmt: skip
         b_S = load_rows(p_S, o_k, o_v, DV, D, DV)
         if not STRONG:
             b_S *= memory_factor(p_b, o_k, s_g, size, D, C, REVERSE)[:, None]
@@ -163,6 +160,8 @@ def mix_chunk(p_x, s_xt, p_y, s_yt, s_yh, p_z, s_zt, s_zh, p_rx, s_rx, p_ry, s_r
         b_o += mul(b_x, b_y, b_S, b_S_low, PREC)
     if SEGMENTS:
         b_o = tl.where(m_flow[:, None], b_o, 0.0)
+    if p_ry is not None:
+        b_A *= b_ry[None, :]
     b_A, b_A_low = cast(tl.where(m_seen, b_A, 0.0), PREC)
     b_o += mul_right(b_A, b_A_low, exact(load_rows(p_z, o_c, o_v, s_zt, size, DV), PREC), PREC)
     if REVERSE:
@@ -170,12 +169,15 @@ def mix_chunk(p_x, s_xt, p_y, s_yt, s_yh, p_z, s_zt, s_zh, p_rx, s_rx, p_ry, s_r
             b_A = tl.zeros([C, C], tl.float32)
             for i_k in range(0, D, BK):
                 o_k = i_k + tl.arange(0, BK)
-                _, _, b_A = score_block(p_x, s_xt, p_rx, s_rx, p_y + i_g * s_yh, s_yt,
-                                        p_ry if p_ry is None else p_ry + i_g, s_ry, p_b, scale_x, scale_y, b_A,
-                                        o_c, o_k, s_g, size, D, C, LEVELS, RANGE, REVERSE, STRONG, PREC)  # fmt: skip
+                _, _, b_A = score_block(p_x, s_xt, p_y + i_g * s_yh, s_yt, p_b, scale_x, scale_y, b_A, o_c, o_k, s_g,
+                                        size, D, C, LEVELS, RANGE, REVERSE, STRONG, PREC)  # fmt: skip
+            if p_ry is not None:
+                b_A *= load_gate(p_ry + i_g, o_c, s_ry, size)[None, :]
             b_A, b_A_low = cast(tl.where(m_seen, b_A, 0.0), PREC)
             b_z = exact(load_rows(p_z + i_g * s_zh, o_c, o_v, s_zt, size, DV), PREC)
             b_o += mul_right(b_A, b_A_low, b_z, PREC)
+    if p_rx is not None:
+        b_o *= b_rx[:, None]
     store_rows(p_o, b_o, o_c, o_v, s_ot, size, DV)
 
 
@@ -196,14 +198,11 @@ def memory_factor(p_b, o_k, s_g, size, D: tl.constexpr, C: tl.constexpr, REVERSE
 
 
 @jit
-def score_block(p_x, s_xt, p_rx, s_rx, p_y, s_yt, p_ry, s_ry, p_b, scale_x, scale_y, b_A, o_c, o_k, s_g, size,
-                D: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, RANGE: tl.constexpr, REVERSE: tl.constexpr,
+def score_block(p_x, s_xt, p_y, s_yt, p_b, scale_x, scale_y, b_A, o_c, o_k, s_g, size, D: tl.constexpr,
+                C: tl.constexpr, LEVELS: tl.constexpr, RANGE: tl.constexpr, REVERSE: tl.constexpr,
                 STRONG: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """Rows that meet the memory, as operands, and A gains the products of BK channels."""
-    b_x, b_r = load_gated(p_x, p_rx, o_c, o_k, s_xt, s_rx, size, scale_x, D)
-    b_x *= b_r[:, None]
-    b_y, b_r = load_gated(p_y, p_ry, o_c, o_k, s_yt, s_ry, size, scale_y, D)
-    b_y *= b_r[:, None]
+    b_x, b_y = load_scaled(p_x, o_c, o_k, s_xt, size, scale_x, D), load_scaled(p_y, o_c, o_k, s_yt, size, scale_y, D)
     b_b = load_sums(p_b, o_c, o_k, s_g, size, D)
     b_mid, b_end = middle_and_end(p_b, o_k, s_g, size, D, C)
     if STRONG:

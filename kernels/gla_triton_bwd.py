@@ -15,7 +15,7 @@ independent and no sum is longer than a chunk. dA^T is computed as such, not tra
 
 from __future__ import annotations
 
-from .gla_tiles import cast, exact, load_gated, mul, mul_exact, mul_left, place
+from .gla_tiles import cast, exact, load_gate, load_scaled, mul, mul_exact, mul_left, place
 from .gla_triton import middle_and_end
 from .gsa_tiles import block_level, block_split, load_sums, reference
 from .tiles import jit, load_rows, segment_flow, store_rows, tl
@@ -82,26 +82,27 @@ def key_chunk(p_q, s_qt, s_qh, p_k, s_kt, p_v, s_vt, p_do, s_ot, s_oh, p_rq, p_r
     if STRONG:
         b_ref, b_ref_key = b_mid * 0.0, b_end
         level = block_level(p_b, o_c, o_k, s_g, size, D, LEVELS, RANGE)
+    b_rk = load_gate(p_rk, o_c, E, size)
     # [C, BK], [BK]
     b_dk, b_db, b_tail = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
     for i_g in tl.static_range(0, G):
+        b_rq = tl.where(o_c < size, 1.0, 0.0)
+        if p_rq is not None:
+            b_rq = load_gate(p_rq + i_g, o_c, H, size)
         # Queries first, then keys: together they need more registers than there are.
         b_x, b_A, _ = value_loop(p_do + i_g * s_oh, s_ot, p_v, s_vt, p_S, p_S, b_ref, o_c, o_k, size, D, DV, C, BK, BV,
                                  True, False, PREC)  # fmt: skip
         if SEGMENTS:
             b_x = tl.where(m_enter[:, None], b_x, 0.0)
-        b_k, b_r = load_gated(p_k, p_rk, o_c, o_k, s_kt, E, size, 1.0, D)
-        b_b = load_sums(p_b, o_c, o_k, s_g, size, D)
-        b_x = inside(b_x, tl.where(m_seen, b_A, 0.0), b_k * b_r[:, None], b_b - b_ref[None, :],
-                     b_ref_key[None, :] - b_b, p_b, level, o_c, o_k, s_g, size, D, LEVELS, RANGE, STRONG, False,
-                     PREC)  # fmt: skip
-        p_r = p_rq
-        if p_rq is not None:
-            p_r += i_g
-        b_q, b_r = load_gated(p_q + i_g * s_qh, p_r, o_c, o_k, s_qt, H, size, scale, D)
+        if p_rk is not None:
+            b_A *= b_rk[None, :]
+        b_k, b_b = load_scaled(p_k, o_c, o_k, s_kt, size, 1.0, D), load_sums(p_b, o_c, o_k, s_g, size, D)
+        b_x = inside(b_x, tl.where(m_seen, b_A, 0.0), b_k, b_b - b_ref[None, :], b_ref_key[None, :] - b_b, p_b, level,
+                     o_c, o_k, s_g, size, D, LEVELS, RANGE, STRONG, False, PREC)  # fmt: skip
+        b_q = load_scaled(p_q + i_g * s_qh, o_c, o_k, s_qt, size, scale, D)
         if p_rq is not None:
             tl.store(p_drq + i_g + o_c * H, tl.sum(b_q * b_x, 1), mask=o_c < size)
-        b_x *= b_r[:, None]
+            b_x *= b_rq[:, None]
         b_db += b_q * b_x
         store_rows(p_dq + i_g * D, b_x * scale, o_c, o_k, H * D, size, D)
 
@@ -111,17 +112,19 @@ def key_chunk(p_q, s_qt, s_qh, p_k, s_kt, p_v, s_vt, p_do, s_ot, s_oh, p_rq, p_r
         if i_g == 0:
             if SEGMENTS:
                 b_x = tl.where(m_leave[:, None], b_x, 0.0)
-            b_k, b_r = load_gated(p_k, p_rk, o_c, o_k, s_kt, E, size, 1.0, D)
-            b_k *= b_r[:, None] * tl.exp2(b_ref_key[None, :] - b_b)
+            b_k = load_scaled(p_k, o_c, o_k, s_kt, size, 1.0, D) * tl.exp2(b_ref_key[None, :] - b_b)
+            if p_rk is not None:
+                b_k *= b_rk[:, None]
             b_tail = b_flow * tl.exp2(b_end) * keeps + tl.sum(b_k * b_x, 0)
-        b_q, b_r = load_gated(p_q + i_g * s_qh, p_r, o_c, o_k, s_qt, H, size, scale, D)
-        b_dk += inside(b_x, tl.where(m_seen_by, b_A, 0.0), b_q * b_r[:, None], b_ref_key[None, :] - b_b,
-                       b_b - b_ref[None, :], p_b, level, o_c, o_k, s_g, size, D, LEVELS, RANGE, STRONG, True,
-                       PREC)  # fmt: skip
-    b_k, b_r = load_gated(p_k, p_rk, o_c, o_k, s_kt, E, size, 1.0, D)
+        if p_rq is not None:
+            b_A *= b_rq[None, :]
+        b_q = load_scaled(p_q + i_g * s_qh, o_c, o_k, s_qt, size, scale, D)
+        b_dk += inside(b_x, tl.where(m_seen_by, b_A, 0.0), b_q, b_ref_key[None, :] - b_b, b_b - b_ref[None, :], p_b,
+                       level, o_c, o_k, s_g, size, D, LEVELS, RANGE, STRONG, True, PREC)  # fmt: skip
+    b_k = load_scaled(p_k, o_c, o_k, s_kt, size, 1.0, D)
     if p_rk is not None:
         tl.store(p_drk + o_c * E, tl.sum(b_k * b_dk, 1), mask=o_c < size)
-    b_dk *= b_r[:, None]
+        b_dk *= b_rk[:, None]
     b_db -= b_k * b_dk
     store_rows(p_dg, tl.cumsum(b_db, 0, reverse=True) + b_tail[None, :], o_c, o_k, s_g, size, D)
     store_rows(p_dk, b_dk, o_c, o_k, s_g, size, D)
