@@ -246,6 +246,8 @@ def test_blocks_of_a_grid_are_where_they_should_be() -> None:
     uneven, longest = grid_layout(Grid((5, 5)), (1, 2, 2), torch.device("cpu"))
     assert sorted(uneven.bincount().tolist()) == [4, 6, 6, 9]
     assert longest == 9
+    cut = grid_layout(Grid((5, 1)), (1, 4, 1), torch.device("cpu"))[0]
+    assert cut.tolist() == [0, 0, 1, 2, 3]  # no block is empty
 
 
 @pytest.mark.parametrize("T", [3, 8, 50])
@@ -292,6 +294,7 @@ def test_weights_start_local_and_average_one() -> None:
     near = mixer(causal=False, grid="patches").weights()[0, :16, :16]
     assert (near.argmax(1) == torch.arange(16)).all()
     assert near[0, 1] > near[0, 2] > near[0, 3] > 0
+    assert float(near[0, 1] / near[0, 0]) == pytest.approx(1 - 1 / (18**0.5 + 1))
 
 
 def test_weights_by_distance_depend_on_nothing_else() -> None:
