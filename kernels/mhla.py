@@ -58,8 +58,9 @@ def mhla(
     blocks of `block_size` tokens, a power of two. `padding` [B,T] bool is True at real tokens; the others count for
     nothing and output 0. `segments` [B,T] int: a document ends where it changes, and so does its block. `cu_seqlens`
     [S+1] int32 with B=1: S sequences end to end; `state` then has S rows. Without `normalise`, only the numerator.
-    `backend`: `triton` runs the kernels, for the sizes and dtypes that they know; they take features in v's dtype, no
-    state but for one token, and what state they return has no gradient.
+    `backend`: `auto` runs the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch, as for a
+    state that goes in before several tokens; the others insist. The kernels take features in v's dtype, and the state
+    that they return has no gradient.
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run.
     """

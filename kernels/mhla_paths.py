@@ -120,14 +120,13 @@ def check_shapes(
 
 
 def _use_triton(backend: Backend, q: Tensor, v: Tensor, w: Tensor, causal: bool, state: MHLAState | None) -> bool:
-    # The kernels take over when a GPU has shown that they are right (tests/test_mhla_gpu.py).
-    if backend != "triton":
+    if backend == "torch" or (state is not None and backend == "auto"):
         return False
     obstacle = "a state goes in" if state is not None else ""
     obstacle = obstacle or runs_on(v.device, v.dtype, q.shape[-1], v.shape[-1], w.shape[-1], causal)
-    if obstacle:
+    if backend == "triton" and obstacle:
         raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
-    return True
+    return not obstacle
 
 
 def _steps_on(backend: Backend, q: Tensor, k: Tensor, v: Tensor, w: Tensor, state: MHLAState) -> bool:
