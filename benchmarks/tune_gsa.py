@@ -1,8 +1,10 @@
 """Measure launch configurations of the GSA kernels on this GPU, for the table SHIPPED in kernels/gsa_config.py.
 
-    python benchmarks/tune_gsa.py --slots 64 --dim 128
+    python benchmarks/tune_gsa.py --slots 64 --dim 128             # device time of each kernel, or of a decode step
+    python benchmarks/tune_gsa.py --slots 64 --dim 128 --only 3/8  # candidates 3, 11, ...: fill triton's cache first,
+                                                                   # in 8 processes, then run without --only
 
-Prints the device time of each kernel under each candidate; nothing is written. Compilation is not measured.
+Nothing is written. A candidate changes fields of the configuration that ships; others stay.
 """
 
 from __future__ import annotations
@@ -14,17 +16,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from linearize.bench import measure_step
-from linearize.bench_case import Shape, load_case
+from linearize.bench import load_case, measure_step
+from linearize.bench_case import Shape
 from linearize_kernels import gsa_config
 from linearize_kernels.gsa import gsa
 
-CHUNK_CANDIDATES: list[dict[str, Any]] = [
-    {"chunk": chunk, "hold": hold, "warps": warps, "key_stages": stages}
-    for chunk, hold, warps, stages in itertools.product((64, 32), (True, False), (4, 8), (1, 2))
-]
-STEP_CANDIDATES: list[dict[str, Any]] = [
-    {"step_columns": columns, "step_warps": warps} for columns, warps in itertools.product((32, 64, 128), (2, 4, 8))
+CANDIDATES: list[dict[str, Any]] = [
+    *({"chunk": chunk} for chunk in (64, 32)),
+    *({"hold": h, "stack": s, "warps": w} for h, s, w in itertools.product((True, False), (1, 2, 4), (2, 4, 8))),
+    *({"key_warps": warps, "key_stages": stages} for warps, stages in itertools.product((4, 8), (1, 2, 3))),
+    *({"step_columns": columns, "step_warps": warps} for columns, warps in itertools.product((32, 64, 128), (1, 2, 4))),
 ]
 
 
@@ -32,14 +33,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--only", default="0/1", metavar="K/N")
     options = parser.parse_args()
+    first, every = map(int, options.only.split("/"))
     chosen = gsa_config.choose
-    for change in CHUNK_CANDIDATES + STEP_CANDIDATES:
+    for change in CANDIDATES[first::every]:
         gsa_config.choose = lambda *sizes, change=change: chosen(*sizes)._replace(**change)
+        gsa_config._configure.cache_clear()
         try:
             if "step_warps" in change:
                 step = measure_step(load_case("gsa"), Shape(64, 1, 32, 8, options.dim, options.slots))
-                print(f"{change}: step {step['us']:.1f} us, {step['share_of_copy']:.0%} of a copy", flush=True)
+                told = step.get("failed") or f"step {step['us']:.1f} us, {step['share_of_copy']:.0%} of a copy"
+                print(f"{change}: {told}", flush=True)
             else:
                 times = kernel_times(Shape(8, 2048, 16, 4, options.dim, options.slots))
                 print(f"{change}: " + ", ".join(f"{name} {us:.0f}" for name, us in times.items()), flush=True)
@@ -49,7 +54,7 @@ def main() -> None:
 
 
 def kernel_times(shape: Shape, repeats: int = 5) -> dict[str, float]:
-    """Device time of each kernel in a forward and backward, in µs."""
+    """Device time of all kernels and of each in a forward and backward, in µs."""
     inputs = [x.requires_grad_() for x in load_case("gsa").inputs(shape, "cuda")]
     do = torch.randn_like(inputs[0])
 
@@ -62,7 +67,8 @@ def kernel_times(shape: Shape, repeats: int = 5) -> dict[str, float]:
         for _ in range(repeats):
             both()
         torch.cuda.synchronize()
-    return {e.key: e.device_time_total / repeats for e in profiled.key_averages() if e.key.endswith("_kernel")}
+    times = {e.key: e.device_time_total / repeats for e in profiled.key_averages() if e.key.endswith("_kernel")}
+    return {"all": sum(times.values()), **times}
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def configure(q: Tensor, v: Tensor, g: Tensor) -> Config:
     return _configure(q.device, q.dtype, g.shape[3], q.shape[3], v.shape[3])
 
 
+@functools.cache
 def _configure(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int) -> Config:
     if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
         return choose((0, 0), 1 << 20, M, D, DV, dtype)._replace(chunk=32, stack=2, precision="ieee")
@@ -67,7 +68,6 @@ def obstacle(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int) 
     return ""
 
 
-@functools.cache
 def choose(capability: tuple[int, int], shared: int, M: int, D: int, DV: int, dtype: torch.dtype) -> Config:
     """The shipped configuration for (capability, M, D), or one that fits `shared` bytes of shared memory."""
     config = safe(shared, M, D, DV, dtype)
@@ -83,9 +83,10 @@ def safe(shared: int, M: int, D: int, DV: int, dtype: torch.dtype) -> Config:
     """
     BM, BD, BDV = (max(16, 1 << (x - 1).bit_length()) for x in (M, D, DV))
     wide = max(BD, BDV)
-    # In fp32, chunks of 64 would use Hopper's wgmma: three tf32 products through it race (seen with triton 3.6).
-    # With heads of 256, wgmma leaves ptxas without registers.
-    longest = 64 if dtype != torch.float32 and wide <= 128 else 32 if dtype != torch.float32 or wide <= 128 else 16
+    # Chunks of 64 use Hopper's wgmma. In fp32 three tf32 products through it race; with heads of 256 ptxas runs out of
+    # registers; with fewer than 64 slots it gets an address wrong in the key kernel (all seen with triton 3.6).
+    half = dtype != torch.float32
+    longest = 64 if half and wide <= 128 and BM >= 64 else 32 if half or wide <= 128 else 16
     fitting = [C for C in (64, 32, 16) if longest >= C and shared_bytes(C, BM, wide, dtype, shared) <= shared]
     if not fitting:
         raise ValueError(f"{M} slots with head dim {max(D, DV)} need more than {shared} bytes of shared memory")

@@ -177,8 +177,8 @@ def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *
     dg = db if x.g.dtype == torch.float32 else x.new(x.B, x.T, x.E, x.M, dtype=x.g.dtype)
     for sent, y, w, S, dS, dy, out in ((do, x.v, p, m.V, dV, dv, db), (x.q, x.k, dl, m.K, dK, dk, dg)):
         x.launch(
-            key_kernel, x.grid, sent, y, x.g, w, x.segments, x.layout.per_chunk, m.b, S, dS, db, dy, out,
-            *strides(sent, y), *x.counts, warps=x.config.key_warps, num_stages=x.config.key_stages, D=y.shape[-1],
+            key_kernel, (2 * x.grid[0], x.grid[1]), sent, y, x.g, w, x.segments, x.layout.per_chunk, m.b, S, dS, db, dy,
+            out, *strides(sent, y), *x.counts, warps=x.config.key_warps, num_stages=x.config.key_stages, D=y.shape[-1],
             BD=x.config.block_dv if y is x.v else x.config.block_d,
         )  # fmt: skip
     if shared:

@@ -9,45 +9,38 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .gsa_launch import Call, backward, forward, step
-from .launch import own_namespace
+from .launch import operator, own_namespace
 
 NAMESPACE = own_namespace(__name__, "gsa_forward")
 
 FORWARD = (
-    "(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? segments, Tensor? cu, Tensor? K0, Tensor? V0)"
-    " -> (Tensor, Tensor, Tensor)"
+    "gsa_forward(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? segments, Tensor? cu, Tensor? K0,"
+    " Tensor? V0) -> (Tensor, Tensor, Tensor)"
 )
 BACKWARD = (
-    "(Tensor do, Tensor? dK1, Tensor? dV1, Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? segments,"
-    " Tensor? cu, Tensor? K0, Tensor? V0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "gsa_backward(Tensor do, Tensor? dK1, Tensor? dV1, Tensor q, Tensor k, Tensor v, Tensor g, float scale,"
+    " Tensor? segments, Tensor? cu, Tensor? K0, Tensor? V0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 STEP = (
-    "(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? padding, Tensor K, Tensor V, Tensor seen)"
+    "gsa_step(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? padding, Tensor K, Tensor V, Tensor seen)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
-chunked_op = torch.library.custom_op(f"{NAMESPACE}::gsa_forward", forward, mutates_args=(), schema=FORWARD)
-backward_op = torch.library.custom_op(f"{NAMESPACE}::gsa_backward", backward, mutates_args=(), schema=BACKWARD)
-step_op = torch.library.custom_op(f"{NAMESPACE}::gsa_step", step, mutates_args=(), schema=STEP)
 
-
-@chunked_op.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
+def _fake_forward(*inputs: Any) -> tuple[Tensor, ...]:
     x = Call(*inputs)
     rows, (E, M) = x.q.shape[0] if x.cu is None else x.cu.shape[0] - 1, x.g.shape[2:]
     last = (x.q.new_empty(rows, E, M, dim, dtype=torch.float32) for dim in (x.q.shape[-1], x.v.shape[-1]))
     return (x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), *last)
 
 
-@backward_op.register_fake
-def _(do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+def _fake_backward(do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     x = Call(*inputs)
     leaves = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in x[:4])
     return (*leaves, *(do.new_empty(0 if y is None else y.shape, dtype=torch.float32) for y in (x.K0, x.V0)))
 
 
-@step_op.register_fake
-def _(
+def _fake_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, padding: Tensor | None, *state: Tensor
 ) -> tuple[Tensor, ...]:
     return (q.new_empty(*q.shape[:3], v.shape[-1]), *(torch.empty_like(x) for x in state))
@@ -67,7 +60,9 @@ def _differentiate(ctx: Any, do: Tensor | None, dK1: Tensor | None, dV1: Tensor 
     return (*inputs, None, None, None, None if K0 is None else dK0, None if V0 is None else dV0)
 
 
-chunked_op.register_autograd(_differentiate, setup_context=_save)
+chunked_op = operator(NAMESPACE, FORWARD, forward, _fake_forward, _save, _differentiate)
+backward_op = operator(NAMESPACE, BACKWARD, backward, _fake_backward)
+step_op = operator(NAMESPACE, STEP, step, _fake_step)
 
 
 def _forward_flops(q: Any, k: Any, v: Any, g: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -41,10 +41,10 @@ def write_strength(b_g):
 
 
 @jit
-def locate(p_chunks, T, N, E, M: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr):
-    """For grid (N, B*E): batch row, first token of the chunk, gate head, tokens in it, its slot, and where its first
-    token lies in g, b and their gradients [B,T,E,M]."""
-    i_n, i_b, i_e = tl.program_id(0), (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+def locate(p_chunks, i_n, T, N, E, M: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr):
+    """For chunk i_n and program_id(1) = b E + e: batch row, first token of the chunk, gate head, tokens in it, its
+    slot, and where its first token lies in g, b and their gradients [B,T,E,M]."""
+    i_b, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
     if VARLEN:
         i_t = tl.load(p_chunks + 3 * i_n)
         size = tl.load(p_chunks + 3 * i_n + 1)
@@ -177,7 +177,7 @@ def read_slots(b_x, b_y, b_S, b_S_low, b_query, b_write, b_write_low, m_enter, m
             b_out += b_q * dot(b_A_i, b_A_i_low, b_k, b_k_low, PREC)
     else:
         b_A, b_A_low = parts(b_A, b_y.dtype == tl.bfloat16)
-        b_out = (b_out + dot(b_A, b_A_low, b_write, b_write_low, PREC)) * b_query
+        b_out = dot(b_A, b_A_low, b_write, b_write_low, PREC, b_out) * b_query
     return b_out
 
 
@@ -202,4 +202,4 @@ def mix_slots(b_p, b_y, b_S, b_S_low, b_query, b_write, b_write_low, m_enter, m_
     if SEGMENTS:
         b_pq, b_pq_low = parts(tl.where(m_enter[:, None], b_p, 0.0), b_y.dtype == tl.bfloat16)
     b_A, b_A_low = parts(tl.where(m_seen, b_A, 0.0), b_y.dtype == tl.bfloat16)
-    return dot(b_pq, b_pq_low, b_S, b_S_low, PREC) + dot_given_right(b_A, b_A_low, b_y, PREC)
+    return dot(b_pq, b_pq_low, b_S, b_S_low, PREC, dot_given_right(b_A, b_A_low, b_y, PREC))

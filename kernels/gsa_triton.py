@@ -36,7 +36,7 @@ def states_kernel(p_k, p_v, p_g, p_seg, p_chunks, p_b, p_decay, p_K, p_V, s_kb, 
                   C: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, VARLEN: tl.constexpr,
                   SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """b, e^{b_C}, and what the chunk writes into both memories (to the slot after its own). Grid (N, B*E)."""
-    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, T, N, E, M, C, VARLEN)
+    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, tl.program_id(0), T, N, E, M, C, VARLEN)
     if size <= 0:
         return
     o_c, o_m, o_d, o_dv, s_g = tl.arange(0, C), tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV), E * M
@@ -128,7 +128,7 @@ def output_kernel(p_q, p_k, p_v, p_g, p_seg, p_chunks, p_b, p_K, p_V, p_o, scale
 
     HOLD keeps what all heads share in shared memory; without it each tile loads it again, in less space.
     """
-    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, T, N, E, M, C, VARLEN)
+    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, tl.program_id(0), T, N, E, M, C, VARLEN)
     if size <= 0:
         return
     p_g, p_b, i_h, i_q, row = p_g + gate, p_b + gate, i_e // SHARE, i_e * (H // E), i_b * T

@@ -46,7 +46,7 @@ def logits_kernel(p_q, p_k, p_v, p_g, p_do, p_seg, p_chunks, p_b, p_K, p_V, p_p,
                   PREC: tl.constexpr):  # fmt: skip
     """p and scale dl [B,T,H,M], times e^{b_t-b_mid} unless the chunk is strong; and what the queries send to g, the
     sum over heads and over the rest of the chunk of p dp + l dl [B,T,E,M]. Grid (N, B*E)."""
-    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, T, N, E, M, C, VARLEN)
+    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, tl.program_id(0), T, N, E, M, C, VARLEN)
     if size <= 0:
         return
     p_g, p_b, p_db, i_h, i_q, row = p_g + gate, p_b + gate, p_db + gate, i_e // SHARE, i_e * (H // E), i_b * T
@@ -122,7 +122,7 @@ def query_kernel(p_k, p_g, p_seg, p_chunks, p_b, p_K, p_dl, p_dq, s_kb, s_kt, s_
                  SEGMENTS: tl.constexpr, RANGE: tl.constexpr, STACK: tl.constexpr, HOLD: tl.constexpr,
                   PREC: tl.constexpr):  # fmt: skip
     """dq [B,T,H,D]. Grid (N, B*E)."""
-    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, T, N, E, M, C, VARLEN)
+    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, tl.program_id(0), T, N, E, M, C, VARLEN)
     if size <= 0:
         return
     p_g, p_b, i_q, row = p_g + gate, p_b + gate, i_e * (H // E), i_b * T
@@ -170,7 +170,7 @@ def writes_kernel(p_q, p_do, p_seg, p_chunks, p_b, p_p, p_dl, p_dK, p_dV,
                   SEGMENTS: tl.constexpr, RANGE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """What a chunk's reads send back to the memories that entered it, to its own slot: grid (N, B*E, 2), values
     then keys."""
-    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, T, N, E, M, C, VARLEN)
+    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, tl.program_id(0), T, N, E, M, C, VARLEN)
     if size <= 0:
         return
     p_b, row, i_q, G = p_b + gate, (i_b * T + i_t) * H, i_e * (H // E), H // E
@@ -203,7 +203,7 @@ def write_back(p_x, s_xt, s_xh, p_w, p_dS, p_seg, i_row, p_b, i_t, size, G, H, E
         if strong:
             b_w *= tl.exp2(load_sums(p_b, o_c, o_m, E * M, size, M))
         b_w, b_w_low = parts(tl.trans(b_w), b_x.dtype == tl.bfloat16)
-        b_dS += dot_given_right(b_w, b_w_low, b_x, PREC)
+        b_dS = dot_given_right(b_w, b_w_low, b_x, PREC, b_dS)
     b_start = tl.exp2(tl.where(strong, 0.0, b_mid))
     store_memory(p_dS, b_dS * b_start[:, None], o_m, o_d, M, D)
 
@@ -214,8 +214,11 @@ def key_kernel(p_x, p_y, p_g, p_w, p_seg, p_chunks, p_b, p_S, p_dS, p_before, p_
                LEVELS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr,
                SEGMENTS: tl.constexpr, RANGE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """Key side of one pass: dy [B,T,E,D], which is dv for x = do, y = v, w = p and dk for x = q, y = k, w = scale dl,
-    and dg [B,T,E,M], which gains what this pass adds to `before`. Grid (N, B*E)."""
-    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, T, N, E, M, C, VARLEN)
+    and dg [B,T,E,M], which gains what this pass adds to `before`. Grid (2 N, B*E).
+
+    Each has a program of its own, side by side, since both share x and w, but not the registers that a program has.
+    """
+    i_b, i_t, i_e, size, slot, gate = locate(p_chunks, tl.program_id(0) // 2, T, N, E, M, C, VARLEN)
     if size <= 0:
         return
     p_g, p_b, p_before, p_dg = p_g + gate, p_b + gate, p_before + gate, p_dg + gate
@@ -227,71 +230,108 @@ def key_kernel(p_x, p_y, p_g, p_w, p_seg, p_chunks, p_b, p_S, p_dS, p_before, p_
     p_dS += end * (M * D)
     p_dy += (token * E + i_e) * D
     strong, b_mid, b_end = reference(p_b, tl.arange(0, BM), E * M, size, M, C, RANGE)
-    if strong:
-        key_chunk(p_x, s_xt, s_xh, p_y, s_yt, p_g, p_w, p_seg, row, p_b, p_S, p_dS, p_before, p_dy, p_dg, b_end, b_end,
-                  i_t, size, H, E, M, D, C, LEVELS, BM, BD, SEGMENTS, RANGE, True, PREC)  # fmt: skip
+    if tl.program_id(0) % 2 == 0:
+        if strong:
+            key_chunk(p_x, s_xt, s_xh, p_g, p_w, p_seg, row, p_b, p_dS, p_dy, b_end, b_end, i_t, size, H, E, M, D, C,
+                      LEVELS, BM, BD, SEGMENTS, RANGE, True, PREC)  # fmt: skip
+        else:
+            key_chunk(p_x, s_xt, s_xh, p_g, p_w, p_seg, row, p_b, p_dS, p_dy, b_mid, b_end, i_t, size, H, E, M, D, C,
+                      LEVELS, BM, BD, SEGMENTS, RANGE, False, PREC)  # fmt: skip
     else:
-        key_chunk(p_x, s_xt, s_xh, p_y, s_yt, p_g, p_w, p_seg, row, p_b, p_S, p_dS, p_before, p_dy, p_dg, b_mid, b_end,
-                  i_t, size, H, E, M, D, C, LEVELS, BM, BD, SEGMENTS, RANGE, False, PREC)  # fmt: skip
+        if strong:
+            gate_chunk(p_x, s_xt, s_xh, p_y, s_yt, p_g, p_w, p_seg, row, p_b, p_S, p_dS, p_before, p_dg, b_end, b_end,
+                       i_t, size, H, E, M, D, C, LEVELS, BM, BD, SEGMENTS, RANGE, True, PREC)  # fmt: skip
+        else:
+            gate_chunk(p_x, s_xt, s_xh, p_y, s_yt, p_g, p_w, p_seg, row, p_b, p_S, p_dS, p_before, p_dg, b_mid, b_end,
+                       i_t, size, H, E, M, D, C, LEVELS, BM, BD, SEGMENTS, RANGE, False, PREC)  # fmt: skip
 
 
 @jit
-def key_chunk(p_x, s_xt, s_xh, p_y, s_yt, p_g, p_w, p_seg, row, p_b, p_S, p_dS, p_before, p_dy, p_dg, b_ref, b_end,
-              i_t, size, H, E, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-              BM: tl.constexpr, BD: tl.constexpr, SEGMENTS: tl.constexpr, RANGE: tl.constexpr,
-              STRONG: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
-    """`key_kernel` for one kind of chunk; pointers at the chunk's first token, heads at the memory's first.
+def key_chunk(p_x, s_xt, s_xh, p_g, p_w, p_seg, row, p_b, p_dS, p_dy, b_ref, b_end, i_t, size, H, E, M: tl.constexpr,
+              D: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+              SEGMENTS: tl.constexpr, RANGE: tl.constexpr, STRONG: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """dy of `key_kernel` for one kind of chunk; pointers at the chunk's first token, heads at the memory's first.
 
-    Inside the chunk, per head: A^T_it = sum_m w_t e^{b_t-b_i} s_i, dy_i = sum_{t>=i} A^T_it x_t,
-    ds_i = sum_{t>=i} (y_i.x_t) w_t e^{b_t-b_i}.
+    Inside the chunk, per head: A^T_it = sum_m w_t e^{b_t-b_i} s_i, dy_i = sum_{t>=i} A^T_it x_t.
     """
-    o_c, o_m, o_d, s_g, level = tl.arange(0, C), tl.arange(0, BM), tl.arange(0, BD), E * M, 0
-    if STRONG:
-        level = block_level(p_b, o_c, o_m, s_g, size, M, LEVELS, RANGE)
-    m_leave, m_seen = o_c >= 0, o_c[:, None] <= o_c[None, :]
-    if SEGMENTS:
-        b_seg, _, leaves = segment_flow(p_seg + row, o_c, i_t, size)
-        m_leave = b_seg == leaves
-        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
-    # [C, BD], [C, BM], [BM, BD]
-    b_y = load_rows(p_y, o_c, o_d, s_yt, size, D)
+    o_c, o_m, o_d, s_g = tl.arange(0, C), tl.arange(0, BM), tl.arange(0, BD), E * M
+    m_leave, m_seen, level = key_side(p_seg, row, p_b, o_c, o_m, s_g, i_t, size, M, LEVELS, RANGE, SEGMENTS, STRONG)
+    # [C, BM], [BM, BD], [C, BD]
     b_key, b_s = key_factors(p_g, p_b, b_ref, o_c, o_m, s_g, size, M)
-    b_write, b_write_low = parts(b_key * b_s, b_y.dtype == tl.bfloat16)
+    b_write, b_write_low = parts(b_key * b_s, p_x.dtype.element_ty == tl.bfloat16)
+    b_dS = load_memory(p_dS, o_m, o_d, M, D) * tl.exp2(b_end - b_ref)[:, None]
+    b_dS, b_dS_low = parts(b_dS, p_x.dtype.element_ty == tl.bfloat16)
+    b_dy = tl.where(m_leave[:, None], dot(b_write, b_write_low, b_dS, b_dS_low, PREC), 0.0)
+    for i_g in range(H // E):
+        b_x = load_rows(p_x + i_g * s_xh, o_c, o_d, s_xt, size, D)
+        b_w = load_rows(p_w + i_g * M, o_c, o_m, H * M, size, M)
+        if STRONG:
+            b_A = tl.zeros([C, C], tl.float32)
+            for i in range(level, LEVELS + 1):
+                b_q, b_k, m_pair = block_split(p_b, i, level, o_c, o_c, o_m, s_g, size, M, RANGE)
+                b_q, b_q_low = parts(b_q * b_w, b_x.dtype == tl.bfloat16)
+                b_ks, b_ks_low = parts(b_k * b_s, b_x.dtype == tl.bfloat16)
+                b_A += tl.where(m_pair, dot(b_ks, b_ks_low, tl.trans(b_q), tl.trans(b_q_low), PREC), 0.0)
+        else:
+            b_w, b_w_low = parts(b_w, b_x.dtype == tl.bfloat16)
+            b_A = dot(b_write, b_write_low, tl.trans(b_w), tl.trans(b_w_low), PREC)
+        b_A, b_A_low = parts(tl.where(m_seen, b_A, 0.0), b_x.dtype == tl.bfloat16)
+        b_dy = dot_given_right(b_A, b_A_low, b_x, PREC, b_dy)
+    store_rows(p_dy, b_dy, o_c, o_d, E * D, size, D)
+
+
+@jit
+def gate_chunk(p_x, s_xt, s_xh, p_y, s_yt, p_g, p_w, p_seg, row, p_b, p_S, p_dS, p_before, p_dg, b_ref, b_end, i_t,
+               size, H, E, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr,
+               BD: tl.constexpr, SEGMENTS: tl.constexpr, RANGE: tl.constexpr, STRONG: tl.constexpr,
+               PREC: tl.constexpr):  # fmt: skip
+    """dg of `key_kernel` for one kind of chunk; per head, ds_i = sum_{t>=i} (y_i.x_t) w_t e^{b_t-b_i}."""
+    o_c, o_m, o_d, s_g = tl.arange(0, C), tl.arange(0, BM), tl.arange(0, BD), E * M
+    m_leave, m_seen, level = key_side(p_seg, row, p_b, o_c, o_m, s_g, i_t, size, M, LEVELS, RANGE, SEGMENTS, STRONG)
+    # [C, BD], [BM, BD], [C, BM]
+    b_y = load_rows(p_y, o_c, o_d, s_yt, size, D)
     b_dS = load_memory(p_dS, o_m, o_d, M, D) * tl.exp2(b_end - b_ref)[:, None]
     b_dS, b_dS_low = parts(b_dS, b_y.dtype == tl.bfloat16)
-    b_dy = tl.where(m_leave[:, None], dot(b_write, b_write_low, b_dS, b_dS_low, PREC), 0.0)
     b_ds = tl.where(m_leave[:, None], dot_given_left(b_y, tl.trans(b_dS), tl.trans(b_dS_low), PREC), 0.0)
     if STRONG:
-        b_ds *= b_key
+        b_ds *= tl.exp2(b_ref[None, :] - load_sums(p_b, o_c, o_m, s_g, size, M))
     for i_g in range(H // E):
         b_x = load_rows(p_x + i_g * s_xh, o_c, o_d, s_xt, size, D)
         b_w = load_rows(p_w + i_g * M, o_c, o_m, H * M, size, M)
         b_B = tl.where(m_seen, dot_given(b_y, tl.trans(b_x), PREC), 0.0)
         if STRONG:
-            b_A = tl.zeros([C, C], tl.float32)
             for i in range(level, LEVELS + 1):
                 b_q, b_k, m_pair = block_split(p_b, i, level, o_c, o_c, o_m, s_g, size, M, RANGE)
                 b_q, b_q_low = parts(b_q * b_w, b_y.dtype == tl.bfloat16)
-                b_ks, b_ks_low = parts(b_k * b_s, b_y.dtype == tl.bfloat16)
                 b_B_i, b_B_i_low = parts(tl.where(m_pair, b_B, 0.0), b_y.dtype == tl.bfloat16)
-                b_A += tl.where(m_pair, dot(b_ks, b_ks_low, tl.trans(b_q), tl.trans(b_q_low), PREC), 0.0)
                 b_ds += b_k * dot(b_B_i, b_B_i_low, b_q, b_q_low, PREC)
         else:
             b_w, b_w_low = parts(b_w, b_y.dtype == tl.bfloat16)
             b_B, b_B_low = parts(b_B, b_y.dtype == tl.bfloat16)
-            b_ds += dot(b_B, b_B_low, b_w, b_w_low, PREC)
-            b_A = dot(b_write, b_write_low, tl.trans(b_w), tl.trans(b_w_low), PREC)
-        b_A, b_A_low = parts(tl.where(m_seen, b_A, 0.0), b_y.dtype == tl.bfloat16)
-        b_dy += dot_given_right(b_A, b_A_low, b_x, PREC)
-    store_rows(p_dy, b_dy, o_c, o_d, E * D, size, D)
+            b_ds = dot(b_B, b_B_low, b_w, b_w_low, PREC, b_ds)
     if not STRONG:
-        b_key, b_s = key_factors(p_g, p_b, b_ref, o_c, o_m, s_g, size, M)
-        b_ds *= b_key
+        b_ds *= tl.exp2(b_ref[None, :] - load_sums(p_b, o_c, o_m, s_g, size, M))
     # [BM]: stands for all that comes after the chunk
     b_tail = tl.sum(load_memory(p_S, o_m, o_d, M, D) * load_memory(p_dS, o_m, o_d, M, D), 1)
+    b_s = write_strength(load_gates(p_g, o_c, o_m, s_g, size, M))
     b_dg = b_tail[None, :] - tl.cumsum(b_s * b_ds, 0, reverse=True) - (1.0 - b_s) * b_ds
     b_dg += load_rows(p_before, o_c, o_m, s_g, size, M)
     store_rows(p_dg, b_dg, o_c, o_m, s_g, size, M)
+
+
+@jit
+def key_side(p_seg, row, p_b, o_c, o_m, s_g, i_t, size, M: tl.constexpr, LEVELS: tl.constexpr, RANGE: tl.constexpr,
+             SEGMENTS: tl.constexpr, STRONG: tl.constexpr):  # fmt: skip
+    """Whether the document of a key leaves with the chunk [C], which queries see a key [C keys, C queries], and the
+    block level of a strong chunk."""
+    m_leave, m_seen, level = o_c >= 0, o_c[:, None] <= o_c[None, :], 0
+    if SEGMENTS:
+        b_seg, _, leaves = segment_flow(p_seg + row, o_c, i_t, size)
+        m_leave = b_seg == leaves
+        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
+    if STRONG:
+        level = block_level(p_b, o_c, o_m, s_g, size, M, LEVELS, RANGE)
+    return m_leave, m_seen, level
 
 
 @jit

@@ -45,43 +45,46 @@ def parts(b_x, SPLIT: tl.constexpr):
     return b_high, b_low
 
 
+# Each takes what its product is added to, b_z: a sum of separate products would hold both in registers.
+
+
 @jit
-def dot(b_x, b_x_low, b_y, b_y_low, PREC: tl.constexpr):
-    """x @ y in fp32, for two computed factors as `parts` returns them. PREC says what becomes of fp32 operands."""
+def dot(b_x, b_x_low, b_y, b_y_low, PREC: tl.constexpr, b_z=None):
+    """x @ y + z in fp32, for two computed factors as `parts` returns them. PREC says what becomes of fp32 operands."""
     if b_x.dtype == tl.bfloat16:
-        b_z = tl.dot(b_x, b_y, tl.dot(b_x, b_y_low, tl.dot(b_x_low, b_y)))
+        b_z = tl.dot(b_x, b_y, tl.dot(b_x, b_y_low, tl.dot(b_x_low, b_y, b_z)))
     else:
-        b_z = tl.dot(b_x, b_y, input_precision=PREC)
+        b_z = tl.dot(b_x, b_y, b_z, input_precision=PREC)
     return b_z
 
 
 @jit
-def dot_given(b_x, b_y, PREC: tl.constexpr):
-    """x @ y in fp32 where the caller gave both: exact products of bf16."""
+def dot_given(b_x, b_y, PREC: tl.constexpr, b_z=None):
+    """x @ y + z in fp32 where the caller gave both: exact products of bf16."""
     if b_x.dtype == tl.bfloat16:
-        b_z = tl.dot(b_x, b_y)
+        b_z = tl.dot(b_x, b_y, b_z)
     else:
-        b_z = tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), input_precision=PREC)
+        b_z = tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_z, input_precision=PREC)
     return b_z
 
 
 @jit
-def dot_given_left(b_x, b_y, b_y_low, PREC: tl.constexpr):
-    """x @ y in fp32, where x was given."""
+def dot_given_left(b_x, b_y, b_y_low, PREC: tl.constexpr, b_z=None):
+    """x @ y + z in fp32, where x was given."""
     if b_x.dtype == tl.bfloat16:
-        b_z = tl.dot(b_x, b_y, tl.dot(b_x, b_y_low))
+        b_z = tl.dot(b_x, b_y, tl.dot(b_x, b_y_low, b_z))
     else:
-        b_z = tl.dot(b_x.to(tl.float32), b_y, input_precision=PREC)
+        b_z = tl.dot(b_x.to(tl.float32), b_y, b_z, input_precision=PREC)
     return b_z
 
 
 @jit
-def dot_given_right(b_x, b_x_low, b_y, PREC: tl.constexpr):
-    """x @ y in fp32, where y was given."""
+def dot_given_right(b_x, b_x_low, b_y, PREC: tl.constexpr, b_z=None):
+    """x @ y + z in fp32, where y was given."""
     if b_y.dtype == tl.bfloat16:
-        b_z = tl.dot(b_x, b_y, tl.dot(b_x_low, b_y))
+        b_z = tl.dot(b_x, b_y, tl.dot(b_x_low, b_y, b_z))
     else:
-        b_z = tl.dot(b_x, b_y.to(tl.float32), input_precision=PREC)
+        b_z = tl.dot(b_x, b_y.to(tl.float32), b_z, input_precision=PREC)
     return b_z
 
 
