@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,10 @@ from transformers import initialization as init
 
 from .features import Features
 from .linear import linear_attention, linear_attention_both_ways
+from .linear_launch import GUARD, Backend, Precision, fits_unit, use_triton, wants_gradients
+from .linear_ops import both_op, chunked_op, step_op
 from .mixer import Bounds, Mixer, Site
 from .scan import each_sequence, numbered
-
-# The normaliser is at least this share of what it is for f = 1: only signed kernels come near.
-GUARD = 1e-6
 
 
 class LAState(NamedTuple):
@@ -54,41 +53,60 @@ def la(
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: LAState | None = None,
+    unit: bool = False,
     chunk_size: int = 64,
+    backend: Backend = "auto",
+    precision: Precision = "tf32",
 ) -> tuple[Tensor, LAState]:
     """Normalised linear attention, eq. 5: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
-    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv], Hkv dividing H, as the kernel is to see them (unit vectors, features);
-    `a`, `b` numbers or [H]. `padding` [B,T] bool is True at real tokens; others add nothing and output 0.
-    `segments` [B,T] int: sums restart where it changes. `cu_seqlens` [S+1] int32 with B=1: S sequences end to end;
-    `state` then has S rows. Without `causal` every token sees its whole document, and no state goes in.
+    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv], Hkv dividing H, as the kernel is to see them (features), or with `unit`
+    as their unit vectors; `a`, `b` numbers or [H], not 0 where they have gradients. `padding` [B,T] bool is True at
+    real tokens; others add nothing and output 0. `segments` [B,T] int: sums restart where it changes. `cu_seqlens`
+    [S+1] int32 with B=1: S sequences end to end; `state` then has S rows. Without `causal` every token sees its whole
+    document, and no state goes in. `backend`: `auto` runs the Triton kernels on a GPU for what they know, else PyTorch;
+    the others insist. `chunk_size` is PyTorch's, `precision` that of the kernels' products of fp32.
 
-    Raises ValueError for shapes that do not fit, or a state without `causal`.
+    Raises ValueError for shapes that do not fit, a state without `causal`, or `triton` where it cannot run.
     """
     _check(q, k, v, padding, segments, cu_seqlens, state, causal)
-    if cu_seqlens is not None:
-        run = partial(la, a=a, b=b, causal=causal, chunk_size=chunk_size)
-        return each_sequence(run, cu_seqlens, state, q=q, k=k, v=v)
-    o, _, state = _la(q, k, v, a, b, causal, padding, segments, state, chunk_size)
+    way: Any = {"causal": causal, "unit": unit, "backend": backend, "precision": precision, "chunk_size": chunk_size}
+    if cu_seqlens is not None and not (causal and use_triton(backend, q, v, k.shape[2])):
+        return each_sequence(partial(la, a=a, b=b, **way), cu_seqlens, state, q=q, k=k, v=v)
+    o, _, state = la_with_mass(q, k, v, a, b, padding, segments, cu_seqlens, state, **way)
     return o, state
 
 
-def _la(
+def la_with_mass(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     a: Tensor | float,
     b: Tensor | float,
-    causal: bool,
     padding: Tensor | None,
     segments: Tensor | None,
+    cu: Tensor | None,
     state: LAState | None,
+    *,
+    causal: bool,
+    unit: bool,
+    backend: Backend,
+    precision: Precision,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, LAState]:
-    """`la` for rows, and the normaliser g [B,T,H] beside its results."""
-    state = fresh_state(q, k, v) if state is None else state
+    """`la`, and the normaliser g [B,T,H] beside its results."""
+    rows = q.shape[0] if cu is None else cu.shape[0] - 1
+    entered, state = state, fresh_state(q, k, v, rows) if state is None else state
     if q.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3]), state
+    obstacle = "" if causal or segments is None else "documents in one row, and every token sees its own"
+    kernels = use_triton(backend, q, v, k.shape[2], obstacle)
+    if unit and not (kernels and fits_unit(q, v)):
+        q, k, unit = unit_vectors(q), unit_vectors(k), False
+    if kernels:
+        a, b = (_per_head(y, q) for y in (a, b))
+        first = None if entered is None else _pack(entered)
+        return _la_triton(q, k, v, a, b, causal, padding, segments, cu, state, first, unit, precision)
     q1, k1, v1 = _longer(q, k, v, a, b, padding, state.products.dtype)
     if causal:
         sums, memory = linear_attention(q1, k1, v1, _join(state), segments, chunk_size)
@@ -100,6 +118,58 @@ def _la(
     if padding is not None:
         o = o * padding[:, :, None, None]
     return o.to(q.dtype), g[..., 0], last
+
+
+def _la_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    causal: bool,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    cu: Tensor | None,
+    state: LAState,
+    first: Tensor | None,
+    unit: bool,
+    precision: str,
+) -> tuple[Tensor, Tensor, LAState]:
+    """The kernels of linear_triton.py and linear_both.py; a single token without gradients is one launch."""
+    dtype, (D, DV) = q.dtype, (q.shape[-1], v.shape[-1])
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if not causal:
+        o, g, *_ = both_op(q, k, v, a, b, unit, precision, padding)
+        return o.to(dtype), g, state
+    if q.shape[1] == 1 and segments is None and cu is None and not wants_gradients(q, k, v, a, b, *state[:3]):
+        o, g, *after = step_op(q, k, v, a, b, None, None, None, 1.0, unit, padding, *state)
+        return o.to(dtype), g, LAState(*after)
+    if segments is not None:
+        segments = numbered(segments).int()
+    o, g, _, _, last = chunked_op(q, k, v, a, b, None, None, None, 1.0, unit, precision, segments, padding, cu, first)
+    S, z, u, _ = last.split([D * DV, D, DV, 4], -1)
+    n = state.tokens
+    count = n + cu.diff() if cu is not None else _count(n, padding, segments, (q.shape[0], q.shape[1]))
+    return o.to(dtype), g, LAState(S.unflatten(-1, (D, DV)), z, u, count)
+
+
+def _pack(state: LAState) -> Tensor:
+    """The state as the kernels have it, [rows,Hkv,W]: S, z, u, n and three numbers that fill up."""
+    S, z, u, n = state
+    return torch.cat([S.flatten(2), z, u, n.float()[:, None, None].expand(-1, S.shape[1], 4)], -1)
+
+
+def _per_head(y: Tensor | float, q: Tensor) -> Tensor:
+    """A number, or one per query head, as [H] fp32."""
+    if isinstance(y, Tensor):
+        return y.float().expand(q.shape[2])
+    return torch.full((q.shape[2],), float(y), device=q.device)
+
+
+def unit_vectors(y: Tensor) -> Tensor:
+    """y over its length, in fp32 at least."""
+    y = y.to(torch.promote_types(y.dtype, torch.float32))
+    return y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12)
 
 
 def _check(
@@ -128,9 +198,10 @@ def _check(
         raise ValueError("a state has no meaning where every token sees all others; pass causal=True")
 
 
-def fresh_state(q: Tensor, k: Tensor, v: Tensor) -> LAState:
+def fresh_state(q: Tensor, k: Tensor, v: Tensor, rows: int | None = None) -> LAState:
     """Empty sums for these shapes."""
     (B, _, Hkv, D), Dv = k.shape, v.shape[-1]
+    B = B if rows is None else rows
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return LAState(
         q.new_zeros(B, Hkv, D, Dv, dtype=dtype),
@@ -272,11 +343,8 @@ class LinearAttention(Mixer):
         return 1.0 if self.features is None else 1.0 - slope, slope
 
     def feature_map(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
-        """Features in fp32 of queries or keys y [B,T,heads,D]."""
-        if self.features is not None:
-            return self.features(y, role)
-        y = y.float()
-        return y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12)
+        """Features in fp32 of queries or keys y [B,T,heads,D]; unit vectors are the kernel's business."""
+        return y if self.features is None else self.features(y, role)
 
     def mix_with_mass(
         self,
@@ -294,7 +362,22 @@ class LinearAttention(Mixer):
         # Autocast would run the fp32 sums in half precision.
         with torch.autocast(q.device.type, enabled=False):
             q, k = self.feature_map(q, "query"), self.feature_map(k, "key")
-            o, g, state = _la(q, k, v, a, b, causal, padding, segments, state, self.chunk_size)
+            o, g, state = la_with_mass(
+                q,
+                k,
+                v,
+                a,
+                b,
+                padding,
+                segments,
+                None,
+                state,
+                causal=causal,
+                unit=self.features is None,
+                backend="auto",
+                precision="tf32",
+                chunk_size=self.chunk_size,
+            )
         return o.to(v.dtype), g.clamp_min(GUARD).log(), state
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:

@@ -24,9 +24,11 @@ from torch import Tensor
 from .features import Features
 from .gsa_torch import state_dtype, to_gate_heads
 from .linear import linear_attention
+from .linear_launch import Backend, Precision, use_triton, wants_gradients
+from .linear_ops import chunked_op, step_op
 from .mixer import Bounds, Mixer, Site
 from .norm import HeadNorm
-from .scan import each_sequence
+from .scan import each_sequence, numbered
 
 
 class RetNetState(NamedTuple):
@@ -49,6 +51,8 @@ def retnet(
     read_gate: Tensor | None = None,
     write_gate: Tensor | None = None,
     chunk_size: int = 64,
+    backend: Backend = "auto",
+    precision: Precision = "tf32",
 ) -> tuple[Tensor, RetNetState]:
     """Retention, eqs. 5 to 7, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
@@ -56,20 +60,25 @@ def retnet(
     Hkv | E | H: one memory per state head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at
     real tokens; others leave the state alone, without decay, and output 0. `segments` [B,T] int: the memory restarts
     where it changes. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows.
-    `read_gate` [B,T,H] multiplies o, `write_gate` [B,T,E] what is written.
+    `read_gate` [B,T,H] multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels
+    on a GPU for what they know, else PyTorch; the others insist. `chunk_size` is PyTorch's, `precision` that of the
+    kernels' products of fp32.
 
-    Raises ValueError for shapes that do not fit. T=1 takes the recurrent step.
+    Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
     check_shapes(q, k, v, log_decay, padding, segments, cu_seqlens, read_gate, write_gate)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.shape[1] > 0 and use_triton(backend, q, v, log_decay.shape[0]):
+        gates = read_gate, write_gate
+        return _retnet_triton(q, k, v, log_decay, scale, padding, segments, cu_seqlens, state, *gates, precision)
     if cu_seqlens is not None:
-        run = partial(retnet, log_decay=log_decay, scale=scale, chunk_size=chunk_size)
-        gates = {"read_gate": read_gate, "write_gate": write_gate}
-        return each_sequence(run, cu_seqlens, state, q=q, k=k, v=v, **gates)
+        run = partial(retnet, log_decay=log_decay, scale=scale, chunk_size=chunk_size, backend="torch")
+        return each_sequence(run, cu_seqlens, state, q=q, k=k, v=v, read_gate=read_gate, write_gate=write_gate)
     (S,) = fresh_state(q, k, v, log_decay) if state is None else state
     if q.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1]), RetNetState(S)
     E, g = log_decay.shape[0], log_decay[None, None].to(S.dtype).expand(1, q.shape[1], -1)
-    x, y, z = q.to(S.dtype) * _scale(q, scale), *(to_gate_heads(u, E).to(S.dtype) for u in (k, v))
+    x, y, z = q.to(S.dtype) * scale, *(to_gate_heads(u, E).to(S.dtype) for u in (k, v))
     if read_gate is not None:
         x = x * read_gate.to(S.dtype)[..., None]
     if write_gate is not None:
@@ -112,8 +121,33 @@ def fresh_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> RetNetSta
     return RetNetState(q.new_zeros(q.shape[0], log_decay.shape[0], k.shape[-1], v.shape[-1], dtype=state_dtype(q)))
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
+def _retnet_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    cu: Tensor | None,
+    state: RetNetState | None,
+    read: Tensor | None,
+    write: Tensor | None,
+    precision: str,
+) -> tuple[Tensor, RetNetState]:
+    """The kernels of linear_triton.py; a single token without gradients is one launch."""
+    dtype, sizes = q.dtype, (q.shape[-1], v.shape[-1])
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    S = None if state is None else state.memory
+    inputs = q, k, v, None, None, log_decay, read, write, scale, False
+    if q.shape[1] == 1 and segments is None and cu is None and not wants_gradients(q, k, v, read, write, S):
+        S = fresh_state(q, k, v, log_decay).memory if S is None else S
+        o, _, S, *_ = step_op(*inputs, padding, S, None, None, None)
+        return o.to(dtype), RetNetState(S)
+    if segments is not None:
+        segments = numbered(segments).int()
+    o, *_, S = chunked_op(*inputs, precision, segments, padding, cu, None if S is None else S.flatten(2))
+    return o.to(dtype), RetNetState(S.unflatten(-1, sizes))
 
 
 def retnet_reference(
@@ -132,6 +166,7 @@ def retnet_reference(
     """Eq. 6 token by token, for checking: same arguments and results as `retnet`, in the dtype of the inputs."""
     (B, T, H, _), E = q.shape, log_decay.shape[0]
     (S,) = fresh_state(q, k, v, log_decay) if state is None else state
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     gamma, outputs = log_decay.to(S.dtype).exp()[:, None, None], []
     read = torch.ones(B, T, H, dtype=S.dtype) if read_gate is None else read_gate.to(S.dtype)
     write = torch.ones(B, T, E, dtype=S.dtype) if write_gate is None else write_gate.to(S.dtype)
@@ -142,7 +177,7 @@ def retnet_reference(
         k_t, v_t = (to_gate_heads(y[:, t : t + 1], E)[:, 0].to(S.dtype) for y in (k, v))  # [B,E,D], [B,E,Dv]
         added = write[:, t, :, None, None] * k_t[..., None] * v_t[:, :, None]
         S = torch.where(real[:, None, None, None], gamma * S + added, S)
-        o_t = _scale(q, scale) * torch.einsum("begd,bedv->begv", q[:, t].unflatten(1, (E, -1)).to(S.dtype), S)
+        o_t = scale * torch.einsum("begd,bedv->begv", q[:, t].unflatten(1, (E, -1)).to(S.dtype), S)
         outputs.append(o_t.flatten(1, 2) * (read[:, t] * real[:, None])[..., None])
     o = torch.stack(outputs, 1) if outputs else q.new_zeros(B, 0, H, v.shape[-1])
     return o.to(q.dtype), RetNetState(S)

@@ -17,19 +17,21 @@ def shape(dtype: str, B: int = 4, T: int = 10_000, **others: Any) -> Shape:
     return Shape(B, T, 16, 16, 128, dtype=dtype, **others)
 
 
+BOTH = ((32, 4096, 6, 64), (16, 6400, 3, 64), (1, 31500, 12, 128))
+
+
 class LA(Case):
     shapes = (
         shape("float32"),
         shape("bfloat16"),
-        shape("float32", causal=False),
-        shape("bfloat16", causal=False),
+        # Diffusion transformers: DiT-S/2 at 4096 tokens, three heads, Wan 2.1 at 21 x 30 x 50.
+        *(Shape(B, T, H, H, D, causal=False) for B, T, H, D in BOTH),
     )
     errors = tuple(
         shape(dtype, 2, 1000, causal=causal) for causal in (True, False) for dtype in ("bfloat16", "float16", "float32")
     )
     steps = (shape("bfloat16", 64, 1), shape("bfloat16", 1, 1))
     torch_tokens = 40_000
-    backends = ("torch",)
 
     def inputs(self, shape: Shape, device: str) -> list[Tensor]:
         """Unit vectors q and k, as the paper's."""
@@ -37,7 +39,7 @@ class LA(Case):
         return [normalize(q, dim=-1), normalize(k, dim=-1), v]
 
     def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return la(*inputs, causal=shape.causal)[0]
+        return la(*inputs, causal=shape.causal, backend=backend)[0]
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         """Its kernel is b q.k, without the constant a."""
@@ -51,4 +53,4 @@ class LA(Case):
         return LAState(products, keys, values, torch.full((shape.B,), 100, device=device))
 
     def step(self, inputs: list[Tensor], state: LAState, backend: Any) -> Any:
-        return la(*inputs, state=state)
+        return la(*inputs, state=state, backend=backend)

@@ -1,0 +1,378 @@
+"""Linear attention on the GPU, host side: scratch and launches.
+
+`forward` and `backward` take the arguments of their operators in linear_ops.py, in that order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .launch import Layout, dense, entry, interpreted, launch, lay_out, scratch, strides
+from .linear_both import read_kernel, total_kernel
+from .linear_config import Tiles, configure, obstacle
+from .linear_states import carry_kernel, delta_kernel, step_kernel, sums_kernel
+from .linear_triton import gradients_kernel, out_kernel
+from .tiles import triton
+
+# The normaliser is at least this share of what it is for f = 1: only signed kernels come near.
+GUARD = 1e-6
+
+
+Backend = Literal["auto", "triton", "torch"]
+# What becomes of fp32 factors in the kernels.
+Precision = Literal["tf32", "bf16x3", "ieee"]
+
+
+def use_triton(backend: str, q: Tensor, v: Tensor, heads: int, obstacle: str = "") -> bool:
+    """Whether the kernels take inputs of such dtypes and shapes, q in v's dtype, `heads` memories a row.
+
+    Raises ValueError where `triton` is asked for and they do not.
+    """
+    if backend == "auto":  # until they are proven on a GPU
+        return False
+    obstacle = "" if backend == "torch" else obstacle or runs_on(q, v, heads)
+    if backend == "triton" and obstacle:
+        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
+    return backend != "torch" and not obstacle
+
+
+def wants_gradients(*leaves: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in leaves)
+
+
+def fits_unit(q: Tensor, v: Tensor) -> bool:
+    """Whether a program holds whole rows of q and k: only then the kernels find their lengths."""
+    return max(q.shape[-1], v.shape[-1]) <= 128
+
+
+def runs_on(q: Tensor, v: Tensor, heads: int) -> str:
+    """Why the kernels cannot take these inputs; empty when they can."""
+    if triton is None:
+        return "triton is not installed"
+    if q.device.type != "cuda" and not interpreted():
+        return f"the tensors are on {q.device}"
+    if v.dtype not in (torch.bfloat16, torch.float16, torch.float32) or q.dtype == torch.float64:
+        return f"dtypes {q.dtype} and {v.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        return f"head dim {q.shape[-1]} or {v.shape[-1]} exceeds 256"
+    if q.shape[0] * max(heads, q.shape[2]) > 65535:
+        return f"{q.shape[0]} rows of {q.shape[2]} heads exceed a GPU's grid"
+    return obstacle(q.device, v.dtype, q.shape[-1], v.shape[-1])
+
+
+class Call(NamedTuple):
+    """The arguments of the forward operator. a, b [H]: normalised. Else log_decay [E] or none, and gates."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor | None
+    b: Tensor | None
+    log_decay: Tensor | None
+    read: Tensor | None
+    write: Tensor | None
+    scale: float
+    unit: bool
+    precision: str
+    segments: Tensor | None
+    padding: Tensor | None
+    cu: Tensor | None
+    first: Tensor | None
+
+
+def state_width(D: int, DV: int, normalised: bool) -> int:
+    """Numbers of one memory: S [D,Dv]; normalised also z [D], u [Dv], n and three that fill up."""
+    return D * DV + (D + DV + 4 if normalised else 0)
+
+
+class Problem:
+    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
+
+    def __init__(self, number: int, call: Call) -> None:
+        self.number, self.call = number, call
+        self.q, self.k, self.v = (dense(x) for x in call[:3])
+        (self.B, self.T, self.H, self.D), self.Hkv, self.DV = call.q.shape, call.k.shape[2], call.v.shape[3]
+        self.E = self.Hkv if call.log_decay is None else call.log_decay.shape[0]
+        self.config = configure(call.q, call.v, call.precision, call.a is not None)
+        self.normalised = call.a is not None
+        self.W = state_width(self.D, self.DV, self.normalised)
+        slopes: Any = [None if x is None else x.float().contiguous() for x in (call.a, call.b)]
+        self.a, self.b = slopes
+        self.lam = None if call.log_decay is None else call.log_decay.float().contiguous()
+        self.read, self.write = (None if x is None else x.contiguous() for x in (call.read, call.write))
+        self.first = None if call.first is None else call.first.float().contiguous()
+        self.real = None if call.padding is None else call.padding.contiguous().view(torch.uint8)
+        self.segments = call.segments
+        self.rows = self.B if call.cu is None else call.cu.shape[0] - 1
+        # Every kernel cuts rows into the same stretches.
+        self.layout, self.L = self._cut()
+        self.cut = self.layout.chunks > 1 or call.cu is not None
+
+    def _cut(self) -> tuple[Layout, int]:
+        c = self.config
+        L = self.pieces(
+            self.H * -(-self.DV // c.out.block), c.programs, max(c.out.chunk, c.gradients.chunk, c.sums.chunk)
+        )
+        return lay_out(self.q, self.call.cu, L), L
+
+    def pieces(self, alone: int, wanted: int, step: int) -> int:
+        """Tokens of a stretch, a multiple of `step`: `wanted` programs run, where a row's stretch takes `alone`."""
+        L = -(-self.T // max(1, wanted // (self.B * alone)))
+        return max(4 * step, -(-L // step) * step)
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return scratch(self.q, *shape, dtype=dtype)
+
+    def states(self) -> Tensor:
+        return self.new(self.layout.slots, self.E, self.W)
+
+    def constants(self, tiles: Tiles, split: bool) -> dict[str, Any]:
+        """The constexpr arguments of the kernels."""
+        call, wide = self.call, [max(16, 1 << (x - 1).bit_length()) for x in (self.D, self.DV)]
+        return {
+            "NORM": self.normalised,
+            "UNIT": call.unit,
+            "D": self.D,
+            "DV": self.DV,
+            "W": self.W,
+            "BD": wide[0],
+            "BDV": wide[1],
+            "BZ": min(tiles.block, max(wide)),
+            "C": tiles.chunk,
+            "G": self.H // self.E,
+            "DECAY": self.lam is not None,
+            "READ": self.read is not None,
+            "WRITE": self.write is not None,
+            "VARLEN": call.cu is not None,
+            "SEGMENTS": self.segments is not None,
+            "PADDED": self.real is not None,
+            "GUARD": GUARD,
+            "SPLIT": split,
+            "PREC": self.config.precision,
+            "STAGES": tiles.stages,
+            "call": self.number,
+            "num_warps": tiles.warps,
+        }
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.T, self.layout.chunks, self.L, self.H, self.E, self.E // self.Hkv
+
+
+def carried(
+    x: Problem, added: Tensor, keep: Tensor | None, first: Tensor | None, last: Tensor | None, back: bool
+) -> None:
+    """Run `carry_kernel` over `added` in place."""
+    BW = 256
+    launch(
+        carry_kernel, (-(-x.W // BW), x.layout.rows * x.E), added, keep, first, last, x.layout.per_row,
+        x.layout.chunks, x.E, call=x.number, num_warps=2, W=x.W, BW=BW, REVERSE=back, KEEP=keep is not None,
+        VARLEN=x.layout.per_row is not None, START=first is not None, LAST=last is not None,
+    )  # fmt: skip
+
+
+def added(x: Problem, tiles: Tiles, S: Tensor, keep: Tensor | None, left: Tensor, right: Tensor, g: Tensor | None,
+          delta: Tensor | None, back: bool) -> None:  # fmt: skip
+    """Run `sums_kernel`: into S and `keep`."""
+    c = x.constants(tiles, x.config.split_gradients if back else x.config.split_out)
+    launch(
+        sums_kernel, (x.layout.chunks * -(-x.DV // c["BZ"]), x.B * x.E), left, right, S, keep, g, delta, x.a, x.b,
+        x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.call.scale, *strides(left, right), *x.sizes,
+        REVERSE=back, **c,
+    )  # fmt: skip
+
+
+def states_of(x: Problem, left: Tensor, right: Tensor, g: Tensor | None, delta: Tensor | None, first: Tensor | None,
+              last: Tensor | None, back: bool) -> Tensor:  # fmt: skip
+    """What enters every stretch (BACK: its gradient, from the right); what leaves the last one goes to `last`."""
+    S, flows = x.states(), x.lam is not None or x.segments is not None
+    keep = x.new(x.layout.slots, x.E) if flows else None
+    added(x, x.config.sums, S, keep, left, right, g, delta, back)
+    carried(x, S, keep, first, last, back)
+    return S
+
+
+def run_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
+    """o [B,T,H,Dv], g [B,T,H], inverse lengths of q and k, and the memories after the last token [rows,E,W]."""
+    x = Problem(number, Call(*inputs))
+    o, last = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.new(x.rows, x.E, x.W)
+    g = x.new(x.B, x.T, x.H if x.normalised else 0)
+    rq, rk = (x.new(x.B, x.T, heads if x.call.unit else 0) for heads in (x.H, x.E))
+    S = states_of(x, x.k, x.v, None, None, x.first, last, False) if x.cut else None
+    c = x.constants(x.config.out, x.config.split_out)
+    launch(
+        out_kernel, (x.layout.chunks * -(-x.DV // c["BZ"]), x.B * x.H), x.q, x.k, x.v, o, x.first if S is None else S,
+        last, g, x.a, x.b, rq, rk, x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.call.scale,
+        *strides(x.q, x.k, x.v), *x.sizes, STATE=S is not None or x.first is not None, CUT=x.cut, **c,
+    )  # fmt: skip
+    return o, g, rq, rk, last
+
+
+def run_backward(
+    number: int, do: Tensor, slopes: bool, dg: Tensor | None, dlast: Tensor | None, o: Tensor, g: Tensor,
+    rq: Tensor, rk: Tensor, *inputs: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k and v, with `slopes` the sum of q.dq [H], gradients of both gates and of the entering memories;
+    empty tensors where there is nothing."""
+    x, do = Problem(number, Call(*inputs)), dense(do)
+    dg = None if dg is None else dg.contiguous()
+    tiles = x.config.gradients
+    if x.call.unit:  # lengths want whole rows
+        wide = max(16, 1 << (max(x.D, x.DV) - 1).bit_length())
+        tiles = tiles._replace(block=wide, warps=8 if wide > 64 else tiles.warps, stages=1)
+    c = x.constants(tiles, x.config.split_gradients)
+    delta = None
+    if x.normalised:
+        delta = x.new(x.B, x.T, x.H)
+        launch(
+            delta_kernel, (-(-x.T * x.H // 32), x.B), o, do, g, dg, delta, *strides(o, do), x.T, x.H, call=number,
+            num_warps=4, DV=x.DV, BV=c["BDV"], R=32, MASS=dg is not None, GUARD=GUARD,
+        )  # fmt: skip
+    enters = states_of(x, x.k, x.v, None, None, x.first, None, False) if x.cut else x.first
+    dfirst = None if x.first is None else x.new(x.rows, x.E, x.W)
+    dlast = None if dlast is None else dlast.float().contiguous()
+    dS = states_of(x, x.q, do, g, delta, dlast, dfirst, True) if x.cut else dlast
+    shared = x.Hkv < x.E
+    dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
+    dk, dv = (x.new(x.B, x.T, x.E, n, dtype=torch.float32 if shared else x.q.dtype) for n in (x.D, x.DV))
+    blocks = -(-max(x.D, x.DV) // c["BZ"])
+    gates, blocks_d = x.read is not None or x.write is not None, -(-x.D // c["BZ"])
+    aux = gates or slopes
+    along = x.new(blocks_d * aux, x.B, x.T, x.H)
+    dw = x.new(blocks_d * gates, x.B, x.T, x.E)
+    launch(
+        gradients_kernel, (x.layout.chunks * blocks, x.B * x.H, 3), x.q, x.k, x.v, do, dq, dk, dv, along, dw, enters,
+        dS, dfirst, g, delta, x.a, x.b, rq, rk, x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.B,
+        x.call.scale, *strides(x.q, x.k, x.v, do), *x.sizes, FROM=0, CUT=x.cut, STATE=enters is not None,
+        LATER=dS is not None, FIRST=dfirst is not None and not x.cut, AUX=aux, **c,
+    )  # fmt: skip
+    if shared:
+        dk, dv = (y.unflatten(2, (x.Hkv, -1)).sum(3).to(x.q.dtype) for y in (dk, dv))
+    dread = x.new(0) if x.read is None else along.sum(0).to(x.read.dtype)
+    dwrite = x.new(0) if x.write is None else dw.sum(0).to(x.write.dtype)
+    total = along.sum((0, 1, 2)) if slopes else x.new(0)
+    return dq, dk, dv, total, dread, dwrite, x.new(0) if dfirst is None else dfirst
+
+
+backward = entry(run_backward)
+forward = entry(run_forward)
+
+
+# ---------------------------------------------------------------- every token sees all others
+
+
+class Both(NamedTuple):
+    """The arguments of the forward operator without direction."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    unit: bool
+    precision: str
+    padding: Tensor | None
+
+
+class BothProblem(Problem):
+    """A call where every token sees all others."""
+
+    def __init__(self, number: int, x: Both) -> None:
+        super().__init__(
+            number,
+            Call(x.q, x.k, x.v, x.a, x.b, None, None, None, 1.0, x.unit, x.precision, None, x.padding, None, None),
+        )
+
+    def _cut(self) -> tuple[Layout, int]:
+        c = self.config
+        L = self.pieces(self.E * -(-self.DV // c.sums_both.block), c.programs_both, c.sums_both.chunk)
+        return lay_out(self.q, None, L), L
+
+    def total(self, left: Tensor, right: Tensor, g: Tensor | None, delta: Tensor | None, back: bool) -> Tensor:
+        """The memory of all tokens [B,E,W], or BACK its gradient."""
+        S, out, BW = self.states(), self.new(self.B, self.E, self.W), 128
+        added(self, self.config.sums_both, S, None, left, right, g, delta, back)
+        launch(
+            total_kernel, (-(-self.W // BW), self.B * self.E), S, out, self.layout.chunks, self.E, call=self.number,
+            num_warps=1, W=self.W, BW=BW, REVERSE=back,
+        )  # fmt: skip
+        return out
+
+    def apply(self, role: str, x: Tensor, S: Tensor, own: Tensor, other: Tensor, g: Tensor, delta: Tensor | None,
+             dg: Tensor | None, along: Tensor | None, rq: Tensor, aux: bool = False) -> Tensor:  # fmt: skip
+        """Rows of x times S: o, dq, dk or dv."""
+        tiles, back = self.config.read, role in ("dk", "dv")
+        heads, X, Z = self.E if back else self.H, x.shape[3], own.shape[3]
+        out = self.new(self.B, self.T, heads, Z, dtype=self.q.dtype)
+        c = self.constants(tiles, self.config.split_out if role == "out" else self.config.split_gradients)
+        wide = {self.D: c["BD"], self.DV: c["BDV"]}
+        c |= {"ROLE": role, "X": X, "Z": Z, "BX": wide[X], "BZ": min(tiles.block, wide[Z])}
+        blocks = -(-Z // c["BZ"])
+        L = self.pieces(heads * blocks, 4 * self.config.programs_both, tiles.chunk)
+        launch(
+            read_kernel, (-(-self.T // L) * blocks, self.B * heads), x, own, other, out, S, g, delta, dg, along, self.a,
+            self.b, rq, self.real, *strides(x, own, other), self.T, L, self.H, self.E, MASS=dg is not None, AUX=aux,
+            **c,
+        )  # fmt: skip
+        return out
+
+
+def run_both_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
+    """o [B,T,H,Dv], g [B,T,H], inverse lengths of q, and the memory of all tokens [B,E,W]."""
+    x = BothProblem(number, Both(*inputs))
+    g, rq = x.new(x.B, x.T, x.H), x.new(x.B, x.T, x.H if x.call.unit else 0)
+    S = x.total(x.k, x.v, None, None, False)
+    # As far as shapes go, o is like v of its head.
+    return x.apply("out", x.q, S, x.v, x.v, g, None, None, None, rq), g, rq, S
+
+
+def run_both_backward(
+    number: int, do: Tensor, slopes: bool, dg: Tensor | None, o: Tensor, g: Tensor, rq: Tensor, S: Tensor, *inputs: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v, and with `slopes` the sum of q.dq [H]."""
+    x, do = BothProblem(number, Both(*inputs)), dense(do)
+    dg = None if dg is None else dg.contiguous()
+    delta = x.new(x.B, x.T, x.H)
+    along = x.new(-(-x.D // x.config.read.block) * slopes, x.B, x.T, x.H)
+    dq = x.apply("dq", do, S, x.q, o, g, delta, dg, along, rq, slopes)
+    R = x.total(x.q, do, g, delta, True)
+    dk = x.apply("dk", x.v, R, x.k, x.k, g, None, None, None, rq)
+    dv = x.apply("dv", x.k, R, x.v, x.v, g, None, None, None, rq)
+    return dq, dk, dv, along.sum((0, 1, 2)) if slopes else x.new(0)
+
+
+both_backward = entry(run_both_backward)
+both_forward = entry(run_both_forward)
+
+
+# ---------------------------------------------------------------- decode
+
+
+def run_step(number: int, *inputs: Any) -> tuple[Tensor, ...]:
+    """One token in one launch: o [B,1,H,Dv], g [B,1,H], and the new S, z, u and token counts (empty without them)."""
+    q, k, v, a, b, log_decay, read, write, scale, unit, padding, *state = inputs
+    (B, _, H, D), DV, E = q.shape, v.shape[-1], state[0].shape[1]
+    q, k, v = dense(q), dense(k), dense(v)
+    state = [None if y is None else y.contiguous() for y in state]
+    after = [scratch(q, 0) if y is None else scratch(q, *y.shape, dtype=y.dtype) for y in state]
+    o, g = scratch(q, B, 1, H, DV, dtype=q.dtype), scratch(q, B, 1, H)
+    numbers = [None if y is None else y.float().contiguous() for y in (a, b)]
+    lam = None if log_decay is None else log_decay.float().contiguous()
+    gates = [None if y is None else y.contiguous() for y in (read, write)]
+    BD = max(16, 1 << (D - 1).bit_length())
+    BZ = min(32, max(16, 1 << (DV - 1).bit_length()))
+    real = None if padding is None else padding.view(torch.uint8)
+    launch(
+        step_kernel, (E * -(-DV // BZ), B), q, k, v, *state, o, g, *after, *numbers, lam, *gates, real, scale,
+        q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+        0 if real is None else real.stride(0), H, E, E // k.shape[2], call=number, num_warps=4, NORM=a is not None,
+        UNIT=unit, D=D, DV=DV, BD=BD, BZ=BZ, G=H // E, DECAY=lam is not None, READ=read is not None,
+        WRITE=write is not None, PADDED=real is not None, GUARD=GUARD,
+    )  # fmt: skip
+    return o, g, *after
+
+
+step = entry(run_step)

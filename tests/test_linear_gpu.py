@@ -1,0 +1,52 @@
+"""The kernels of linear attention on a GPU: against float64, no worse than the PyTorch path in the same dtype, and the
+same bits twice.
+
+Skipped without a GPU. `python tests/test_linear_gpu.py` prints the errors and needs no pytest. fp32 is exact here
+(precision="ieee" in la's and retnet's words); tf32, the default, is what `linearize bench kernels` measures.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from gpu_errors import complaints, main
+from test_linear_triton import build
+from test_linear_triton import results as computed
+
+BASE: dict[str, Any] = {"B": 2, "T": 200, "H": 4, "Hkv": 2, "D": 64, "DV": 64, "dtype": "bfloat16"}
+KINDS = ("la", "retnet", "both")
+CASES: list[dict[str, Any]] = [
+    *({"of": of, "D": D, "DV": D} for of in KINDS for D in (64, 80, 96, 128, 256)),
+    *({"of": of, "D": 128, "DV": 64, "dtype": kind} for of in KINDS for kind in ("float16", "float32")),
+    *({"T": T, "D": 128, "DV": 128} for T in (1, 2, 63, 64, 65, 3000)),
+    *({"of": of, "H": 8, "Hkv": Hkv} for of in KINDS for Hkv in (8, 1)),
+    {"of": "retnet", "H": 8, "Hkv": 2, "E": 4, "gates": True, "D": 128, "DV": 128},
+    *({"of": of, "unit": True, "D": D, "DV": D} for of in ("la", "both") for D in (64, 128, 256)),
+    *({"of": of, "state": True, "segments": 37, "T": 700} for of in ("la", "retnet")),
+    *({"of": of, "cu": [0, 1, 1, 90, 700], "T": 700, "B": 1, "state": True} for of in ("la", "retnet")),
+    *({"of": of, "padding": "left", "gates": True} for of in KINDS),
+    {"mass": True, "unit": True},
+    {"of": "both", "mass": True},
+    {"special": "zero", "unit": True},
+    {"of": "both", "T": 5000, "D": 128, "DV": 128, "H": 2, "Hkv": 2},
+    {"T": 5000, "D": 128, "DV": 128, "H": 1, "Hkv": 1, "B": 1},
+]
+
+
+def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str, torch.Tensor]:
+    """Outputs, last states and every gradient."""
+    found = computed(case, build(case, "cuda"), backend, exact)
+    return {name: y.detach() for name, y in found.items() if name != "tokens"}
+
+
+if __name__ == "__main__":
+    main(results, BASE, CASES)
+else:
+    import pytest
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    @pytest.mark.parametrize("case", CASES, ids=json.dumps)
+    def test_kernels_are_no_worse_than_pytorch(case: dict[str, Any]) -> None:
+        assert complaints(results, BASE, case) == []
