@@ -2,7 +2,7 @@
 
 python -m benchmarks.study --teacher TEACHER --text TEXT --work WORK --out rows.jsonl gsa gsa-window "gsa lr=5e-4"
 
-TEACHER is what benchmarks.study_teacher wrote, TEXT a folder of benchmarks.study_text with the teacher's tokenizer. A
+TEACHER is what benchmarks.study_teacher wrote, or `demo`; TEXT a folder of benchmarks.study_text with its tokenizer. A
 variant is a name of VARIANTS, with changes of its fields or of the mechanism's options behind it. Each adds a row of
 JSON to --out; a variant that would not end before --seconds is left out. Processes that share --work share the list.
 """
@@ -14,6 +14,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import re
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -22,9 +23,10 @@ from typing import Any
 
 import torch
 
-from linearize.compare import Request, measure, read_blocks
+from linearize.compare import Request, measure, parse_lengths, read_blocks
 from linearize.convert import convert
 from linearize.data import build_blocks
+from linearize.demo import model_folder
 from linearize.export import load_whole
 from linearize.finetune import plan_base, versions
 from linearize.generate import load_tokenizer
@@ -33,10 +35,6 @@ from linearize.runs import Run
 from linearize.runtime import make_accelerator, to_source
 from linearize.session import Finetuner
 
-SEQ_LEN = 1024
-LENGTHS = (256, 512, 1024, 2048)
-TRIALS = 64
-HELD_OUT_TOKENS = 262_144
 SHOWN = ("variant", "ppl_ratio", "kl", "top1_agreement", "minutes", "overhead_s", "stages")
 
 
@@ -127,7 +125,7 @@ def parse(text: str) -> tuple[str, Variant]:
 
 
 def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens: int) -> Recipe:
-    """The recipe of a variant: `tokens` in all, blocks of SEQ_LEN."""
+    """The recipe of a variant: `tokens` in all."""
     rows = {"per_device": arguments.rows or variant.rows}
     schedule = {"name": "cosine_with_min_lr", "warmup_ratio": variant.warmup, "min_lr_ratio": variant.floor}
     first = int(tokens * variant.transfer)
@@ -151,10 +149,11 @@ def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens
         "batch": rows,
         **lora,
     }
+    demo = str(arguments.teacher) == "demo"
     data = {
         "train": {"files": [str((arguments.text / "distil.jsonl").resolve())]},
-        "eval": {"files": [str((arguments.text / "heldout.jsonl").resolve())]},
-        "pack": {"seq_len": SEQ_LEN},
+        "eval": {"demo": "heldout"} if demo else {"files": [str((arguments.text / "heldout.jsonl").resolve())]},
+        "pack": {"seq_len": arguments.seq_len},
     }
     return Recipe.model_validate(
         {
@@ -167,7 +166,7 @@ def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens
             "data": data,
             "stages": [transfer, end_to_end] if first else [end_to_end],
             "checkpoint": {"every_steps": 10**6, "keep": 1},
-            "eval": {"max_tokens": HELD_OUT_TOKENS if arguments.limit is None else 4096},
+            "eval": {"max_tokens": arguments.held_out},
         }
     )
 
@@ -183,18 +182,36 @@ def prepare(recipe: Recipe, arguments: argparse.Namespace) -> Run:
     return run
 
 
+def base_path(teacher: Path) -> Path:
+    """`demo` is the model that the package ships."""
+    return model_folder() if str(teacher) == "demo" else teacher
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """The tokens that a teacher was trained on, and the hash of its weights."""
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    if (folder / "teacher.json").exists():
+        return {"tokens": json.loads((folder / "teacher.json").read_text())["tokens"], "sha256": weights}
+    found = re.search(r"\*\*teacher tokens\*\* \| \*\*([\d,]+)\*\*", (folder / "README.md").read_text("utf-8"))
+    assert found is not None
+    return {"tokens": int(found[1].replace(",", "")), "sha256": weights}
+
+
 def pack(arguments: argparse.Namespace) -> None:
     """Both texts in blocks, once for all processes that share --work."""
     cache = arguments.work / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     recipe = recipe_of(VARIANTS["gsa"], "pack", arguments, 10**6)
-    tokenizer = load_tokenizer(arguments.teacher, False)
+    tokenizer = load_tokenizer(base_path(arguments.teacher), False)
     with (cache / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         read_blocks(recipe, tokenizer, cache)
         source = to_source(recipe.data.train, "text", recipe.folder)
-        blocks = build_blocks(source, tokenizer, SEQ_LEN, cache, sft=False, max_tokens=None)
-    print(f"{len(blocks) * SEQ_LEN:,} tokens to learn from, after {time.time() - arguments.start:.0f} s", flush=True)
+        blocks = build_blocks(source, tokenizer, arguments.seq_len, cache, sft=False, max_tokens=None)
+    print(
+        f"{len(blocks) * arguments.seq_len:,} tokens to learn from, after {time.time() - arguments.start:.0f} s",
+        flush=True,
+    )
 
 
 def claim(text: str, work: Path) -> bool:
@@ -227,8 +244,7 @@ def row_of(text: str, variant: Variant, teacher: Any, facts: dict[str, Any], arg
     tuner.train()
     ended = time.monotonic()
     blocks = read_blocks(recipe, tuner.processor, run.folder / "cache")
-    quick = arguments.limit is not None
-    request = Request((256,) if quick else LENGTHS, 4 if quick else TRIALS, arguments.seed, 2048 if quick else 32768)
+    request = Request(parse_lengths(arguments.lengths), arguments.trials, arguments.seed, 32768)
     teacher.to(tuner.device)
     with torch.autocast(tuner.device.type, torch.bfloat16, enabled=tuner.wide):
         measures = measure(
@@ -259,15 +275,20 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--share", type=float, default=0.0495, help="of the teacher's tokens")
-    parser.add_argument("--limit", type=int, help="tokens in place of --share, and less measuring, to try things out")
+    parser.add_argument("--limit", type=int, help="tokens in place of --share and of a variant's own")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--lengths", default="256,512,1024,2048", help="of recall and needle texts")
+    parser.add_argument("--trials", type=int, default=64, help="of them")
+    parser.add_argument("--held-out", type=int, default=262_144, help="tokens that perplexity is measured on")
     parser.add_argument("--rows", type=int, help="blocks of a step, in place of the variant's")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--start", type=float, default=time.time(), help="when the clock began, in Unix seconds")
     parser.add_argument("--seed", type=int, default=42)
     arguments = parser.parse_args()
-    facts = json.loads((arguments.teacher / "teacher.json").read_text())
     pack(arguments)
-    teacher = load_whole(arguments.teacher, torch.float32, False).eval()
+    folder = base_path(arguments.teacher)
+    facts = facts_of(folder)
+    teacher = load_whole(folder, torch.float32, False).eval()
     longest = 0.0
     for text, variant in map(parse, arguments.variants):
         began = time.time()

@@ -12,7 +12,6 @@ import hashlib
 import json
 import sysconfig
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,21 +85,19 @@ def read(entry: tuple[str, Path]) -> Document | None:
 def documents(splits: tuple[Split, ...] = SPLITS, limit: int | None = None) -> dict[Split, list[Document]]:
     """The documents of each split in an order by hash, every text once: in the first split that has it.
 
-    `limit` takes so many files of each package at most.
+    `limit` takes so many files of each split at most.
     """
     chosen: dict[Split, list[tuple[str, Path]]] = {split: [] for split in splits}
-    count: Counter[str] = Counter()
     for name, path in paths():
-        package = package_of(name)
-        count[package] += 1
-        if split_of(package) in chosen and (limit is None or count[package] <= limit):
-            chosen[split_of(package)].append((name, path))
+        split = split_of(package_of(name))
+        if split in chosen:
+            chosen[split].append((name, path))
     seen: set[str] = set()
     found: dict[Split, list[Document]] = {}
     with ThreadPoolExecutor(32) as pool:
         for split, entries in chosen.items():
             entries.sort(key=lambda entry: (zlib.crc32(entry[0].encode()), entry[0]))
-            read_now = [document for document in pool.map(read, entries) if document is not None]
+            read_now = [document for document in pool.map(read, entries[:limit]) if document is not None]
             found[split] = [document for document in read_now if document.text not in seen]
             seen.update(document.text for document in read_now)
     return found
@@ -143,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="a folder; without it one is trained")
-    parser.add_argument("--limit", type=int, help="files of each package at most, to try things out")
+    parser.add_argument("--limit", type=int, help="files of each split at most, to try things out")
     arguments = parser.parse_args()
     given = arguments.tokenizer and PreTrainedTokenizerFast.from_pretrained(arguments.tokenizer)
     prepare(arguments.folder, given, arguments.limit)

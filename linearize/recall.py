@@ -124,17 +124,19 @@ def score(model: Any, rows: Sequence[Row], size: int) -> dict[str, float]:
 
     `size` rows go through the model at a time, shorter ones filled up at the right, where no causal model looks.
     """
-    right, loss, count = 0, 0.0, 0
+    right, loss, count = 0.0, 0.0, 0
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         longest = max(len(row.ids) for row in part)
         ids = torch.tensor([row.ids + row.ids[:1] * (longest - len(row.ids)) for row in part], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits
-        for number, row in enumerate(part):
-            for place in row.asked:
-                found = logits[number, place.start - 1 : place.stop - 1].float()
-                value = ids[number, place.start : place.stop]
-                right += int((found.argmax(-1) == value).all())
-                loss += float(F.cross_entropy(found, value, reduction="sum"))
-                count += 1
+        places = [(number, place) for number, row in enumerate(part) for place in row.asked]
+        # One token each: its row, its place, and the number of the value that it belongs to.
+        tokens = [(number, t, value) for value, (number, place) in enumerate(places) for t in place]
+        row, place, value = torch.tensor(tokens, device=model.device).T
+        found, wanted = logits[row, place - 1].float(), ids[row, place]
+        missed = torch.zeros(len(places), device=model.device)
+        missed.index_add_(0, value, (found.argmax(-1) != wanted).float())
+        sums = torch.stack([(missed == 0).sum(), F.cross_entropy(found, wanted, reduction="sum")]).tolist()
+        right, loss, count = right + sums[0], loss + sums[1], count + len(places)
     return {"accuracy": right / count, "loss": loss / count}
