@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .launch import entry, interpreted, launch, own_namespace, scratch
+from .launch import entry, interpreted, launch, operator, own_namespace, scratch
 from .tiles import jit, tl, triton
 
 NAMESPACE = own_namespace(__name__, "gates_forward")
@@ -137,21 +137,13 @@ def _backward(
     return df, f.new_empty(0) if strength is None else ds.sum(0)[:, : sizes[2]].to(strength.dtype)
 
 
-FORWARD = "(Tensor f, float damping, Tensor? strength, Tensor? place) -> Tensor"
-BACKWARD = "(Tensor dg, Tensor f, float damping, Tensor? strength, Tensor? place) -> (Tensor, Tensor)"
-gates_op = torch.library.custom_op(f"{NAMESPACE}::gates_forward", entry(_forward), mutates_args=(), schema=FORWARD)
-gates_back_op = torch.library.custom_op(
-    f"{NAMESPACE}::gates_backward", entry(_backward), mutates_args=(), schema=BACKWARD
-)
-
-
-@gates_op.register_fake
-def _(f: Tensor, *others: Any) -> Tensor:
+def _fake_forward(f: Tensor, *others: Any) -> Tensor:
     return f.new_empty(f.shape, dtype=torch.float32)
 
 
-@gates_back_op.register_fake
-def _(dg: Tensor, f: Tensor, damping: float, strength: Tensor | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fake_backward(
+    dg: Tensor, f: Tensor, damping: float, strength: Tensor | None, place: Tensor | None
+) -> tuple[Tensor, Tensor]:
     df = torch.empty_like(f, memory_format=torch.contiguous_format)
     return df, f.new_empty(0) if strength is None else torch.empty_like(strength)
 
@@ -167,4 +159,7 @@ def _differentiate(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
     return df, None, None if strength is None else ds, None
 
 
-gates_op.register_autograd(_differentiate, setup_context=_save)
+FORWARD = "gates_forward(Tensor f, float damping, Tensor? strength, Tensor? place) -> Tensor"
+BACKWARD = "gates_backward(Tensor dg, Tensor f, float damping, Tensor? strength, Tensor? place) -> (Tensor, Tensor)"
+gates_op = operator(NAMESPACE, FORWARD, entry(_forward), _fake_forward, _save, _differentiate)
+gates_back_op = operator(NAMESPACE, BACKWARD, entry(_backward), _fake_backward)
