@@ -153,8 +153,8 @@ SMALL_OPTIONS: dict[str, dict[str, Any]] = {"gsa": OPTIONS, "saga": {"dwc": 3}, 
 LAYERS = {"all": "all", "hybrid": "every:2"}
 
 
-def prepare(folder: Path, model_type: str, mechanism: str = "gsa") -> dict[str, Any]:
-    """Convert a small model of the type, all-linear and hybrid, into `folder`, with what each must compute.
+def prepare(folder: Path, model_type: str, mechanism: str, hybrid: bool) -> dict[str, Any]:
+    """Convert a small model of the type, all-linear and `hybrid`, into `folder`, with what each must compute.
 
     Returns {type, stage, ...}: `stage` is where it ended, "converted" when all went well.
     """
@@ -165,7 +165,7 @@ def prepare(folder: Path, model_type: str, mechanism: str = "gsa") -> dict[str, 
         teacher = clean_env.compute(model, steps=False)["whole"]
         source = folder / f"{model_type}.source"
         model.save_pretrained(source)
-        for name, layers in LAYERS.items():
+        for name, layers in [*LAYERS.items()][: 1 + hybrid]:
             row["stage"] = "refused"
             plan, row["consent"] = plan_with_consent(source, layers, mechanism)
             sites = [step.site for step in plan[0].steps]
@@ -199,9 +199,14 @@ def plan_with_consent(source: Path, layers: str, mechanism: str) -> tuple[Any, l
         return plan_conversion(str(source), mechanism, layers=layers, options=options, allow_drop=consent), consent
 
 
-def survey(folder: Path, types: list[str], mechanism: str = "gsa") -> list[dict[str, Any]]:
-    """A row per type: prepared here, then all of them reloaded and compared in one clean process."""
-    rows = {model_type: prepare(folder, model_type, mechanism) for model_type in types}
+def survey(
+    folder: Path, types: list[str], mechanism: str = "gsa", hybrids: tuple[str, ...] | None = None
+) -> list[dict[str, Any]]:
+    """A row per type: prepared here, then all of them reloaded and compared in one clean process.
+
+    `hybrids` are the types of which every second layer is converted as well; None: all of them.
+    """
+    rows = {t: prepare(folder, t, mechanism, hybrids is None or t in hybrids) for t in types}
     with clean_env.without_packages("survey") as command:
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
