@@ -22,6 +22,7 @@ from .hub import check_access, push_saved
 from .recipe import Recipe
 from .runs import Run, processes
 from .runtime import Say, check_runtime, make_accelerator, stage_steps
+from .samples import tokens_per_sample
 from .session import Finetuner, check_model
 from .source import open_source
 from .trainable import Student
@@ -133,7 +134,7 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None) -> list[dict
     for stage in recipe.stages:
         parameters = student.prepare(stage, wide=wide)
         blocks = stage.batch.per_device * stage.batch.accumulate * processes()
-        seq_len = recipe.data_for(stage).pack.seq_len
+        seq_len = tokens_per_sample(recipe.data_for(stage))
         steps = stage_steps(stage, blocks, seq_len, max_steps)
         rows.append(
             {

@@ -18,7 +18,7 @@ from .errors import Exit, LinearizeError
 from .images import NO_LABEL, Images, find_images
 from .losses import next_token_targets
 from .masked import MaskedBlocks
-from .recipe_data import Pack, holds_images
+from .recipe_data import Data, Pack, holds_images
 from .runtime import to_source
 
 Batch = dict[str, Tensor]
@@ -75,6 +75,11 @@ def blank(sample: Batch) -> Batch:
 
 
 # ---------------------------------------------------------------- opening
+
+
+def tokens_per_sample(data: Data) -> int:
+    """What a sample counts in budgets: its tokens, or one for an image."""
+    return Images.seq_len if holds_images(data.train) else data.pack.seq_len
 
 
 def open_processor(folder: Path, kind: Kind) -> Any:

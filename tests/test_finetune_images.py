@@ -1,0 +1,141 @@
+"""`linearize finetune` on images and on masked text, from the command's own functions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import byte_tokenizer
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    Dinov2Config,
+    Dinov2Model,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from linearize.errors import Exit, LinearizeError
+from linearize.finetune import dry_run, finetune
+from linearize.recipe import load_recipe
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+
+
+def pixels(folder: Path, name: str, count: int = 24) -> None:
+    """Images whose class is the sign of their mean."""
+    random = np.random.default_rng(len(name))
+    labels = np.arange(count) % 2
+    images = random.normal(size=(count, 3, 16, 16)) + (2 * labels[:, None, None, None] - 1)
+    np.savez(folder / name, images=images.astype(np.float32), labels=labels)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for name in ("train.npz", "eval.npz"):
+        pixels(tmp_path, name)
+    torch.manual_seed(0)
+    ViTForImageClassification(ViTConfig(**SMALL, intermediate_size=32)).save_pretrained(tmp_path / "vit")
+    # Weights of that size make attention sharp, and what a linear layer changes large.
+    sharp = Dinov2Config(**SMALL, initializer_range=0.3, layerscale_value=1.0)
+    Dinov2Model(sharp).save_pretrained(tmp_path / "dino")
+    return tmp_path
+
+
+def recipe_of(place: Path, base: str, stages: list[dict[str, Any]], data: dict[str, Any] | None = None) -> Any:
+    """A recipe in `place`; stages train 3 steps of 4 samples unless they say otherwise."""
+    common = {"optimizer": {"lr": 1e-2}, "batch": {"per_device": 4}}
+    known = {"steps", "epochs", "tokens"}
+    filled = [common | ({} if known & stage.keys() else {"steps": 3}) | stage for stage in stages]
+    value = {
+        "version": 1,
+        "name": base,
+        "output_dir": str(place / f"run-{base}"),
+        "model": {"base": str(place / base)},
+        "convert": {"mechanism": "la"},
+        "data": data or {"train": {"arrays": "train.npz"}, "eval": {"arrays": "eval.npz"}},
+        "stages": filled,
+    }
+    (place / "recipe.yaml").write_text(json.dumps(value))
+    return load_recipe(place / "recipe.yaml")
+
+
+TRANSFER = {"kind": "attention_transfer", "train": "new"}
+KL = {"kind": "logit_kl", "train": "all"}
+SFT = {"kind": "sft", "train": "all", "epochs": 5}
+FEATURES = {"kind": "feature_cosine", "train": "all"}
+
+
+def test_a_vision_model_is_distilled_and_learns_its_classes(place: Path) -> None:
+    report = finetune(recipe_of(place, "vit", [TRANSFER, KL, SFT]))
+    assert [row["name"] for row in report["stages"]] == ["converted", "attention_transfer", "logit_kl", "sft"]
+    assert report["stages"][-1]["accuracy"] == 1.0
+    assert report["stages"][-1]["tokens"] == 3 * 4 + 3 * 4 + 5 * 24
+    assert len(report["layers"]) == 2
+    assert 0.0 <= report["teacher_accuracy"] <= 1.0
+    model = AutoModelForImageClassification.from_pretrained(report["output"], trust_remote_code=True)
+    with np.load(place / "eval.npz") as eval_set:
+        answers = model(pixel_values=torch.from_numpy(eval_set["images"])).logits.argmax(-1)
+        assert answers.tolist() == eval_set["labels"].tolist()
+
+
+def test_attention_transfer_brings_every_layer_of_a_vision_model_closer(place: Path) -> None:
+    errors = []
+    for number, steps in enumerate((1, 40)):
+        recipe = recipe_of(place, "vit", [TRANSFER | {"steps": steps}])
+        recipe = recipe.model_copy(update={"output_dir": str(place / f"r{number}")})
+        errors.append([layer["relative_mse"] for layer in finetune(recipe)["layers"]])
+    assert all(after < before for before, after in zip(*errors, strict=True))
+
+
+def test_a_model_without_a_head_learns_its_teachers_features(place: Path) -> None:
+    recipe = recipe_of(place, "dino", [FEATURES | {"steps": 30, "optimizer": {"lr": 1e-3}}])
+    report = finetune(recipe)
+    assert report["stages"] == []
+    lines = [json.loads(line) for line in (place / "run-dino" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("base", "stage", "data", "message"),
+    [
+        ("vit", FEATURES, None, "has a head; use logit_kl"),
+        ("dino", KL, None, "has no head; use feature_cosine"),
+        ("vit", KL, {"train": {"files": ["a.txt"]}}, "takes images: FOLDER"),
+    ],
+)
+def test_what_a_model_cannot_learn_is_refused(
+    place: Path, base: str, stage: dict[str, Any], data: dict[str, Any] | None, message: str
+) -> None:
+    (place / "a.txt").write_text("text")
+    with pytest.raises(LinearizeError, match=message) as refused:
+        finetune(recipe_of(place, base, [stage], data))
+    assert refused.value.code == Exit.INCOMPATIBLE
+
+
+def test_a_dry_run_counts_images(place: Path) -> None:
+    (row,) = dry_run(recipe_of(place, "vit", [KL | {"steps": 7}]), print)
+    assert row["tokens"] == 7 * 4
+
+
+def test_an_encoder_learns_hidden_tokens(place: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    BertForMaskedLM(config).save_pretrained(place / "bert")
+    tokenizer.save_pretrained(place / "bert")
+    (place / "a.txt").write_text("abcdefgh" * 400)
+    data = {"train": {"files": ["a.txt"]}, "eval": {"files": ["a.txt"]}, "pack": {"seq_len": 32}}
+    report = finetune(recipe_of(place, "bert", [TRANSFER, KL, SFT], data))
+    first, *_, last = report["stages"]
+    assert last["ppl"] < 0.5 * first["ppl"]
+    AutoModelForMaskedLM.from_pretrained(report["output"], trust_remote_code=True)
