@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ class Digits:
 
 
 def new_model(side: int, seed: int) -> ViTForImageClassification:
-    """A ViT of 4 layers, 152 thousand parameters."""
+    """A ViT of 4 layers, 142 thousand parameters at 65 tokens."""
     torch.manual_seed(seed)
     config = ViTConfig(
         hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, image_size=side * CELL,
@@ -141,6 +142,7 @@ def distil(
         name=mechanism, seed=seed, folder=place, base=base, mechanism=mechanism, options=json.dumps(options), data=data,
         stages=json.dumps(stages),
     )  # fmt: skip
+    shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     (place / "recipe.yaml").write_text(text)
     report = finetune(load_recipe(place / "recipe.yaml"), say=lambda line: None)
