@@ -206,8 +206,8 @@ def operator(
     and flop counts go through it.
 
     `save(ctx, inputs, output)` and `differentiate(ctx, *gradients)` are what torch.library.register_autograd takes.
-    torch.library.custom_op does the same; on one H200's host, where launches are the bound, a forward and backward of
-    GSA took it 0.3 ms more.
+    torch.library.custom_op does the same with more Python around it: 87 instead of 69 us for a forward and backward
+    that do nothing, on one core.
     """
     library, name = torch.library.Library(namespace, "FRAGMENT"), schema.partition("(")[0]
     _libraries.append(library)
