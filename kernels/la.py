@@ -95,7 +95,7 @@ def la_with_mass(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, LAState]:
     """`la`, and the normaliser g [B,T,H] beside its results."""
-    rows = q.shape[0] if cu is None else cu.shape[0] - 1
+    rows, dtype = q.shape[0] if cu is None else cu.shape[0] - 1, q.dtype
     entered, state = state, fresh_state(q, k, v, rows) if state is None else state
     if q.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3]), state
@@ -106,7 +106,8 @@ def la_with_mass(
     if kernels:
         a, b = (_per_head(y, q) for y in (a, b))
         first = None if entered is None else _pack(entered)
-        return _la_triton(q, k, v, a, b, causal, padding, segments, cu, state, first, unit, precision)
+        o, g, state = _la_triton(q, k, v, a, b, causal, padding, segments, cu, state, first, unit, precision)
+        return o.to(dtype), g, state
     q1, k1, v1 = _longer(q, k, v, a, b, padding, state.products.dtype)
     if causal:
         sums, memory = linear_attention(q1, k1, v1, _join(state), segments, chunk_size)
@@ -117,7 +118,7 @@ def la_with_mass(
     o = sums[..., :-1] / g
     if padding is not None:
         o = o * padding[:, :, None, None]
-    return o.to(q.dtype), g[..., 0], last
+    return o.to(dtype), g[..., 0], last
 
 
 def _la_triton(
@@ -136,21 +137,21 @@ def _la_triton(
     precision: str,
 ) -> tuple[Tensor, Tensor, LAState]:
     """The kernels of linear_triton.py and linear_both.py; a single token without gradients is one launch."""
-    dtype, (D, DV) = q.dtype, (q.shape[-1], v.shape[-1])
+    D, DV = q.shape[-1], v.shape[-1]
     q, k = q.to(v.dtype), k.to(v.dtype)
     if not causal:
         o, g, *_ = both_op(q, k, v, a, b, unit, precision, padding)
-        return o.to(dtype), g, state
+        return o, g, state
     if q.shape[1] == 1 and segments is None and cu is None and not wants_gradients(q, k, v, a, b, *state[:3]):
         o, g, *after = step_op(q, k, v, a, b, None, None, None, 1.0, unit, padding, *state)
-        return o.to(dtype), g, LAState(*after)
+        return o, g, LAState(*after)
     if segments is not None:
         segments = numbered(segments).int()
     o, g, _, _, last = chunked_op(q, k, v, a, b, None, None, None, 1.0, unit, precision, segments, padding, cu, first)
     S, z, u, _ = last.split([D * DV, D, DV, 4], -1)
     n = state.tokens
     count = n + cu.diff() if cu is not None else _count(n, padding, segments, (q.shape[0], q.shape[1]))
-    return o.to(dtype), g, LAState(S.unflatten(-1, (D, DV)), z, u, count)
+    return o, g, LAState(S.unflatten(-1, (D, DV)), z, u, count)
 
 
 def _pack(state: LAState) -> Tensor:

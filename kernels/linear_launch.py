@@ -27,11 +27,12 @@ Precision = Literal["tf32", "bf16x3", "ieee"]
 
 
 def use_triton(backend: str, q: Tensor, v: Tensor, heads: int, obstacle: str = "") -> bool:
-    """Whether the kernels take inputs of such dtypes and shapes, q in v's dtype, `heads` memories a row.
+    """Whether the kernels take inputs of such dtypes and shapes, q in v's dtype, `heads` memories a row. `auto` leaves
+    fp32 to PyTorch: tf32 would surprise, and how fast precision="ieee" is was not measured.
 
     Raises ValueError where `triton` is asked for and they do not.
     """
-    if backend == "auto":  # until they are proven on a GPU
+    if backend == "auto" and v.dtype == torch.float32:
         return False
     obstacle = "" if backend == "torch" else obstacle or runs_on(q, v, heads)
     if backend == "triton" and obstacle:
@@ -56,6 +57,8 @@ def runs_on(q: Tensor, v: Tensor, heads: int) -> str:
         return f"the tensors are on {q.device}"
     if v.dtype not in (torch.bfloat16, torch.float16, torch.float32) or q.dtype == torch.float64:
         return f"dtypes {q.dtype} and {v.dtype}"
+    if q.is_cuda and min(q.shape[-1], v.shape[-1]) < 64:  # triton 3.6 and narrow tiles on Hopper: docs/performance.md
+        return f"head dim {q.shape[-1]} or {v.shape[-1]} is below 64"
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head dim {q.shape[-1]} or {v.shape[-1]} exceeds 256"
     if q.shape[0] * max(heads, q.shape[2]) > 65535:
