@@ -1,9 +1,9 @@
 """`linearize bench model`: a converted model beside its softmax original, in one process, on random weights.
 
 Training is forward and backward of the next-token loss, without an optimizer. Prefill is one pass over a prompt that
-fills the cache. Decode is `generate()`, greedy: the time of many tokens less that of few, so that the prompt and the
-first steps fall out; the cache before it is filled with random numbers rather than computed. Softmax is the same
-model under `teacher()`, through SDPA, with transformers' dynamic cache.
+fills the cache. Decode is `generate()`, greedy: the median time from one token to the next, past the first ones; the
+cache before it is filled with random numbers rather than computed. Softmax is the same model under `teacher()`, through
+SDPA, with transformers' dynamic cache.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache
 
 from .bench import attempt
-from .bench_measure import allocated, here, machine, peak_mib, timed, wait
+from .bench_measure import allocated, here, machine, peak_mib, timed
 from .convert import plan_conversion
 from .errors import LinearizeError, did_you_mean
 from .export import meta_model
@@ -38,8 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 SOFTMAX = "softmax, SDPA"
 # Tokens of one training step.
 STEP_TOKENS = 16384
-# New tokens of the two calls of generate() whose difference is measured.
-FEW, MANY = 8, 40
+# New tokens of a call of generate(), and how many of them come before the measurement.
+TOKENS, FIRST = 40, 8
 # A prompt that gives every cache its layers.
 PROMPT = 4
 
@@ -161,25 +162,36 @@ def prefill(model: Any, context: int) -> dict[str, Any]:
 def decode(model: Any, context: int, batch: int, compiled: bool = False) -> dict[str, Any]:
     """Time per token after `context` tokens, the size of the cache then, and the peak beside the weights."""
     before, run = allocated(), partial(generate, model, context, batch, compiled=compiled)
-    peak = peak_mib(lambda: run(FEW), before)  # kernels are compiled, algorithms chosen
-    few, many = (run(tokens) for tokens in (FEW, MANY))
-    step = 1e3 * (many["s"] - few["s"]) / (MANY - FEW)
-    return {"ms": step, "tokens_s": 1e3 * batch / step, "cache_mib": few["cache_mib"], "peak_mib": peak}
+    peak = peak_mib(lambda: run(FIRST), before)  # kernels are compiled, algorithms chosen
+    times, cache = run(TOKENS)
+    steps = sorted(1e3 * (end - start) for start, end in pairwise(times[FIRST:]))
+    middle = {"ms": steps[len(steps) // 2], "low": steps[len(steps) // 4], "high": steps[3 * len(steps) // 4]}
+    return {**middle, "tokens_s": 1e3 * batch / middle["ms"], "cache_mib": cache, "peak_mib": peak}
 
 
-def generate(model: Any, context: int, batch: int, tokens: int, compiled: bool = False) -> dict[str, float]:
-    """Seconds of generate() for `tokens` tokens after `context`, and MiB of the cache before."""
-    cache = filled_cache(model, batch, context)
+class Clock:
+    """A streamer of generate() that notes when each token is there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to print."""
+
+
+def generate(model: Any, context: int, batch: int, tokens: int, compiled: bool = False) -> tuple[list[float], float]:
+    """When each of `tokens` tokens after `context` was there, in seconds, and MiB of the cache before."""
+    cache, clock = filled_cache(model, batch, context), Clock()
     ids = some_tokens(model, batch, context + 1)
     mib = sum(part.nbytes for layer in cache.layers for part in held(vars(layer))) / 2**20
     settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     if compiled:
         settings["compile_config"] = CompileConfig()
-    wait()
-    begun = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings)
-    wait()
-    return {"s": time.perf_counter() - begun, "cache_mib": mib}
+    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=clock, **settings)
+    return clock.times, mib
 
 
 def filled_cache(model: Any, batch: int, context: int) -> DynamicCache:
