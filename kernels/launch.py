@@ -105,8 +105,9 @@ def launch(
     `arguments` are those of the kernel that are not constexpr, in order. Its constexpr ones come last in its signature;
     `constants` may hold more than those.
     """
-    dtypes = [x.dtype if isinstance(x, Tensor) else None for x in arguments]
-    key = call, id(kernel), num_warps, num_stages, *dtypes, *constants.values()
+    # One call may launch a kernel twice with ints that differ, and triton compiles for an int that is 1 or even.
+    kinds = [x.dtype if isinstance(x, Tensor) else x if isinstance(x, int) else None for x in arguments]
+    key = call, id(kernel), num_warps, num_stages, *kinds, *constants.values()
     if known := _launches.get(key):
         compiled, values = known
         compiled[(*grid, 1, 1)[:3]](*arguments, *values)

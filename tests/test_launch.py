@@ -27,7 +27,7 @@ def run(case: str, cache: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("case", ["again", "ahead", "kinds", "alignment", "failure"])
+@pytest.mark.parametrize("case", ["again", "ahead", "ints", "kinds", "alignment", "failure"])
 def test_launches(case: str, tmp_path: Path) -> None:
     assert run(case, tmp_path).split() == ["fine"]
 
@@ -85,9 +85,9 @@ def main(case: str) -> None:
             b_x += b_x
         tl.store(p_y + o, b_x, mask=o < n)
 
-    def once(call: int, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+    def once(call: int, x: torch.Tensor, twice: bool = False, n: int = 7) -> torch.Tensor:
         y = launch.scratch(x, *x.shape)
-        launch.launch(double, (3, 2), x, y, 0.5, 7, call=call, num_warps=1, TWICE=twice, BLOCK=16, UNUSED=None)
+        launch.launch(double, (3, 2), x, y, 0.5, n, call=call, num_warps=1, TWICE=twice, BLOCK=16, UNUSED=None)
         return y
 
     def later(call: int, x: torch.Tensor) -> None:
@@ -107,6 +107,10 @@ def main(case: str) -> None:
         operator(x.requires_grad_())
         assert (len(compiled), len(launched)) == (2, 2)
         assert [a[-1] for a in launched] == [False, False]
+    elif case == "ints":  # triton makes a constant of an int that is 1
+        once(0, x, n=1)
+        once(0, x, n=7)
+        assert len({id(a[0]) for a in launched}) == 2
     elif case == "kinds":  # another dtype or constant within one call is another kernel
         for y, twice in ((x, False), (x.half(), False), (x, True), (x.half(), True)):
             once(0, y, twice)
