@@ -174,12 +174,12 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher | top-1 |"]
     lines.append("|---|---|---|---|---|---|")
     if teacher is not None:
-        top = percent(report["teacher_accuracy"])
+        top = percent(report.get("teacher_accuracy"))
         lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | {top} |")
     for row in rows:
         ratio = f"{row['ppl_ratio']:.4g}" if row["ppl_ratio"] is not None else ""
         held = _count(row["eval_tokens"])
-        top = percent(row["accuracy"])
+        top = percent(row.get("accuracy"))
         lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} | {top} |")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return "\n".join([*lines, "", f"`linearize finetune`, {device}, {versions}, {datetime.date.today()}.", ""])

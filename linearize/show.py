@@ -138,11 +138,11 @@ def report_table(report: dict[str, Any]) -> None:
         for column in ("", "training tokens", "perplexity", "x teacher", "top-1"):
             table.add_column(column, justify="left" if not column else "right")
         table.add_row(
-            "teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", percent(report["teacher_accuracy"])
+            "teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", percent(report.get("teacher_accuracy"))
         )
         for row in report["stages"]:
             ppl, ratio = f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}"
-            table.add_row(row["name"], f"{row['tokens']:,}", ppl, ratio, percent(row["accuracy"]))
+            table.add_row(row["name"], f"{row['tokens']:,}", ppl, ratio, percent(row.get("accuracy")))
         out.print(table)
     if report["layers"]:
         table = Table(title="attention output against the teacher's, per layer")
