@@ -77,7 +77,7 @@ def configure(q: Tensor, v: Tensor, precision: str, normalised: bool) -> Config:
 def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, normalised: bool) -> Config:
     if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
         small = Tiles(16, 16, 4, 1)
-        return Config(small, small, small, small, small._replace(block=64), 6, 6, True, True, "ieee")
+        return Config(small, small, small, small, small._replace(block=64), 6, 16, True, True, "ieee")
     properties = torch.cuda.get_device_properties(device)
     # A property that torch has and its type stub has not.
     shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
