@@ -32,11 +32,11 @@ from .features import Features
 from .gates import log_decays
 from .gla_launch import runs_on
 from .gla_ops import chunked_op, step_op
-from .gla_torch import GLAState, Inputs, each_sequence, fresh_state, gla_chunked, gla_step
+from .gla_torch import GLAState, Inputs, fresh_state, gla_chunked, gla_step
 from .gsa_torch import to_gate_heads
 from .mixer import Bounds, Mixer, Site
 from .norm import HeadNorm
-from .scan import numbered
+from .scan import each_sequence, numbered
 
 
 def gla(
@@ -73,7 +73,12 @@ def gla(
     if q.shape[1] > 0 and _use_triton(backend, x):
         return _gla_triton(x, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
-        return each_sequence(x, scale, cu_seqlens, state, chunk_size)
+
+        def run(state: GLAState | None, **rows: Any) -> tuple[Tensor, GLAState]:
+            part = Inputs(**rows)
+            return gla_chunked(part, scale, None, None, fresh_state(part) if state is None else state, chunk_size)
+
+        return each_sequence(run, cu_seqlens, state, **x._asdict())
     state = fresh_state(x) if state is None else state
     if q.shape[1] == 1 and segments is None:
         return gla_step(x, scale, padding, state)

@@ -12,17 +12,14 @@ from torch import Tensor
 from .gla_config import Config, Launch, configure
 from .gla_triton import gla_mix_kernel, gla_scan_kernel, gla_step_kernel
 from .gla_triton_bwd import gla_key_kernel
-from .launch import dense, entry, interpreted, launch, lay_out, scratch, strides
-from .tiles import triton
+from .launch import dense, entry, launch, lay_out, scratch, strides, unavailable
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
     """Why the kernels cannot take these inputs; empty when they can."""
-    if triton is None:
-        return "triton is not installed"
-    if q.device.type != "cuda" and not interpreted():
-        return f"the tensors are on {q.device}"
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or v.dtype != q.dtype:
+    if reason := unavailable(q.device, q.dtype):
+        return reason
+    if v.dtype != q.dtype:
         return f"dtype {q.dtype}"
     if max(q.shape[-1], v.shape[-1]) > 512:
         return f"head dim {q.shape[-1]} or {v.shape[-1]} exceeds 512"

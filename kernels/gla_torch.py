@@ -12,7 +12,6 @@ Letters as in gla.py; rows of queries and outputs are [C*G], the G heads of a to
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -79,21 +78,6 @@ def gla_chunked(
     inputs = (into_chunks(y, C, E, S.dtype) for y in ready(x, scale, padding, S.dtype))
     o, S = GLAChunks.apply(*inputs, S, segments)
     return from_chunks(o, C, T).to(x.q.dtype), GLAState(S)
-
-
-def each_sequence(
-    x: Inputs, scale: float, cu: Tensor, state: GLAState | None, chunk_size: int
-) -> tuple[Tensor, GLAState]:
-    """`cu_seqlens` as a loop over sequences: the definition; the GPU kernels do it in one launch."""
-    outputs, memories = [], []
-    for n, (start, end) in enumerate(pairwise(cu.tolist())):
-        gates = (None if y is None else y[:, start:end] for y in x[4:])
-        part = Inputs(x.q[:, start:end], x.k[:, start:end], x.v[:, start:end], x.g[:, start:end], *gates)
-        own = fresh_state(part) if state is None else GLAState(state.memory[n : n + 1])
-        o, (S,) = gla_chunked(part, scale, None, None, own, chunk_size)
-        outputs.append(o)
-        memories.append(S)
-    return torch.cat(outputs, 1), GLAState(torch.cat(memories))
 
 
 class GLAChunks(torch.autograd.Function):

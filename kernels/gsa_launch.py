@@ -13,17 +13,14 @@ from torch import Tensor
 from .gsa_config import configure, obstacle
 from .gsa_triton import output_kernel, scan_kernel, states_kernel, step_kernel
 from .gsa_triton_bwd import key_kernel, logits_kernel, query_kernel, writes_kernel
-from .launch import dense, entry, interpreted, launch, lay_out, scratch, strides
-from .tiles import triton
+from .launch import dense, entry, launch, lay_out, scratch, strides, unavailable
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
     """Why the kernels cannot take these inputs; empty when they can."""
-    if triton is None:
-        return "triton is not installed"
-    if q.device.type != "cuda" and not interpreted():
-        return f"the tensors are on {q.device}"
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or v.dtype != q.dtype:
+    if reason := unavailable(q.device, q.dtype):
+        return reason
+    if v.dtype != q.dtype:
         return f"dtype {q.dtype}"
     if max(q.shape[-1], v.shape[-1]) > 256 or g.shape[-1] > 128:
         return f"head dim {q.shape[-1]}, {v.shape[-1]} or {g.shape[-1]} slots exceed 256, 256 and 128"

@@ -45,6 +45,15 @@ def interpreted() -> bool:
     return type(load_rows).__name__ == "InterpretedFunction"
 
 
+def unavailable(device: torch.device, dtype: torch.dtype) -> str:
+    """Why no kernel can take tensors of a device and dtype; empty when kernels can."""
+    if triton is None:
+        return "triton is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"the tensors are on {device}"
+    return "" if dtype in (torch.bfloat16, torch.float16, torch.float32) else f"dtype {dtype}"
+
+
 # ---------------------------------------------------------------- launches
 
 

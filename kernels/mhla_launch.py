@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import dense, entry, interpreted, launch, scratch, strides
+from .launch import dense, entry, interpreted, launch, scratch, strides, unavailable
 from .mhla_triton import mix_kernel, output_kernel, product_kernel, state_kernel, step_kernel, summary_kernel
 from .mhla_triton_bwd import key_kernel, pairs_kernel, query_kernel, value_kernel, weights_kernel
-from .tiles import triton
 
 
 class Config(NamedTuple):
@@ -89,12 +88,8 @@ def constants(c: Config, M: int, D: int, DV: int, *, causal: bool, normalise: bo
 @torch.compiler.assume_constant_result
 def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, M: int, causal: bool) -> str:
     """Why the kernels cannot take such inputs; empty when they can."""
-    if triton is None:
-        return "triton is not installed"
-    if device.type != "cuda" and not interpreted():
-        return f"the tensors are on {device}"
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"dtype {dtype}"
+    if reason := unavailable(device, dtype):
+        return reason
     if D > 512 or DV > 256 or (causal and M > 130):
         return f"{D} features, head dim {DV} or {M} blocks exceed 512, 256 and 130"
     try:

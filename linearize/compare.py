@@ -20,8 +20,7 @@ from .data import Blocks, build_blocks
 from .errors import Exit, LinearizeError
 from .evaluate import sample_count
 from .generate import Loaded, device_memory
-from .images import NO_LABEL
-from .losses import cross_entropy, logit_kl
+from .losses import IGNORED, cross_entropy, logit_kl
 from .recall import Writer, rows_of, score
 from .recipe import Recipe
 from .runtime import to_source
@@ -114,7 +113,7 @@ def predictions(student: Any, teacher: Any, blocks: Blocks, max_tokens: int, bat
     for start in range(0, number, size):
         batch = collate([blocks[i] for i in range(start, min(start + size, number))], student.device)
         wanted = targets(batch)
-        asked = wanted != NO_LABEL
+        asked = wanted != IGNORED
         ours, theirs = forward(student, batch), forward(teacher, batch)
         losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (ours, theirs)]
         kl = logit_kl(ours, theirs, asked, num_tokens=1.0)

@@ -27,6 +27,7 @@ from torch import Tensor
 from .cache_key import fingerprint, identity
 from .documents import Piece, Source, end_token, pieces
 from .errors import Exit, LinearizeError
+from .losses import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,6 @@ _TOKEN = np.uint32((1 << 29) - 1)
 _HEADER = 4096  # bytes of JSON before the words: one page, so that the words stay aligned to pages
 _FORMAT = 1  # part of the cache key: raise it whenever the same text would be packed differently
 _OPEN_BINS = 64  # a conversation goes to the first of this many unfinished blocks that holds it
-_IGNORED = -100
 
 
 class Blocks:
@@ -77,7 +77,7 @@ class Blocks:
         arrays = {
             "input_ids": ids,
             "position_ids": time - piece_start,
-            "labels": np.where(words & _TARGET, ids, _IGNORED),
+            "labels": np.where(words & _TARGET, ids, IGNORED),
             "valid": (words & _PAD) == 0,
         }
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -115,10 +115,13 @@ class BlockOrder:
 
 @lru_cache(maxsize=4)
 def _permutation(n: int, seed: int, epoch: int) -> Tensor:
-    # Hashed: with seed + epoch, epoch 1 of one seed would be epoch 0 of the next.
-    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randperm(n, generator=generator)
+    return torch.randperm(n, generator=hashed_generator(seed, epoch))
+
+
+def hashed_generator(seed: int, number: int) -> torch.Generator:
+    """Random numbers of a seed and an epoch, or a block: with their sum, 1 of one seed would be 0 of the next."""
+    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def build_blocks(

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from linearize_kernels.seam import evaluating
 
-from .images import NO_LABEL
-from .losses import cross_entropy
+from .losses import IGNORED, cross_entropy
 from .samples import Batch, Samples, blank, collate, forward, real_tokens, targets
 from .stages import Listener, listen
 from .trainable import Student
@@ -53,7 +52,7 @@ def score(model: Any, data: Iterator[Batch], accelerator: Accelerator) -> Score 
             with accelerator.autocast():
                 logits = forward(model, batch)
                 loss = cross_entropy(logits, wanted)
-            count, hits = (wanted != NO_LABEL).sum(), (logits.argmax(-1) == wanted).sum()
+            count, hits = (wanted != IGNORED).sum(), (logits.argmax(-1) == wanted).sum()
             sums += torch.stack([loss.double() * count, hits.double(), count.double()])
     loss_sum, hits_sum, total = accelerator.reduce(sums, "sum").tolist()
     return Score(math.exp(min(loss_sum / total, 700.0)), hits_sum / total) if total else None

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .documents import open_dataset
 from .errors import Exit, LinearizeError, did_you_mean
+from .losses import IGNORED
 from .recipe_data import ArraySource, DatasetSource, ImageSource
 
-NO_LABEL = -100
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -108,7 +108,7 @@ def class_numbers(found: Labelled, config: Any) -> list[int]:
             f"{did_you_mean(unknown[0], numbers)}",
             Exit.INCOMPATIBLE,
         )
-    labels = [numbers[x] if isinstance(x, str) else NO_LABEL if x is None else int(x) for x in found.labels]
+    labels = [numbers[x] if isinstance(x, str) else IGNORED if x is None else int(x) for x in found.labels]
     if labels and max(labels) >= count:
         last = f"the model's last is {count - 1}"
         raise LinearizeError(f"{found.where} has class {max(labels)}, {last}", Exit.INCOMPATIBLE)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .data import BlockOrder
 from .errors import Exit, LinearizeError
-from .images import NO_LABEL
+from .losses import IGNORED
 from .progress import StageProgress, memory_bytes
 from .recipe import AttentionTransfer, Stage
 from .runs import Position
@@ -109,7 +109,7 @@ class StageLoop:
         """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate."""
         owner, accelerator = self.owner, self.owner.accelerator
         micro = [self.batch(step, m) for m in range(self.stage.batch.accumulate)]
-        counts = torch.stack([torch.stack([b["valid"].sum(), (targets(b) != NO_LABEL).sum()]) for b in micro])
+        counts = torch.stack([torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum()]) for b in micro])
         tokens = accelerator.reduce(counts.sum(0), "sum")
         losses = []
         owner.model.train()

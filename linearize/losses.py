@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB in float32: few launches, yet small beside the logits of a long batch
-_IGNORED = -100
+IGNORED = -100
 
 
 def logit_kl(
@@ -55,14 +55,14 @@ def cross_entropy(
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}")
-    weight = _weight(targets != _IGNORED, num_tokens, logits)
+    weight = _weight(targets != IGNORED, num_tokens, logits)
     loss: Tensor = _CrossEntropy.apply(logits, targets, weight, chunk or _default_chunk(logits))
     return loss
 
 
 def next_token_targets(labels: Tensor) -> Tensor:
     """labels [B, T], one place to the left. Shifting them and not the logits saves a copy of [B, T, V] both ways."""
-    return F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def next_token_ce(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:

@@ -6,16 +6,15 @@ Of 15 % of a block's tokens 80 % become the mask, 10 % another token and 10 % st
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .data import Blocks
+from .data import Blocks, hashed_generator
 from .errors import Exit, LinearizeError
+from .losses import IGNORED
 
-NO_TARGET = -100
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 
 
@@ -35,8 +34,7 @@ class MaskedBlocks:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         block = self.blocks[index]
         ids, valid = block["input_ids"], block["valid"]
-        digest = hashlib.sha256(f"{self.seed}/{index}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        generator = hashed_generator(self.seed, index)
         chance, kind = (torch.rand(len(ids), generator=generator) for _ in range(2))
         others = torch.randint(self.vocabulary, (len(ids),), generator=generator)
         chosen = (chance < CHOSEN) & valid & ~torch.isin(ids, self.special)
@@ -44,6 +42,6 @@ class MaskedBlocks:
         return {
             "input_ids": torch.where(chosen, hidden, ids),
             "attention_mask": valid.long(),
-            "labels": torch.where(chosen, ids, NO_TARGET),
+            "labels": torch.where(chosen, ids, IGNORED),
             "valid": valid,
         }

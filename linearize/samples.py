@@ -15,8 +15,8 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from .data import Blocks, build_blocks
 from .errors import Exit, LinearizeError
-from .images import NO_LABEL, Images, find_images
-from .losses import next_token_targets
+from .images import Images, find_images
+from .losses import IGNORED, next_token_targets
 from .masked import MaskedBlocks
 from .recipe_data import Data, Pack, holds_images
 from .runtime import to_source
@@ -70,7 +70,7 @@ def collate(items: list[Batch], device: torch.device) -> Batch:
 
 def blank(sample: Batch) -> Batch:
     """The same, of which nothing counts."""
-    nothing = torch.full_like(sample["labels"], NO_LABEL)
+    nothing = torch.full_like(sample["labels"], IGNORED)
     return sample | {"labels": nothing, "valid": torch.zeros_like(sample["valid"])}
 
 
@@ -120,3 +120,21 @@ def open_samples(
     text = to_source(source, pack.text_key, start)
     blocks = build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=max_tokens)
     return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)
+
+
+def check_vocabulary(tokenizer: Any, model: Any, data: list[Samples]) -> None:
+    """Refuse (exit 3) a tokenizer that is not the model's: one with more tokens, or data with ids out of range.
+
+    Added tokens alone may exceed the embedding, as an image token in a text model does, unless the data has them.
+    """
+    weight = model.get_input_embeddings().weight
+    rows = getattr(weight, "ds_shape", weight.shape)[0]
+    highest = tokenizer.vocab_size - 1
+    if highest < rows <= len(tokenizer) - 1:
+        highest = max(int(b[i]["input_ids"].max()) for b in data for i in range(len(b)))
+    if highest >= rows:
+        raise LinearizeError(
+            f"the tokenizer makes token {highest}, the model's embedding has {rows} rows: they do not belong together. "
+            "Put the model's own tokenizer into its folder",
+            Exit.INCOMPATIBLE,
+        )

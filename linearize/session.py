@@ -18,7 +18,7 @@ from .loop import StageLoop, seed_for
 from .recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
 from .runs import Position, Run, read_position
 from .runtime import Say, make_schedule, stage_steps
-from .samples import Samples, collate, has_head, kind_of, open_processor, open_samples
+from .samples import Samples, check_vocabulary, collate, has_head, kind_of, open_processor, open_samples
 from .sharding import reshard, shard, whole
 from .stages import Calibration, error_scale, listen
 from .trainable import Student, check_targets
@@ -280,23 +280,5 @@ def check_model(model: Any, recipe: Recipe) -> None:
     if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise LinearizeError(
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
-            Exit.INCOMPATIBLE,
-        )
-
-
-def check_vocabulary(tokenizer: Any, model: Any, data: list[Samples]) -> None:
-    """Refuse (exit 3) a tokenizer that is not the model's: one with more tokens, or data with ids out of range.
-
-    Added tokens alone may exceed the embedding, as an image token in a text model does, unless the data has them.
-    """
-    weight = model.get_input_embeddings().weight
-    rows = getattr(weight, "ds_shape", weight.shape)[0]
-    highest = tokenizer.vocab_size - 1
-    if highest < rows <= len(tokenizer) - 1:
-        highest = max(int(b[i]["input_ids"].max()) for b in data for i in range(len(b)))
-    if highest >= rows:
-        raise LinearizeError(
-            f"the tokenizer makes token {highest}, the model's embedding has {rows} rows: they do not belong together. "
-            "Put the model's own tokenizer into its folder",
             Exit.INCOMPATIBLE,
         )
