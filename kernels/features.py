@@ -17,6 +17,22 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 
+def featured(y: Tensor, kind: str, scale: float, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Features [B,T,heads,size] in fp32 (or y's float64) of y [B,T,heads,D], with W [heads,D,D] and b [heads,D] of
+    kinds that have them; `identity` gives y its share of `scale`, which softmax multiplies q.k with."""
+    exact, D = torch.promote_types(y.dtype, torch.float32), y.shape[-1]
+    y = y.to(exact) * scale**0.5
+    if weight is not None:
+        y = torch.einsum("bthd,hed->bthe", y, weight.to(exact))
+    if kind == "elu":
+        return (F.elu(y) + 1.0) * D**-0.5
+    if kind == "relu" and bias is not None:
+        return F.relu(y + bias.to(exact)) * (2.0 / D) ** 0.5
+    if kind == "hedgehog":
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1) * (D / 2.0) ** 0.5
+    return y
+
+
 class Features(nn.Module):
     """The map of one mixer: its own weights for each query head and each key head, the identity at first."""
 
@@ -42,10 +58,5 @@ class Features(nn.Module):
 
     def forward(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
         """Features [B,T,heads,size] in fp32 of queries or keys y [B,T,heads,D]."""
-        y, D = y.float() * self.scale**0.5, y.shape[-1]
-        if self.kind == "elu":
-            return (F.elu(y) + 1.0) * D**-0.5
-        y = torch.einsum("bthd,hed->bthe", y, getattr(self, f"{role}_map").float())
-        if self.kind == "relu":
-            return F.relu(y + getattr(self, f"{role}_bias").float()) * (2.0 / D) ** 0.5
-        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1) * (D / 2.0) ** 0.5
+        weight, bias = getattr(self, f"{role}_map", None), getattr(self, f"{role}_bias", None)
+        return featured(y.float(), self.kind, self.scale, weight, bias)

@@ -20,23 +20,36 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .features import Features
+from .features import Features, featured
 from .layout import Grid
 from .linear import linear_attention_both_ways
 from .mixer import Bounds, Mixer, Site
 from .norm import HeadNorm
+from .saga_launch import GUARD, runs_on
+from .saga_ops import saga_op
 
-# Of the normaliser, which positive features and gates keep above it.
-GUARD = 1e-6
+Backend = Literal["auto", "triton", "torch"]
 # What divides the sum over tokens: nothing, its weights, their number, or the root mean square of a head.
 Norm = Literal["none", "mass", "count", "head"]
+
+
+class Maps(NamedTuple):
+    """How features.py makes features of q and k: each takes the root of `scale`; W [H,D,D] and [E,D,D] of hedgehog."""
+
+    phi: Literal["identity", "elu", "hedgehog"] = "identity"
+    scale: float = 1.0
+    query_map: Tensor | None = None
+    key_map: Tensor | None = None
+
+
+GIVEN = Maps()
 
 
 def saga(
@@ -52,20 +65,29 @@ def saga(
     norm_weight: Tensor | None = None,
     padding: Tensor | None = None,
     segments: Tensor | None = None,
+    maps: Maps = GIVEN,
     chunk_size: int = 64,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Eq. 10, every token seeing its whole document: o [B,T,H,Dv] in v's dtype.
 
-    q [B,T,H,F], k [B,T,E,F] with their factors and features, v [B,T,E,Dv], E dividing H; gates before the sigmoid,
-    `key_gate` [B,T,E,F] and `value_gate` [B,T,E,Dv], and `output_gate` [B,T,H,Dv]; `local` [B,T,E,Dv] is DWC(V).
+    q [B,T,H,D], k [B,T,E,D], of which `maps` makes F features each (themselves by default), v [B,T,E,Dv], E dividing
+    H; gates before the sigmoid, `key_gate` [B,T,E,F] and `value_gate` [B,T,E,Dv], and `output_gate` [B,T,H,Dv]; `local`
+    [B,T,E,Dv] is DWC(V).
     `norm`: what divides the sum, see Norm; `norm_weight` [H,Dv] belongs to `head`. `padding` [B,T] bool is True at
     real tokens; others add nothing and output 0. `segments` [B,T] int: tokens of one number see each other.
+    `backend`: `auto` runs the Triton kernels on a GPU for what they know, else PyTorch; the others insist.
 
-    Raises ValueError for shapes that do not fit.
+    Raises ValueError for shapes that do not fit, and where `triton` is asked for and cannot run.
     """
-    _check(q, k, v, key_gate, value_gate, output_gate)
-    exact = torch.promote_types(q.dtype, torch.float32)
-    keys, values = k.to(exact) * key_gate.to(exact).sigmoid(), v.to(exact) * value_gate.to(exact).sigmoid()
+    _check(q, k, v, key_gate, value_gate, output_gate, maps)
+    if _use_triton(backend, q, v, segments, maps):
+        inputs = q.to(v.dtype), k.to(v.dtype), v, key_gate, value_gate, output_gate, local
+        weight = norm_weight if norm == "head" else None
+        return saga_op(*inputs, maps.query_map, maps.key_map, weight, padding, maps.phi, maps.scale**0.5, norm)[0]
+    q, k = featured(q, maps.phi, maps.scale, maps.query_map), featured(k, maps.phi, maps.scale, maps.key_map)
+    exact = q.dtype
+    keys, values = k * key_gate.to(exact).sigmoid(), v.to(exact) * value_gate.to(exact).sigmoid()
     if padding is not None:
         keys = torch.where(padding[:, :, None, None], keys, 0.0)
     one = torch.ones_like(values[..., :1])
@@ -89,11 +111,23 @@ def saga(
     return y.to(v.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, key_gate: Tensor, value_gate: Tensor, output_gate: Tensor) -> None:
+def _use_triton(backend: Backend, q: Tensor, v: Tensor, segments: Tensor | None, maps: Maps) -> bool:
+    if backend == "torch":
+        return False
+    obstacle = "segments" if segments is not None else ""
+    obstacle = obstacle or runs_on(v.device, v.dtype, q.shape[-1], v.shape[-1], maps.phi)
+    if backend == "triton" and obstacle:
+        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
+    return not obstacle
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, key_gate: Tensor, value_gate: Tensor, output_gate: Tensor, maps: Maps
+) -> None:
     """Raise ValueError, with the shapes found, unless the arguments of `saga` fit together."""
-    B, T, H, width = q.shape
-    E, Dv = v.shape[2:]
-    wanted = {"k": (k, (B, T, E, width)), "v": (v, (B, T, E, Dv)), "key_gate": (key_gate, (B, T, E, width))}
+    (B, T, H, D), (E, Dv) = q.shape, v.shape[2:]
+    width = 2 * D if maps.phi == "hedgehog" else D
+    wanted = {"k": (k, (B, T, E, D)), "v": (v, (B, T, E, Dv)), "key_gate": (key_gate, (B, T, E, width))}
     wanted |= {"value_gate": (value_gate, (B, T, E, Dv)), "output_gate": (output_gate, (B, T, H, Dv))}
     for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape:
@@ -251,7 +285,7 @@ class SelectiveGates(Mixer):
         E, Dv = site.kv_heads, site.value_dim
         if phi != "identity":
             self.features = Features(phi, site.heads, E, site.key_dim, site.scale)
-        width = site.key_dim if phi == "identity" else self.features.size
+        self.width = width = site.key_dim if phi == "identity" else self.features.size
         # Enough of a difference to tell tokens apart, and for gradients.
         self.key_gate = Gate(site.hidden, E * width, gate_rank, gate_bias, 0.1)
         self.value_gate = Gate(site.hidden, E * Dv, gate_rank, gate_bias, 0.1)
@@ -286,18 +320,25 @@ class SelectiveGates(Mixer):
             raise ValueError(f"{self.site.path}: SAGA sees both sides, and was called as causal")
         gates = [layer(x) for layer in (self.key_gate, self.value_gate, self.output_gate)]
         with torch.autocast(q.device.type, enabled=False):
-            q, k = self._features(q, "query"), self._features(k, "key")
-            widths = (k.shape[-1], v.shape[-1], v.shape[-1])
+            q, k, maps = self._features(q, k)
+            widths = (self.width, v.shape[-1], v.shape[-1])
             gated = (y.unflatten(-1, (-1, width)) for y, width in zip(gates, widths, strict=True))
             local = depthwise(v, self.taps, grid, padding, segments) if hasattr(self, "taps") else None
             weight = self.head_norm.weight if self.norm == "head" else None
             o = saga(
-                q, k, v, *gated, local=local, norm=self.norm, norm_weight=weight, padding=padding, segments=segments
-            )
+                q, k, v, *gated, local=local, norm=self.norm, norm_weight=weight, padding=padding, segments=segments,
+                maps=maps,
+            )  # fmt: skip
         return o, None
 
-    def _features(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
-        return y.float() * self.site.scale**0.5 if self.phi == "identity" else self.features(y, role)
+    def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Maps]:
+        """q and k, and what is still to be made of them: all but what the kernels never compute."""
+        if self.phi == "identity":
+            return q, k, Maps(scale=self.site.scale)
+        if self.phi == "relu" or (self.phi == "hedgehog" and q.shape[-1] > 64):
+            return self.features(q, "query"), self.features(k, "key"), GIVEN
+        maps = (getattr(self.features, name, None) for name in ("query_map", "key_map"))
+        return q, k, Maps(self.phi, self.site.scale, *maps)
 
     @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:

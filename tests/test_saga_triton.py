@@ -1,0 +1,218 @@
+"""The Triton kernels of SAGA against the PyTorch path in float64, in Triton's interpreter.
+
+Each group of cases runs in a process of its own: this very file, as a script. bf16 is garbage in the interpreter; it is
+proved on a GPU (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from triton_tools import compile_kernel, largest_errors, masks, run_script, transposed_products
+
+# Largest error over the largest reference value.
+TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
+NAMES = ("q", "k", "v", "key_gate", "value_gate", "output_gate", "local", "query_map", "key_map", "norm_weight")
+
+# group -> cases; unset sizes are B1 T40 H2 E1 D16 Dv16, phi hedgehog, norm mass
+CASES: dict[str, list[dict[str, Any]]] = {
+    "lengths": [{"T": T, "H": 1} for T in (1, 16, 17)],
+    "heads_and_sizes": [{"B": 2, "H": 4, "E": 2}, {"H": 3, "D": 20, "DV": 24}, {"D": 40, "phi": "elu", "B": 2}],
+    "norms": [{"norm": norm, "H": 2, "E": E} for norm, E in (("none", 1), ("count", 2), ("head", 1))],
+    "maps": [{"phi": "elu"}, {"phi": "identity", "norm": "count"}, {"phi": "identity", "norm": "head", "D": 24}],
+    "stretches": [{"T": 250}, {"T": 100, "norm": "head", "phi": "elu", "B": 2}],
+    "half_precision": [{"dtype": "float16"}, {"dtype": "float16", "phi": "identity", "norm": "count", "local": False}],
+    "padding": [
+        {"padding": "right", "B": 2},
+        {"padding": "left", "B": 2, "norm": "count", "phi": "elu"},
+        {"padding": "all", "B": 2, "norm": "head", "T": 17},
+    ],
+    "closed": [{"closed": True}],
+}
+
+
+@pytest.mark.parametrize("group", CASES)
+def test_kernels_match_the_reference(group: str) -> None:
+    for line in run_script(__file__, group).splitlines():
+        case, errors = json.loads(line)
+        worst = max(errors.values())
+        assert worst <= TOLERANCE[case.get("dtype", "float32")], f"{case}: {errors}"
+
+
+def test_operators_compile_checkpoint_and_count() -> None:
+    assert "all fine" in run_script(__file__, "operators")
+
+
+def test_a_mixer_takes_the_kernels() -> None:
+    assert "all fine" in run_script(__file__, "mixer")
+
+
+def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
+    from linearize_kernels.saga import saga
+
+    q = torch.rand(1, 5, 2, 16)
+    inputs = [q] * 6
+    assert torch.equal(saga(*inputs), saga(*inputs, backend="torch"))
+    with pytest.raises(ValueError, match="on cpu"):
+        saga(*inputs, backend="triton")
+    with pytest.raises(ValueError, match="segments"):
+        saga(*inputs, segments=torch.zeros(1, 5, dtype=torch.long), backend="triton")
+
+
+# ---------------------------------------------------------------- compiled for real, without a GPU
+
+KERNELS = ("summary_kernel", "output_kernel", "queries_kernel", "keys_kernel")
+
+
+def compiled(name: str, capability: int, config: Any, D: int, phi: str, norm: str) -> Any:
+    """A kernel compiled with a configuration."""
+    from linearize_kernels import saga_triton
+    from linearize_kernels.saga_launch import GUARD, state_width, width
+
+    tiles = getattr(config, name.removesuffix("_kernel"))
+    values = {"PHI": phi, "NORM": norm, "LOCAL": True, "PADDED": False, "D": D, "DV": D, "BD": width(D)}
+    values |= {"BV": width(D), "W": state_width(D, D, phi, norm), "C": tiles.chunk, "HALF": True}
+    values |= {"GUARD": GUARD, "FINE": config.fine, "PREC": config.precision, "STAGES": tiles.stages, "p_real": None}
+    half = ("q", "k", "v", "kg", "vg", "og", "local", "o", "do", "dq", "dk", "dv", "dkg", "dvg", "dog", "dlocal")
+    kinds = {f"p_{x}": "*bf16" for x in half} | {"scale": "fp32"}
+    return compile_kernel(getattr(saga_triton, name), capability, values, kinds, tiles.warps)
+
+
+@pytest.mark.parametrize(("budget", "D", "phi"), [(48, 64, "elu"), (64, 32, "hedgehog"), (100, 64, "elu"),
+                                                  (164, 128, "elu"), (227, 64, "hedgehog")])  # fmt: skip
+def test_safe_configurations_fit_their_budget(budget: int, D: int, phi: str) -> None:
+    from linearize_kernels.saga_launch import safe
+
+    config = safe(budget * 1024, 132, D, D, phi, torch.bfloat16)
+    for name in ("queries_kernel", "keys_kernel"):
+        kernel = compiled(name, 90 if budget > 164 else 80, config, D, phi, "mass")
+        assert kernel.metadata.shared <= budget * 1024, (name, config)
+
+
+@pytest.mark.parametrize("norm", ["mass", "head"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_product_takes_the_transpose_of_a_product(name: str, norm: str) -> None:
+    from linearize_kernels.saga_launch import safe
+
+    config = safe(227 * 1024, 132, 64, 64, "hedgehog", torch.bfloat16)
+    assert transposed_products(compiled(name, 90, config, 64, "hedgehog", norm)) == []
+
+
+# ---------------------------------------------------------------- the script side
+
+
+def build(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors that take a gradient, and the other arguments of one case."""
+    torch.manual_seed(0)
+    size = {"B": 1, "T": 40, "H": 2, "E": 1, "D": 16, "DV": 16, "phi": "hedgehog", "norm": "mass", **case}
+    B, T, H, E, D, DV = (size[name] for name in ("B", "T", "H", "E", "D", "DV"))
+    F = 2 * D if size["phi"] == "hedgehog" else D
+    wide = {"q": (H, D), "k": (E, D), "v": (E, DV), "key_gate": (E, F), "value_gate": (E, DV), "output_gate": (H, DV)}
+    made = {name: torch.randn(B, T, *shape) for name, shape in wide.items()}
+    if case.get("closed"):
+        made["key_gate"].fill_(-1e4)
+    if case.get("local", True):
+        made["local"] = torch.randn(B, T, E, DV)
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    made = {name: x.to(dtype) for name, x in made.items()}
+    if size["phi"] == "hedgehog":
+        made |= {f"{role}_map": torch.randn(heads, D, D) * D**-0.5 for role, heads in (("query", H), ("key", E))}
+    if size["norm"] == "head":
+        made["norm_weight"] = torch.rand(H, DV)
+    padding = masks(case, B, T)["padding"]
+    return made, {"norm": size["norm"], "padding": padding, "phi": size["phi"], "scale": D**-0.5}
+
+
+def call(tensors: dict[str, torch.Tensor], arguments: dict[str, Any], backend: Any) -> torch.Tensor:
+    from linearize_kernels.saga import Maps, saga
+
+    given, others = dict(tensors), dict(arguments)
+    maps = Maps(others.pop("phi"), others.pop("scale"), given.pop("query_map", None), given.pop("key_map", None))
+    return saga(**given, **others, maps=maps, backend=backend)
+
+
+def results(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
+    """Output and every gradient; `torch` in float64."""
+    tensors, arguments = build(case)
+    leaves = {n: (x.double() if backend == "torch" else x).requires_grad_() for n, x in tensors.items()}
+    o = call(leaves, arguments, backend)
+    torch.manual_seed(1)
+    sent = torch.randn(o.shape)
+    gradients = torch.autograd.grad(o, list(leaves.values()), sent.to(o.dtype))
+    return {"o": o.detach(), **{f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}}
+
+
+def compare(case: dict[str, Any]) -> dict[str, float]:
+    """Name -> largest error, relative to the largest value."""
+    return largest_errors(*(results(case, backend) for backend in ("triton", "torch")))
+
+
+def check_operators() -> None:
+    """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from linearize_kernels.saga_ops import saga_op
+
+    for case in ({"B": 2}, {"phi": "elu", "norm": "head", "local": False}):
+        tensors, arguments = build(case)
+        leaves = {n: x.requires_grad_() for n, x in tensors.items()}
+        given = [leaves.get(name) for name in NAMES]
+        rest = arguments["padding"], arguments["phi"], arguments["scale"] ** 0.5, arguments["norm"]
+        torch.library.opcheck(saga_op, (*given, *rest))
+
+        def loss(*values: torch.Tensor) -> torch.Tensor:
+            return call(dict(zip(leaves, values, strict=True)), arguments, "triton").square().sum()  # noqa: B023
+
+        inputs = list(leaves.values())
+        plain = torch.autograd.grad(loss(*inputs), inputs)
+        compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*inputs), inputs)
+        again = torch.autograd.grad(checkpoint(loss, *inputs, use_reentrant=False), inputs)
+        for a, b, c in zip(plain, compiled, again, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+    with FlopCounterMode(display=False) as counter:
+        loss(*inputs).backward()
+    assert counter.get_total_flops() == 3.5 * 2 * 40 * 3 * 16 * 16
+    print("all fine")
+
+
+def check_mixer() -> None:
+    """Under every option that kernels know, a mixer computes with them what it does without."""
+    from linearize_kernels import saga
+    from linearize_kernels.layout import Grid
+    from linearize_kernels.mixer import Site
+
+    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=False, grid="patches")
+    kernels = saga.runs_on
+    for options in ({}, {"phi": "identity"}, {"phi": "relu"}, {"phi": "elu", "norm": "head"}, {"norm": "none"}):
+        torch.manual_seed(0)
+        mixer: Any = saga.SelectiveGates(site, **options)
+        mixer.reset_parameters()
+        torch.nn.init.normal_(mixer.taps)
+        q, k, v, x = (torch.randn(2, 13, *shape) for shape in ((4, 8), (2, 8), (2, 6), (24,)))
+        where: Any = {"padding": None, "segments": None, "state": None, "causal": False, "grid": Grid((3, 4), prefix=1)}
+        found = []
+        for runs_on in (kernels, lambda *_: "not now"):
+            vars(saga)["runs_on"] = runs_on
+            mixer.zero_grad()
+            o = mixer(q, k, v, x, **where)[0]
+            o.square().sum().backward()
+            found.append({"o": o.detach(), **{n: p.grad.clone() for n, p in mixer.named_parameters()}})
+        worst = max(largest_errors(*found).values())
+        assert worst < 1e-4, (options, largest_errors(*found))
+    print("all fine")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "operators":
+        check_operators()
+    elif sys.argv[1] == "mixer":
+        check_mixer()
+    else:
+        for one_case in CASES[sys.argv[1]]:
+            print(json.dumps([one_case, compare(one_case)]), flush=True)
