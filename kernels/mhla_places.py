@@ -7,6 +7,7 @@ document. Rows of queries are [C*G], the G heads of a token side by side (scan.p
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -161,7 +162,9 @@ def grid_layout(grid: Grid, blocks: tuple[int, int, int], device: torch.device) 
     """The block of each token of a grid of up to three axes [T], and the tokens of the largest block."""
     t, h, w = (1,) * (3 - len(grid.size)) + tuple(grid.size)
     block = grid_blocks((t, h, w), blocks, (grid.prefix, grid.suffix))
-    return block.to(device), int(block.bincount().max())
+    # Without asking a tensor: torch.compile would not know the number.
+    inside = math.prod([-(-n // m) for n, m in zip((t, h, w), blocks, strict=True)])
+    return block.to(device), max(inside, grid.prefix + grid.suffix)
 
 
 @functools.lru_cache(maxsize=64)
