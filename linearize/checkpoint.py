@@ -88,7 +88,7 @@ def manifest(folder: Path, plan: Plan, untouched: Untouched) -> dict[str, Any]:
         "versions": versions,
         "plan": plan.to_json(),
         "files": files,
-        "code": {path.name: sha256(path) for path in sorted(folder.glob("*.py"))},
+        "code": {path.relative_to(folder).as_posix(): sha256(path) for path in sorted(folder.rglob("*.py"))},
         "untouched": untouched,
     }
 
@@ -100,9 +100,11 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- weights
 
 
-def write_source_shards(folder: Path, source: Source, plan: Plan, tied: set[str]) -> tuple[Shards, Untouched]:
+def write_source_shards(
+    folder: Path, source: Source, plan: Plan, tied: set[str], pattern: str = SOURCE_SHARD
+) -> tuple[Shards, Untouched]:
     """Link, or rewrite where the format or dtype changes; also says what has the bytes that the source has."""
-    names = {SOURCE_SHARD.format(n, len(source.shards)): shard for n, shard in enumerate(source.shards, 1)}
+    names = {pattern.format(n, len(source.shards)): shard for n, shard in enumerate(source.shards, 1)}
     if source.pickled or plan.cast:
         rewrite = rewrite_pickle if source.pickled else rewrite_cast
         written = {name: rewrite(shard, folder / name, plan, tied) for name, shard in names.items()}
@@ -222,11 +224,11 @@ def write_mixers(path: Path, plan: Plan, seed: int) -> list[str]:
     return list(entries)
 
 
-def write_index(folder: Path, shards: Shards) -> None:
-    """model.safetensors.index.json for these shards."""
+def write_index(folder: Path, shards: Shards, name: str = INDEX) -> None:
+    """model.safetensors.index.json, or one of another `name`, for these shards."""
     size = sum((folder / name).stat().st_size for name in shards)
     weight_map = {tensor: name for name, tensors in sorted(shards.items()) for tensor in tensors}
-    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    write_json(folder / name, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
 def _copy_small_files(folder: Path, source: Source) -> None:

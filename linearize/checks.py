@@ -50,26 +50,32 @@ def verify_folder(
     Raises LinearizeError: 3 for what is no linearized model, and for code that this version does not write unless
     `trust_remote_code`; 4 and 5 as `open_source`.
     """
+    from .diffusion.convert import holds_diffusers
+
+    if holds_diffusers(model):
+        from .diffusion import verify
+
+        return verify.verify_folder(Path(model), strict=strict, trust_remote_code=trust_remote_code)
     folder = Path(model) if Path(model).is_dir() else open_source(model, revision).folder
     config = read_linearized_config(folder)
     if not trust_remote_code:
         ensure_code(folder, config)
     checks = [
-        _attempt("files", lambda: check_files(folder)),
-        _attempt("index", lambda: check_index(folder)),
-        _attempt("untouched weights", lambda: check_hashes(folder)),
-        _attempt("new weights", lambda: check_new(folder, strict)),
+        attempt("files", lambda: check_files(folder)),
+        attempt("index", lambda: check_index(folder)),
+        attempt("untouched weights", lambda: check_hashes(folder)),
+        attempt("new weights", lambda: check_new(folder, strict)),
     ]
     checks += check_behaviours(folder, strict)
-    return [_strictly(check) for check in checks] if strict else checks
+    return [strictly(check) for check in checks] if strict else checks
 
 
-def _strictly(check: Check) -> Check:
+def strictly(check: Check) -> Check:
     status = "failed" if check.status in ("warning", "skipped") else check.status
     return dataclasses.replace(check, status=status)
 
 
-def _attempt(name: str, work: Callable[[], tuple[str, str]]) -> Check:
+def attempt(name: str, work: Callable[[], tuple[str, str]]) -> Check:
     """`work` returns (status, detail); files that cannot be read are failures."""
     try:
         return Check(name, *work())
@@ -136,10 +142,10 @@ def check_files(folder: Path) -> tuple[str, str]:
     return ("warning", f"files that linearize did not write: {some(foreign)}") if foreign else ("passed", "")
 
 
-def check_index(folder: Path) -> tuple[str, str]:
+def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:
     """Every tensor of the index is in the shard that it names, and the other way round."""
-    if (folder / INDEX).exists():
-        index = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+    if (folder / name).exists():
+        index = json.loads((folder / name).read_text("utf-8"))["weight_map"]
     else:
         index = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
     held = {(tensor, path.name) for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path)}
@@ -150,9 +156,9 @@ def check_index(folder: Path) -> tuple[str, str]:
     return "passed", f"{len(index)} tensors"
 
 
-def check_hashes(folder: Path) -> tuple[str, str]:
-    """What linearize.json calls untouched has the bytes that the source had."""
-    recorded = manifest_of(folder).get("untouched")
+def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[str, str]:
+    """What linearize.json calls untouched, or what is `recorded`, has the bytes that the source had."""
+    recorded = manifest_of(folder).get("untouched") if recorded is None else recorded
     if not recorded:
         return "warning", "no hashes are recorded"
     shards, tensors = recorded["shards"], recorded["tensors"]

@@ -42,6 +42,9 @@ KNOWN = {
     "softcap": Loss("softcap", "the source caps attention scores, the linear layer does not"),
     "s_aux": SINKS,
     "sinks": SINKS,
+    "relu_features": Loss(
+        "relu_features", "the source is linear attention of relu(q) and relu(k), the linear layer has other features"
+    ),
     "alibi": Loss("alibi", "the source knows distance by a bias on its scores, which the linear layer lacks", True),
     "position_bias": Loss(
         "position_bias", "the source adds a position bias to its scores, the linear layer does not", True

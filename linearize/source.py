@@ -31,6 +31,11 @@ FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 # Keys of a config that say how often a part is built, and more than any model has; building them takes half a minute.
 AMOUNT = re.compile(r"(layer|block|depth|expert|group|stage|codebook)s?$")
 MAX_AMOUNT = 20_000
+# Of a folder where a model of transformers is asked for.
+OF_DIFFUSERS = (
+    "is a model of diffusers, which linearize converts and verifies in a local folder (hf download ID --local-dir DIR) "
+    "and does nothing else with; see docs/diffusers.md"
+)
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -75,7 +80,7 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
         if not local:
             folder, revision = download(model, revision, weights)
         config = _read_config(folder)
-        shards, pickled = _find_shards(folder, weights)
+        shards, pickled = find_shards(folder, weights)
     except OSError as error:
         raise unreadable(error) from error
     name = os.path.basename(os.path.realpath(folder)) if local else model
@@ -101,9 +106,13 @@ def unreadable(error: OSError) -> LinearizeError:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
+    if (folder / "model_index.json").exists():
+        raise LinearizeError(f"{folder} {OF_DIFFUSERS}", Exit.INCOMPATIBLE)
     if not path.exists():
         raise LinearizeError(f"{folder} has no config.json: not a Transformers model folder", Exit.INCOMPATIBLE)
-    config = _read_json(path)
+    config = read_json(path)
+    if "_class_name" in config:
+        raise LinearizeError(f"{folder} {OF_DIFFUSERS}", Exit.INCOMPATIBLE)
     if not isinstance(config.get("model_type"), str):
         raise LinearizeError(f"{path}: model_type is {config.get('model_type')!r}, not a name", Exit.INCOMPATIBLE)
     quantization = config.get("quantization_config")
@@ -136,7 +145,7 @@ def _amounts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield key, value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -146,20 +155,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _find_shards(folder: Path, weights: bool) -> tuple[tuple[Path, ...], bool]:
+def find_shards(
+    folder: Path, weights: bool, formats: tuple[tuple[str, str], ...] = FORMATS
+) -> tuple[tuple[Path, ...], bool]:
     """Shards in order and whether they are pickled; safetensors win over pickles."""
-    for stem, suffix in FORMATS:
+    for stem, suffix in formats:
         index, single = folder / f"{stem}{suffix}.index.json", folder / f"{stem}{suffix}"
-        # transformers prefers the single file when both are there.
-        if single.exists():
+        # transformers prefers the single file when both are there, diffusers the index.
+        if single.exists() and (formats is FORMATS or not index.exists()):
             return (single,), suffix == ".bin"
         if index.exists():
             return _indexed_shards(index, weights), suffix == ".bin"
     if not weights:
         return (), False
-    raise LinearizeError(
-        f"{folder} has no weights: expected model.safetensors, pytorch_model.bin or their index", Exit.INCOMPATIBLE
-    )
+    names = ", ".join(f"{stem}{suffix}" for stem, suffix in formats)
+    raise LinearizeError(f"{folder} has no weights: expected {names} or their index", Exit.INCOMPATIBLE)
 
 
 def weight_files(folder: Path) -> list[list[str]]:
@@ -173,7 +183,7 @@ def weight_files(folder: Path) -> list[list[str]]:
 
 def _index_names(index: Path) -> list[str]:
     """The shards that an index names, none of them outside its folder."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
     names = sorted(set(weight_map.values()))

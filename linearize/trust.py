@@ -48,7 +48,14 @@ def read_plan(folder: Path) -> Plan:
                 f"{__version__}. Use that version or a newer one",
                 Exit.INCOMPATIBLE,
             )
-        return Plan.from_json(manifest["plan"])
+        plan = Plan.from_json(manifest["plan"])
+        if plan.model_type == "diffusers":
+            raise LinearizeError(
+                f"{folder} holds {plan.architecture} of diffusers. Upload it with hf upload REPO DIR, and train it as "
+                "docs/diffusers.md says",
+                Exit.INCOMPATIBLE,
+            )
+        return plan
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if saved_again(folder):
             raise LinearizeError(

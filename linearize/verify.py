@@ -236,7 +236,7 @@ def clean_command(
         setup = f"import sys\nsys.path[:0] = {paths!r}\n"
         setup += PRELUDE.replace("{refused}", repr(set(refused) or {""}))
         # The script may be made of files of this package, which import each other.
-        script = re.sub(r"^from (__future__|\.\w+) import .*$", "", inputs + script, flags=re.MULTILINE)
+        script = re.sub(r"^from (__future__|\.+\w+) import .*$", "", inputs + script, flags=re.MULTILINE)
         yield [sys.executable, "-I", "-c", setup + script, *arguments], environment
 
 

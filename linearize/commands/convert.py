@@ -37,11 +37,15 @@ def convert(
     """Replace softmax attention; writes an ordinary Hugging Face model folder."""
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
-    from .. import convert as story
+    from .. import convert as of_transformers
     from .. import hub
+    from ..diffusion import convert as of_diffusers
     from ..mechanisms import parse_settings
     from ..show import plan_table
 
+    story: Any = of_diffusers if of_diffusers.holds_diffusers(model) else of_transformers
+    if push is not None and story is of_diffusers:
+        raise LinearizeError("--push: a pipeline of diffusers is uploaded with hf upload REPO DIR")
     if push is not None:
         hub.check_name(push) if dry_run else hub.check_access(push)
     plan, source, natives = story.plan_conversion(
@@ -66,11 +70,13 @@ def convert(
             natives,
             target,
             overwrite=overwrite,
-            level=verify,  # type: ignore[arg-type]
+            level=verify,
             trust_remote_code=trust_remote_code,
             say=say,
         )
-        say(f"saved {target}. Next: distil it with linearize finetune")
+        diffusion = story is of_diffusers
+        then = "train its mixers, see docs/diffusers.md" if diffusion else "distil it with linearize finetune"
+        say(f"saved {target}. Next: {then}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)

@@ -1,0 +1,1 @@
+"""Pipelines of diffusers: convert and verify their transformers."""

@@ -1,0 +1,225 @@
+"""Convert, for diffusers: the story of ../convert.py for a pipeline, or for a transformer's own folder.
+
+Each transformer that the pipeline holds (some have two) becomes linear in its self-attention; whatever else is in the
+folder goes along as it is. A transformer's own folder is a pipeline of one part without a name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..atomic import output_folder
+from ..checkpoint import meta_pickle
+from ..convert import Say, check_disk, check_paths, check_secrets, stored_dtype
+from ..drops import check_losses
+from ..errors import Exit, LinearizeError
+from ..plan import Plan, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps, some
+from ..probe import Found, Other
+from ..recording import quiet
+from ..source import DTYPES, Source, find_shards, read_header, read_json
+from ..verify import Level
+from .latents import INPUTS
+from .probe import Part, build, probe
+from .write import FORMATS, INDEX_FILE, write_pipeline
+
+# The model type of a plan.
+DIFFUSERS = "diffusers"
+# Classes that older checkpoints name, with the norm that tells what became of them.
+FORMER = {("Transformer2DModel", "ada_norm_zero"): "DiTTransformer2DModel"}
+
+
+def holds_diffusers(model: str) -> bool:
+    """Whether `model` is a folder here with a pipeline or a model of diffusers."""
+    folder = Path(os.path.expanduser(model))
+    try:
+        if (folder / INDEX_FILE).is_file():
+            return True
+        return "_class_name" in json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def plan_conversion(
+    model: str,
+    mechanism: str,
+    *,
+    layers: str = "all",
+    keep_softmax: str = "",
+    options: dict[str, Any] | None = None,
+    allow_drop: Sequence[str] = (),
+    dtype: str = "keep",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    weights: bool = True,
+) -> tuple[Plan, Source, list[Part]]:
+    """Decide everything and touch nothing, as `plan_conversion` of ../convert.py; layers count on through all parts.
+
+    Raises LinearizeError with the exit code of the obstacle.
+    """
+    if dtype not in ("keep", *DTYPES.values()):
+        raise LinearizeError(f"--dtype {dtype}: choose keep, {', '.join(DTYPES.values())}")
+    if revision is not None:
+        raise LinearizeError(f"--revision {revision}: {model} is a folder here, without revisions")
+    make_steps([], mechanism, options or {})  # names and options first: they need no model
+    folder = Path(os.path.expanduser(model))
+    source, parts = open_parts(folder, load_diffusers(folder), weights)
+    check_code(source, trust_remote_code)
+    if weights:
+        for part in parts:
+            check_weights(part)
+    found = fitting(probe_parts(parts), mechanism, source.name)
+    chosen, kept = choose_layers(found, layers, keep_softmax, source.name)
+    check_losses(chosen, allow_drop)
+    stored = stored_dtype(parts[0].source)
+    target = stored if dtype == "keep" else dtype
+    steps = make_steps(chosen, mechanism, options or {}, item_bytes(target))
+    check_rotation(found, steps)
+    new = sum(step.new_parameters for step in steps)
+    old = sum(p.numel() for part in parts for p in part.model.parameters())
+    plan = Plan(
+        source=source.name,
+        revision=None,
+        architecture=" and ".join(dict.fromkeys(part.native for part in parts)),
+        model_type=DIFFUSERS,
+        dtype=target,
+        cast=target != stored,
+        pickled=any(part.source.pickled for part in parts),
+        steps=steps,
+        kept=tuple(kept),
+        others=grouped(found.others),
+        source_bytes=source.bytes,
+        needed_bytes=(new + (old if target != stored else 0)) * item_bytes(target),
+    )
+    return plan, source, [part for part in parts if part.own(plan).steps]
+
+
+def convert(
+    plan: Plan,
+    source: Source,
+    parts: list[Part],
+    output: Path,
+    *,
+    overwrite: bool = False,
+    level: Level = "auto",
+    trust_remote_code: bool = False,
+    seed: int = 0,
+    say: Say = print,
+) -> str:
+    """Carry a plan out: write to a temporary folder, verify there, rename to `output`. Returns what was verified."""
+    from .verify import verify
+
+    check_paths(source, output, overwrite)
+    check_disk(plan, source, output)
+    with output_folder(output, overwrite) as folder:
+        write_pipeline(folder, plan, source, parts, seed)
+        said = verify(folder, level, plan, parts)
+    say(said)
+    return said
+
+
+# ---------------------------------------------------------------- the source
+
+
+def load_diffusers(folder: Path) -> Any:
+    """The package. Raises LinearizeError (exit 4) where it is missing."""
+    try:
+        with quiet():
+            import diffusers
+    except ImportError as error:
+        raise LinearizeError(
+            f"{folder} is a model of diffusers, which cannot be imported ({error}). Install it: "
+            'pip install "linearize[diffusers]"',
+            Exit.RESOURCE,
+        ) from error
+    diffusers.utils.logging.set_verbosity_error()
+    return diffusers
+
+
+def open_parts(folder: Path, diffusers: Any, weights: bool) -> tuple[Source, list[Part]]:
+    """The folder as one source, whose shards are those of all its models, and the transformers that are converted.
+
+    Raises LinearizeError (exit 3) for a folder without such, and for what cannot be used.
+    """
+    index = read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+    names = [n for n, e in index.items() if isinstance(e, list) and (folder / n / "config.json").exists()]
+    kinds, parts = {}, []
+    for name in names if index else [""]:
+        config = read_json(folder / name / "config.json")
+        kind = str(config.get("_class_name"))
+        kinds[name] = kind = FORMER.get((kind, str(config.get("norm_type"))), kind)
+        if kind.removeprefix("Linearized") in INPUTS:
+            parts.append(_part(folder / name, name, config, kind, diffusers, weights))
+    if not parts:
+        models = [f"{kind} ({name})" if name else kind for name, kind in kinds.items() if kind != "None"]
+        raise LinearizeError(
+            f"{folder} holds {', '.join(models) or 'no model of diffusers'}; of diffusers, linearize converts "
+            f"{', '.join(INPUTS)}",
+            Exit.INCOMPATIBLE,
+        )
+    shards = tuple(sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".bin")))
+    whole = Source(folder, os.path.basename(os.path.realpath(folder)), None, index, shards, False)
+    check_secrets(whole)
+    return whole, parts
+
+
+def _part(folder: Path, name: str, config: dict[str, Any], kind: str, diffusers: Any, weights: bool) -> Part:
+    if "linearize" in config:
+        raise LinearizeError(f"{folder} is linear already, as {kind}. Convert what it was made of", Exit.INCOMPATIBLE)
+    if config.get("quantization_config"):
+        raise LinearizeError(f"{folder} is quantized: surgery needs float weights", Exit.INCOMPATIBLE)
+    if not hasattr(diffusers, kind):
+        said = f"diffusers {diffusers.__version__} has no {kind}: upgrade it"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
+    source = Source(folder, folder.name, None, config, *find_shards(folder, weights, FORMATS))
+    check_secrets(source)
+    return Part(name, source, build(getattr(diffusers, kind), source))
+
+
+def check_code(source: Source, trust_remote_code: bool) -> None:
+    """Raise LinearizeError (exit 3) for a pipeline with code of its own, unless that is trusted."""
+    files = sorted(path.relative_to(source.folder).as_posix() for path in source.folder.rglob("*.py"))
+    if files and not trust_remote_code:
+        raise LinearizeError(
+            f"{source.name} ships its own code ({some(files)}). Read it, then pass --trust-remote-code",
+            Exit.INCOMPATIBLE,
+        )
+
+
+def check_weights(part: Part) -> None:
+    """Raise LinearizeError (exit 3) when config and weights disagree."""
+    stored: dict[str, tuple[int, ...]] = {}
+    for shard in part.source.shards:
+        tensors: Any = meta_pickle(shard) if part.source.pickled else read_header(shard)
+        stored |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wanted = {name: tuple(value.shape) for name, value in part.model.state_dict().items()}
+    ignored = [*(part.model._keys_to_ignore_on_load_unexpected or ()), *(n for n, _ in part.model.named_buffers())]
+    extra = {name for name in stored.keys() - wanted.keys() if not any(word in name for word in ignored)}
+    wrong = [
+        f"{name} is {list(stored[name])}, the config asks for {list(shape)}"
+        for name, shape in wanted.items()
+        if stored.get(name, shape) != shape
+    ]
+    for kind, names in (("missing", wanted.keys() - stored.keys()), ("unexpected", extra)):
+        wrong += [f"{kind} {some(sorted(names))}"] if names else []
+    if wrong:
+        raise LinearizeError(
+            f"config.json and the weights of {part.source.folder} disagree: {wrong[0]}. Download both from one "
+            "revision",
+            Exit.INCOMPATIBLE,
+        )
+
+
+def probe_parts(parts: list[Part]) -> Found:
+    """The sites of all parts, numbered on from part to part, their paths with the name of the part before."""
+    sites: list[Any] = []
+    others: list[Other] = []
+    for part in parts:
+        found, start = probe(part), len(sites)
+        sites += [dataclasses.replace(s, path=part.prefix + s.path, layer=start + s.layer) for s in found.sites]
+        others += [dataclasses.replace(other, path=part.prefix + other.path) for other in found.others]
+    return Found(tuple(sites), tuple(others))

@@ -1,0 +1,197 @@
+"""Proof that a converted pipeline stands on its own: loaded in a clean process, by diffusers, without linearize.
+
+At the end of a conversion, and by `linearize verify`. The child runs the text of latents.py; see ../verify.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from linearize_kernels.diffusion import attach
+from linearize_kernels.mixer import own_mixer
+
+from .. import checks
+from ..checkpoint import MANIFEST
+from ..checks import Check
+from ..errors import Exit, LinearizeError
+from ..plan import Plan, some
+from ..recording import quiet
+from ..source import read_header, read_json
+from ..verify import TOLERANCE, Level, clean_command, free_memory, result_of, started
+from .code import code_for, readers
+from .latents import denoised, make_latents, parts_of
+from .probe import Part
+from .write import INDEX_FILE, SHARDS
+
+LIMIT, STRICT_LIMIT = 1e-4, 2e-5
+QUIET = """
+import diffusers
+diffusers.utils.logging.set_verbosity_error()
+diffusers.utils.logging.disable_progress_bar()
+"""
+
+
+def script() -> str:
+    """What the child runs."""
+    return QUIET + (Path(__file__).parent / "latents.py").read_text("utf-8")
+
+
+# ---------------------------------------------------------------- after a conversion
+
+
+def verify(folder: Path, level: Level, plan: Plan, parts: list[Part]) -> str:
+    """Check a freshly written pipeline; returns a sentence that says what was checked.
+
+    Raises LinearizeError (exit 6) when anything is missing, unexpected, of another shape, or unequal.
+    """
+    if level == "none":
+        return "not verified (--verify none)"
+    full = level == "full" or (level == "auto" and 2 * 4 * numbers(folder) < free_memory())
+    with tempfile.TemporaryDirectory() as scratch:
+        target = f"{scratch}/ours.pt" if full else "keys"
+        with clean_command(script(), [str(folder), target, "0"]) as command, started(*command) as child:
+            theirs = {part.name: source_outputs(folder, part, plan) for part in parts} if full else {}
+            found = result_of(child)
+        count = sum(check_keys(folder / name, shapes) for name, shapes in found["shapes"].items())
+        said = f"loaded by diffusers in a clean process without linearize: {count} tensors, none missing or unexpected"
+        if not full:
+            return said + ("; outputs not compared (--verify full)" if level == "auto" else "")
+        ours = torch.load(target)
+    worst = max(_difference(ours[name][n], theirs[name][n]) for name in theirs for n in (0, 1))
+    equal = "outputs equal those of the source's class with mixers and, as teacher, of the source"
+    return f"{said}; {equal} (largest difference {worst:.1e})"
+
+
+def numbers(folder: Path) -> int:
+    """How many numbers the converted transformers hold."""
+    shards = [shard for part in parts_of(folder) for shard in (folder / part).glob("*.safetensors")]
+    return sum(math.prod(entry.shape) for shard in shards for entry in read_header(shard).values())
+
+
+def check_keys(folder: Path, shapes: dict[str, list[int]]) -> int:
+    """A transformer's shards hold what its class has; returns how many tensors. Raises LinearizeError (exit 6)."""
+    headers = [read_header(path) for path in folder.glob("*.safetensors")]
+    stored = {name: list(entry.shape) for header in headers for name, entry in header.items()}
+    missing = sorted(shapes.keys() - stored.keys())
+    extra = sorted(name for name in stored.keys() - shapes.keys() if ".mixer." in name)
+    wrong = [f"{kind}: {some(names)}" for kind, names in (("missing", missing), ("unexpected", extra)) if names]
+    for name, shape in shapes.items():
+        if stored.get(name, shape) != shape:
+            wrong.append(f"{name} is {stored[name]}, the model has {shape}")
+    if wrong:
+        raise LinearizeError(f"verification failed: {wrong[0]}", Exit.CHECK_FAILED)
+    return len(stored)
+
+
+def source_outputs(folder: Path, part: Part, plan: Plan) -> tuple[Tensor, Tensor]:
+    """What the native class on the source's weights puts out, with the package's own mixers and without any."""
+    own = part.own(plan)
+    with quiet():
+        model = type(part.model).from_pretrained(part.source.folder, torch_dtype=torch.float32)
+    if plan.cast:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, plan.dtype)).float()
+    teacher = denoised(model, make_latents(model))
+    names = {step.mechanism for step in own.steps}
+    mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}")) for n in names}
+    attach(model, own.spec(), mechanisms, readers({step.site.kind for step in own.steps}))
+    mixers = load_file(max((folder / part.name).glob("*.safetensors")))
+    assert not model.load_state_dict(mixers, strict=False).unexpected_keys
+    return denoised(model, make_latents(model)), teacher
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+    if not difference <= TOLERANCE:
+        said = f"outputs differ from the source's by {difference:.1e} (limit {TOLERANCE:.0e})"
+        raise LinearizeError(f"verification failed: {said}", Exit.CHECK_FAILED)
+    return difference
+
+
+# ---------------------------------------------------------------- linearize verify
+
+
+def verify_folder(folder: Path, *, strict: bool = False, trust_remote_code: bool = False) -> list[Check]:
+    """Every check of a converted pipeline, or of a transformer's own folder.
+
+    Raises LinearizeError (exit 3) for what linearize did not convert, and for code that this version does not write
+    unless `trust_remote_code`.
+    """
+    parts = parts_of(folder)
+    configs = {part: read_json(folder / part / "config.json") for part in parts}
+    if not parts or not all(config.get("linearize") for config in configs.values()):
+        raise LinearizeError(
+            f"{folder} holds no transformer that linearize converted: nothing to verify. Convert it first: linearize "
+            f"convert {folder} --to mhla",
+            Exit.INCOMPATIBLE,
+        )
+    changed = sorted(changed_code(folder, configs))
+    if changed and not trust_remote_code:
+        raise LinearizeError(
+            f"{folder} carries other code than this version of linearize writes ({some(changed)}). Verifying runs it. "
+            "Read it, then pass --trust-remote-code",
+            Exit.INCOMPATIBLE,
+        )
+    found = [checks.attempt("files", lambda: checks.check_files(folder))]
+    for part in parts:
+        label = f"{part}: " if part else ""
+        found.append(checks.attempt(f"{label}index", partial(checks.check_index, folder / part, SHARDS)))
+        found.append(checks.attempt(f"{label}new weights", partial(checks.check_new, folder / part, strict)))
+    found.append(checks.attempt("untouched weights", partial(check_hashes, folder, parts)))
+    found += check_behaviours(folder, STRICT_LIMIT if strict else LIMIT)
+    return [checks.strictly(check) for check in found] if strict else found
+
+
+def changed_code(folder: Path, configs: dict[str, dict[str, Any]]) -> set[str]:
+    """Names of Python files that are not what the plans lead to, and of files that name other code."""
+    expected: dict[str, bytes] = {}
+    changed = set()
+    index = read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+    for part, config in configs.items():
+        prefix = f"{part}/" if part else ""
+        name, text = code_for(config)
+        expected[f"{prefix}{name}.py"] = text.encode()
+        if config.get("auto_map") != {"AutoModel": f"{name}.{config['_class_name']}"}:
+            changed.add(f"{prefix}config.json")
+        if part and index[part] != [name, config["_class_name"]]:
+            changed.add(INDEX_FILE)
+    present = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
+    return changed | {name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name)}
+
+
+def check_hashes(folder: Path, parts: list[str]) -> tuple[str, str]:
+    """What linearize.json calls untouched has the bytes that the source had."""
+    if not (folder / MANIFEST).exists():
+        return "warning", "no hashes are recorded"
+    recorded = read_json(folder / MANIFEST)["untouched"]
+    found = [checks.check_hashes(folder, {"shards": recorded["shards"], "tensors": {}})]
+    for part in parts:
+        prefix = f"{part}/" if part else ""
+        own = {n.removeprefix(prefix): value for n, value in recorded["tensors"].items() if n.startswith(prefix)}
+        found.append(checks.check_hashes(folder / part, {"shards": {}, "tensors": own}))
+    return next((row for row in found if row[0] == "failed"), found[0])
+
+
+def check_behaviours(folder: Path, limit: float) -> list[Check]:
+    """Reload in a clean process and run the checks of latents.py there."""
+    if 4 * numbers(folder) > free_memory():
+        return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
+    try:
+        arguments = [str(folder.absolute()), "checks", str(limit)]
+        with clean_command(script(), arguments) as command, started(*command) as child:
+            found = result_of(child)
+        for part, shapes in found["shapes"].items():
+            check_keys(folder / part, shapes)
+    except LinearizeError as error:
+        return [Check("reload", "failed", error.message.removeprefix("verification failed: "))]
+    first = Check("reload", "passed", "no key missing, none unexpected")
+    return [first, *(Check(name, **row) for name, row in found["checks"].items())]

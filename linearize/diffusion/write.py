@@ -1,0 +1,134 @@
+"""Writes a converted pipeline: what is not converted as it is, of each transformer the source's shards and one more."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..card import inherited
+from ..checkpoint import MANIFEST, Untouched, manifest, write_index, write_json, write_mixers, write_source_shards
+from ..drops import ranges
+from ..errors import Exit, LinearizeError, redact
+from ..plan import Plan
+from ..shards import place_shard
+from ..source import Source
+from .code import converted_config
+from .probe import Part
+
+INDEX_FILE = "model_index.json"
+STEM = "diffusion_pytorch_model"
+FORMATS = ((STEM, ".safetensors"), (STEM, ".bin"))
+SHARDS = f"{STEM}.safetensors.index.json"
+# The only names that diffusers downloads from the Hub.
+SHARD = STEM + "-{:05d}-of-{:05d}.safetensors"
+# Files of numbers, which may be links to the source's; small files are copied, for people edit them.
+WEIGHTS = (".safetensors", ".bin", ".msgpack", ".onnx", ".pb", ".pt", ".pth", ".ckpt", ".gguf", ".h5")
+
+CARD = """---
+{metadata}
+---
+
+# {name} with {mechanisms} attention
+
+`{name}` with the self-attention of its {architecture} replaced by {mechanisms} in layers {layers}{kept}.
+Written by linearize {version}. The new parameters are untrained: distil before use.
+
+```python
+{loading}
+```
+
+`trust_remote_code=True` loads the Python file that holds the mechanism. Only diffusers, torch and
+transformers >= 5.17 are needed. {new_parameters:,} new parameters; options `{options}`.
+{notes}"""
+PIPELINE = """from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained(".", trust_remote_code=True)  # the folder with these files"""
+MODEL = """from diffusers import AutoModel
+
+model = AutoModel.from_pretrained(".", trust_remote_code=True)  # the folder with these files"""
+
+
+def write_pipeline(folder: Path, plan: Plan, source: Source, parts: list[Part], seed: int) -> None:
+    """Write everything into the empty `folder`."""
+    untouched: Untouched = {"shards": {}, "tensors": {}}
+    entries = {}
+    untouched["shards"] |= copy_others(folder, source, parts)
+    for part in parts:
+        place = folder / part.name
+        place.mkdir(exist_ok=True)
+        own, entries[part.name] = write_part(place, part, part.own(plan), seed)
+        for kind, hashes in own.items():
+            untouched[kind] |= {part.prefix + name: value for name, value in hashes.items()}
+    if source.config:
+        write_json(folder / INDEX_FILE, {**source.config, **entries})
+    (folder / "README.md").write_text(card(plan, source), "utf-8", errors="replace")
+    write_json(folder / MANIFEST, manifest(folder, plan, untouched))
+
+
+def copy_others(folder: Path, source: Source, parts: list[Part]) -> dict[str, str]:
+    """Everything but the transformers' own files; hashes of the weights among it, by name."""
+    converted, hashes = {part.source.folder for part in parts}, {}
+    for path in sorted(source.folder.rglob("*")):
+        name = path.relative_to(source.folder)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if path.is_dir() or hidden or name.as_posix() in ("README.md", MANIFEST):
+            continue
+        if path.parent in converted and (
+            path.suffix in WEIGHTS or path.match("config.json") or path.match("*.index.json")
+        ):
+            continue
+        if not path.is_file():
+            raise LinearizeError(f"{path} is a broken link or no file. Remove it or replace it", Exit.INCOMPATIBLE)
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix in WEIGHTS:
+            hashes[name.as_posix()] = place_shard(path, target)
+        else:
+            shutil.copyfile(path, target)
+    return hashes
+
+
+def write_part(folder: Path, part: Part, plan: Plan, seed: int) -> tuple[Untouched, list[str]]:
+    """A transformer in its folder: what has the source's bytes there, and its entry of model_index.json."""
+    count = len(part.source.shards)
+    # As many as there will be: the last is the one of the mixers.
+    pattern = SHARD.replace("of-{:05d}", f"of-{count + 1:05d}")
+    plan = dataclasses.replace(plan, pickled=part.source.pickled)
+    shards, untouched = write_source_shards(folder, part.source, plan, set(), pattern)
+    mixers = pattern.format(count + 1)
+    shards[mixers] = write_mixers(folder / mixers, plan, seed) if plan.steps else []
+    write_index(folder, {name: tensors for name, tensors in shards.items() if tensors}, SHARDS)
+    config, name, text = converted_config(part.source.config, part.native, plan.spec())
+    (folder / f"{name}.py").write_text(text, "utf-8")
+    write_json(folder / "config.json", config)
+    return untouched, [name, config["_class_name"]]
+
+
+def card(plan: Plan, source: Source) -> str:
+    """README.md."""
+    mechanisms = sorted({step.mechanism for step in plan.steps})
+    metadata: dict[str, Any] = {
+        **inherited(source.folder),
+        "library_name": "diffusers",
+        "tags": ["linear-attention", "linearize", *mechanisms],
+    }
+    kept = [site.layer for site in plan.kept]
+    return redact(
+        CARD.format(
+            metadata="\n".join(f"{key}: {json.dumps(value)}" for key, value in metadata.items()),
+            name=plan.source,
+            mechanisms=", ".join(name.upper() for name in mechanisms),
+            architecture=plan.architecture,
+            layers=ranges([step.site.layer for step in plan.steps]),
+            kept=f"; layers {ranges(kept)} stay as they were" if kept else "",
+            version=__version__,
+            loading=PIPELINE if source.config else MODEL,
+            new_parameters=plan.new_parameters,
+            options=plan.steps[0].options,
+            notes="".join(f"\n- dropped: {note}" for note in plan.notes) + "\n" if plan.notes else "",
+        )
+    )
