@@ -138,6 +138,7 @@ class Mixer(nn.Module):
         grid: Grid | None = None,
     ) -> tuple[Tensor, Any]:
         """`mix`, and the exact window beside it where there is one; same arguments and results."""
+        q, k, v = as_autocast(q, k, v)
         far, near = (state, None) if self.near is None or state is None else state
         layout = {"padding": padding, "segments": segments}
         own: dict[str, Any] = {**layout, "state": far, "causal": causal} | ({"grid": grid} if self.geometric else {})
@@ -194,6 +195,16 @@ class Mixer(nn.Module):
 
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
         """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: nothing."""
+
+
+def as_autocast(*inputs: Tensor) -> list[Tensor]:
+    """What autocast does to the inputs of softmax attention, by a list of torch's own operators: all in its dtype.
+
+    Rotary embedding of weights in fp32 leaves q and k in fp32 beside v in bf16, which no kernel takes.
+    """
+    device = inputs[0].device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return [x.to(torch.get_autocast_dtype(device)) if on else x for x in inputs]
 
 
 def own_mixer(module: Any) -> type[Mixer]:

@@ -382,6 +382,19 @@ def test_compiles_as_one_graph_with_gradients(name: str, variant: str) -> None:
     assert all(same(ours, eager) for eager, ours in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("name", mechanism_names())
+def test_autocast_reaches_keys_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer, seen = make(name), []
+    inputs = tokens(mixer.site, 8)
+    method = "mix_with_mass" if mixer.normalised else "mix"
+    inner = getattr(mixer, method)
+    monkeypatch.setattr(mixer, method, lambda *a, **k: seen.append({x.dtype for x in a[:3]}) or inner(*a, **k))
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = mix(mixer, (*inputs[:2], inputs[2].bfloat16(), inputs[3]))
+    assert seen == [{torch.bfloat16}]
+    assert o.isfinite().all()
+
+
 @every_variant
 def test_calibrate_keeps_outputs_finite(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
