@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
 
 LINE: dict[str, Any] = {"grid": "line", "grid_from": "", "prefix": 0, "suffix": 0}
 # Functions that choose or reorder tokens.
@@ -105,6 +106,16 @@ class Follow(TorchFunctionMode):
             return "its tokens are shuffled or left out (masked), so they lie on no grid"
         size = "x".join(map(str, self.patches.size))
         return f"its {T} tokens are not the {size} patches of {self.patches.path} with tokens before and after"
+
+
+def looks_back(said: bool | None, model: Any, where: dict[str, Any]) -> bool:
+    """Whether attention sees no later token: what was `said` of it, else so on the line of a model that writes text,
+    and only there; `where` is from `place`.
+    """
+    if said is None:
+        writes = model.can_generate() or type(model.config) in AutoModelForCausalLM._model_mapping
+        return writes and where["grid"] == "line"
+    return said
 
 
 def takes_images(inputs: dict[str, Tensor]) -> bool:

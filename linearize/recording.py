@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as hf_logging
 
-from .geometry import Follow, takes_images
+from .geometry import Follow, looks_back, takes_images
 from .inputs import make_inputs, takes
 from .unrouted import softmax_calls
 
@@ -166,6 +166,7 @@ def _record(
     """The recording attention function: notes the call and returns zeros of the right shape."""
     B, H, T, D = query.shape
     run, shape, given = module._linearize_run, module._linearize_shape, _bound(module)
+    where, said = run.follow.place(shape or (B, T), module, given), kwargs.get("is_causal")
     run.records.append(
         {
             "module": module,
@@ -176,13 +177,13 @@ def _record(
             "key_dim": D,
             "value_dim": value.shape[-1],
             "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
-            "causal": _causal(module, kwargs),
+            "causal": looks_back(getattr(module, "is_causal", None) if said is None else said, run.model, where),
             "extras": _extras(module, attention_mask, kwargs),
             "keys": key.shape[2],
             "queries": T,
             "routed": True,
             "rotation": given.get("position_embeddings") is not None,
-            **run.follow.place(shape or (B, T), module, given),
+            **where,
             "plain_mask": attention_mask is None or hasattr(attention_mask, "_linearize_plain"),
         }
     )
@@ -208,11 +209,6 @@ def _extras(module: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
 
 def _says(value: Any) -> bool:
     return value is not None and value is not False
-
-
-def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    given = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def _full_mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from linearize_kernels.capture import Capture, Scores, scores_of
 
-from .geometry import Follow
+from .geometry import Follow, looks_back
 
 # Arguments of an attention module that mean a bias on its scores even when the model merges it into the mask.
 BIASES = {"alibi", "position_bias"}
@@ -124,7 +124,8 @@ class Watch(Capture):
         module, arguments = self.running[-1]
         x, B = self.hidden(), self.shape[0]
         q, k = (part.reshape(B, -1, *part.shape[-2:]) for part in (found.q, found.k))
-        text = "input_ids" in self.follow.inputs
+        where = self.follow.place(self.shape, module, arguments)
+        said = getattr(module, "is_causal", getattr(self.model.config, "is_decoder", None))
         self.records.append(
             {
                 "module": module,
@@ -135,13 +136,13 @@ class Watch(Capture):
                 "key_dim": q.shape[-1],
                 "value_dim": v.shape[-1],
                 "scale": found.scale,
-                "causal": bool(getattr(module, "is_causal", getattr(self.model.config, "is_decoder", text))),
+                "causal": looks_back(said, self.model, where),
                 "extras": tuple(sorted(found.extras - {"attention_mask"} | BIASES & _given(arguments))),
                 "keys": k.shape[2],
                 "queries": q.shape[2],
                 "routed": False,
                 "rotation": bool({"position_embeddings", "position_ids"} & _given(arguments)),
-                **self.follow.place(self.shape, module, arguments),
+                **where,
             }
         )
         return softmax()

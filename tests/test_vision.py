@@ -23,7 +23,7 @@ from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.inputs import auto_class, make_inputs, outcome, outputs, taller
 from linearize.inspection import inspect_model
-from linearize.probe import probe
+from linearize.probe import model_class_of, probe
 from linearize_kernels.layout import window_regions
 from linearize_kernels.seam import mixers_of
 
@@ -37,6 +37,10 @@ HYBRIDS += ("BertForMaskedLM", "WhisperForConditionalGeneration")
 SHARES = [[*ENCODERS][start::3] for start in range(3)]
 # Linear attention has nothing to do with the grid: those that differ in more than that.
 PLAIN = ["SwinForImageClassification", "PvtForImageClassification", "SegformerForImageClassification", *WITHOUT_GRID]
+
+# MHLA has blocks of its own: registers, a film, a class token of the last stage alone, tokens after the patches, text.
+BLOCKS = ["Dinov2WithRegistersForImageClassification", "VideoMAEForVideoClassification", "PvtForImageClassification"]
+BLOCKS += ["YolosForObjectDetection", "BertForMaskedLM"]
 
 
 def converted(folder: Path, name: str, mechanism: str = "saga", **arguments: Any) -> Any:
@@ -92,8 +96,9 @@ def gradients_reach_every_mixer(model: Any) -> None:
             assert parameter.grad.isfinite().all(), f"{path} {name}"
 
 
-def test_families_convert_to_linear_attention(tmp_path: Path) -> None:
-    rows = survey(tmp_path, PLAIN, "la", HYBRIDS)
+@pytest.mark.parametrize(("mechanism", "names"), [("la", PLAIN), ("mhla", BLOCKS)], ids=["la", "mhla"])
+def test_families_convert_to_other_mechanisms(tmp_path: Path, mechanism: str, names: list[str]) -> None:
+    rows = survey(tmp_path, names, mechanism, HYBRIDS)
     assert [(row["type"], row.get("reason")) for row in rows if row["stage"] != "converted"] == []
 
 
@@ -165,6 +170,13 @@ def test_the_grid_is_that_of_the_input(tmp_path: Path, name: str, grid: Any, tal
         grids.clear()
         outcome(model, given)
     assert grids[-1:] == [grid]
+
+
+def test_tokens_that_are_not_those_of_the_grid_are_told(tmp_path: Path) -> None:
+    model = converted(tmp_path, "ViTForImageClassification")
+    model.vit.layers[1].register_forward_pre_hook(lambda module, args: (args[0][:, :-1], *args[1:]))
+    with pytest.raises(RuntimeError, match=r"layers\.1\.attention: 16 tokens are not Grid\(size=\(4, 4\), prefix=1"):
+        outcome(model, make_inputs(model))
 
 
 def softmax(mixer: Any) -> Any:
@@ -275,13 +287,19 @@ def reason(folder: Path, name: str, mechanism: str, **arguments: Any) -> str:
         ("clip_text_model", "saga", r"self_attn is causal; 'saga' is not"),
         ("BertForMaskedLM", "gsa", r"is bidirectional; 'gsa' is not\. Choose la or mhla or saga"),
         ("ViTForImageClassification", "retnet", r"is bidirectional; 'retnet' is not"),
+        ("ViTForImageClassification", "sla", r"is bidirectional; 'sla' is not\. Choose la or mhla or saga"),
+        (
+            "timesformer",
+            "saga",
+            r"its grid is not known: its \d+ tokens are not the 2x2 patches of embeddings.* before .*\. Choose la",
+        ),
         (
             "Siglip2VisionModel",
             "saga",
             r"its grid is not known: each image .* \(NaFlex\)\. Choose la",
         ),
         ("ViTMAEModel", "saga", r"its tokens are shuffled or left out \(masked\).*Choose la"),
-        ("HieraForImageClassification", "saga", r"HieraMaskUnitAttention|its grid is not known.*Choose la"),
+        ("HieraForImageClassification", "saga", r"its grid is not known: its \d+ tokens are not the .*Choose la"),
         ("SwinForImageClassification", "mhla", r"does not fit 'mhla': windows have too few .* choose la or saga"),
         ("SwinForImageClassification", "saga", r"score_bias at layers 0-3: .* Pass --allow-drop score_bias"),
     ],
@@ -346,6 +364,18 @@ def test_towers_that_both_count_from_0_are_counted_on() -> None:
     found = probe(small_config("blip"), transformers.BlipModel)
     assert [site.layer for site in found.sites] == list(range(8))
     assert [site.grid for site in found.sites] == ["patches"] * 4 + ["line"] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [("blip", {"patches": False, "line": False}), ("align", {"line": False}), ("layoutlm", {"line": False})],
+)
+def test_attention_that_does_not_say_so_is_not_causal(kind: str, ways: dict[str, bool]) -> None:
+    """Of models that write no text: those that do look back, as Doge, which says nothing either."""
+    config = transformers.AutoConfig.for_model(kind)
+    found = probe(config, model_class_of(config))
+    assert {site.grid: site.causal for site in found.sites} == ways
+    assert all(site.causal for site in probe(small_config("doge"), transformers.DogeForCausalLM).sites)
 
 
 def test_inspect_says_what_fits(tmp_path: Path) -> None:
