@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 CLEAN := .venv-clean-current .venv-clean-517
 
-.PHONY: demo test lint types unit clean-load architectures architectures-docs environments environment clean
+.PHONY: demo test lint types unit clean-load architectures architectures-docs digits environments environment clean
 
 demo: .venv/ready
 	$(BIN)/linearize demo
@@ -43,6 +43,11 @@ architectures: .venv/ready-test
 
 architectures-docs: .venv/ready-test
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/architectures.py write
+
+# Whether converted vision transformers still see, on real digits: teacher, students, controls; docs/vision.md.
+digits: .venv/ready-test
+	rm -rf .venv/digits
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cued .venv/digits --control --processes 2 --floor 90
 
 environments: .venv/ready-test $(CLEAN:=/ready)
 
