@@ -47,8 +47,8 @@ class Size(NamedTuple):
     kl_steps: int
 
 
-SIZES = {65: Size(4, 80, 120), 257: Size(8, 160, 400), 1025: Size(16, 160, 400)}  # by number of tokens
-TRANSFER_LR, KL_LR = 1e-2, 2e-3
+SIZES = {65: Size(4, 80, 120), 257: Size(8, 120, 300), 1025: Size(16, 120, 300)}  # by number of tokens
+TRANSFER_LR, KL_LR = 1e-2, 1e-3
 CANVASES = 12_800  # that students see, again and again where steps are many
 
 RECIPE = """
@@ -187,7 +187,7 @@ class Task(NamedTuple):
 
     @property
     def place(self) -> str:
-        return "-".join(str(part).replace(":", "-") for part in self if part)
+        return "-".join(str(part).replace(":", "-") for part in self if part != "")
 
     def needs(self) -> set[Task]:
         """What must be there before."""
@@ -205,19 +205,18 @@ def task_of(row: dict[str, Any]) -> Task:
 
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
-    """All of a run, the longest first, but scratch last."""
-    sizes = sorted(args.tokens, reverse=True)
-    teachers = [Task("teacher", tokens, seed) for tokens in SIZES if tokens <= sizes[0] for seed in args.seeds]
-    kinds = ["student", "scratch"] if args.control else ["student"]
+    """All of a run: students from the largest size down, then those from scratch from the smallest up."""
+    sizes = sorted(args.tokens)
+    models = [("student", tokens) for tokens in sizes[::-1]] + [("scratch", tokens) for tokens in sizes]
     return [
-        *teachers,
-        *(Task("canvases", tokens, seed) for tokens in sizes for seed in args.seeds),
+        *(Task("teacher", tokens, seed) for tokens in SIZES if tokens <= sizes[-1] for seed in args.seeds),
+        *(Task("canvases", tokens, seed) for tokens in sizes[::-1] for seed in args.seeds),
         *(
-            Task(kind, n, seed, name)
-            for kind in kinds
-            for n in sizes
+            Task(kind, tokens, seed, mechanism)
+            for kind, tokens in models
+            if kind == "student" or args.control
             for seed in args.seeds
-            for name in args.mechanisms
+            for mechanism in args.mechanisms
         ),
     ]
 
