@@ -218,7 +218,7 @@ class MultiHeadLinearAttention(Mixer):
 
     def _by_place(self) -> Tensor:
         """Logarithms of weights that fall with the distance of two blocks' centres: [M+1,M+1]; every row sums to 1."""
-        axes = torch.meshgrid(*(torch.arange(float(n)) for n in self.layout), indexing="ij")
+        axes = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in self.layout), indexing="ij")
         centres = torch.stack([axis.flatten() for axis in axes], -1)
         distance = torch.cdist(centres, centres)
         weights = 1.0 - distance / (distance.amax(1, keepdim=True) + 1.0)

@@ -1,9 +1,9 @@
 """`linearize bench model`: a converted model beside its softmax original, in one process, on random weights.
 
-Training is forward and backward of the next-token loss, without an optimizer. Prefill is one pass over a prompt that
-fills the cache. Decode is `generate()`, greedy: the median time from one token to the next, past the first ones; the
-cache before it is filled with random numbers rather than computed. Softmax is the same model under `teacher()`, through
-SDPA, with transformers' dynamic cache.
+Of models of text (of images: bench_vision.py) training is forward and backward of the next-token loss, without an
+optimizer. Prefill is one pass over a prompt that fills the cache. Decode is `generate()`, greedy: the median time from
+one token to the next, past the first ones; the cache before it is filled with random numbers rather than computed.
+Softmax is the same model under `teacher()`, through SDPA, with transformers' dynamic cache.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,13 +24,18 @@ from transformers import CompileConfig, DynamicCache
 
 from .bench import attempt
 from .bench_measure import allocated, here, machine, peak_mib, timed
+from .bench_vision import IMAGES, bench_images
+from .bench_vision import SHAPES as IMAGE_SHAPES
 from .convert import plan_conversion
 from .errors import LinearizeError, did_you_mean
 from .export import meta_model
 from .generate import check_compiles
+from .plan import Plan
+from .render import Natives
+from .source import Source, open_source
 
 # What config.json of a model of that size says; 1b is Llama 3.2 1B.
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = IMAGE_SHAPES | {
     "1b": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 128256,
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -51,22 +57,81 @@ def bench_model(
     mechanism: str,
     *,
     options: dict[str, Any],
-    train: list[int],
-    contexts: list[int],
-    batches: list[int],
     compiled: bool = False,
+    batches: list[int] | None = None,
+    **given: list[int] | None,
 ) -> dict[str, Any]:
     """Measure a folder or Hub id, of which only the config is read, or a shape by name, converted to `mechanism`.
 
-    Returns plain data: `machine`, `model`, `train` by length, `prefill` by context, `decode` by context and batch; with
-    `compiled` also decode by a compiled step. Raises LinearizeError: 2 unless either a model or a known shape is given,
-    3 where no step can be compiled, and whatever planning raises.
+    Of text `given` may have lengths to `train` at and `contexts`; `compiled` decodes by a compiled step as well. Of
+    images it may have `sizes`. Returns plain data: `machine`, `model`, and the tables of `bench_text` or of
+    `bench_images`. Raises LinearizeError: 2 unless either a model or a known shape is given, and for an option of the
+    other kind of model; 3 where no step can be compiled, and whatever planning raises.
     """
-    built, about = build(model, shape, mechanism, options)
+    planned = plan_for(model, shape, mechanism, options)
+    images = planned[2].head.main_input_name == IMAGES
+    lengths = {name: value for name, value in given.items() if value is not None}
+    foreign = [f"--{name}" for name in [*lengths, *(["compile"] if compiled else [])] if images != (name == "sizes")]
+    if foreign:
+        kind = "images: choose --sizes and --batches" if images else "text: choose --train, --contexts, --batches"
+        raise LinearizeError(f"{shape or model}: {', '.join(foreign)} means nothing to a model of {kind}")
+    if images:
+        again = partial(plan_for, model, shape, mechanism, options)
+        built, tables = bench_images(planned, again, mechanism, batches=batches or (), **lengths)
+    else:
+        built = meta_model(None, planned, None, False, here()).eval()
+        tables = bench_text(built, mechanism, compiled=compiled, batches=batches or [1, 16], **lengths)
+    plan = planned[0]
+    about = {
+        "name": shape or model,
+        "architecture": plan.architecture,
+        "dtype": plan.dtype,
+        "parameters": sum(p.numel() for p in built.parameters()),
+        "mechanism": mechanism,
+        "options": plan.steps[0].options,
+        "layers": len(plan.steps),
+    }
+    return {"machine": machine(), "model": about, **tables}
+
+
+def plan_for(
+    model: str | None, shape: str | None, mechanism: str, options: dict[str, Any], **changes: Any
+) -> tuple[Plan, Source, Natives]:
+    """The conversion of a model, or of a shape by name; `changes` replace entries of its config.
+
+    Raises LinearizeError: 2 unless either a model or a known shape is given, and whatever planning raises.
+    """
+    if (model is None) == (shape is None):
+        raise LinearizeError("give either a model or --shape")
+    if shape is not None and shape not in SHAPES:
+        raise LinearizeError(f"--shape {shape}: choose {', '.join(SHAPES)}.{did_you_mean(shape, SHAPES)}")
+    arguments: dict[str, Any] = {"options": options, "weights": False}
+    if model is not None and not changes:
+        return plan_conversion(model, mechanism, **arguments)
+    config = SHAPES[shape] if shape else open_source(str(model), None, weights=False).config
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps({**config, **changes}), "utf-8")
+        return plan_conversion(scratch, mechanism, **arguments)
+
+
+# ---------------------------------------------------------------- text
+
+
+def bench_text(
+    built: Any,
+    mechanism: str,
+    *,
+    train: Sequence[int] = (2048, 8192),
+    contexts: Sequence[int] = (2048, 8192, 32768, 131072),
+    batches: Sequence[int] = (1, 16),
+    compiled: bool = False,
+) -> dict[str, list[dict[str, Any]]]:
+    """`train` by length, `prefill` by context, `decode` by context and batch, also by a compiled step."""
+    built.generation_config.eos_token_id = None  # no text ends early
     if compiled:
         check_compiles(built)
     sides = {SOFTMAX: True, mechanism: False}
-    result: dict[str, Any] = {"machine": machine(), "model": about, "train": [], "prefill": [], "decode": []}
+    result: dict[str, Any] = {"train": [], "prefill": [], "decode": []}
 
     def measure(table: str, what: dict[str, Any], work: Any, *arguments: Any) -> None:
         for name, teacher in sides.items():
@@ -86,31 +151,6 @@ def bench_model(
                 steps = attempt(partial(decode, built, context, batch, compiled))
                 result["decode"].append({"name": f"{mechanism}, compiled", **what, **steps})
     return result
-
-
-def build(model: str | None, shape: str | None, mechanism: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The converted model with random weights, and what it is."""
-    if (model is None) == (shape is None):
-        raise LinearizeError("give either a model or --shape")
-    if shape is not None and shape not in SHAPES:
-        raise LinearizeError(f"--shape {shape}: choose {', '.join(SHAPES)}.{did_you_mean(shape, SHAPES)}")
-    with tempfile.TemporaryDirectory() as scratch:
-        if shape is not None:
-            (Path(scratch) / "config.json").write_text(json.dumps(SHAPES[shape]), "utf-8")
-        planned = plan_conversion(model or scratch, mechanism, options=options, weights=False)
-        built = meta_model(None, planned, None, False, here()).eval()
-    built.generation_config.eos_token_id = None  # no text ends early
-    plan = planned[0]
-    about = {
-        "name": shape or model,
-        "architecture": plan.architecture,
-        "dtype": plan.dtype,
-        "parameters": sum(p.numel() for p in built.parameters()),
-        "mechanism": mechanism,
-        "options": plan.steps[0].options,
-        "layers": len(plan.steps),
-    }
-    return built, about
 
 
 def some_tokens(model: Any, batch: int, length: int) -> Tensor:
@@ -228,15 +268,19 @@ def markdown(result: dict[str, Any]) -> str:
     lines = ["; ".join(f"{key} {value}" for key, value in result["machine"].items()), ""]
     options = " ".join(f"{key}={value}" for key, value in about["options"].items())
     lines += [
-        f"{about['name']}: {about['architecture']}, {about['parameters'] / 1e9:.2f} B random parameters in "
+        f"{about['name']}: {about['architecture']}, {about['parameters'] / 1e6:,.1f} M random parameters in "
         f"{about['dtype']}; {about['layers']} layers to {about['mechanism']} ({options})."
     ]
     heads = {
         "train": ("tokens", "batch", "checkpointing", "tokens/s", "peak GiB"),
         "prefill": ("context", "ms", "peak GiB"),
         "decode": ("context", "batch", "ms/token", "tokens/s", "cache MiB", "peak GiB"),
+        "inference": ("size", "batch", "ms", "images/s", "peak GiB"),
+        "training": ("size", "batch", "ms", "images/s", "peak GiB"),
     }
     for table, columns in heads.items():
+        if table not in result:
+            continue
         lines += ["", f"| {table} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
         lines += [
             f"| {one['name']} | {' | '.join(_cell(one, column) for column in columns)} |" for one in result[table]
@@ -245,16 +289,14 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _cell(record: dict[str, Any], column: str) -> str:
-    if column in ("tokens", "context", "batch"):
+    if column in ("tokens", "context", "batch", "size"):
         return f"{record[column]:,}" if column in record else ""
     if column == "checkpointing":
         return "on" if record["checkpointing"] else "off"
     if "failed" in record:
         return record["failed"]
-    key = {"ms/token": "ms", "tokens/s": "tokens_s", "cache MiB": "cache_mib", "peak GiB": "peak_mib"}.get(
-        column, column
-    )
-    value = record[key]
+    units = {"ms/token": "ms", "cache MiB": "cache_mib", "peak GiB": "peak_mib"}
+    value = record[units.get(column, column.replace("/", "_"))]
     if value is None:
         return ""
     return f"{value / 1024:.2f}" if column == "peak GiB" else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"

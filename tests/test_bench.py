@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Command
+import transformers
+from conftest import TOLERANCE, Command, relative_error
 from models import Zoo
 
-from linearize import bench, bench_measure, bench_model, bench_report
+from linearize import bench, bench_measure, bench_model, bench_report, bench_vision
 from linearize.bench_case import case_names, load_case
 from linearize.errors import Exit
+from linearize.export import meta_model
+from linearize.inputs import make_inputs
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +123,7 @@ def test_a_shape_is_measured(linearize: Command, monkeypatch: pytest.MonkeyPatch
     sizes = ("--train", "", "--contexts", "8", "--batches", "1")
     code, out, err = linearize("bench", "model", "--shape", "tiny", *sizes)
     assert code == 0, err
-    assert "tiny: LlamaForCausalLM, 0.00 B random parameters in bfloat16; 2 layers to gsa (slots=64" in out
+    assert "tiny: LlamaForCausalLM, 0.0 M random parameters in bfloat16; 2 layers to gsa (slots=64" in out
     assert len([line for line in out.splitlines() if line.startswith(("| softmax, SDPA | 8", "| gsa | 8"))]) == 4
 
 
@@ -136,9 +141,85 @@ def test_steps_are_compiled_where_they_can_be(linearize: Command, zoo: Zoo) -> N
         (("--shape", "1bb"), "Did you mean '1b'?"),
         (("--shape", "1b", "--contexts", "2k"), "--contexts 2k: give whole numbers"),
         (("--shape", "1b", "--to", "gsaa"), "Did you mean 'gsa'?"),
+        (("--shape", "1b", "--sizes", "224"), "--sizes means nothing to a model of text"),
+        (("--shape", "pvt-t", "--to", "saga", "--train", "8"), "--train means nothing to a model of images"),
+        (("--shape", "pvt-t", "--to", "saga", "--compile"), "--compile means nothing to a model of images"),
     ],
 )
 def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], said: str) -> None:
     code, out, err = linearize("bench", "model", *arguments)
     assert (code, out) == (Exit.USAGE, "")
     assert said in err
+
+
+# ---------------------------------------------------------------- images
+
+TINY: dict[str, dict[str, Any]] = {
+    "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8},
+    "pvt": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 2]},
+}
+
+
+def vision_folder(folder: Path, kind: str) -> Path:
+    config = transformers.AutoConfig.for_model(kind, **TINY[kind], image_size=64, num_labels=3)
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForImageClassification"]
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("vit", ["softmax, SDPA", "saga"]),
+        ("pvt", ["softmax, the architecture's own", "softmax, SDPA", "saga"]),
+    ],
+)
+def test_a_model_of_images_is_measured_at_each_size(
+    linearize: Command, tmp_path: Path, kind: str, names: list[str]
+) -> None:
+    sizes = ("--sizes", "64,96", "--batches", "1,2")
+    code, out, err = linearize("bench", "model", vision_folder(tmp_path, kind), "--to", "saga", *sizes, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    for table in ("inference", "training"):
+        assert not [one["failed"] for one in result[table] if "failed" in one]
+        assert all(one["ms"] > 0 and one["images_s"] > 0 for one in result[table])
+        found = [(one["size"], one["batch"], one["name"]) for one in result[table]]
+        assert found == list(itertools.product((64, 96), (1, 2), names))
+
+
+@pytest.mark.parametrize("mechanism", ["la", "mhla", "saga"])
+def test_a_shape_of_images_is_measured(linearize: Command, monkeypatch: pytest.MonkeyPatch, mechanism: str) -> None:
+    monkeypatch.setitem(bench_model.SHAPES, "deit-s", bench_model.SHAPES["deit-s"] | TINY["vit"])
+    code, out, err = linearize("bench", "model", "--shape", "deit-s", "--to", mechanism, "--sizes", "32")
+    assert code == 0, err
+    assert "deit-s: DeiTForImageClassification, " in out
+    assert f" M random parameters in bfloat16; 2 layers to {mechanism}" in out
+    rows = [line.split(" | ") for line in out.splitlines() if " | 32 | 1 | " in line]
+    assert [row[0] for row in rows] == ["| softmax, SDPA", f"| {mechanism}"] * 2
+    assert all(float(row[3].replace(",", "")) > 0 for row in rows)
+
+
+def test_sdpa_in_the_place_of_an_architectures_own_code_is_the_same_model(tmp_path: Path) -> None:
+    planned = bench_model.plan_for(str(vision_folder(tmp_path, "pvt")), None, "saga", {})
+    model = meta_model(None, planned, None, False, "cpu").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+        images, sides = make_inputs(model), bench_vision.contenders(model, "saga")
+        own, fused, saga = (_logits(model, images, within) for within in sides.values())
+    assert relative_error(fused, own) < TOLERANCE[torch.float32]
+    assert relative_error(saga, own) > 1e-2
+    assert torch.equal(_logits(model, images, contextlib.nullcontext), saga)  # nothing of SDPA stays behind
+
+
+def _logits(model: Any, images: dict[str, torch.Tensor], within: Any) -> torch.Tensor:
+    with within(), torch.no_grad():
+        return model(**images).logits
+
+
+def test_batches_follow_from_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench_vision.batch_for(1280) == 1  # on a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [bench_vision.batch_for(size) for size in (64, 224, 384, 1280, 8000)] == [256, 256, 128, 16, 1]

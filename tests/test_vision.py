@@ -459,10 +459,17 @@ def test_checkpointing_changes_no_gradient(tmp_path: Path, kind: str) -> None:
         assert gradient is None or relative_error(found[1][key], gradient) < EXACT, key
 
 
-@pytest.mark.parametrize("name", ["ViTForImageClassification", "SegformerForImageClassification"])
-def test_it_compiles_as_one_graph(tmp_path: Path, name: str) -> None:
-    """The grid is noted, and the reduction of keys left out, without a break."""
-    model = noisy(converted(tmp_path, name))
+@pytest.mark.parametrize(
+    ("name", "mechanism"),
+    [
+        ("ViTForImageClassification", "saga"),
+        ("DeiTForImageClassification", "mhla"),
+        ("SegformerForImageClassification", "saga"),
+    ],
+)
+def test_it_compiles_as_one_graph(tmp_path: Path, name: str, mechanism: str) -> None:
+    """The grid is noted, blocks are laid out, and the reduction of keys is left out, without a break."""
+    model = noisy(converted(tmp_path, name, mechanism))
     given = make_inputs(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -51,27 +51,30 @@ def lengths(text: str, option: str) -> list[int]:
 @bench.command("model")
 def bench_model(
     model: Annotated[str | None, typer.Argument(help="A folder or Hub id; only its config is read.")] = None,
-    shape: Annotated[str | None, typer.Option(help="Instead of a model: 1b, the shape of Llama 3.2 1B.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Instead of a model: 1b (Llama 3.2's), pvt-t, deit-s.")] = None,
     to: Annotated[str, typer.Option("--to", help="Mechanism.")] = "gsa",
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Mechanism option, key=value; repeatable.")
     ] = None,
-    train: Annotated[str, typer.Option(help="Lengths to train at.")] = "2048,8192",
-    contexts: Annotated[str, typer.Option(help="Tokens before decoding starts.")] = "2048,8192,32768,131072",
-    batches: Annotated[str, typer.Option(help="Sequences decoded together.")] = "1,16",
+    train: Annotated[str | None, typer.Option(help="Text: lengths to train at (2048,8192).")] = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Text: tokens before decoding starts (2048,8192,32768,131072).")
+    ] = None,
+    sizes: Annotated[str | None, typer.Option(help="Images: pixels of a side (224,384,512,1024,1280).")] = None,
+    batches: Annotated[
+        str | None, typer.Option(help="Sequences decoded together (1,16); images together (by their size).")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Decode with a compiled step as well.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Training, prefill and decode of a converted model beside its softmax original, on random weights."""
+    """A converted model beside its softmax original, on random weights: training, and prefill and decode of text or
+    inference on images."""
     from ..bench_model import bench_model as measure
     from ..bench_model import markdown
     from ..mechanisms import parse_settings
 
-    numbers = {
-        "train": lengths(train, "--train"),
-        "contexts": lengths(contexts, "--contexts"),
-        "batches": lengths(batches, "--batches"),
-    }
+    given = {"train": train, "contexts": contexts, "sizes": sizes, "batches": batches}
+    numbers = {name: lengths(text, f"--{name}") for name, text in given.items() if text is not None}
     result = measure(model, shape, to, options=parse_settings(settings or []), compiled=compiled, **numbers)
     if as_json:
         print_json(result)
