@@ -67,7 +67,7 @@ def bench_images(
                 for name, within in contenders(built, mechanism).items():
                     with within():
                         found = attempt(partial(work, built, images))
-                    tables[table].append({"name": name, "size": size, "batch": batch, **found})
+                    tables[table].append({"name": name, "size": images.shape[-1], "batch": batch, **found})
     return built, tables
 
 
