@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +25,14 @@ pytest.importorskip("diffusers")
 import diffusers
 from diffusion import pipeline, sample, transformer
 
-from linearize.diffusion import code
+from linearize.diffusion import code, latents
 from linearize.diffusion.convert import convert, plan_conversion
 from linearize.diffusion.latents import INPUTS, denoised, make_latents
-from linearize.diffusion.verify import source_outputs, verify_folder
+from linearize.diffusion.verify import check_keys, source_outputs, verify_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.verify import clean_command, result_of, started
 from linearize_kernels.diffusion import Processor
+from linearize_kernels.layout import Grid
 
 EXACT = TOLERANCE[torch.float32]
 DIT, SANA, WAN = INPUTS
@@ -214,6 +217,40 @@ def test_each_saved_model_runs_its_own_code(
     assert torch.equal(denoised(models["one"], inputs), first["one"])
 
 
+def test_the_checks_of_a_clean_process_see_what_is_wrong(sources: dict[str, Path], tmp_path: Path) -> None:
+    converted(sources[WAN], tmp_path / "linear", "la")
+    folder = tmp_path / "linear/transformer"
+    shapes = latents.shapes_of(folder, "")
+    assert check_keys(folder, shapes) == len(shapes)
+    for wrong in ({**shapes, "x": [1]}, {**shapes, "proj_out.bias": [1]}, dict(list(shapes.items())[:-20])):
+        with pytest.raises(LinearizeError, match="verification failed"):
+            check_keys(folder, wrong)
+    (model,) = latents.load_parts(folder).values()
+    rows = {name: latents.row(check, model, 1e-5) for name, check in latents.CHECKS.items()}
+    assert {row["status"] for row in rows.values()} == {"passed"}
+    model.teacher = contextlib.nullcontext
+    assert latents.row(latents.CHECKS["softmax teacher"], model, 1e-5)["status"] == "failed"
+    processors(model)[0].mixer.register_forward_hook(lambda module, args, out: (out[0] + out[0].mean(0), out[1]))
+    for name in ("rows alone", "another size"):
+        assert latents.row(latents.CHECKS[name], model, 1e-5)["status"] == "failed"
+    assert latents.loads_without_trust(folder)["status"] == "passed"
+    assert latents.loads_without_trust(sources[WAN] / "transformer")["status"] == "failed"
+
+
+def test_a_result_that_differs_is_not_kept(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*arguments: Any) -> tuple[Tensor, Tensor]:
+        linear, teacher = source_outputs(*arguments)
+        return linear, 1.001 * teacher
+
+    monkeypatch.setattr("linearize.diffusion.verify.source_outputs", other)
+    with pytest.raises(LinearizeError, match="outputs differ from the source's by 1") as raised:
+        converted(sources[DIT] / "transformer", tmp_path / "linear", "la", level="full")
+    assert raised.value.code == Exit.CHECK_FAILED
+    assert not [*tmp_path.iterdir()]
+
+
 # ---------------------------------------------------------------- what it computes
 
 
@@ -306,8 +343,6 @@ def test_blocks_of_a_film_have_three_axes(sources: dict[str, Path], tmp_path: Pa
     grid = (4, 6, 4)
     q, k, v = (torch.randn(1, 96, 2, 12) for _ in range(3))
     call: dict[str, Any] = {"padding": None, "segments": None, "state": None, "causal": False}
-    from linearize_kernels.layout import Grid
-
     with torch.no_grad():
         mixer.block_logits.fill_(-30.0)
         mixer.block_logits[..., range(13), range(13)] = 0.0  # each block reads itself
@@ -334,13 +369,33 @@ def test_mixers_train_and_copies_have_their_own(sources: dict[str, Path], tmp_pa
         gradients.append([parameter.grad.clone() for parameter in new])
     assert all(bool(gradient.abs().sum() > 0) for gradient in gradients[0])
     assert all(relative_error(a, b) < EXACT for a, b in zip(*gradients, strict=True))
-    other = copy.deepcopy(model.eval())
+    others = [copy.deepcopy(model.eval()), pickle.loads(pickle.dumps(load(tmp_path / "linear/transformer")))]
     wanted = denoised(model, inputs)
     with torch.no_grad():
         for processor in processors(model):
             processor.mixer.block_logits.normal_()
-    assert torch.equal(denoised(other, inputs), wanted)
+    assert all(torch.equal(denoised(other, inputs), wanted) for other in others)
     assert not torch.equal(denoised(model, inputs), wanted)
+
+
+def test_the_loop_of_the_docs_brings_a_model_closer_to_its_teacher(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = (Path(__file__).parents[1] / "docs/diffusers.md").read_text("utf-8")
+    (loop,) = (block for block in docs.split("```") if block.startswith("python") and "optimizer" in block)
+    converted(sources[WAN], tmp_path / "linear", "mhla")
+    made = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "linear", trust_remote_code=True)
+    inputs = make_latents(made.transformer)
+    with made.transformer.teacher():
+        wanted = denoised(made.transformer, inputs)
+    before = (denoised(made.transformer, inputs) - wanted).square().mean()
+    weights = {name: value.clone() for name, value in made.transformer.state_dict().items()}
+    monkeypatch.chdir(tmp_path)
+    exec(loop.removeprefix("python"), {"pipeline": made, "batches": [inputs] * 30})
+    trained = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "wan-mhla-trained", trust_remote_code=True)
+    assert (denoised(trained.transformer, inputs) - wanted).square().mean() < 0.9 * before
+    for name, value in trained.transformer.state_dict().items():
+        assert torch.equal(value, weights[name]) is (".mixer." not in name), name
 
 
 def test_blocks_compile_to_one_graph(sources: dict[str, Path], tmp_path: Path) -> None:
