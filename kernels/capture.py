@@ -69,10 +69,18 @@ def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         return mixer.seam(mixer, prefix, lambda *_, **__: (softmax(), None), module, q, k, v, mask, **places)[0]
 
     softmax_too = prefix == TRANSFER and call.teacher_output is None
-    seen = 0 if call.slot is None else call.slot.seen
-    with Capture(attend, call.x.shape[:2], seen, softmax_too):
-        output = own(*args, **kwargs)
+    shape, seen = call.x.shape[:2], 0 if call.slot is None else call.slot.seen
+    bound = {**dict(zip(mixer.arguments, args, strict=False)), **kwargs}
+    with Capture(attend, shape, seen, softmax_too):
+        output = own(**{name: new_columns(name, value, shape, seen) for name, value in bound.items()})
     return tuple(None if scores_of(part) else part for part in output) if isinstance(output, tuple) else output
+
+
+def new_columns(name: str, value: Any, shape: tuple[int, ...], seen: int) -> Any:
+    """A mask [B,1,T,seen+T] without the columns of keys that a state holds: XGLM compares its shape with that of k."""
+    B, T = shape
+    whole = "mask" in name and isinstance(value, Tensor) and value.shape == (B, 1, T, seen + T)
+    return value[..., seen:] if whole else value
 
 
 def scores_of(value: Any) -> Scores | None:
