@@ -14,9 +14,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, metadata_load
 
 from . import __version__
-from .drops import ranges
 from .errors import redact
-from .output import percent
+from .output import percent, ranges
 from .plan import Plan
 from .recipe import Recipe
 from .recipe_data import DatasetSource

@@ -14,8 +14,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .atomic import check_output, output_folder
 from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
-from .drops import check_losses, ranges
+from .drops import check_losses
 from .errors import Exit, LinearizeError, is_secret
+from .output import ranges
 from .plan import Plan, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps, some
 from .probe import model_class_of, probe
 from .recording import quiet

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from linearize_kernels.mixer import Site
 
 from .errors import Exit, LinearizeError, did_you_mean
+from .output import ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +82,3 @@ def check_losses(sites: Iterable[Site], allowed: Iterable[str]) -> None:
             f"--keep-softmax {layers}",
             Exit.INCOMPATIBLE,
         )
-
-
-def ranges(numbers: list[int]) -> str:
-    """`[0,1,2,5]` -> `0-2,5`."""
-    parts: list[list[int]] = []
-    for n in sorted(numbers):
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -12,12 +13,26 @@ from typing import Any
 
 from .errors import LinearizeError, did_you_mean
 
+RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
+
 
 def kernels_folder() -> Path:
     """Where the flat files of `linearize_kernels` lie."""
     import linearize_kernels
 
     return Path(next(iter(linearize_kernels.__path__)))
+
+
+def flat_files(roots: list[str]) -> dict[str, str]:
+    """The kernel files `roots` and everything they import from beside them."""
+    folder, files, waiting = kernels_folder(), {}, list(roots)
+    while waiting:
+        name = waiting.pop()
+        if f"{name}.py" not in files:
+            text = Path(folder / f"{name}.py").read_text("utf-8")
+            files[f"{name}.py"] = text
+            waiting += RELATIVE_IMPORT.findall(text)
+    return files
 
 
 def mechanism_names() -> list[str]:
@@ -135,6 +150,35 @@ EXAMPLE_NAME = "a layer of Llama 3.2 1B"
 EXAMPLE_TOKENS = 4096
 
 
+def summary(name: str) -> dict[str, Any]:
+    """What a mechanism is in a line, read from its file; importing torch to print a table would take seconds.
+
+    Raises LinearizeError (exit 2) for an unknown name.
+    """
+    check_name(name)
+    said = _plain_values("mixer", "nn.Module") | _plain_values(name, "Mixer")
+    code = "".join(flat_files([name]).values())
+    return {
+        "name": name,
+        **{key: said[key] for key in ("title", "paper", "causal", "bidirectional")},
+        "backends": ["torch", *(["triton"] if re.search(r"^ +import triton", code, re.MULTILINE) else [])],
+    }
+
+
+def _plain_values(file: str, base: str) -> dict[str, Any]:
+    """Strings, numbers and switches that the class derived from `base` in a kernel file sets, by name."""
+    body = ast.parse((kernels_folder() / f"{file}.py").read_text("utf-8")).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef)]
+    own = next(node for node in classes if [ast.unparse(parent) for parent in node.bases] == [base])
+    lines = [line for line in own.body if isinstance(line, ast.Assign | ast.AnnAssign)]
+    targets = [line.target if isinstance(line, ast.AnnAssign) else line.targets[0] for line in lines]
+    return {
+        ast.unparse(target): line.value.value
+        for target, line in zip(targets, lines, strict=True)
+        if isinstance(line.value, ast.Constant)
+    }
+
+
 def describe(name: str) -> dict[str, Any]:
     """All there is to know about a mechanism without running it, from its own file; JSON.
 
@@ -144,21 +188,13 @@ def describe(name: str) -> dict[str, Any]:
 
     from linearize_kernels.mixer import Site
 
-    from .render import flat_files
-
     mixer = load_mechanism(name)
     site = Site(**EXAMPLE, causal=mixer.causal)
     with torch.device("meta"):
         built = build_mixer(name, site, resolve_options(name, {}))
-    code = "".join(flat_files([name]).values())
     return {
-        "name": name,
-        "title": mixer.title,
-        "paper": mixer.paper,
+        **summary(name),
         "about": inspect.getdoc(mixer),
-        "causal": mixer.causal,
-        "bidirectional": mixer.bidirectional,
-        "backends": ["torch", *(["triton"] if re.search(r"^ +import triton", code, re.MULTILINE) else [])],
         "options": list(_options(mixer)),
         "options_about": inspect.getdoc(mixer.__init__),
         "state_formula": mixer.state_formula,

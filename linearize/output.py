@@ -45,3 +45,14 @@ def size(count: float) -> str:
 def percent(share: float | None) -> str:
     """Runs of earlier versions did not measure it."""
     return "" if share is None else f"{share:.1%}"
+
+
+def ranges(numbers: list[int]) -> str:
+    """`[0,1,2,5]` -> `0-2,5`."""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

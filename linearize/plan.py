@@ -9,9 +9,10 @@ import torch
 
 from linearize_kernels.mixer import Site
 
-from .drops import losses, ranges
+from .drops import losses
 from .errors import Exit, LinearizeError
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
+from .output import ranges
 from .probe import Found, Other
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import re
-from pathlib import Path
 from typing import Any
 
 import transformers
 
 from . import __version__
-from .mechanisms import kernels_folder, load_mechanism
+from .mechanisms import flat_files, load_mechanism
 from .plan import Plan
 from .recording import build_on_meta
-
-RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 
 # Config and models are one file on purpose. transformers keeps remote code by the hash of a file and what it imports,
 # and chooses a model class by the config's class: in a file of its own, the config class of two checkpoints would be
@@ -151,15 +147,3 @@ def _import_path(cls: type) -> str:
     if cls.__module__.startswith("transformers_modules."):
         return "." + cls.__module__.rpartition(".")[2]
     return cls.__module__
-
-
-def flat_files(roots: list[str]) -> dict[str, str]:
-    """The kernel files `roots` and everything they import from beside them."""
-    folder, files, waiting = kernels_folder(), {}, list(roots)
-    while waiting:
-        name = waiting.pop()
-        if f"{name}.py" not in files:
-            text = Path(folder / f"{name}.py").read_text("utf-8")
-            files[f"{name}.py"] = text
-            waiting += RELATIVE_IMPORT.findall(text)
-    return files

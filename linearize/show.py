@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .drops import ranges
-from .inspection import Inspection
-from .output import percent, size
-from .plan import Plan, grouped
+from .output import percent, ranges, size
 
 if TYPE_CHECKING:
     from .checks import Check
+    from .inspection import Inspection
+    from .plan import Plan
 
 
 def console() -> Console:
@@ -36,9 +35,10 @@ def short(count: float) -> str:
 def plan_table(plan: Plan) -> None:
     """What becomes what, and what it costs."""
     out = console()
-    table = Table(title=f"{plan.source} ({plan.architecture}, {plan.dtype})", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("layers", "module", "from", "to", "new parameters per layer", "state per layer"):
-        right, whole = column.endswith("per layer"), column in ("module", "from")
+    title = f"{plan.source} ({plan.architecture}, {plan.dtype}), params and state of one layer"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("layers", "module", "from", "to", "new params", "state"):
+        right, whole = column in ("new params", "state"), column in ("module", "from")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step in plan.steps:
@@ -75,33 +75,42 @@ def alike(rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, ...]]:
     """Rows of (layer, (path, other cells)): those that differ in numbers of the path become one, its layers first."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for layer, (path, *cells) in sorted(rows):
-        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), *cells), []).append(layer)
+        groups.setdefault((any_layer(path), *cells), []).append(layer)
     return [(ranges(layers), *cells) for cells, layers in groups.items()]
+
+
+def any_layer(text: str) -> str:
+    """`model.layers.3.self_attn` -> `model.layers.*.self_attn`, also within a sentence."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", text)
 
 
 def inspection_tables(inspection: Inspection) -> None:
     """Attention modules with their shapes, and which mechanisms fit."""
+    from .plan import grouped
+
     out, found = console(), inspection.found
     title = f"{inspection.source} ({inspection.architecture}, {inspection.model_type})"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("layers", "module", "class", "H", "Hkv", "D", "Dv", "scale", "also passed to softmax"):
+    for column in ("layers", "module", "class", "H", "Hkv", "D", "Dv", "scale"):
         right, whole = column in ("H", "Hkv", "D", "Dv", "scale"), column in ("module", "class")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     rows: list[tuple[int, tuple[str, ...]]] = []
     for site in found.sites:
         heads = (site.heads, site.kv_heads, site.key_dim, site.value_dim)
-        numbers = (*map(str, heads), f"{site.scale:.4g}")
-        rows.append((site.layer, (site.path, site.kind, *numbers, ", ".join(site.extras))))
+        rows.append((site.layer, (site.path, site.kind, *map(str, heads), f"{site.scale:.4g}")))
     for cells in alike(rows):
         table.add_row(*cells)
     out.print(table)
+    for extra in sorted({extra for site in found.sites for extra in site.extras}):
+        layers = ranges([site.layer for site in found.sites if extra in site.extras])
+        out.print(f"also passed to softmax in layers {layers}: {extra}")
     for other in grouped(found.others):
         out.print(f"stays as it is: {other}")
     table = Table(title="mechanisms")
     for column in ("name", "what it is", "fits layers", "why not the others"):
         table.add_column(column)
     for fit in inspection.fits:
-        reasons = dict.fromkeys(reason for _, reason in fit.obstacles)
+        reasons = dict.fromkeys(any_layer(reason) for _, reason in fit.obstacles)
         table.add_row(fit.mechanism, fit.title, ranges(list(fit.layers)) or "none", "\n".join(reasons))
     out.print(table)
 

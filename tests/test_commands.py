@@ -49,7 +49,8 @@ def test_a_mechanism_tells_all_that_its_file_says(linearize: Command, name: str)
     }
     assert {o["name"]: o["published"] for o in told["options"] if o["name"] in mixer.published} == mixer.published
     assert all({"choices", "low"} & option.keys() or option["type"] == "bool" for option in told["options"])
-    assert (told["paper"], told["state_formula"]) == (mixer.paper, mixer.state_formula)
+    for said in ("title", "paper", "causal", "bidirectional", "state_formula"):
+        assert told[said] == getattr(mixer, said)
     assert told["example"]["new_parameters"] > 0
     code, out, _ = linearize("mechanisms", name)
     assert all(option["name"] in out for option in told["options"])

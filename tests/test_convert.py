@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from linearize.checkpoint import MANIFEST
 from linearize.convert import convert, plan_conversion
-from linearize.drops import ranges
 from linearize.errors import Exit, LinearizeError
 from linearize.mechanisms import build_mixer
+from linearize.output import ranges
 from linearize.plan import Plan, choose_layers
 from linearize.probe import Found
 from linearize.source import read_header

@@ -14,9 +14,10 @@ def mechanisms(
     as_json: Json = False,
 ) -> None:
     """What softmax can become: papers, options, state size, kernels."""
-    from ..mechanisms import describe, mechanism_names
+    from ..mechanisms import describe, mechanism_names, summary
 
-    found: Any = describe(name) if name is not None else [describe(known) for known in mechanism_names()]
+    whole = describe if as_json else summary
+    found: Any = describe(name) if name is not None else [whole(known) for known in mechanism_names()]
     if as_json:
         print_json(found)
         return

@@ -13,8 +13,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import Exit, LinearizeError
-from ..mechanisms import load_mechanism
-from ..render import RELATIVE_IMPORT, flat_files
+from ..mechanisms import RELATIVE_IMPORT, flat_files, load_mechanism
 
 # By the class name of a processor that computes no softmax: who reads q, k and v as it does, and where that is.
 READERS = {"SanaLinearAttnProcessor2_0": ("diffusers.models.transformers.sana_transformer", "SanaAttnProcessor2_0")}

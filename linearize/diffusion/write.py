@@ -11,8 +11,8 @@ from typing import Any
 from .. import __version__
 from ..card import inherited
 from ..checkpoint import MANIFEST, Untouched, manifest, write_index, write_json, write_mixers, write_source_shards
-from ..drops import ranges
 from ..errors import Exit, LinearizeError, redact
+from ..output import ranges
 from ..plan import Plan
 from ..shards import place_shard
 from ..source import Source
