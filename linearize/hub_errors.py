@@ -31,8 +31,8 @@ def hub_errors(repo: str, absent: str, offline: str, revision: str | None = None
         elif constants.HF_HUB_OFFLINE:
             said = offline
         else:
-            reason = type(chain[-1]).__name__
-            said = f"{constants.ENDPOINT} cannot be reached ({reason}). Try again: what arrived is not sent twice"
+            said = f"{constants.ENDPOINT} cannot be reached ({type(chain[-1]).__name__}) for {repo!r}{absent}. "
+            said += "Try again: what arrived is not sent twice"
         raise LinearizeError(said, Exit.HUB) from error
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from .errors import Exit, LinearizeError, did_you_mean
+from .presets import presets
 
 Keys = tuple[str | int, ...]
 
@@ -245,6 +246,8 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
+        if any(shipped.name == path.stem for shipped in presets()):
+            near += f" There is a preset of that name: {path.stem}"
         raise LinearizeError(f"no recipe file {str(path)!r}.{near}") from None
     except UnicodeDecodeError as error:
         raise LinearizeError(f"{path}: not UTF-8 text (byte {error.start})") from None

@@ -374,6 +374,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_recipe(tmp_path / "q.yaml")
     assert missing.value.message == f"no recipe file '{tmp_path}/q.yaml'. Did you mean 'r.yaml'?"
     assert missing.value.code == Exit.USAGE
+    with pytest.raises(LinearizeError, match=r"demo\.yaml'\. There is a preset of that name: demo$"):
+        load_recipe(tmp_path / "recipes" / "demo.yaml")
     with pytest.raises(LinearizeError, match="is a folder, not a recipe file"):
         load_recipe(tmp_path)
     (tmp_path / "latin.yaml").write_bytes("name: caf\xe9".encode("latin-1"))
