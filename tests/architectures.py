@@ -13,7 +13,6 @@ import difflib
 import json
 import multiprocessing
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -207,10 +206,7 @@ def survey(
     `hybrids` are the types of which every second layer is converted as well; None: all of them.
     """
     rows = {t: prepare(folder, t, mechanism, hybrids is None or t in hybrids) for t in types}
-    with clean_env.without_packages("survey") as command:
-        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for line in done.stdout.splitlines():
+    for line in clean_env.in_clean_process(folder, "survey"):
         name, failure = json.loads(line)
         model_type, _, layers = name.rpartition(".")
         row = rows[model_type]

@@ -201,6 +201,14 @@ def without_packages(verb: str = "load") -> Iterator[list[str]]:
         yield ["env", f"HF_MODULES_CACHE={modules}", "HF_HUB_OFFLINE=1", sys.executable, "-I", "-c", code]
 
 
+def in_clean_process(folder: Path, verb: str = "load") -> list[str]:
+    """What such a process says of each checkpoint of `folder`, one line each; it must end well."""
+    with without_packages(verb) as command:
+        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
 def main() -> None:
     verb, folder, *interpreters = sys.argv[1:]
     if verb == "check":

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch is imported anywhere: two workers on two cores must not start four threads each.
@@ -18,6 +18,7 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
 
 import pytest
 import torch
+from forks import Forks
 from models import Zoo
 
 from linearize.cli import main
@@ -45,6 +46,14 @@ def pytest_unconfigure() -> None:
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """Small converted models of several architectures, made on first use."""
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Commands in children of a process that has imported everything already."""
+    started = Forks()
+    yield started
+    started.close()
 
 
 @pytest.fixture

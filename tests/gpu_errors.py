@@ -58,6 +58,20 @@ def complaints(results: Results, base: Case, case: Case) -> list[str]:
     return [f"{n}: {a:.1e} against {b:.1e}" for n, (a, b) in found.items() if not a <= allowed(base | case, n, b)]
 
 
+def checked(module: str, results: Results, base: Case, cases: list[Case]) -> Any:
+    """The test of every case in a file of that `__name__`; where that is run as a script, its output instead."""
+    if module == "__main__":
+        return main(results, base, cases)
+    import pytest
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    @pytest.mark.parametrize("case", cases, ids=json.dumps)
+    def test(case: Case) -> None:
+        assert complaints(results, base, case) == []
+
+    return test
+
+
 def main(results: Results, base: Case, cases: list[Case]) -> None:
     """Print a line per case: all of them, or with two arguments every n-th from the first."""
     for case in cases[int(sys.argv[1]) :: int(sys.argv[2])] if len(sys.argv) > 2 else cases:

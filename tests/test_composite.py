@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import clean_env
 import pytest
 import torch
 import transformers
@@ -27,7 +28,7 @@ COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
-def save_composite(folder: Path, name: str) -> Any:
+def save_composite(folder: Path, name: str) -> None:
     """A small random model of text and images, saved."""
     class_name, changes = COMPOSITES[name]
     arguments = {**shrunk(CONFIG_MAPPING[name]), **changes}
@@ -41,7 +42,6 @@ def save_composite(folder: Path, name: str) -> Any:
             if not parameter.any():  # gemma3's projection of images starts at zero, which would hide them
                 parameter.normal_(0.0, 0.3)
     model.save_pretrained(folder)
-    return model
 
 
 def inputs(name: str) -> dict[str, torch.Tensor]:
@@ -54,23 +54,47 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
     return {"ids": ids, "pixel_values": torch.randn(2, 3, 32, 32, generator=generator)}
 
 
+class Folders:
+    """Source and converted folder of each composite, made once; one of them is verified in full."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __call__(self, name: str, layers: str = "all") -> tuple[Path, Path]:
+        place = self.root / f"{name}-{layers.replace(':', '-')}"
+        if not place.exists():
+            save_composite(place / "source", name)
+            plan = plan_conversion(str(place / "source"), "gsa", layers=layers, options=OPTIONS)
+            assert all("does not run on text" in line for line in plan[0].others)
+            level = "full" if (name, layers) == ("gemma3", "all") else "none"
+            convert(*plan, place / "linear", level=level, say=lambda text: None)
+        return place / "source", place / "linear"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("composites"))
+
+
 @pytest.mark.parametrize("layers", ["all", "every:2"])
 @pytest.mark.parametrize("name", COMPOSITES)
-def test_text_layers_become_linear_in_place(tmp_path: Path, name: str, layers: str) -> None:
-    original = save_composite(tmp_path / "source", name)
-    plan = plan_conversion(str(tmp_path / "source"), "gsa", layers=layers, options=OPTIONS)
-    assert all("does not run on text" in line for line in plan[0].others)
-    level = "full" if layers == "all" else "none"
-    convert(*plan, tmp_path / "linear", level=level, say=lambda text: None)
-    model, given = load(tmp_path / "linear"), inputs(name)
+def test_text_layers_become_linear_in_place(folders: Folders, name: str, layers: str) -> None:
+    source, converted = folders(name, layers)
+    original = getattr(transformers, COMPOSITES[name][0]).from_pretrained(source).eval()
+    model, given = load(converted), inputs(name)
     assert len(mixers_of(model)) == (4 if layers == "all" else 2)
     assert all("language_model" in path for path in mixers_of(model))
     linear, softmax = logits(model, **given), logits(original, **given)
-    reference = source_with_mixers(tmp_path / "source", tmp_path / "linear")
-    assert relative_error(linear, logits(reference, **given)) < TOLERANCE[torch.float32]
+    assert relative_error(linear, logits(source_with_mixers(source, converted), **given)) < TOLERANCE[torch.float32]
     assert relative_error(linear, softmax) > 1e-2
     with model.teacher():
         assert torch.equal(logits(model, **given), softmax)
     if "pixel_values" in given:
         blank = {**given, "pixel_values": torch.zeros_like(given["pixel_values"])}
         assert relative_error(logits(model, **blank), linear) > 1e-3
+
+
+def test_clean_processes_agree(folders: Folders, tmp_path: Path) -> None:
+    for name in COMPOSITES:
+        clean_env.lay_out(tmp_path / name, *folders(name))
+    assert len(clean_env.in_clean_process(tmp_path)) == len(COMPOSITES)

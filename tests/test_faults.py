@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,6 @@ from linearize.runs import Position, Run
 OPTIONS = ("--to", "gsa", "--set", "slots=8", "--set", "chunk_size=16")
 NOT_UTF8 = os.fsdecode(b"\xff\xfe")
 CONVERT = {"mechanism": "gsa", "options": {"slots": 4, "chunk_size": 16}}
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    started = Forks()
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")

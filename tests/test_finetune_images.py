@@ -37,6 +37,12 @@ def pixels(folder: Path, name: str, count: int = 24) -> None:
 
 
 @pytest.fixture
+def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The converted base is not loaded in a clean process: other tests do that, and it takes seconds."""
+    monkeypatch.setattr("linearize.convert.verify", lambda *arguments: "not verified")
+
+
+@pytest.fixture
 def place(tmp_path: Path) -> Path:
     for name in ("train.npz", "eval.npz"):
         pixels(tmp_path, name)
@@ -48,7 +54,9 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def recipe_of(place: Path, base: str, stages: list[dict[str, Any]], data: dict[str, Any] | None = None) -> Any:
+def recipe_of(
+    place: Path, base: str, stages: list[dict[str, Any]], data: dict[str, Any] | None = None, verify: bool = False
+) -> Any:
     """A recipe in `place`; stages train 3 steps of 4 samples unless they say otherwise."""
     common = {"optimizer": {"lr": 1e-2}, "batch": {"per_device": 4}}
     known = {"steps", "epochs", "tokens"}
@@ -61,6 +69,7 @@ def recipe_of(place: Path, base: str, stages: list[dict[str, Any]], data: dict[s
         "convert": {"mechanism": "la"},
         "data": data or {"train": {"arrays": "train.npz"}, "eval": {"arrays": "eval.npz"}},
         "stages": filled,
+        "finish": {"verify": verify},
     }
     (place / "recipe.yaml").write_text(json.dumps(value))
     return load_recipe(place / "recipe.yaml")
@@ -73,7 +82,7 @@ FEATURES = {"kind": "feature_cosine", "train": "all"}
 
 
 def test_a_vision_model_is_distilled_and_learns_its_classes(place: Path) -> None:
-    report = finetune(recipe_of(place, "vit", [TRANSFER, KL, SFT]))
+    report = finetune(recipe_of(place, "vit", [TRANSFER, KL, SFT], verify=True))
     assert [row["name"] for row in report["stages"]] == ["converted", "attention_transfer", "logit_kl", "sft"]
     assert report["stages"][-1]["accuracy"] == 1.0
     assert report["stages"][-1]["tokens"] == 3 * 4 + 3 * 4 + 5 * 24
@@ -85,6 +94,7 @@ def test_a_vision_model_is_distilled_and_learns_its_classes(place: Path) -> None
         assert answers.tolist() == eval_set["labels"].tolist()
 
 
+@pytest.mark.usefixtures("unverified")
 def test_attention_transfer_brings_every_layer_of_a_vision_model_closer(place: Path) -> None:
     errors = []
     for number, steps in enumerate((1, 40)):
@@ -94,6 +104,7 @@ def test_attention_transfer_brings_every_layer_of_a_vision_model_closer(place: P
     assert all(after < before for before, after in zip(*errors, strict=True))
 
 
+@pytest.mark.usefixtures("unverified")
 def test_a_model_without_a_head_learns_its_teachers_features(place: Path) -> None:
     recipe = recipe_of(place, "dino", [FEATURES | {"steps": 30, "optimizer": {"lr": 1e-3}}])
     report = finetune(recipe)
@@ -103,6 +114,7 @@ def test_a_model_without_a_head_learns_its_teachers_features(place: Path) -> Non
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.usefixtures("unverified")
 @pytest.mark.parametrize(
     ("base", "stage", "data", "message"),
     [
@@ -125,6 +137,7 @@ def test_a_dry_run_counts_images(place: Path) -> None:
     assert row["tokens"] == 7 * 4
 
 
+@pytest.mark.usefixtures("unverified")
 def test_an_encoder_learns_hidden_tokens(place: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
@@ -135,7 +148,7 @@ def test_an_encoder_learns_hidden_tokens(place: Path) -> None:
     tokenizer.save_pretrained(place / "bert")
     (place / "a.txt").write_text("abcdefgh" * 400)
     data = {"train": {"files": ["a.txt"]}, "eval": {"files": ["a.txt"]}, "pack": {"seq_len": 32}}
-    report = finetune(recipe_of(place, "bert", [TRANSFER, KL, SFT], data))
+    report = finetune(recipe_of(place, "bert", [TRANSFER, KL, SFT], data, verify=True))
     first, *_, last = report["stages"]
     assert last["ppl"] < 0.5 * first["ppl"]
     AutoModelForMaskedLM.from_pretrained(report["output"], trust_remote_code=True)

@@ -5,12 +5,11 @@ Skipped without a GPU. `python tests/test_gdn_gpu.py` prints the errors and need
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
 import torch
-from gpu_errors import complaints, main, masks
+from gpu_errors import checked, masks
 from torch.nn.functional import logsigmoid, normalize
 
 from linearize_kernels.gdn import DeltaState, gdn
@@ -88,12 +87,4 @@ def outcome(
     return {name: x.detach() for name, x in found}
 
 
-if __name__ == "__main__":
-    main(results, BASE, CASES)
-else:
-    import pytest
-
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    @pytest.mark.parametrize("case", CASES, ids=json.dumps)
-    def test_kernels_are_no_worse_than_pytorch(case: dict[str, Any]) -> None:
-        assert not complaints(results, BASE, case)
+test_kernels_are_no_worse_than_pytorch = checked(__name__, results, BASE, CASES)

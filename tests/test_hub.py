@@ -124,23 +124,19 @@ def refused(code: Exit, call: Callable[[], Any]) -> str:
 # ---------------------------------------------------------------- there and back
 
 
-@pytest.mark.parametrize("lfs", [True, False], ids=["lfs", "regular"])
-def test_what_is_pushed_loads_elsewhere_and_nothing_leaves_this_machine(
-    lfs: bool, folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_pushed_loads_elsewhere_and_nothing_leaves_this_machine(folder: Path, tmp_path: Path) -> None:
     """Every process is watched: an audit hook sees Python's sockets, and a proxy would catch those of native code."""
     (tmp_path / "guard").mkdir()
     (tmp_path / "guard" / "sitecustomize.py").write_text(GUARD)
     log = tmp_path / "addresses"
     torch.save(tokens(2, 20), tmp_path / "ids.pt")
     with serve() as hub, serve() as proxy:
-        hub.lfs = lfs
         environment = {
             **os.environ,
             "HF_ENDPOINT": hub.endpoint,
             "HF_HOME": str(tmp_path / "home"),
             "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": str(int(lfs)),
+            "HF_HUB_DISABLE_XET": "1",
             "HF_TOKEN": TOKEN,
             "PYTHONPATH": os.pathsep.join([str(tmp_path / "guard"), os.environ.get("PYTHONPATH", "")]),
             "GUARD_LOG": str(log),
@@ -161,7 +157,7 @@ def test_what_is_pushed_loads_elsewhere_and_nothing_leaves_this_machine(
         repo = hub.repos[REPO]
         assert pushed["commit"] == repo.refs["main"]
         assert repo.messages == ["mine"]
-        assert bool(hub.blobs) == lfs
+        assert hub.blobs
         listed = json.loads((folder / MANIFEST).read_text())["files"]
         assert set(repo.files()) == {*listed, ".gitattributes"}
         for name in listed:
@@ -207,7 +203,9 @@ def test_an_interrupted_push_goes_on(hub: Hub, tmp_path: Path, unverified: None)
     assert set(upload.files) < set(hub.repos[REPO].files())
 
 
-def test_a_push_replaces_the_one_before(hub: Hub, folder: Path, unverified: None) -> None:
+@pytest.mark.parametrize("lfs", [True, False], ids=["lfs", "regular"])
+def test_a_push_replaces_the_one_before(hub: Hub, folder: Path, unverified: None, lfs: bool) -> None:
+    hub.lfs = lfs
     manifest = json.loads((folder / MANIFEST).read_text())
     old = folder / "model-source-00002-of-00002.safetensors"
     old.write_bytes(b"weights of before")
@@ -220,6 +218,9 @@ def test_a_push_replaces_the_one_before(hub: Hub, folder: Path, unverified: None
     push(plan_push(folder, REPO), lambda text: None)
     assert old.name not in repo.files()
     assert repo.files()["picture.png"] == b"of a person"
+    for name in manifest["files"]:
+        assert name == "README.md" or repo.files()[name] == (folder / name).read_bytes()
+    assert bool(hub.blobs) == lfs
     commits = len(repo.commits)
     push(plan_push(folder, REPO), lambda text: None)
     assert len(repo.commits) == commits  # nothing has changed

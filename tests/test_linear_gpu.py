@@ -7,11 +7,10 @@ Skipped without a GPU. `python tests/test_linear_gpu.py` prints the errors and n
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
-from gpu_errors import complaints, main
+from gpu_errors import checked
 from test_linear_triton import build
 from test_linear_triton import results as computed
 
@@ -47,12 +46,4 @@ def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str
     return {name: y.detach() for name, y in found.items() if name not in left_out}
 
 
-if __name__ == "__main__":
-    main(results, BASE, CASES)
-else:
-    import pytest
-
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    @pytest.mark.parametrize("case", CASES, ids=json.dumps)
-    def test_kernels_are_no_worse_than_pytorch(case: dict[str, Any]) -> None:
-        assert complaints(results, BASE, case) == []
+test_kernels_are_no_worse_than_pytorch = checked(__name__, results, BASE, CASES)

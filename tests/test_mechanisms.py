@@ -226,7 +226,7 @@ def test_state_bytes_are_those_of_the_state(name: str, site: Site, variant: str)
 
 @every_site
 @every_state
-@pytest.mark.parametrize("prefill", [1, 63, 64, 67])
+@pytest.mark.parametrize("prefill", [1, 64, 67])
 def test_prefill_then_decode_is_one_pass(name: str, site: Site, variant: str, prefill: int) -> None:
     mixer, inputs = make(name, site, variant), tokens(site, 90)
     whole, last = mix(mixer, inputs)
@@ -367,8 +367,15 @@ def test_memory_for_the_backward_pass_is_linear(name: str, variant: str) -> None
     assert saved_bytes(2048) / saved_bytes(1024) <= 2.1
 
 
+# A window meets its mechanism in one of two ways. Each takes seconds to trace; one mechanism a way is enough.
+WINDOWED = {load_mechanism(n).normalised: n for n in reversed(mechanism_names()) if load_mechanism(n).causal}
+
+
 # Not as published: GSA's gradients there are 6e-5 from float64 with or without the compiler.
-@pytest.mark.parametrize(("name", "variant"), [case for case in CASES if case[1] != "faithful"])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [(n, v) for n, v in CASES if v == "default" or (v == "window" and n in WINDOWED.values())],
+)
 def test_compiles_as_one_graph_with_gradients(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, 70)

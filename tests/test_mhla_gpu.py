@@ -5,11 +5,10 @@ Skipped without a GPU. `python tests/test_mhla_gpu.py` prints the errors and nee
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
-from gpu_errors import complaints, main, masks
+from gpu_errors import checked, masks
 
 from linearize_kernels.layout import Grid
 from linearize_kernels.mhla import mhla, mhla_grid
@@ -80,12 +79,4 @@ def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str
     return {"o": o.detach(), **dict(zip(("dq", "dk", "dv", "dw"), gradients, strict=True)), **out}
 
 
-if __name__ == "__main__":
-    main(results, BASE, CASES)
-else:
-    import pytest
-
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    @pytest.mark.parametrize("case", CASES, ids=json.dumps)
-    def test_kernels_are_no_worse_than_pytorch(case: dict[str, Any]) -> None:
-        assert not complaints(results, BASE, case)
+test_kernels_are_no_worse_than_pytorch = checked(__name__, results, BASE, CASES)

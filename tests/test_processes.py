@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import relative_error
+from forks import Done, Forks, Task
 from training import AT, T, base, make_recipe, metrics, stage, tensors, train, write_recipe
 
 from linearize.errors import Exit, LinearizeError
@@ -62,15 +64,21 @@ def json_rest(folder: Path) -> dict[str, Any]:
     return {key: values[key] for key in ("data", "checkpoint", "eval", "runtime")}
 
 
-def launch(script: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def launch(recipe: Path) -> subprocess.CompletedProcess[str]:
     """Two processes, as a launcher of torch starts them; accelerate's sets the same variables."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "linearize", "finetune", str(recipe), "--json"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def finetune(recipe: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return launch(["-m", "linearize", "finetune", str(recipe), "--json"], environment)
+def together(forks: Forks, *arguments: Any, script: str = "") -> list[Done]:
+    """Two processes with FSDP and the variables that a launcher sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**FSDP, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    return forks.together([Task([*map(str, arguments)], environment=rank, script=script) for rank in ranks])
 
 
 def assert_same_run(folder: Path, one: Path) -> None:
@@ -90,7 +98,7 @@ def assert_same_run(folder: Path, one: Path) -> None:
 
 
 def test_two_processes_train_what_one_does(model: Path, one: Path, tmp_path: Path) -> None:
-    done = finetune(recipe_in(tmp_path, model, 1, 2))
+    done = launch(recipe_in(tmp_path, model, 1, 2))
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 1  # one of them speaks
     assert done.stderr.count("held-out perplexity of") + done.stderr.count("saved ") == 1
@@ -102,16 +110,13 @@ class Stop(BaseException):
 
 
 def test_shards_train_the_same_and_resume_on_another_number_of_processes(
-    model: Path, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks
 ) -> None:
     """Two with FSDP2 until one of them is told to end; then one alone, which dies; then two again."""
-    script = tmp_path / "at.py"
-    script.write_text(AT)
     steps = STEPS + 1  # SIGTERM comes after the first step of sft, is noticed in the second, which is saved
-    stopped = launch([str(script), "SIGTERM", "step", str(steps), str(recipe_in(tmp_path, model, 1, 2))], FSDP)
-    assert stopped.returncode != 0
-    assert "state saved in" in stopped.stderr
-    assert f"exitcode  : {Exit.INTERRUPTED:d}" in stopped.stderr
+    stopped = together(forks, "SIGTERM", "step", steps, recipe_in(tmp_path, model, 1, 2), script=AT)
+    assert [done.code for done in stopped] == [Exit.INTERRUPTED] * 2, stopped
+    assert all("state saved in" in done.said for done in stopped)
     assert metrics(tmp_path, "step")[-1] == 2
 
     with pytest.raises(LinearizeError, match=r"stages\[0\].blocks_per_step 4 -> 2") as caught:
@@ -130,12 +135,12 @@ def test_shards_train_the_same_and_resume_on_another_number_of_processes(
             train(make_recipe(tmp_path, model, *stages(2, 2), **json_rest(tmp_path)))
     assert metrics(tmp_path, "stage")[-1] == "logit_kl"
 
-    done = finetune(recipe_in(tmp_path, model, 1, 2), **FSDP)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ended = together(forks, "finetune", recipe_in(tmp_path, model, 1, 2))
+    assert [done.code for done in ended] == [0, 0], ended
     assert_same_run(tmp_path, one)
 
 
-def test_shards_in_mixed_precision(model: Path, tmp_path: Path) -> None:
+def test_shards_in_mixed_precision(model: Path, tmp_path: Path, forks: Forks) -> None:
     """Nothing of the source trains at first, so FSDP's first pass sees no gradients; float32 masters come later."""
     folder = base(model.parent.parent, "llama", "bfloat16")
     shared = {"steps": 2, "optimizer": {"lr": 1e-4}}
@@ -143,8 +148,8 @@ def test_shards_in_mixed_precision(model: Path, tmp_path: Path) -> None:
     runtime = {"device": "cpu", "precision": "bf16"}
     train(make_recipe(tmp_path / "one", folder, *two, runtime=runtime))
     two = [{**each, "batch": {"per_device": 1}} for each in two]
-    done = finetune(write_recipe(tmp_path / "two", folder, *two, runtime=runtime), **FSDP)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ended = together(forks, "finetune", write_recipe(tmp_path / "two", folder, *two, runtime=runtime))
+    assert [done.code for done in ended] == [0, 0], ended
     # Within FSDP the residual stream is bf16, of one process it is float32 like the trained embedding.
     assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), rel=2e-2)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import Done, Forks
 from training import AT, LORA, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
 
 from linearize.errors import Exit, LinearizeError
@@ -52,11 +50,9 @@ def recipe_in(folder: Path, root: Path, **changes: Any) -> Any:
     return make_recipe(folder, base(root, "gpt2"), *stages(), **{**CHECKPOINTS, **changes})
 
 
-def run_until(kind: str, place: str, number: int, recipe: Path) -> subprocess.CompletedProcess[str]:
+def run_until(forks: Forks, kind: str, place: str, number: int, recipe: Path) -> Done:
     """`linearize finetune recipe` in a process of its own, which gets a signal at the given call."""
-    command = [sys.executable, "-c", AT, kind, place, str(number), str(recipe)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return forks(kind, place, number, recipe, script=AT)
 
 
 def assert_as_undisturbed(folder: Path, whole: Path) -> None:
@@ -85,9 +81,10 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(
     whole: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    forks: Forks,
 ) -> None:
     recipe = write_recipe(tmp_path, base(root, "gpt2"), *stages(), **CHECKPOINTS)
-    assert run_until("SIGKILL", place, number, recipe).returncode == -signal.SIGKILL
+    assert run_until(forks, "SIGKILL", place, number, recipe).code == -signal.SIGKILL
     assert not (tmp_path / "run" / "final").exists()
     began, run = [], StageLoop.run
     monkeypatch.setattr(StageLoop, "run", lambda loop, start: (began.append(start), run(loop, start)))
@@ -97,12 +94,12 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(
     assert not list((tmp_path / "run").rglob("*.tmp"))
 
 
-def test_ctrl_c_saves_and_the_same_command_continues(root: Path, whole: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_the_same_command_continues(root: Path, whole: Path, tmp_path: Path, forks: Forks) -> None:
     recipe = write_recipe(tmp_path, base(root, "gpt2"), *stages(), **CHECKPOINTS)
-    stopped = run_until("SIGINT", "step", 8, recipe)
-    assert stopped.returncode == Exit.INTERRUPTED, stopped.stderr
-    assert "state saved in" in stopped.stderr
-    assert "Traceback" not in stopped.stderr
+    stopped = run_until(forks, "SIGINT", "step", 8, recipe)
+    assert stopped.code == Exit.INTERRUPTED, stopped.said
+    assert "state saved in" in stopped.said
+    assert "Traceback" not in stopped.said
     assert any(path.name.startswith("logit_kl-") for path in (tmp_path / "run" / "checkpoints").iterdir())
     train(recipe_in(tmp_path, root))
     assert_as_undisturbed(tmp_path, whole)
