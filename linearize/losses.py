@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import losses_triton
+
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB in float32: few launches, yet small beside the logits of a long batch
 IGNORED = -100
 
@@ -41,6 +43,9 @@ def logit_kl(
         shapes = ", ".join(str(tuple(x.shape)) for x in (student_logits, teacher_logits, valid))
         raise ValueError(f"student, teacher, valid must be [B, T, V], [B, T, V], [B, T]; they are {shapes}")
     weight = _weight(valid, num_tokens, student_logits)
+    if chunk is None and losses_triton.fits(student_logits, teacher_logits):
+        fused: Tensor = _FusedKL.apply(student_logits, teacher_logits.detach(), weight, temperature)
+        return fused
     chunk = chunk or _default_chunk(student_logits)
     loss: Tensor = _LogitKL.apply(student_logits, teacher_logits.detach(), weight, temperature, chunk)
     return loss
@@ -92,6 +97,25 @@ def relative_mse(student: Tensor, teacher: Tensor, valid: Tensor | None = None, 
         mask = valid[..., None, None]
         s, t = torch.where(mask, s, 0.0), torch.where(mask, t, 0.0)
     return (s - t).square().sum() / (t.square().sum() + eps)
+
+
+class _FusedKL(torch.autograd.Function):
+    """`_LogitKL` by the kernels of losses_triton.py."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, tau: float) -> Tensor:
+        student, teacher = student.contiguous(), teacher.contiguous()
+        kl, *norms = losses_triton.kl_rows(student, teacher, weight, tau)
+        ctx.save_for_backward(student, teacher, weight, *norms)
+        ctx.tau = tau
+        return tau**2 * _weighted_sum(kl, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        student, teacher, weight, lse_s, lse_t = ctx.saved_tensors
+        factor = ctx.tau * grad_output * weight
+        return losses_triton.kl_gradient(student, teacher, factor, lse_s, lse_t, ctx.tau), None, None, None
 
 
 class _LogitKL(torch.autograd.Function):
