@@ -34,7 +34,8 @@ def read(model: str, text: Path, tokens: int, length: int) -> Tensor:
 
 
 def load(model: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
 
 
 def main() -> None:
@@ -47,12 +48,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     arguments = parser.parse_args()
     ids, teacher = read(arguments.model, arguments.text, arguments.tokens, arguments.length), load(arguments.model)
+    ids = ids.to(teacher.device)
     source = perplexity(teacher, ids)
     print(f"teacher {source:.3f}", flush=True)
     for layer in range(teacher.config.num_hidden_layers):
         model, options = load(arguments.model), parse_settings(arguments.settings)
         plan, _, _ = plan_conversion(arguments.model, arguments.mechanism, layers=str(layer), options=options)
         attach(model, plan.spec(), {arguments.mechanism: load_mechanism(arguments.mechanism)})
+        model.to(teacher.device)
         print(f"layer {layer}: {perplexity(model, ids) / source:.4f}", flush=True)
 
 

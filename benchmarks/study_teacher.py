@@ -1,6 +1,6 @@
 """Pretrain the study's teacher, a Llama of 26M parameters, for a given time on all GPUs of the launch.
 
-torchrun --standalone --nproc-per-node 2 -m benchmarks.study_teacher --text TEXT --out TEACHER --seconds 230
+torchrun --standalone --nproc-per-node 4 -m benchmarks.study_teacher --text TEXT --out TEACHER --seconds 230
 
 TEXT is the folder of benchmarks.study_text, which may still be at work: compiling begins without it. Blocks cross
 documents, and so does attention; each document begins with bos.
@@ -115,9 +115,9 @@ def train(arguments: argparse.Namespace, device: str, rank: int, world: int) -> 
     for step in (0, 3) if on_gpu else ():  # compiles both lengths while the text is being read
         step_loss(model, {"input_ids": blocks(noise, *lengths(arguments, step), generator)}, on_gpu).backward()
     model.zero_grad()
-    say(rank, f"compiled after {time.time() - arguments.start:.0f} s")
+    say(rank, f"compiled after {time.time() - arguments.began:.0f} s")
     tokens = load_tokens(arguments.text / "teacher.npy", arguments.text / "text.json", device)
-    say(rank, f"{len(tokens):,} tokens of text after {time.time() - arguments.start:.0f} s")
+    say(rank, f"{len(tokens):,} tokens of text after {time.time() - arguments.began:.0f} s")
     matrices = [p for p in model.parameters() if p.ndim > 1]
     optimizer = torch.optim.AdamW(
         [
@@ -128,7 +128,7 @@ def train(arguments: argparse.Namespace, device: str, rank: int, world: int) -> 
         betas=(0.9, 0.95),
         fused=True,
     )
-    end = arguments.start + arguments.seconds - TAIL
+    end = arguments.began + arguments.seconds - TAIL
     steps, step, seen, began = 10**9, 0, 0, time.time()
     curve = []
     model.train()
@@ -154,10 +154,10 @@ def train(arguments: argparse.Namespace, device: str, rank: int, world: int) -> 
             began = timed.item()
         if step % 100 == 0:
             curve.append({"step": step, "tokens": seen, "loss": round(mean_loss.item(), 4)})
-            say(rank, f"{curve[-1]} {time.time() - arguments.start:.0f} s")
+            say(rank, f"{curve[-1]} {time.time() - arguments.began:.0f} s")
             if late.item() > 0:
                 break
-    facts = {"tokens": seen, "steps": step, "seconds": round(time.time() - arguments.start, 1), "curve": curve}
+    facts = {"tokens": seen, "steps": step, "seconds": round(time.time() - arguments.began, 1), "curve": curve}
     return model, {**facts, "text_tokens": len(tokens), "gpus": world if on_gpu else 0}
 
 
@@ -170,8 +170,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="from --start to the saved model")
-    parser.add_argument("--start", type=float, default=time.time(), help="when the clock began, in Unix seconds")
+    parser.add_argument("--seconds", type=float, required=True, help="from --began to the saved model")
+    parser.add_argument("--began", type=float, default=time.time(), help="when the clock began, in Unix seconds")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--block", type=int, default=1024)

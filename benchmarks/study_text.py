@@ -76,7 +76,6 @@ def read(entry: tuple[str, Path]) -> Document | None:
         return None
     if len(text) not in CHARACTERS:
         return None
-    digits = sum(map(text.count, "0123456789"))
     size, digits, lines = len(text), sum(map(text.count, "0123456789")), text.count("\n") + 1
     table = digits > 0.12 * size or size > 120 * lines or len(text.encode()) > 1.1 * size
     return None if table else Document(name, text)

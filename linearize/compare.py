@@ -87,7 +87,7 @@ def measure(
     """`compare` for models at hand, which are on one device."""
     with evaluating(student), evaluating(teacher):
         result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens)
-        text = [int(token) for i in range(sample_count(blocks, max_tokens)) for token in blocks[i]["input_ids"]]
+        text = [token for i in range(sample_count(blocks, max_tokens)) for token in blocks[i]["input_ids"].tolist()]
         for task in TASKS:
             result[task] = []
             for length in request.lengths:
