@@ -223,10 +223,10 @@ def assert_as_undisturbed(folder: Path, whole: Path) -> None:
 def test_a_killed_finetune_continues(
     forks: Forks, shared: Path, trained: tuple[Path, int], tmp_path: Path, part: int
 ) -> None:
-    """Twenty random moments, in two halves so that two workers share them."""
+    """Twelve random moments, in two halves so that two workers share them."""
     whole, total = trained
     before = snapshot(shared)
-    for moment in moments("finetune", total, 20)[part::2]:
+    for moment in moments("finetune", total, 12)[part::2]:
         folder = tmp_path / str(moment)
         recipe = recipe_in(folder, shared)
         killed = forks("finetune", recipe, root=str(folder), at=moment)
