@@ -15,6 +15,8 @@ from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_op
 from .output import ranges
 from .probe import Found, Other
 
+DIFFUSERS = "diffusers"  # the model type of plans for pipelines of diffusers
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:

@@ -14,7 +14,7 @@ from linearize_kernels.mixer import Site
 
 from . import __version__, checkpoint
 from .errors import Exit, LinearizeError
-from .plan import Plan, Step
+from .plan import DIFFUSERS, Plan, Step
 from .probe import model_class_of
 from .recording import quiet
 from .render import Natives, auto_map, code_files
@@ -49,7 +49,7 @@ def read_plan(folder: Path) -> Plan:
                 Exit.INCOMPATIBLE,
             )
         plan = Plan.from_json(manifest["plan"])
-        if plan.model_type == "diffusers":
+        if plan.model_type == DIFFUSERS:
             raise LinearizeError(
                 f"{folder} holds {plan.architecture} of diffusers. Upload it with hf upload REPO DIR, and train it as "
                 "docs/diffusers.md says",

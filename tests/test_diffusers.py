@@ -518,6 +518,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], list[str], int, str]] = {
         lambda f: edit(f / "transformer/config.json", _class_name="FluxTransformer2DModel"), [], 3,
         "holds FluxTransformer2DModel (transformer), AutoencoderKL (vae); of diffusers, linearize converts DiT",
     ),
+    "link": (lambda f: (f / "x").symlink_to(f / "vae"), [], 3, "x is a link to"),
     "token": (lambda f: edit(f / "model_index.json", key="hf_" + "a" * 34), [], 3, "access token"),
 }  # fmt: skip
 

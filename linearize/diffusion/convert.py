@@ -18,7 +18,7 @@ from ..checkpoint import meta_pickle
 from ..convert import Say, check_disk, check_paths, check_secrets, stored_dtype
 from ..drops import check_losses
 from ..errors import Exit, LinearizeError
-from ..plan import Plan, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps, some
+from ..plan import DIFFUSERS, Plan, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps, some
 from ..probe import Found, Other
 from ..recording import quiet
 from ..source import DTYPES, Source, find_shards, read_header, read_json
@@ -27,8 +27,6 @@ from .latents import INPUTS
 from .probe import Part, build, probe
 from .write import FORMATS, INDEX_FILE, write_pipeline
 
-# The model type of a plan.
-DIFFUSERS = "diffusers"
 # Classes that older checkpoints name, with the norm that tells what became of them.
 FORMER = {("Transformer2DModel", "ada_norm_zero"): "DiTTransformer2DModel"}
 
@@ -68,7 +66,7 @@ def plan_conversion(
     make_steps([], mechanism, options or {})  # names and options first: they need no model
     folder = Path(os.path.expanduser(model))
     source, parts = open_parts(folder, load_diffusers(folder), weights)
-    check_code(source, trust_remote_code)
+    check_files(source, trust_remote_code)
     if weights:
         for part in parts:
             check_weights(part)
@@ -79,21 +77,23 @@ def plan_conversion(
     target = stored if dtype == "keep" else dtype
     steps = make_steps(chosen, mechanism, options or {}, item_bytes(target))
     check_rotation(found, steps)
-    new = sum(step.new_parameters for step in steps)
-    old = sum(p.numel() for part in parts for p in part.model.parameters())
+    cast, pickled = target != stored, any(part.source.pickled for part in parts)
+    numbers = sum(step.new_parameters for step in steps)
+    if cast or pickled:
+        numbers += sum(p.numel() for part in parts for p in part.model.parameters())
     plan = Plan(
         source=source.name,
         revision=None,
         architecture=" and ".join(dict.fromkeys(part.native for part in parts)),
         model_type=DIFFUSERS,
         dtype=target,
-        cast=target != stored,
-        pickled=any(part.source.pickled for part in parts),
+        cast=cast,
+        pickled=pickled,
         steps=steps,
         kept=tuple(kept),
         others=grouped(found.others),
         source_bytes=source.bytes,
-        needed_bytes=(new + (old if target != stored else 0)) * item_bytes(target),
+        needed_bytes=numbers * item_bytes(target),
     )
     return plan, source, [part for part in parts if part.own(plan).steps]
 
@@ -180,8 +180,12 @@ def _part(folder: Path, name: str, config: dict[str, Any], kind: str, diffusers:
     return Part(name, source, build(getattr(diffusers, kind), source))
 
 
-def check_code(source: Source, trust_remote_code: bool) -> None:
-    """Raise LinearizeError (exit 3) for a pipeline with code of its own, unless that is trusted."""
+def check_files(source: Source, trust_remote_code: bool) -> None:
+    """Raise LinearizeError (exit 3) for code of the source's own, unless that is trusted, and for what is no file."""
+    for path in source.folder.rglob("*"):
+        if path.is_symlink() and not path.is_file():
+            said = f"{path} is a link to {os.path.realpath(path)}, no file. Put there what it stands for"
+            raise LinearizeError(said, Exit.INCOMPATIBLE)
     files = sorted(path.relative_to(source.folder).as_posix() for path in source.folder.rglob("*.py"))
     if files and not trust_remote_code:
         raise LinearizeError(

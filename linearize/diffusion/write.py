@@ -11,7 +11,7 @@ from typing import Any
 from .. import __version__
 from ..card import inherited
 from ..checkpoint import MANIFEST, Untouched, manifest, write_index, write_json, write_mixers, write_source_shards
-from ..errors import Exit, LinearizeError, redact
+from ..errors import redact
 from ..output import ranges
 from ..plan import Plan
 from ..shards import place_shard
@@ -81,8 +81,6 @@ def copy_others(folder: Path, source: Source, parts: list[Part]) -> dict[str, st
             path.suffix in WEIGHTS or path.match("config.json") or path.match("*.index.json")
         ):
             continue
-        if not path.is_file():
-            raise LinearizeError(f"{path} is a broken link or no file. Remove it or replace it", Exit.INCOMPATIBLE)
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in WEIGHTS:
