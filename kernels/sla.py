@@ -31,6 +31,7 @@ from .gdn import GatedDeltaNet, gdn, gdn_reference
 from .gla import GatedLinearAttention, gla, gla_reference
 from .mixer import Bounds, Mixer, Site
 from .retnet import RetNet, retnet, retnet_reference
+from .row_softmax import row_softmax
 
 OPS: dict[str, Callable[..., tuple[Tensor, Any]]] = {"retnet": retnet, "gla": gla, "gdn": gdn}
 REFERENCES: dict[str, Callable[..., tuple[Tensor, Any]]] = {
@@ -61,8 +62,7 @@ def sla(
 
 def head_softmax(scores: Tensor, rescale: bool) -> Tensor:
     """Softmax in fp32 over the heads of each token, [B,T,heads], times their number with `rescale`."""
-    gates = torch.softmax(scores, -1, dtype=None if scores.dtype == torch.float64 else torch.float32)
-    return gates * scores.shape[-1] if rescale else gates
+    return row_softmax(scores, float(scores.shape[-1]) if rescale else 1.0)
 
 
 def sla_reference(
