@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .gla_launch import Call, backward, forward, step
-from .launch import own_namespace
+from .launch import operator, own_namespace
 
 NAMESPACE = own_namespace(__name__, "gla_forward")
 
@@ -17,27 +17,21 @@ INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? segments, Tensor? cu, Tensor? S0, Tensor? read_gate,"
     " Tensor? write_gate"
 )
-FORWARD = f"({INPUTS}) -> (Tensor, Tensor)"
-BACKWARD = f"(Tensor do, Tensor? dS1, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+FORWARD = f"gla_forward({INPUTS}) -> (Tensor, Tensor)"
+BACKWARD = f"gla_backward(Tensor do, Tensor? dS1, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 STEP = (
-    "(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? padding, Tensor S, Tensor? read_gate,"
+    "gla_step(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? padding, Tensor S, Tensor? read_gate,"
     " Tensor? write_gate) -> (Tensor, Tensor)"
 )
 
-chunked_op = torch.library.custom_op(f"{NAMESPACE}::gla_forward", forward, mutates_args=(), schema=FORWARD)
-backward_op = torch.library.custom_op(f"{NAMESPACE}::gla_backward", backward, mutates_args=(), schema=BACKWARD)
-step_op = torch.library.custom_op(f"{NAMESPACE}::gla_step", step, mutates_args=(), schema=STEP)
 
-
-@chunked_op.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
+def _fake_forward(*inputs: Any) -> tuple[Tensor, ...]:
     x = Call(*inputs)
     rows, (E, D), DV = x.q.shape[0] if x.cu is None else x.cu.shape[0] - 1, x.g.shape[2:], x.v.shape[-1]
     return x.q.new_empty(*x.q.shape[:3], DV), x.q.new_empty(rows, E, D, DV, dtype=torch.float32)
 
 
-@backward_op.register_fake
-def _(do: Tensor, dS1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+def _fake_backward(do: Tensor, dS1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     x = Call(*inputs)
     leaves = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in x[:4])
     dS0 = do.new_empty(0 if x.S0 is None else x.S0.shape, dtype=torch.float32)
@@ -45,8 +39,7 @@ def _(do: Tensor, dS1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     return (*leaves, dS0, *gates)
 
 
-@step_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, padding: Tensor | None, S: Tensor,
+def _fake_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, padding: Tensor | None, S: Tensor,
       *gates: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
     return q.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(S)
 
@@ -66,7 +59,9 @@ def _differentiate(ctx: Any, do: Tensor | None, dS1: Tensor | None) -> tuple[Ten
     return (*inputs, None, None, None, *(None if x is None else dx for x, dx in optional))
 
 
-chunked_op.register_autograd(_differentiate, setup_context=_save)
+chunked_op = operator(NAMESPACE, FORWARD, forward, _fake_forward, _save, _differentiate)
+backward_op = operator(NAMESPACE, BACKWARD, backward, _fake_backward)
+step_op = operator(NAMESPACE, STEP, step, _fake_step)
 
 
 def _forward_flops(q: Any, k: Any, v: Any, g: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -148,10 +148,14 @@ def mix_chunk(p_x, s_xt, p_y, s_yt, s_yh, p_z, s_zt, s_zh, p_rx, s_rx, p_ry, s_r
         m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
     # [C, BV], [C, C]
     b_o, b_A = tl.zeros([C, BV], tl.float32), tl.zeros([C, C], tl.float32)
-    b_rx, b_ry = load_gate(p_rx, o_c, s_rx, size), load_gate(p_ry, o_c, s_ry, size)
+    if p_rx is not None:
+        scale_x *= load_gate(p_rx, o_c, s_rx, size)[:, None]
+    own_y = scale_y
+    if p_ry is not None:
+        own_y *= load_gate(p_ry, o_c, s_ry, size)[:, None]
     for i_k in range(0, D, BK):
         o_k = i_k + tl.arange(0, BK)
-        b_x, b_y, b_A = score_block(p_x, s_xt, p_y, s_yt, p_b, scale_x, scale_y, b_A, o_c, o_k, s_g, size, D, C,
+        b_x, b_y, b_A = score_block(p_x, s_xt, p_y, s_yt, p_b, scale_x, own_y, b_A, o_c, o_k, s_g, size, D, C,
                                     LEVELS, RANGE, REVERSE, STRONG, PREC)  # fmt: skip
         b_S = load_rows(p_S, o_k, o_v, DV, D, DV)
         if not STRONG:
@@ -160,24 +164,21 @@ def mix_chunk(p_x, s_xt, p_y, s_yt, s_yh, p_z, s_zt, s_zh, p_rx, s_rx, p_ry, s_r
         b_o += mul(b_x, b_y, b_S, b_S_low, PREC)
     if SEGMENTS:
         b_o = tl.where(m_flow[:, None], b_o, 0.0)
-    if p_ry is not None:
-        b_A *= b_ry[None, :]
     b_A, b_A_low = cast(tl.where(m_seen, b_A, 0.0), PREC)
     b_o += mul_right(b_A, b_A_low, exact(load_rows(p_z, o_c, o_v, s_zt, size, DV), PREC), PREC)
     if REVERSE:
         for i_g in range(1, G):
             b_A = tl.zeros([C, C], tl.float32)
+            other_y = scale_y
+            if p_ry is not None:
+                other_y *= load_gate(p_ry + i_g, o_c, s_ry, size)[:, None]
             for i_k in range(0, D, BK):
                 o_k = i_k + tl.arange(0, BK)
-                _, _, b_A = score_block(p_x, s_xt, p_y + i_g * s_yh, s_yt, p_b, scale_x, scale_y, b_A, o_c, o_k, s_g,
+                _, _, b_A = score_block(p_x, s_xt, p_y + i_g * s_yh, s_yt, p_b, scale_x, other_y, b_A, o_c, o_k, s_g,
                                         size, D, C, LEVELS, RANGE, REVERSE, STRONG, PREC)  # fmt: skip
-            if p_ry is not None:
-                b_A *= load_gate(p_ry + i_g, o_c, s_ry, size)[None, :]
             b_A, b_A_low = cast(tl.where(m_seen, b_A, 0.0), PREC)
             b_z = exact(load_rows(p_z + i_g * s_zh, o_c, o_v, s_zt, size, DV), PREC)
             b_o += mul_right(b_A, b_A_low, b_z, PREC)
-    if p_rx is not None:
-        b_o *= b_rx[:, None]
     store_rows(p_o, b_o, o_c, o_v, s_ot, size, DV)
 
 

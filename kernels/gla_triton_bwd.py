@@ -94,9 +94,9 @@ def key_chunk(p_q, s_qt, s_qh, p_k, s_kt, p_v, s_vt, p_do, s_ot, s_oh, p_rq, p_r
                                  True, False, PREC)  # fmt: skip
         if SEGMENTS:
             b_x = tl.where(m_enter[:, None], b_x, 0.0)
-        if p_rk is not None:
-            b_A *= b_rk[None, :]
         b_k, b_b = load_scaled(p_k, o_c, o_k, s_kt, size, 1.0, D), load_sums(p_b, o_c, o_k, s_g, size, D)
+        if p_rk is not None:
+            b_k *= b_rk[:, None]
         b_x = inside(b_x, tl.where(m_seen, b_A, 0.0), b_k, b_b - b_ref[None, :], b_ref_key[None, :] - b_b, p_b, level,
                      o_c, o_k, s_g, size, D, LEVELS, RANGE, STRONG, False, PREC)  # fmt: skip
         b_q = load_scaled(p_q + i_g * s_qh, o_c, o_k, s_qt, size, scale, D)
@@ -116,9 +116,9 @@ def key_chunk(p_q, s_qt, s_qh, p_k, s_kt, p_v, s_vt, p_do, s_ot, s_oh, p_rq, p_r
             if p_rk is not None:
                 b_k *= b_rk[:, None]
             b_tail = b_flow * tl.exp2(b_end) * keeps + tl.sum(b_k * b_x, 0)
-        if p_rq is not None:
-            b_A *= b_rq[None, :]
         b_q = load_scaled(p_q + i_g * s_qh, o_c, o_k, s_qt, size, scale, D)
+        if p_rq is not None:
+            b_q *= b_rq[:, None]
         b_dk += inside(b_x, tl.where(m_seen_by, b_A, 0.0), b_q, b_ref_key[None, :] - b_b, b_b - b_ref[None, :], p_b,
                        level, o_c, o_k, s_g, size, D, LEVELS, RANGE, STRONG, True, PREC)  # fmt: skip
     b_k = load_scaled(p_k, o_c, o_k, s_kt, size, 1.0, D)
