@@ -162,7 +162,7 @@ def _gdn_triton(
     x = neutral(x, padding)
     if segments is not None:
         segments = numbered(segments).int()
-    o, S = chunked_op(*x, scale, segments, cu, S)
+    o, S, *_ = chunked_op(*x, scale, segments, cu, S)
     return o if padding is None else o * padding[:, :, None, None], DeltaState(S)
 
 

@@ -48,7 +48,8 @@ SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
 
 def configure(q: Tensor, v: Tensor) -> Config:
     """The configuration for these inputs on their device. Raises ValueError where nothing fits."""
-    return _configure(q.device, q.dtype, q.shape[3], v.shape[3])
+    # Where shapes are symbols, head dims become numbers.
+    return _configure(q.device, q.dtype, int(q.shape[3]), int(v.shape[3]))
 
 
 def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int) -> Config:

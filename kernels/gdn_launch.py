@@ -61,6 +61,7 @@ class Problem:
         self.number, self.config = number, configure(call.q, call.v)
         self.layout = lay_out(call.q, call.cu, self.config.chunk)
         self.scratch = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32
+        self.split = self.scratch == torch.bfloat16
         self.grid = self.layout.chunks, self.B * self.E
         # What kernels take after their tensors and strides; those of the query side take all.
         self.counts = self.T, self.layout.chunks, self.E, self.E // self.k.shape[2]
@@ -98,64 +99,79 @@ class Problem:
 
 
 class Solved(NamedTuple):
-    """Scratch of one call: b [B,T,E] and Te [B,T,E,C] in two parts (fp32: one, twice), states, and e."""
+    """Scratch of one call, in two parts each (fp32: one, twice): b [B,T,E], Te [B,T,E,C], e; and states."""
 
     b: tuple[Tensor, Tensor]
     Te: tuple[Tensor, Tensor]
     S: Tensor
-    e: Tensor
+    e: tuple[Tensor, Tensor]
 
 
-def solve(x: Problem, last: Tensor | None) -> Solved:
-    """Everything up to the states that enter the chunks; the state after the last token goes to `last`."""
-    c, b = x.config, (x.new(x.B, x.T, x.E), x.new(x.B, x.T, x.E))
-    high = x.new(x.B, x.T, x.E, c.chunk, dtype=x.scratch)
-    Te = high, torch.empty_like(high) if x.scratch == torch.bfloat16 else high
-    out = Solved(b, Te, x.states(), x.per_token())
+def prepare(x: Problem) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """b and Te."""
+    b, high = (x.new(x.B, x.T, x.E), x.new(x.B, x.T, x.E)), x.new(x.B, x.T, x.E, x.config.chunk, dtype=x.scratch)
+    Te = high, torch.empty_like(high) if x.split else high
     x.launch(
         prepare_kernel, x.grid, x.k, x.g, x.beta, x.segments, x.layout.per_chunk, *b, *Te, *strides(x.k),
-        *x.counts, how=c.prepare,
+        *x.counts, how=x.config.prepare,
     )  # fmt: skip
+    return b, Te
+
+
+def solve(
+    x: Problem, b: tuple[Tensor, Tensor], Te: tuple[Tensor, Tensor], last: Tensor | None, *, exact: bool
+) -> Solved:
+    """Everything up to the states that enter the chunks; the state after the last token goes to `last`. `exact` keeps
+    both parts of e."""
+    how, high = x.config.scan, x.per_token()
+    low = torch.empty_like(high) if x.split and exact else None
+    out = Solved(b, Te, x.states(), (high, high if low is None else low))
     x.launch(
-        scan_kernel, x.along_rows(c.scan.columns), x.k, x.v, x.beta, x.write, x.segments, x.layout.per_row, x.cu, *b,
-        *Te, x.S0, out.S, out.e, last, *strides(x.k, x.v), *x.counts, how=c.scan,
-        BV=c.scan.columns, START=x.S0 is not None, LAST=last is not None,
+        scan_kernel, x.along_rows(how.columns), x.k, x.v, x.beta, x.write, x.segments, x.layout.per_row, x.cu, *b,
+        *Te, x.S0, out.S, high, low, last, *strides(x.k, x.v), *x.counts, how=how,
+        BV=how.columns, START=x.S0 is not None, LAST=last is not None,
     )  # fmt: skip
     return out
 
 
-def _forward(number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """o [B,T,H,Dv] and the state after the last token [rows,E,D,Dv] in fp32."""
+def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
+    """o [B,T,H,Dv], the state after the last token [rows,E,D,Dv] in fp32, and for the backward pass both parts of b
+    and Te (of Te in fp32 one, and nothing)."""
     x = Problem(number, Call(*inputs))
     c, o, S1 = x.config, x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.new(x.layout.rows, x.E, x.D, x.DV)
-    s = solve(x, S1)
+    s = solve(x, *prepare(x), S1, exact=False)
     x.launch(
         output_kernel, (*x.grid, -(-x.DV // c.output.columns)), x.q, x.k, x.beta, x.read, x.segments,
-        x.layout.per_chunk, *s.b, s.S, s.e, o, x.scale, *strides(x.q, x.k), *x.all_counts, how=c.output,
+        x.layout.per_chunk, *s.b, s.S, s.e[0], o, x.scale, *strides(x.q, x.k), *x.all_counts, how=c.output,
         BV=c.output.columns,
     )  # fmt: skip
-    return o, S1
+    return o, S1, *s.b, s.Te[0], s.Te[1] if x.split else x.new(0, dtype=x.scratch)
 
 
 def _backward(number: int, do: Tensor, dS1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, g, beta, of both gates and of the first state (empty tensors where there was none)."""
-    x, do = Problem(number, Call(*inputs)), dense(do)
-    c, s, du = x.config, solve(x, None), x.new(x.B, x.T, x.E, x.DV)
+    """Gradients of q, k, v, g, beta, of both gates and of the first state (empty tensors where there was none);
+    `inputs` are the forward's, and its b and Te."""
+    *own, b, b_low, Te, Te_low = inputs
+    x, do = Problem(number, Call(*own)), dense(do)
+    c, du = x.config, x.new(x.B, x.T, x.E, x.DV)
+    s = solve(x, (b, b_low), (Te, Te_low if x.split else Te), None, exact=True)
     x.launch(
         local_kernel, (*x.grid, -(-x.DV // c.local.columns)), x.q, x.k, do, x.read, x.segments, x.layout.per_chunk,
         *s.b, du, x.scale, *strides(x.q, x.k, do), *x.all_counts, how=c.local, BV=c.local.columns,
     )  # fmt: skip
     dS, dx, dS0 = x.states(), x.per_token(), None if x.S0 is None else torch.empty_like(x.S0)
     last = None if dS1 is None else dS1.float().contiguous()
+    dx_low = torch.empty_like(dx) if x.split else None
     x.launch(
         back_kernel, x.along_rows(c.back.columns), x.q, x.k, do, x.beta, x.read, x.segments, x.layout.per_row, x.cu,
-        *s.b, *s.Te, du, last, dS, dx, dS0, x.scale, *strides(x.q, x.k, do), *x.all_counts,
+        *s.b, *s.Te, du, last, dS, dx, dx_low, dS0, x.scale, *strides(x.q, x.k, do), *x.all_counts,
         how=c.back, BV=c.back.columns, START=last is not None, LAST=dS0 is not None,
     )  # fmt: skip
-    return *_gradients(x, s, do, dS, dx), x.new(0) if dS0 is None else dS0
+    both = dx, dx if dx_low is None else dx_low
+    return *_gradients(x, s, do, dS, both), x.new(0) if dS0 is None else dS0
 
 
-def _gradients(x: Problem, s: Solved, do: Tensor, dS: Tensor, dx: Tensor) -> tuple[Tensor, ...]:
+def _gradients(x: Problem, s: Solved, do: Tensor, dS: Tensor, dx: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """What follows chunk by chunk: gradients of q, k, v, g, beta and of both gates."""
     # States that share a key head each make their own part of its gradients; the sum is below.
     c, shared = x.config, x.k.shape[2] < x.E
@@ -163,17 +179,17 @@ def _gradients(x: Problem, s: Solved, do: Tensor, dS: Tensor, dx: Tensor) -> tup
     dq, dread = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype), x.new(of_queries, x.B, x.T, x.H)
     x.launch(
         query_kernel, (*x.grid, of_queries), x.q, x.k, do, x.beta, x.read, x.segments, x.layout.per_chunk, *s.b, s.S,
-        s.e, dq, dread, x.scale, dread.stride(0), *strides(x.q, x.k, do), *x.all_counts, how=c.query,
+        *s.e, dq, dread, x.scale, dread.stride(0), *strides(x.q, x.k, do), *x.all_counts, how=c.query,
         BK=c.query.columns, BV=c.block_dv,
     )  # fmt: skip
     dk = x.new(x.B, x.T, x.E, x.D, dtype=torch.float32 if shared else x.k.dtype)
-    dv = dx if x.write is None else x.new(x.B, x.T, x.E, x.DV, dtype=torch.float32 if shared else x.v.dtype)
+    dv = dx[0] if x.write is None else x.new(x.B, x.T, x.E, x.DV, dtype=torch.float32 if shared else x.v.dtype)
     db, tail = x.new(of_keys, x.B, x.T, x.E), x.new(of_keys, x.layout.slots, x.E)
     dg, dbeta = torch.empty_like(x.g), torch.empty_like(x.beta)
     dwrite = x.new(0) if x.write is None else torch.empty_like(x.write)
     x.launch(
         key_kernel, (*x.grid, of_keys), x.q, x.k, x.v, do, x.beta, x.read, x.write, x.segments, x.layout.per_chunk,
-        *s.b, s.S, dS, s.e, dx, dk, dv, db, tail, dbeta, dwrite, x.scale, db.stride(0), tail.stride(0),
+        *s.b, s.S, dS, *s.e, *dx, dk, dv, db, tail, dbeta, dwrite, x.scale, db.stride(0), tail.stride(0),
         *strides(x.q, x.k, x.v, do), *x.all_counts, how=c.key, BK=c.key.columns, BV=c.block_dv,
     )  # fmt: skip
     x.launch(
@@ -206,7 +222,9 @@ def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
 def _rehearse(number: int, *inputs: Any) -> None:
     """The backward of a call, before its gradients are there."""
     q, _, v, *_ = inputs
-    _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, *inputs)
+    x = Problem(number, Call(*inputs))
+    b, (Te, Te_low) = prepare(x)
+    _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, *inputs, *b, Te, Te_low)
 
 
 forward, backward, step = entry(_forward, _rehearse), entry(_backward), entry(_step)

@@ -10,63 +10,66 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .gdn_config import configure
 from .gdn_launch import Call, backward, forward, step
-from .launch import own_namespace
+from .launch import operator, own_namespace
 
 NAMESPACE = own_namespace(__name__, "gdn_forward")
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? read_gate, Tensor? write_gate, float scale"
-FORWARD = f"({INPUTS}, Tensor? segments, Tensor? cu, Tensor? S0) -> (Tensor, Tensor)"
-BACKWARD = (
-    f"(Tensor do, Tensor? dS1, {INPUTS}, Tensor? segments, Tensor? cu, Tensor? S0)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+FORWARD = (
+    f"gdn_forward({INPUTS}, Tensor? segments, Tensor? cu, Tensor? S0)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-STEP = f"({INPUTS}, Tensor? padding, Tensor S) -> (Tensor, Tensor)"
+BACKWARD = (
+    f"gdn_backward(Tensor do, Tensor? dS1, {INPUTS}, Tensor? segments, Tensor? cu, Tensor? S0, Tensor b, Tensor b_low,"
+    " Tensor Te, Tensor Te_low) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+STEP = f"gdn_step({INPUTS}, Tensor? padding, Tensor S) -> (Tensor, Tensor)"
 
-chunked_op = torch.library.custom_op(f"{NAMESPACE}::gdn_forward", forward, mutates_args=(), schema=FORWARD)
-backward_op = torch.library.custom_op(f"{NAMESPACE}::gdn_backward", backward, mutates_args=(), schema=BACKWARD)
-step_op = torch.library.custom_op(f"{NAMESPACE}::gdn_step", step, mutates_args=(), schema=STEP)
 
-
-@chunked_op.register_fake
-def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(*inputs: Any) -> tuple[Tensor, ...]:
     x = Call(*inputs)
     rows = x.q.shape[0] if x.cu is None else x.cu.shape[0] - 1
     last = x.q.new_empty(rows, x.g.shape[2], x.q.shape[-1], x.v.shape[-1], dtype=torch.float32)
-    return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), last
+    b, Te = x.g.new_empty(x.g.shape, dtype=torch.float32), (*x.g.shape, configure(x.q, x.v).chunk)
+    half = x.q.dtype == torch.bfloat16
+    parts = (last.new_empty(n, dtype=torch.bfloat16 if half else torch.float32) for n in (Te, Te if half else (0,)))
+    return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), last, b, torch.empty_like(b), *parts
 
 
-@backward_op.register_fake
-def _(do: Tensor, dS1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    x = Call(*inputs)
+def _fake_backward(do: Tensor, dS1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    x = Call(*inputs[:-4])
     leaves = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in x[:5]]
     leaves += [do.new_empty(0 if y is None else y.shape, dtype=torch.float32 if y is None else y.dtype) for y in x[5:7]]
     return (*leaves, do.new_empty(0 if x.S0 is None else x.S0.shape, dtype=torch.float32))
 
 
-@step_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_step(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[-1]), torch.empty_like(rest[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scale, segments, cu, S0 = inputs
-    ctx.save_for_backward(*tensors, segments, cu, S0)
+    ctx.save_for_backward(*tensors, segments, cu, S0, *output[2:])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, do: Tensor | None, dS1: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, segments, cu, S0 = ctx.saved_tensors
+def _differentiate(ctx: Any, do: Tensor | None, dS1: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    *inputs, segments, cu, S0, b, b_low, Te, Te_low = ctx.saved_tensors
     q, v = inputs[0], inputs[2]
     if do is None:
         do = q.new_zeros(*q.shape[:3], v.shape[-1])
-    *leaves, dread, dwrite, dS0 = backward_op(do, dS1, *inputs, ctx.scale, segments, cu, S0)
+    *leaves, dread, dwrite, dS0 = backward_op(do, dS1, *inputs, ctx.scale, segments, cu, S0, b, b_low, Te, Te_low)
     optional = (None if y is None else dy for y, dy in zip((*inputs[5:], S0), (dread, dwrite, dS0), strict=True))
     dread, dwrite, dS0 = optional
     return (*leaves, dread, dwrite, None, None, None, dS0)
 
 
-chunked_op.register_autograd(_differentiate, setup_context=_save)
+chunked_op = operator(NAMESPACE, FORWARD, forward, _fake_forward, _save, _differentiate)
+backward_op = operator(NAMESPACE, BACKWARD, backward, _fake_backward)
+step_op = operator(NAMESPACE, STEP, step, _fake_step)
 
 
 def _forward_flops(q: Any, k: Any, v: Any, g: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -8,8 +8,9 @@ The inverse: blocks of 8 by elimination in fp32, then pairs of blocks become one
 [[A, 0], [N, B]]^-1 = [[A', 0], [-B' N A', B']], by products. Keys that repeat make powers of N grow without bound, so
 nothing here sums powers.
 
-Scratch is bf16 for bf16 inputs, where each tensor costs one rounding and counts as given afterwards, else fp32; Te
-keeps 16 bits as two bf16 parts. Slots: a row of N chunks owns N + 1, slot n for what enters chunk n (launch.py).
+Scratch is bf16 for bf16 inputs, where each tensor costs one rounding and counts as given afterwards, else fp32; Te, and
+for gradients e and dx, keep 16 bits as two bf16 parts: dk and the gates have products of two of them. Slots: a row of N
+chunks owns N + 1, slot n for what enters chunk n (launch.py).
 """
 
 # mypy: disallow-untyped-defs=False
@@ -136,14 +137,22 @@ def prepare_kernel(p_k, p_g, p_beta, p_seg, p_chunks, p_b, p_b_low, p_Te, p_Te_l
 
 
 @jit
-def load_inverse(p_Te, p_Te_low, o_c, E, size, C: tl.constexpr):
-    """Te [C,C] as operands, zero outside."""
-    b_T = load_rows(p_Te, o_c, o_c, E * C, size, C)
-    if b_T.dtype == tl.bfloat16:
-        b_T_low = load_rows(p_Te_low, o_c, o_c, E * C, size, C)
+def load_parts(p_x, p_low, o_c, o_v, s_t, size, D: tl.constexpr):
+    """Rows [C,BV] in two bf16 parts (fp32: one, twice), as operands; zero outside."""
+    b_x = load_rows(p_x, o_c, o_v, s_t, size, D)
+    if b_x.dtype == tl.bfloat16:
+        b_low = load_rows(p_low, o_c, o_v, s_t, size, D)
     else:
-        b_T_low = b_T
-    return b_T, b_T_low
+        b_low = b_x
+    return b_x, b_low
+
+
+@jit
+def store_parts(p_x, p_low, b_x, o_c, o_v, s_t, size, D: tl.constexpr):
+    """Rows [C,BV]; what their rounding leaves out to p_low unless that is None."""
+    store_rows(p_x, b_x, o_c, o_v, s_t, size, D)
+    if p_low is not None:
+        store_rows(p_low, b_x - b_x.to(p_x.dtype.element_ty).to(tl.float32), o_c, o_v, s_t, size, D)
 
 
 @jit
@@ -173,8 +182,8 @@ def locate_row(p_rows, p_cu, T, N, E, VARLEN: tl.constexpr):
 
 
 @jit
-def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_Te, p_Te_low, p_S0, p_S, p_e, p_S1,
-                s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, E, SHARE, D: tl.constexpr, DV: tl.constexpr,
+def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_Te, p_Te_low, p_S0, p_S, p_e, p_e_low,
+                p_S1, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, E, SHARE, D: tl.constexpr, DV: tl.constexpr,
                 C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
                 WRITE: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """S [slots,E,D,DV] and e [B,T,E,DV]; the last state to p_S1 [rows,E,D,DV]. Grid (blocks of BV, rows*E)."""
@@ -185,24 +194,33 @@ def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_T
     b_S = tl.zeros([BD, BV], tl.float32)
     if START:
         b_S += load_state(p_S0 + i_s * (D * DV), o_d, o_v, D, DV)
+    if WRITE:
+        p_gate += (i_b * T + first) * E + i_e
+        b_gate = load_tokens(p_gate, o_c, E, length)
     for i_n in range(0, count):
         i_t = first + i_n * C
         size = tl.minimum(length - i_n * C, C)
         place = (i_b * T + i_t) * E + i_e
         b_k = load_rows(p_k + i_t * s_kt, o_c, o_d, s_kt, size, D)
         b_v = load_rows(p_v + i_t * s_vt, o_c, o_v, s_vt, size, DV)
-        b_T, b_T_low = load_inverse(p_Te + place * C, p_Te_low + place * C, o_c, E, size, C)
+        b_T, b_T_low = load_parts(p_Te + place * C, p_Te_low + place * C, o_c, o_c, E * C, size, C)
         b_start, b_end, through = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
         b_end *= load_tokens(p_beta + place, o_c, E, size)
         b_high, b_low = parts(b_S, b_k.dtype == tl.bfloat16)
         store_state(p_S + ((slot + i_n) * E + i_e) * (D * DV), b_high, o_d, o_v, D, DV)
         b_x = b_v.to(tl.float32)
         if WRITE:
-            b_x *= load_tokens(p_gate + place, o_c, E, size)[:, None]
+            b_x *= b_gate[:, None]
+            # Of the next chunk: a load of this one would be buffered in shared memory, of which two programs have none
+            # left, and they would no longer fit a multiprocessor together.
+            b_gate = load_tokens(p_gate + (i_n + 1) * C * E, o_c, E, length - (i_n + 1) * C)
         b_x -= b_start[:, None] * dot_given_left(b_k, b_high, b_low, PREC)
         b_x, b_x_low = parts(b_x, b_k.dtype == tl.bfloat16)
         b_e = dot(b_T, b_T_low, b_x, b_x_low, PREC)
-        store_rows(p_e + place * DV, b_e, o_c, o_v, E * DV, size, DV)
+        p_low = p_e_low
+        if p_e_low is not None:
+            p_low += place * DV
+        store_parts(p_e + place * DV, p_low, b_e, o_c, o_v, E * DV, size, DV)
         b_u, b_u_low = parts(b_e * b_end[:, None], b_k.dtype == tl.bfloat16)
         b_S = b_S * through + dot_given_left(tl.trans(b_k), b_u, b_u_low, PREC)
     if LAST:

@@ -17,11 +17,12 @@ from __future__ import annotations
 from .gdn_triton import (
     chunk_decay,
     chunk_edges,
-    load_inverse,
+    load_parts,
     load_state,
     load_tokens,
     locate,
     locate_row,
+    store_parts,
     store_state,
 )
 from .tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
@@ -54,7 +55,7 @@ def local_kernel(p_q, p_k, p_do, p_gate, p_seg, p_chunks, p_b, p_b_low, p_du, sc
 
 @jit
 def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_Te, p_Te_low, p_du, p_dS1, p_dS,
-                p_dx, p_dS0, scale, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, T: int, N: int,
+                p_dx, p_dx_low, p_dS0, scale, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, T: int, N: int,
                 H, E, SHARE, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
                 BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr, START: tl.constexpr,
                 LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
@@ -75,7 +76,7 @@ def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_lo
         size = tl.minimum(length - i_n * C, C)
         place, row = (i_b * T + i_t) * E + i_e, (i_b * T + i_t) * H + i_q
         b_k = load_rows(p_k + i_t * s_kt, o_c, o_d, s_kt, size, D)
-        b_T, b_T_low = load_inverse(p_Te + place * C, p_Te_low + place * C, o_c, E, size, C)
+        b_T, b_T_low = load_parts(p_Te + place * C, p_Te_low + place * C, o_c, o_c, E * C, size, C)
         b_du = load_rows(p_du + place * DV, o_c, o_v, E * DV, size, DV)
         b_start, b_end, through = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
         b_beta = tl.maximum(load_tokens(p_beta + place, o_c, E, size), 8e-28)
@@ -84,7 +85,10 @@ def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_lo
         b_du += b_end[:, None] * dot_given_left(b_k, b_high, b_low, PREC)
         b_du, b_du_low = parts(b_du * b_beta[:, None], b_k.dtype == tl.bfloat16)
         b_dx = dot(tl.trans(b_T), tl.trans(b_T_low), b_du, b_du_low, PREC)
-        store_rows(p_dx + place * DV, b_dx, o_c, o_v, E * DV, size, DV)
+        p_low = p_dx_low
+        if p_dx_low is not None:
+            p_low += place * DV
+        store_parts(p_dx + place * DV, p_low, b_dx, o_c, o_v, E * DV, size, DV)
         b_dx, b_dx_low = parts(b_dx * -b_start[:, None], b_k.dtype == tl.bfloat16)
         b_dS = b_dS * through + dot_given_left(tl.trans(b_k), b_dx, b_dx_low, PREC)
         for i_g in range(G):
@@ -100,10 +104,11 @@ def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_lo
 
 
 @jit
-def query_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, p_S, p_e, p_dq, p_dread, scale, s_part,
-                 s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE, G: tl.constexpr,
-                 D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                 VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+def query_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, p_S, p_e, p_e_low, p_dq, p_dread, scale,
+                 s_part, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE,
+                 G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+                 BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr,
+                 PREC: tl.constexpr):  # fmt: skip
     """dq [B,T,H,D], and q_t.dq_t / r_t [parts,B,T,H], a part for each block of BK key columns. Grid (N, B*E, parts)."""
     i_b, i_t, i_e, size, slot, place = locate(p_chunks, T, N, E, C, VARLEN)
     if size <= 0:
@@ -114,13 +119,15 @@ def query_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, 
     b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, False)
     b_decay *= load_tokens(p_beta + place, o_c, E, size)[None, :]
     # [C, BV], [C, BK], [BK, BV]
-    b_e = load_rows(p_e + place * DV, o_c, o_v, E * DV, size, DV)
+    b_e, b_e_low = load_parts(p_e + place * DV, p_e_low + place * DV, o_c, o_v, E * DV, size, DV)
     b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
     b_S = load_state(p_S + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
     for i in range(G):
         i_g = i_q + i
         b_do = load_rows(p_do + i_b * s_ob + i_t * s_ot + i_g * s_oh, o_c, o_v, s_ot, size, DV)
-        b_R, b_R_low = parts(dot_given(b_do, tl.trans(b_e), PREC) * b_decay, b_e.dtype == tl.bfloat16)
+        b_R, b_R_low = parts(
+            dot_given_left(b_do, tl.trans(b_e), tl.trans(b_e_low), PREC) * b_decay, b_e.dtype == tl.bfloat16
+        )
         b_dq = b_start[:, None] * dot_given(b_do, tl.trans(b_S), PREC)
         b_dq = scale * (b_dq + dot_given_right(b_R, b_R_low, b_k, PREC))
         b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + i_g * s_qh, o_c, o_d, s_qt, size, D)
@@ -132,11 +139,21 @@ def query_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, 
 
 
 @jit
-def key_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, p_b, p_b_low, p_S, p_dS, p_e, p_dx, p_dk,
-               p_dv, p_db, p_tail, p_dbeta, p_dwrite, scale, s_part, s_slot, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh,
-               s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE, G: tl.constexpr, D: tl.constexpr,
-               DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr,
-               SEGMENTS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+def whole(b_x, b_low):
+    """What two parts stand for, in fp32."""
+    b_sum = b_x.to(tl.float32)
+    if b_x.dtype == tl.bfloat16:
+        b_sum += b_low.to(tl.float32)
+    return b_sum
+
+
+@jit
+def key_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, p_b, p_b_low, p_S, p_dS, p_e, p_e_low,
+               p_dx, p_dx_low, p_dk, p_dv, p_db, p_tail, p_dbeta, p_dwrite, scale, s_part, s_slot, s_qb, s_qt, s_qh,
+               s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T: int, N: int, H, E, SHARE, G: tl.constexpr,
+               D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+               VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
+               PREC: tl.constexpr):  # fmt: skip
     """dk [B,T,E,D], dbeta [B,T,E], with a write gate its gradient and dv [B,T,E,DV]. Grid (N, B*E, parts).
 
     db [parts,B,T,E], what keys send to b, and tail [parts,slots,E], what comes after the chunk, are sums over key
@@ -150,11 +167,11 @@ def key_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, p_
     b_start, b_end, through = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
     b_beta = load_tokens(p_beta + place, o_c, E, size)
     # [C, BV]
-    b_e = load_rows(p_e + place * DV, o_c, o_v, E * DV, size, DV)
-    b_dx = load_rows(p_dx + place * DV, o_c, o_v, E * DV, size, DV)
+    b_e, b_e_low = load_parts(p_e + place * DV, p_e_low + place * DV, o_c, o_v, E * DV, size, DV)
+    b_dx, b_dx_low = load_parts(p_dx + place * DV, p_dx_low + place * DV, o_c, o_v, E * DV, size, DV)
     if i_part == 0:
-        b_dv = b_dx.to(tl.float32)
-        b_dbeta = tl.sum(b_e.to(tl.float32) * b_dv, 1) / tl.maximum(b_beta, 8e-28)
+        b_dv = whole(b_dx, b_dx_low)
+        b_dbeta = tl.sum(whole(b_e, b_e_low) * b_dv, 1) / tl.maximum(b_beta, 8e-28)
         tl.store(p_dbeta + place + o_c * E, b_dbeta.to(p_dbeta.dtype.element_ty), mask=o_c < size)
         if WRITE:
             b_v = load_rows(p_v + i_b * s_vb + i_t * s_vt + i_e // SHARE * s_vh, o_c, o_v, s_vt, size, DV)
@@ -164,29 +181,29 @@ def key_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, p_
             store_rows(p_dv + place * DV, b_dv, o_c, o_v, E * DV, size, DV)
     # [C, C]: X, how it weighs on b through k k^T, and Y
     m_own = o_c[:, None] == o_c[None, :]
-    b_X = tl.where(m_own, 0.0, dot_given(b_dx, tl.trans(b_e), PREC)) * b_beta[None, :]
+    b_X = tl.where(m_own, 0.0, dot(b_dx, b_dx_low, tl.trans(b_e), tl.trans(b_e_low), PREC)) * b_beta[None, :]
     b_X *= chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, False)
     b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
     b_K = dot_given(b_k, tl.trans(b_k), PREC) * b_X
     b_db = tl.sum(b_K, 0) - tl.sum(b_K, 1)
     b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, True)
     b_decay *= b_beta[:, None]
-    b_Y = b_X + tl.where(m_own, 0.0, dot_given(b_e, tl.trans(b_dx), PREC) * b_decay)
+    b_Y = b_X + tl.where(m_own, 0.0, dot(b_e, b_e_low, tl.trans(b_dx), tl.trans(b_dx_low), PREC) * b_decay)
     b_Y, b_Y_low = parts(b_Y, b_e.dtype == tl.bfloat16)
     # [BK, BV], [C, BK]
     b_S = load_state(p_S + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
-    b_dk = -b_start[:, None] * dot_given(b_dx, tl.trans(b_S), PREC)
+    b_dk = -b_start[:, None] * dot_given_right(b_dx, b_dx_low, tl.trans(b_S), PREC)
     b_db += tl.sum(b_dk * b_k.to(tl.float32), 1)
     b_dk -= dot_given_right(b_Y, b_Y_low, b_k, PREC)
     b_dS = load_state(p_dS + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
     tail = tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32)) * through
-    b_write = (b_end * b_beta)[:, None] * dot_given(b_e, tl.trans(b_dS), PREC)
+    b_write = (b_end * b_beta)[:, None] * dot_given_right(b_e, b_e_low, tl.trans(b_dS), PREC)
     tail += tl.sum(b_write * b_k.to(tl.float32))
     for i in range(G):
         i_g = i_q + i
         b_do = load_rows(p_do + i_b * s_ob + i_t * s_ot + i_g * s_oh, o_c, o_v, s_ot, size, DV)
         b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + i_g * s_qh, o_c, o_d, s_qt, size, D)
-        b_R = dot_given(b_e, tl.trans(b_do), PREC) * b_decay * scale
+        b_R = dot_given_right(b_e, b_e_low, tl.trans(b_do), PREC) * b_decay * scale
         if READ:
             b_R *= load_tokens(p_read + row + i_g, o_c, H, size)[None, :]
         b_R, b_R_low = parts(b_R, b_e.dtype == tl.bfloat16)

@@ -15,11 +15,11 @@ from torch.nn.functional import logsigmoid, normalize
 from linearize_kernels.gdn import DeltaState, gdn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# With bf16 inputs e, dx and the states are rounded to bf16 once each (1.7e-3). Gradients of fp32 gates show it: 80 *
-# 5e-5. dk has terms with two of them: 1.45 to 1.63 times the PyTorch path's error, 1.75 without decay (one H200).
+# With bf16 inputs the states are rounded to bf16 once each, and e in the forward pass (1.7e-3). dg shows it: up to 2.4e-3
+# of its norm; o without decay is at 1.6 times the PyTorch path's error, dk at 1.46 times (one H200).
 BASE: dict[str, Any] = {
     **{"B": 2, "T": 200, "H": 4, "Hkv": 2, "E": 2, "D": 64, "DV": 64, "dtype": "bfloat16"},
-    **{"slack": 80, "factor": 1.8},
+    **{"slack": 60, "factor": 1.7},
 }
 CASES: list[dict[str, Any]] = [
     *({"D": D, "DV": DV} for D in (16, 32, 64, 80, 96, 128, 256) for DV in (D, 64, 128)),

@@ -80,7 +80,8 @@ def compiled(name: str, capability: int, shared: int, D: int) -> Any:
     values |= {"BK": how.columns, "BV": c.block_dv if name == "key_kernel" else how.columns, "PREC": c.precision}
     values |= dict.fromkeys(("VARLEN", "SEGMENTS", "READ", "WRITE", "START", "LAST"), False)
     absent = ("p_seg", "p_chunks", "p_rows", "p_cu", "p_gate", "p_read", "p_write", "p_S0", "p_S1", "p_dS1", "p_dS0")
-    half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_S", "p_dS", "p_e", "p_dx", "p_Te", "p_Te_low")
+    half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_S", "p_dS", "p_e", "p_dx", "p_Te")
+    half = (*half, *(f"{name}_low" for name in ("p_e", "p_dx", "p_Te")))
     kinds = {"scale": "fp32"} | dict.fromkeys(half, "*bf16")
     return compile_kernel(kernel, capability, values | dict.fromkeys(absent), kinds, how.warps)
 
