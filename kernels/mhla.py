@@ -36,6 +36,7 @@ from .mhla_paths import Backend, mix_both_ways, mix_causal
 from .mhla_places import Places, place_grid, place_line
 from .mhla_torch import GUARD, MHLAState
 from .mixer import Bounds, Mixer, Site
+from .row_softmax import row_softmax
 
 
 def mhla(
@@ -230,15 +231,15 @@ class MultiHeadLinearAttention(Mixer):
     def weights(self) -> Tensor:
         """Causal weights by row and distance [E,M,M], or of block pairs [E,M+1,M+1], in fp32: their mean is 1, or 1/M
         without the normaliser."""
-        M, logits, E = self.blocks, self.block_logits.float(), self.site.kv_heads
+        M, logits, E = self.blocks, self.block_logits, self.site.kv_heads
         if not self.site.causal:
-            return logits.softmax(-1).expand(E, -1, -1) * (M + 1 if self.normalised else 1)
-        later = torch.ones(M, M, dtype=torch.bool, device=logits.device).triu(1)
-        logits = logits[:, None] if logits.ndim == 2 else logits
-        count = torch.arange(1, M + 1, device=logits.device)[:, None] if self.normalised else 1
-        return logits.expand(E, M, M).masked_fill(later, -torch.inf).softmax(-1) * count
+            return row_softmax(logits, M + 1.0 if self.normalised else 1.0).expand(E, -1, -1)
+        w = row_softmax((logits[:, None] if logits.ndim == 2 else logits).expand(-1, M, M), 1.0, triangle=True)
+        if not self.normalised:
+            w = w / torch.arange(1, M + 1, device=w.device)[:, None]
+        return w.expand(E, M, M)
 
-    def mix_with_mass(
+    def _mixed(
         self,
         q: Tensor,
         k: Tensor,
@@ -251,6 +252,7 @@ class MultiHeadLinearAttention(Mixer):
         causal: bool,
         grid: Grid | None = None,
     ) -> tuple[Tensor, Tensor, MHLAState | None]:
+        """`mix`, and the normaliser beside its results."""
         if causal and not self.site.causal:
             raise ValueError(f"{self.site.path}: converted as attention to both sides, called as causal")
         # Autocast would run the fp32 sums in half precision.
@@ -268,10 +270,14 @@ class MultiHeadLinearAttention(Mixer):
             y = o.float()
             y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * self.norm_weight.float()
             o = y.to(o.dtype)
+        return o, g, state
+
+    def mix_with_mass(self, *inputs: Tensor, **call: Any) -> tuple[Tensor, Tensor, MHLAState | None]:
+        o, g, state = self._mixed(*inputs, **call)
         return o, g.log(), state
 
     def mix(self, *inputs: Tensor, **call: Any) -> tuple[Tensor, Any]:
-        o, _, state = self.mix_with_mass(*inputs, **call)
+        o, _, state = self._mixed(*inputs, **call)
         return o, state
 
     def _places(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, grid: Grid | None) -> Places:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .launch import dense, entry, interpreted, launch, scratch, strides, unavailable
-from .mhla_triton import mix_kernel, output_kernel, product_kernel, state_kernel, step_kernel, summary_kernel
+from .mhla_triton import mix_kernel, output_kernel, state_kernel, step_kernel, summary_kernel
 from .mhla_triton_bwd import key_kernel, pairs_kernel, query_kernel, value_kernel, weights_kernel
 
 
@@ -67,7 +67,7 @@ def configure(device: torch.device, dtype: torch.dtype, DV: int, Q: int) -> Conf
     return safe(shared, DV, Q, dtype)
 
 
-def constants(c: Config, M: int, D: int, DV: int, *, causal: bool, normalise: bool, table: bool) -> dict[str, Any]:
+def constants(c: Config, M: int, D: int, DV: int, *, normalise: bool, table: bool) -> dict[str, Any]:
     """The constants of every kernel."""
     return {
         "M": M,
@@ -76,10 +76,9 @@ def constants(c: Config, M: int, D: int, DV: int, *, causal: bool, normalise: bo
         "CT": c.tile,
         "BF": c.block_f,
         "BV": c.block_v,
-        "Q": group(M) if causal else 64,
+        "Q": group(M),
         "BX": c.block_x,
         "TABLE": table,
-        "CAUSAL": causal,
         "NORM": normalise,
         "PREC": c.precision,
     }
@@ -103,7 +102,7 @@ class Call(NamedTuple):
     """The arguments of the forward operator; the backward one has two more before them.
 
     `table` [R,N*places] int32 says which token stands where (Places.table), `number` and `document` [R,N] int32 what
-    the blocks of a causal call are.
+    its blocks are.
     """
 
     q: Tensor
@@ -114,7 +113,6 @@ class Call(NamedTuple):
     number: Tensor | None
     document: Tensor | None
     places: int
-    causal: bool
     normalise: bool
 
 
@@ -128,7 +126,7 @@ class Problem:
         self.R = self.B if call.table is None else call.table.shape[0]
         self.N = -(-self.T // self.L) if call.table is None else call.table.shape[1] // self.L
         self.X = self.F * (self.DV + call.normalise)
-        self.Q = group(self.M) if call.causal else 64
+        self.Q = group(self.M)
         self.groups = -(-self.N // self.Q)
         self.config = c = configure(call.q.device, call.q.dtype, self.DV, self.Q)
         self.tiles = self.N * -(-self.L // c.tile)
@@ -137,9 +135,7 @@ class Problem:
         # What kernels take after their tensors and strides.
         self.counts = self.T, self.N, self.L, self.B, self.H, self.E, self.X
         self.number = number
-        self.constants = constants(
-            c, self.M, self.F, self.DV, causal=call.causal, normalise=call.normalise, table=call.table is not None
-        )
+        self.constants = constants(c, self.M, self.F, self.DV, normalise=call.normalise, table=call.table is not None)
 
     @staticmethod
     def _flat(x: Tensor, table: Tensor | None) -> Tensor:
@@ -169,12 +165,8 @@ class Problem:
         return S
 
     def mixed(self, S: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor | None]:
-        """What each block reads, [R,E,N,X], and causal the sums of what is older than the group before each."""
+        """What each block reads, [R,E,N,X], and the sums of what is older than the group before each."""
         P, BX = torch.empty_like(S), self.config.block_x
-        if not self.call.causal:
-            grid = -(-self.X // BX), -(-self.M // 32), self.R * self.E * (self.N // self.M)
-            self.launch(product_kernel, grid, S, self.w, P, self.M, self.N, self.E, self.X, BN=32, REVERSE=reverse)
-            return P, None
         far = self.new(self.R, self.E, self.groups, self.X) if self.groups > 2 and not reverse else None
         self.launch(
             mix_kernel, (-(-self.X // BX), self.R * self.E), S, self.w, self.call.number, self.call.document, P, far,
@@ -200,23 +192,16 @@ class Problem:
         )  # fmt: skip
         return past, old, current, mixed
 
-    def weights_gradient(self, D: Tensor, S: Tensor, far: Tensor | None, own: Tensor | None) -> Tensor:
+    def weights_gradient(self, D: Tensor, S: Tensor, far: Tensor | None, own: Tensor) -> Tensor:
         """dw [E,M,M]."""
-        N = self.N if own is not None else self.M
-        rows, groups, width = self.R * self.E * (self.N // N), -(-N // self.Q), self.Q * self.Q
-        count = 2 * groups if own is not None else groups * groups
-        # Enough programs to fill a GPU.
-        splits = max(1, min(self.X // 512, 1024 // (rows * count)))
-        each = -(-self.X // (splits * 32)) * 32
-        splits = -(-self.X // each)
-        pairs = self.new(splits, rows, count, width)
-        old = self.new(splits, rows, groups, self.Q) if own is not None else None
+        rows, count = self.R * self.E, 2 * self.groups
+        splits, each = fill(rows * count, self.X)
+        pairs = self.new(splits, rows, count, self.Q * self.Q)
+        old = self.new(splits, rows, self.groups, self.Q)
         self.launch(
-            pairs_kernel, (count, rows, splits), D, S, far, pairs, old, N, self.X, each, BX=32, KEEP=far is not None
-        )
-        if own is None or old is None:
-            tiles = pairs.view(splits * self.R, self.E, -1, groups, groups, self.Q, self.Q).sum((0, 2)).transpose(2, 3)
-            return tiles.reshape(self.E, groups * self.Q, -1)[:, :N, :N]
+            pairs_kernel, (count, rows, splits), D, S, far, pairs, old, self.N, self.X, each, BX=32,
+            KEEP=far is not None, CAUSAL=True,
+        )  # fmt: skip
         pairs, old = (y.sum(0) if splits > 1 else y for y in (pairs, old))
         # Heads of one memory, tiles of one block.
         own = own.view(self.R, self.E, self.H // self.E, self.N, -1).sum((2, 4))
@@ -228,17 +213,22 @@ class Problem:
         return dw
 
 
+def fill(programs: int, X: int) -> tuple[int, int]:
+    """Parts of X numbers, and numbers in each, for so many times more programs: enough to fill a GPU."""
+    splits = max(1, min(X // 512, 2048 // programs))
+    each = -(-X // (splits * 32)) * 32
+    return -(-X // each), each
+
+
 def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv], the normaliser [B,T,H] (nothing without); causal the state after rows of one document each, or
-    with a table the summaries of all blocks [R,E,N,X], before it. What is not there is empty."""
+    """o [B,T,H,Dv], the normaliser [B,T,H] (nothing without); the state after rows of one document each, or with
+    a table the summaries of all blocks [R,E,N,X], before it. What is not there is empty."""
     x, none = Problem(number, Call(*inputs)), inputs[0].new_empty(0, dtype=torch.float32)
     S = x.summaries(x.k, x.v, None, None, 0)
     P, _ = x.mixed(S)
     o = x.result(x.H, x.DV, dtype=x.q.dtype)
     g = x.result(x.H, dtype=torch.float32) if x.call.normalise else none
     x.outputs(P, o, g, None, None, back=False)
-    if not x.call.causal:
-        return o, g, *(none.clone() for _ in range(5))
     if x.call.table is not None:
         return o, g, S, *(none.clone() for _ in range(4))
     return o, g, none.clone(), *x.state(S)
@@ -253,7 +243,7 @@ def _backward(number: int, do: Tensor, dg: Tensor | None, *inputs: Any) -> tuple
     if x.call.normalise:
         r, u = x.new(x.B, x.T, x.H), x.new(x.B, x.T, x.H)
         x.outputs(P, do, r, None if dg is None else dg.float().contiguous(), u, back=True)
-    own = x.new(x.R, x.H, x.tiles, x.f_blocks) if x.call.causal else None
+    own = x.new(x.R, x.H, x.tiles, x.f_blocks)
     dq = x.result(x.H, x.F, dtype=x.q.dtype)
     x.launch(
         query_kernel, (x.tiles, x.R * x.H, x.f_blocks), x.q, x.k, x.v, do, r, u, x.w, *x.where, P, dq, own,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .mhla_launch import runs_on
-from .mhla_ops import mhla_op, step_op
+from .mhla_ops import grid_op, mhla_op, step_op
 from .mhla_places import Places, place_rows, place_sequences
 from .mhla_torch import (
     GUARD,
@@ -60,13 +60,13 @@ def mix_causal(
     triton = _use_triton(backend, q, v, w, True, state)
     if triton and padding is None and segments is None and cu is None:
         inputs = q.to(v.dtype), k.to(v.dtype), v, w.float()
-        o, g, _, past, old, current, mixed = mhla_op(*inputs, None, None, None, C, True, normalise)
+        o, g, _, past, old, current, mixed = mhla_op(*inputs, None, None, None, C, normalise)
         tokens = torch.full((q.shape[0],), T, dtype=torch.long, device=q.device)
         return o, g if normalise else w.new_ones(q.shape[:3]), MHLAState(past, old, current, mixed, tokens)
     seen = None if state is None else state.tokens
     places = place_rows(padding, segments, seen, q, C) if cu is None else place_sequences(cu, seen, T, C)
     if triton:
-        o, g, S = _kernels(q, k, v, w, places, True, normalise)
+        o, g, S = _kernels(q, k, v, w, places, normalise)
         return o, g, _after(S.detach(), w.detach(), places, q.shape[-1], v.shape[-1], normalise)
 
     def form(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, MHLAState]:
@@ -85,7 +85,10 @@ def mix_both_ways(
         raise ValueError(f"weights are {tuple(m.shape)}, but documents have {places.number.shape[1]} blocks in all")
     dtype = torch.promote_types(v.dtype, torch.float32)
     if _use_triton(backend, q, v, m, False, None):
-        return _kernels(q, k, v, m, places, False, normalise)[:2]
+        assert places.table is not None
+        inputs = q.to(v.dtype), k.to(v.dtype), v, m.float()
+        o, g, *_ = grid_op(*inputs, places.table, places.size, places.covered, normalise)
+        return o, g if normalise else m.new_ones(q.shape[:3])
 
     def form(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         return mhla_both_ways(q, k, with_one(v, normalise, dtype), m.to(dtype), places)
@@ -150,12 +153,12 @@ def _step(
 
 
 def _kernels(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, places: Places, causal: bool, normalise: bool
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, places: Places, normalise: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,T,H,Dv], the normaliser [B,T,H], and causal the summaries of all blocks [R,E,N,X]."""
-    blocks = (places.number.int(), places.document.int()) if causal else (None, None)
+    """o [B,T,H,Dv], the normaliser [B,T,H], and the summaries of all blocks [R,E,N,X]."""
     inputs = q.to(v.dtype), k.to(v.dtype), v, w.float()
-    o, g, S, *_ = mhla_op(*inputs, places.table, *blocks, places.size, causal, normalise)
+    number, document = places.number.int(), places.document.int()
+    o, g, S, *_ = mhla_op(*inputs, places.table, number, document, places.size, normalise)
     return o, g.clamp_min(GUARD) if normalise else w.new_ones(q.shape[:3]), S
 
 

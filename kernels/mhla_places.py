@@ -30,6 +30,7 @@ class Places(NamedTuple):
     last: Tensor  # [R] the document that the row ends with
     tokens: Tensor  # [R] int64 how many tokens that document has
     untouched: Tensor  # [R] bool no token joined the document that the state belongs to, and no other began
+    covered: bool = False  # whether every token surely has a place
 
     def rows(self, y: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         """y [B,T,heads*G,Y] -> [R,heads,N,C*G,Y] in `dtype`, zeros where there is no token."""
@@ -154,7 +155,7 @@ def place_groups(block: Tensor, K: int, longest: int, padding: Tensor | None, se
     ordered, order = group.sort(dim=1, stable=True)
     rank = torch.arange(T, device=block.device) - torch.searchsorted(ordered, ordered)
     rank = torch.zeros_like(rank).scatter(1, order, rank)
-    return _scattered(real, group.clamp(max=N - 1), rank, document, N, longest, B)
+    return _scattered(real, group.clamp(max=N - 1), rank, document, N, longest, B)._replace(covered=padding is None)
 
 
 @functools.lru_cache(maxsize=64)

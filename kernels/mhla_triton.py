@@ -1,12 +1,12 @@
-"""MHLA on the GPU, forward: three launches; and the decode step, one.
+"""Causal MHLA on the GPU, forward: three launches; and the decode step, one.
 
     summary   per block: sum k v^T, and sum k
-    mix       for every number of the summaries: the small product with the weights of pairs of blocks; causal, group by
-              group of Q blocks, carrying the sum of all that is older than the group before
+    mix       for every number of the summaries: the small product with the weights of pairs of blocks, group by group
+              of Q blocks, carrying the sum of all that is older than the group before
     output    per tile of a block's tokens: what the mixture says, and causal attention inside the block
 
-The first also serves the backward pass, with q and weighted gradients in place of k and v, and so does the second, run
-backwards.
+The first also serves attention to both sides, and the backward pass, with q and weighted gradients in place of k and v;
+so does the second, run backwards.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -30,7 +30,7 @@ def summary_kernel(p_x, p_y, p_r, p_u, p_table, p_S, s_xb, s_xt, s_xh, s_yb, s_y
     o_f, o_v = tl.program_id(2) * BF + tl.arange(0, BF), tl.arange(0, BV)
     row = i_r.to(tl.int64) * (0 if TABLE else 1)
     b_S = tl.zeros([BF, BV], tl.float32)
-    b_z = tl.zeros([BF], tl.float32)
+    b_z = tl.zeros([CT, BF], tl.float32)
     for i_g in range(G):
         p_xh = p_x + row * s_xb + (i_e * G + i_g) * s_xh
         p_yh = p_y + row * s_yb + (i_e * G + i_g) * s_yh
@@ -43,14 +43,14 @@ def summary_kernel(p_x, p_y, p_r, p_u, p_table, p_S, s_xb, s_xt, s_xh, s_yb, s_y
                 b_u = tl.load(p_u + o_w, mask=m_t, other=0.0)
                 b_xr, b_xr_low = parts(tl.trans(b_x.to(tl.float32) * b_r[:, None]), b_y.dtype == tl.bfloat16)
                 b_S += dot_given_right(b_xr, b_xr_low, b_y, PREC)
-                b_z += tl.sum(b_x.to(tl.float32) * b_u[:, None], 0)
+                b_z += b_x.to(tl.float32) * b_u[:, None]
             else:
                 b_S += dot_given(tl.trans(b_x), b_y, PREC)
-                b_z += tl.sum(b_x.to(tl.float32), 0)
+                b_z += b_x.to(tl.float32)
     p_S += ((i_r * E + i_e).to(tl.int64) * N + i_n) * X
     tl.store(p_S + o_f[:, None] * DV + o_v[None, :], b_S, mask=(o_f < F)[:, None] & (o_v < DV)[None, :])
     if NORM:
-        tl.store(p_S + F * DV + o_f, b_z, mask=o_f < F)
+        tl.store(p_S + F * DV + o_f, tl.sum(b_z, 0), mask=o_f < F)
 
 
 @jit
@@ -113,33 +113,10 @@ def mix_kernel(p_S, p_w, p_number, p_document, p_P, p_far, N: int, E, X, M: tl.c
 
 
 @jit
-def product_kernel(p_S, p_m, p_P, K, N: int, E, X, BN: tl.constexpr, BX: tl.constexpr, REVERSE: tl.constexpr,
-                   PREC: tl.constexpr):  # fmt: skip
-    """P_i = sum_j m_ij S_j over the K blocks of each document; REVERSE: its transpose.
-
-    Grid (blocks of BX, blocks of BN, R*E*documents).
-    """
-    documents = N // K
-    i_e, o_i = tl.program_id(2) // documents % E, tl.program_id(1) * BN + tl.arange(0, BN)
-    o_x, base = tl.program_id(0) * BX + tl.arange(0, BX), tl.program_id(2).to(tl.int64) * K * X
-    b_P = tl.zeros([BN, BX], tl.float32)
-    for i_j in range(0, K, BN):
-        o_j = i_j + tl.arange(0, BN)
-        m_m = (o_i < K)[:, None] & (o_j < K)[None, :]
-        o_m = o_j[None, :] * K + o_i[:, None] if REVERSE else o_i[:, None] * K + o_j[None, :]
-        b_m = tl.load(p_m + i_e * K * K + o_m, mask=m_m, other=0.0)
-        m_S = (o_j < K)[:, None] & (o_x < X)[None, :]
-        b_S = tl.load(p_S + base + o_j[:, None] * X + o_x[None, :], mask=m_S, other=0.0)
-        b_P = tl.dot(b_m, b_S, b_P, input_precision=PREC)
-    tl.store(p_P + base + o_i[:, None] * X + o_x[None, :], b_P, mask=(o_i < K)[:, None] & (o_x < X)[None, :])
-
-
-@jit
 def output_kernel(p_q, p_k, p_v, p_w, p_table, p_number, p_P, p_o, p_g, p_dg, p_u, s_qb, s_qt, s_qh, s_kb, s_kt,
                   s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, B, H, E, X, M: tl.constexpr, F: tl.constexpr,
                   DV: tl.constexpr, CT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, TABLE: tl.constexpr,
-                  CAUSAL: tl.constexpr, NORM: tl.constexpr, BACK: tl.constexpr, MASS: tl.constexpr,
-                  PREC: tl.constexpr):  # fmt: skip
+                  NORM: tl.constexpr, BACK: tl.constexpr, MASS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """o [B,T,H,Dv] and its normaliser g [B,T,H]. Grid (N * tiles of a block, R*H).
 
     BACK: p_o holds do, and what is written is r = 1/g to p_g, and u = dg - (do.o) r to p_u; MASS: there is a dg.
@@ -168,23 +145,22 @@ def output_kernel(p_q, p_k, p_v, p_w, p_table, p_number, p_P, p_o, p_g, p_dg, p_
         b_o += dot_given_left(b_q, b_P, b_P_low, PREC)
         if NORM:
             b_g += tl.sum(b_q.to(tl.float32) * tl.load(p_P + F * DV + o_f, mask=o_f < F, other=0.0)[None, :], 1)
-    if CAUSAL:
-        number = i_n
-        if TABLE:
-            number = tl.load(p_number + i_r * N + i_n)
-        own = tl.load(p_w + (i_e * M + tl.minimum(number, M - 1)) * M)
-        for j in range(i_j + 1):
-            o_s, m_s = tile_tokens(p_table, i_r, i_n, j * CT + o_c, T, N, L, B, TABLE)
-            b_A = tl.zeros([CT, CT], tl.float32)
-            for i_f in range(0, F, BF):
-                o_f = i_f + tl.arange(0, BF)
-                b_q, b_k = load_tile(p_q, o_t, m_t, o_f, s_qt, F), load_tile(p_k, o_s, m_s, o_f, s_kt, F)
-                b_A += dot_given(b_q, tl.trans(b_k), PREC)
-            b_A = tl.where((i_j * CT + o_c)[:, None] >= (j * CT + o_c)[None, :], b_A * own, 0.0)
-            b_g += tl.sum(b_A, 1)
-            b_v = load_tile(p_v, o_s, m_s, o_v, s_vt, DV)
-            b_A, b_A_low = parts(b_A, b_v.dtype == tl.bfloat16)
-            b_o += dot_given_right(b_A, b_A_low, b_v, PREC)
+    number = i_n
+    if TABLE:
+        number = tl.load(p_number + i_r * N + i_n)
+    own = tl.load(p_w + (i_e * M + tl.minimum(number, M - 1)) * M)
+    for j in range(i_j + 1):
+        o_s, m_s = tile_tokens(p_table, i_r, i_n, j * CT + o_c, T, N, L, B, TABLE)
+        b_A = tl.zeros([CT, CT], tl.float32)
+        for i_f in range(0, F, BF):
+            o_f = i_f + tl.arange(0, BF)
+            b_q, b_k = load_tile(p_q, o_t, m_t, o_f, s_qt, F), load_tile(p_k, o_s, m_s, o_f, s_kt, F)
+            b_A += dot_given(b_q, tl.trans(b_k), PREC)
+        b_A = tl.where((i_j * CT + o_c)[:, None] >= (j * CT + o_c)[None, :], b_A * own, 0.0)
+        b_g += tl.sum(b_A, 1)
+        b_v = load_tile(p_v, o_s, m_s, o_v, s_vt, DV)
+        b_A, b_A_low = parts(b_A, b_v.dtype == tl.bfloat16)
+        b_o += dot_given_right(b_A, b_A_low, b_v, PREC)
     o_g = (row * T + o_t) * H + i_h
     if NORM:
         b_g = tl.maximum(b_g, 1e-6)

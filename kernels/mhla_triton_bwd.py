@@ -1,4 +1,4 @@
-"""MHLA on the GPU, backward. With the normaliser g, the gradients that arrive at numerator and normaliser are
+"""Causal MHLA on the GPU, backward. With the normaliser g, the gradients that arrive at numerator and normaliser are
 
     W_t = do_t r_t        r_t = 1 / g_t        u_t = dg_t - do_t.o_t r_t
 
@@ -50,7 +50,7 @@ def own_weight(p_w, p_number, i_r, i_n, i_e, N, M: tl.constexpr, TABLE: tl.const
 def query_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_P, p_dq, p_own, s_qb, s_qt, s_qh, s_kb, s_kt,
                  s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, B, H, E, X, M: tl.constexpr, F: tl.constexpr,
                  DV: tl.constexpr, CT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, TABLE: tl.constexpr,
-                 CAUSAL: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+                 NORM: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """dq [B,T,H,F], and dm_ii of each tile [R*H,N * tiles,F blocks]. Grid (N * tiles of a block, R*H, blocks of BF)."""
     tiles = tl.cdiv(L, CT)
     i_n, i_j, i_r, i_h = (
@@ -67,21 +67,20 @@ def query_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_P, p_d
     b_do = load_tile(p_do + head * DV, o_t, m_t, o_v, H * DV, DV)
     # [CT, BF]
     b_dq = tl.zeros([CT, BF], tl.float32)
-    if CAUSAL:
-        p_k += row * s_kb + i_e * s_kh
-        p_v += row * s_vb + i_e * s_vh
-        for j in range(i_j + 1):
-            o_s, m_s = tile_tokens(p_table, i_r, i_n, j * CT + o_c, T, N, L, B, TABLE)
-            b_v = load_tile(p_v, o_s, m_s, o_v, s_vt, DV)
-            b_A = dot_given(b_do, tl.trans(b_v), PREC) * b_r[:, None] + b_u[:, None]
-            b_A = tl.where((i_j * CT + o_c)[:, None] >= (j * CT + o_c)[None, :], b_A, 0.0)
-            b_k = load_tile(p_k, o_s, m_s, o_f, s_kt, F)
-            b_A, b_A_low = parts(b_A, b_k.dtype == tl.bfloat16)
-            b_dq += dot_given_right(b_A, b_A_low, b_k, PREC)
-        b_q = load_tile(p_q + row * s_qb + i_h * s_qh, o_t, m_t, o_f, s_qt, F)
-        i_own = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(2) + tl.program_id(2)
-        tl.store(p_own + i_own, tl.sum(tl.sum(b_q.to(tl.float32) * b_dq, 1), 0))
-        b_dq *= own_weight(p_w, p_number, i_r, i_n, i_e, N, M, TABLE)
+    p_k += row * s_kb + i_e * s_kh
+    p_v += row * s_vb + i_e * s_vh
+    for j in range(i_j + 1):
+        o_s, m_s = tile_tokens(p_table, i_r, i_n, j * CT + o_c, T, N, L, B, TABLE)
+        b_v = load_tile(p_v, o_s, m_s, o_v, s_vt, DV)
+        b_A = dot_given(b_do, tl.trans(b_v), PREC) * b_r[:, None] + b_u[:, None]
+        b_A = tl.where((i_j * CT + o_c)[:, None] >= (j * CT + o_c)[None, :], b_A, 0.0)
+        b_k = load_tile(p_k, o_s, m_s, o_f, s_kt, F)
+        b_A, b_A_low = parts(b_A, b_k.dtype == tl.bfloat16)
+        b_dq += dot_given_right(b_A, b_A_low, b_k, PREC)
+    b_q = load_tile(p_q + row * s_qb + i_h * s_qh, o_t, m_t, o_f, s_qt, F)
+    i_own = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(p_own + i_own, tl.sum(tl.sum(b_q.to(tl.float32) * b_dq, 1), 0))
+    b_dq *= own_weight(p_w, p_number, i_r, i_n, i_e, N, M, TABLE)
     p_P += ((i_r * E + i_e).to(tl.int64) * N + i_n) * X
     b_P, b_P_low = parts(load_summary(p_P, o_f, o_v, F, DV), b_do.dtype == tl.bfloat16)
     b_dq += dot_given_left(b_do, tl.trans(b_P), tl.trans(b_P_low), PREC) * b_r[:, None]
@@ -93,7 +92,7 @@ def query_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_P, p_d
 @jit
 def key_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_R, p_dk, s_qb, s_qt, s_qh, s_vb, s_vt, s_vh,
                T: int, N: int, L, B, H, E, X, M: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, CT: tl.constexpr,
-               BF: tl.constexpr, BV: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
+               BF: tl.constexpr, BV: tl.constexpr, TABLE: tl.constexpr, NORM: tl.constexpr,
                PREC: tl.constexpr):  # fmt: skip
     """dk [B,T,E,F]. Grid (N * tiles of a block, R*E, blocks of BF)."""
     tiles = tl.cdiv(L, CT)
@@ -109,19 +108,18 @@ def key_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_R, p_dk,
     b_v = load_tile(p_v + row * s_vb + i_e * s_vh, o_t, m_t, o_v, s_vt, DV)
     # [CT, BF]
     b_dk = tl.zeros([CT, BF], tl.float32)
-    if CAUSAL:
-        for i_h in range(i_e * (H // E), (i_e + 1) * (H // E)):
-            head = row * T * H + i_h
-            for j in range(i_j, tiles):
-                o_s, m_s = tile_tokens(p_table, i_r, i_n, j * CT + o_c, T, N, L, B, TABLE)
-                b_r, b_u = load_weights(p_r, p_u, head, o_s, m_s, H, NORM)
-                b_do = load_tile(p_do + head * DV, o_s, m_s, o_v, H * DV, DV)
-                b_A = dot_given(b_v, tl.trans(b_do), PREC) * b_r[None, :] + b_u[None, :]
-                b_A = tl.where((i_j * CT + o_c)[:, None] <= (j * CT + o_c)[None, :], b_A, 0.0)
-                b_q = load_tile(p_q + row * s_qb + i_h * s_qh, o_s, m_s, o_f, s_qt, F)
-                b_A, b_A_low = parts(b_A, b_q.dtype == tl.bfloat16)
-                b_dk += dot_given_right(b_A, b_A_low, b_q, PREC)
-        b_dk *= own_weight(p_w, p_number, i_r, i_n, i_e, N, M, TABLE)
+    for i_h in range(i_e * (H // E), (i_e + 1) * (H // E)):
+        head = row * T * H + i_h
+        for j in range(i_j, tiles):
+            o_s, m_s = tile_tokens(p_table, i_r, i_n, j * CT + o_c, T, N, L, B, TABLE)
+            b_r, b_u = load_weights(p_r, p_u, head, o_s, m_s, H, NORM)
+            b_do = load_tile(p_do + head * DV, o_s, m_s, o_v, H * DV, DV)
+            b_A = dot_given(b_v, tl.trans(b_do), PREC) * b_r[None, :] + b_u[None, :]
+            b_A = tl.where((i_j * CT + o_c)[:, None] <= (j * CT + o_c)[None, :], b_A, 0.0)
+            b_q = load_tile(p_q + row * s_qb + i_h * s_qh, o_s, m_s, o_f, s_qt, F)
+            b_A, b_A_low = parts(b_A, b_q.dtype == tl.bfloat16)
+            b_dk += dot_given_right(b_A, b_A_low, b_q, PREC)
+    b_dk *= own_weight(p_w, p_number, i_r, i_n, i_e, N, M, TABLE)
     p_R += ((i_r * E + i_e).to(tl.int64) * N + i_n) * X
     b_R, b_R_low = parts(load_summary(p_R, o_f, o_v, F, DV), b_v.dtype == tl.bfloat16)
     b_dk += dot_given_left(b_v, tl.trans(b_R), tl.trans(b_R_low), PREC)
@@ -133,7 +131,7 @@ def key_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_R, p_dk,
 @jit
 def value_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_R, p_dv, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh,
                  T: int, N: int, L, B, H, E, X, M: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, CT: tl.constexpr,
-                 BF: tl.constexpr, BV: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
+                 BF: tl.constexpr, BV: tl.constexpr, TABLE: tl.constexpr, NORM: tl.constexpr,
                  PREC: tl.constexpr):  # fmt: skip
     """dv [B,T,E,Dv]. Grid (N * tiles of a block, R*E)."""
     tiles = tl.cdiv(L, CT)
@@ -149,22 +147,21 @@ def value_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_R, p_d
     p_k += row * s_kb + i_e * s_kh
     # [CT, BV]
     b_dv = tl.zeros([CT, BV], tl.float32)
-    if CAUSAL:
-        for i_h in range(i_e * (H // E), (i_e + 1) * (H // E)):
-            head = row * T * H + i_h
-            for j in range(i_j, tiles):
-                o_s, m_s = tile_tokens(p_table, i_r, i_n, j * CT + o_c, T, N, L, B, TABLE)
-                b_A = tl.zeros([CT, CT], tl.float32)
-                for i_f in range(0, F, BF):
-                    o_f = i_f + tl.arange(0, BF)
-                    b_q = load_tile(p_q + row * s_qb + i_h * s_qh, o_s, m_s, o_f, s_qt, F)
-                    b_A += dot_given(load_tile(p_k, o_t, m_t, o_f, s_kt, F), tl.trans(b_q), PREC)
-                b_r, _ = load_weights(p_r, p_u, head, o_s, m_s, H, NORM)
-                b_A = tl.where((i_j * CT + o_c)[:, None] <= (j * CT + o_c)[None, :], b_A * b_r[None, :], 0.0)
-                b_do = load_tile(p_do + head * DV, o_s, m_s, o_v, H * DV, DV)
-                b_A, b_A_low = parts(b_A, b_do.dtype == tl.bfloat16)
-                b_dv += dot_given_right(b_A, b_A_low, b_do, PREC)
-        b_dv *= own_weight(p_w, p_number, i_r, i_n, i_e, N, M, TABLE)
+    for i_h in range(i_e * (H // E), (i_e + 1) * (H // E)):
+        head = row * T * H + i_h
+        for j in range(i_j, tiles):
+            o_s, m_s = tile_tokens(p_table, i_r, i_n, j * CT + o_c, T, N, L, B, TABLE)
+            b_A = tl.zeros([CT, CT], tl.float32)
+            for i_f in range(0, F, BF):
+                o_f = i_f + tl.arange(0, BF)
+                b_q = load_tile(p_q + row * s_qb + i_h * s_qh, o_s, m_s, o_f, s_qt, F)
+                b_A += dot_given(load_tile(p_k, o_t, m_t, o_f, s_kt, F), tl.trans(b_q), PREC)
+            b_r, _ = load_weights(p_r, p_u, head, o_s, m_s, H, NORM)
+            b_A = tl.where((i_j * CT + o_c)[:, None] <= (j * CT + o_c)[None, :], b_A * b_r[None, :], 0.0)
+            b_do = load_tile(p_do + head * DV, o_s, m_s, o_v, H * DV, DV)
+            b_A, b_A_low = parts(b_A, b_do.dtype == tl.bfloat16)
+            b_dv += dot_given_right(b_A, b_A_low, b_do, PREC)
+    b_dv *= own_weight(p_w, p_number, i_r, i_n, i_e, N, M, TABLE)
     p_R += ((i_r * E + i_e).to(tl.int64) * N + i_n) * X
     for i_f in range(0, F, BF):
         o_f = i_f + tl.arange(0, BF)

@@ -97,21 +97,24 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
 
 # ---------------------------------------------------------------- compiled for real, without a GPU
 
-KERNELS = ("summary_kernel", "mix_kernel", "product_kernel", "output_kernel", "query_kernel", "key_kernel",
-           "value_kernel", "pairs_kernel")  # fmt: skip
+KERNELS = ("summary_kernel", "output_kernel", "query_kernel", "key_kernel", "value_kernel", "pairs_kernel",
+           "back_kernel", "give_kernel")  # fmt: skip
 
 
 def compiled(name: str, capability: int, config: Any, F: int, M: int) -> Any:
-    """A kernel compiled with a configuration, causal where it makes a difference."""
-    from linearize_kernels import mhla_triton, mhla_triton_bwd
+    """A kernel compiled with a configuration, causal where there are two."""
+    from linearize_kernels import mhla_both, mhla_triton, mhla_triton_bwd
     from linearize_kernels.mhla_launch import constants
 
-    kernel = getattr(mhla_triton, name, None) or getattr(mhla_triton_bwd, name)
-    values = constants(config, M, F, F, causal=True, normalise=True, table=False)
-    values |= {"KIND": 2, "REVERSE": True, "KEEP": False, "PREV": True, "BN": 32, "BACK": True, "MASS": False}
-    values |= dict.fromkeys(("p_table", "p_number", "p_document", "p_far", "p_dg"))
+    kernel = next(vars(file)[name] for file in (mhla_both, mhla_triton, mhla_triton_bwd) if name in vars(file))
+    both = hasattr(mhla_both, name)
+    values = constants(config, M, F, F, normalise=True, table=False)
+    values |= {"KIND": 2, "REVERSE": True, "KEEP": False, "PREV": True, "CAUSAL": True, "BACK": True, "MASS": False}
+    values |= dict.fromkeys(("p_number", "p_document", "p_far", "p_dg"))
+    values |= {} if both else {"p_table": None}
     half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv", "p_x", "p_y")
-    return compile_kernel(kernel, capability, values, dict.fromkeys(half, "*bf16"), config.warps)
+    kinds = dict.fromkeys(half, "*bf16") | {"p_table": "*i32"}
+    return compile_kernel(kernel, capability, values, kinds, config.warps)
 
 
 @pytest.mark.parametrize(("budget", "F"), [(48, 64), (100, 128), (227, 128)])
@@ -119,12 +122,12 @@ def test_safe_configurations_fit_their_budget(budget: int, F: int) -> None:
     from linearize_kernels.mhla_launch import group, safe
 
     config = safe(budget * 1024, F, group(32), torch.bfloat16)
-    for name in ("mix_kernel", "query_kernel", "key_kernel"):
+    for name in ("mix_kernel", "query_kernel", "key_kernel", "back_kernel", "give_kernel"):
         kernel = compiled(name, 90 if budget > 164 else 80, config, F, 32)
         assert kernel.metadata.shared <= budget * 1024, (name, config)
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("mix_kernel", "product_kernel")])
+@pytest.mark.parametrize("name", KERNELS)
 def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
     from linearize_kernels.mhla_launch import group, safe
 
@@ -215,12 +218,19 @@ def check_operators() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     from linearize_kernels.mhla import mhla
-    from linearize_kernels.mhla_ops import mhla_op
+    from linearize_kernels.mhla_ops import grid_op, mhla_op
 
+    inputs, arguments = build({"size": [5, 8], "blocks": [1, 2, 2]})
+    places = arguments["places"]
+    leaves = [x.requires_grad_() for x in inputs]
+    torch.library.opcheck(grid_op, (*leaves, places.table, places.size, places.covered, True))
+    with FlopCounterMode(display=False) as counter:
+        grid_op(*leaves, places.table, places.size, True, True)[0].square().sum().backward()
+    assert counter.get_total_flops() == 3.5 * (40 * 2 * 512 + 2 * 40 * 256 + 2 * 4 * 5 * 256), counter.get_total_flops()
     inputs, _ = build({})
     q, k, v, w = (x.requires_grad_() for x in inputs)
-    torch.library.opcheck(mhla_op, (q, k, v, w, None, None, None, 16, True, True))
-    torch.library.opcheck(mhla_op, (q, k, v, w, None, None, None, 16, True, False))
+    torch.library.opcheck(mhla_op, (q, k, v, w, None, None, None, 16, True))
+    torch.library.opcheck(mhla_op, (q, k, v, w, None, None, None, 16, False))
 
     def loss(*inputs: torch.Tensor) -> torch.Tensor:
         return mhla(*inputs, block_size=16, backend="triton")[0].square().sum()
@@ -232,7 +242,7 @@ def check_operators() -> None:
         assert torch.equal(a, b)
         assert torch.equal(a, c)
     with FlopCounterMode(display=False) as counter:
-        mhla_op(q, k, v, w, None, None, None, 16, True, True)[0].square().sum().backward()
+        mhla_op(q, k, v, w, None, None, None, 16, True)[0].square().sum().backward()
     assert counter.get_total_flops() == 4.5 * (40 * 2 * (2 * 16 * 32 + 2 * 256) + 2 * 40 * 256 + 2 * 3 * 4 * 256)
     print("all fine")
 

@@ -18,7 +18,7 @@ from ..bench_case import Case, Run, Shape, random_qkv
 
 BLOCK = 64
 # Both ways: tokens -> the grid that they are, and the blocks along its axes.
-GRIDS = {4096: ((64, 64), (1, 4, 4)), 31500: ((21, 30, 50), (3, 5, 10))}
+GRIDS = {4096: ((64, 64), (1, 4, 4)), 6400: ((80, 80), (1, 4, 4)), 31500: ((21, 30, 50), (3, 5, 10))}
 
 
 def text(B: int, T: int, Hkv: int = 4, D: int = 64, **others: Any) -> Shape:
@@ -30,7 +30,7 @@ def image(B: int, T: int, H: int, D: int, M: int, **others: Any) -> Shape:
 
 
 class MHLA(Case):
-    # DiT-S/2 at 4096 tokens, a video of 21 x 30 x 50 as Wan2.1 has it.
+    # DiT-S/2 at 4096 tokens, an image of 80 x 80 patches, a video of 21 x 30 x 50 as Wan2.1 has it.
     shapes = (
         text(8, 2048),
         text(8, 2048, Hkv=16),
@@ -38,6 +38,7 @@ class MHLA(Case):
         text(1, 16384),
         text(1, 131072),
         image(32, 4096, 6, 64, 16),
+        image(16, 6400, 3, 64, 16),
         image(1, 31500, 12, 128, 150),
     )
     errors = tuple(

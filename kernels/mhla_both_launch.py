@@ -1,0 +1,182 @@
+"""MHLA both ways on the GPU, host side: launches of mhla_both.py.
+
+`grid_forward` and `grid_backward` take the arguments of their operators in mhla_ops.py, in that order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .launch import dense, entry, launch, scratch, strides
+from .mhla_both import back_kernel, give_kernel, product_kernel, read_kernel, turn_kernel
+from .mhla_launch import configure, fill
+from .mhla_triton import summary_kernel
+from .mhla_triton_bwd import pairs_kernel
+
+
+class Tiles(NamedTuple):
+    """How a kernel over tokens runs: tokens at a time, features of a program, warps and buffers."""
+
+    tokens: int
+    block_f: int
+    warps: int = 4
+    stages: int = 1
+
+
+class Config(NamedTuple):
+    """All kernels of a call. `product`: rows and columns of weights, numbers of a summary, warps; `pairs`: blocks of a
+    group, numbers of a summary, warps."""
+
+    summary: Tiles
+    read: Tiles
+    back: Tiles
+    give: Tiles
+    product: tuple[int, int, int, int]
+    pairs: tuple[int, int, int]
+    block_v: int
+    precision: str
+
+
+# (capability, F and Dv above 64) -> what differs from the safe ones for bf16. Measured: one H200.
+SHIPPED: dict[tuple[tuple[int, int], bool], dict[str, Any]] = {
+    ((9, 0), False): {"summary": Tiles(64, 64, 4, 3)},
+    ((9, 0), True): {name: Tiles(64, 128, 8) for name in ("summary", "read", "back", "give")},
+}
+
+
+@functools.cache
+def tiles(device: torch.device, dtype: torch.dtype, F: int, DV: int, M: int) -> Config:
+    """The configuration for these inputs. Raises ValueError where nothing fits."""
+    safe = configure(device, dtype, DV, 64)
+    one = Tiles(safe.tile, safe.block_f, safe.warps)
+    few = M <= 32
+    product, pairs = (32, 32, safe.block_x, 2 if few else 4), (32, 32, 1) if few else (64, 32, 4)
+    config = Config(one, one, one, one, product, pairs, safe.block_v, safe.precision)
+    if dtype == torch.bfloat16 and device.type == "cuda" and max(F, DV) <= 128:
+        config = config._replace(**SHIPPED.get((torch.cuda.get_device_capability(device), max(F, DV) > 64), {}))
+    return config
+
+
+class GridCall(NamedTuple):
+    """The arguments of the forward operator. `table` as in mhla_launch.Call; `covered`: every token has a place."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    m: Tensor
+    table: Tensor
+    places: int
+    covered: bool
+    normalise: bool
+
+
+class Problem:
+    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
+
+    def __init__(self, number: int, call: GridCall) -> None:
+        self.q, self.k, self.v = (one_row(dense(x)) for x in call[:3])
+        self.call, self.m, self.number = call, call.m.contiguous(), number
+        (self.B, self.T, self.H, self.F), self.DV, (self.E, self.M) = call.q.shape, call.v.shape[-1], call.m.shape[:2]
+        self.R, self.N = call.table.shape[0], call.table.shape[1] // call.places
+        self.X = self.F * (self.DV + call.normalise)
+        self.config = tiles(call.q.device, call.q.dtype, self.F, self.DV, self.M)
+        self.counts = self.T, self.N, call.places, self.B
+        self.of_queries, self.of_keys = (self.N, self.R * self.H), (self.N, self.R * self.E)
+        self.constants: dict[str, Any] = {"F": self.F, "DV": self.DV, "BV": self.config.block_v, "NORM": call.normalise,
+                          "PREC": self.config.precision}  # fmt: skip
+
+    def over_tokens(self, kernel: Any, how: Tiles, grid: tuple[int, ...], *arguments: Any, **more: Any) -> None:
+        launch(kernel, grid, *arguments, call=self.number, num_warps=how.warps, num_stages=how.stages, CT=how.tokens,
+               BF=how.block_f, **self.constants, **more)  # fmt: skip
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return scratch(self.q, *shape, dtype=dtype)
+
+    def summaries(self) -> Tensor:
+        return self.new(self.R, self.E, self.N, self.X)
+
+    def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Room for a result; zeros where tokens without a place get none."""
+        out = self.new(self.B, self.T, *shape, dtype=dtype)
+        return out if self.call.covered else out.zero_()
+
+    def mixed(self, S: Tensor, reverse: bool = False) -> Tensor:
+        """What each block reads of all, [R,E,N,X]."""
+        P, (BN, BK, BX, warps) = self.summaries(), self.config.product
+        grid = -(-self.X // BX), -(-self.M // BN), self.R * self.E * (self.N // self.M)
+        launch(product_kernel, grid, S, self.m, P, self.M, self.N, self.E, self.X, call=self.number, num_warps=warps,
+               BN=BN, BK=BK, BX=BX, REVERSE=reverse, PREC=self.config.precision)  # fmt: skip
+        return P
+
+    def turned(self, D: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of S [R,E,N,X], and of m [E,M,M]."""
+        Q, BX, warps = self.config.pairs
+        groups = -(-self.M // Q)
+        rows = self.R * self.E * (self.N // self.M)
+        splits, each = fill(rows * groups**2, self.X)
+        pairs, how = self.new(splits, rows, groups**2, Q * Q), {"call": self.number, "num_warps": warps, "BX": BX}
+        if groups == 1:
+            R = self.summaries()
+            launch(turn_kernel, (splits, rows), D, S, self.m, R, pairs, self.M, self.N, self.E, self.X, each, BN=Q,
+                   PREC=self.config.precision, **how)  # fmt: skip
+        else:
+            R = self.mixed(D, reverse=True)
+            launch(pairs_kernel, (groups**2, rows, splits), D, S, None, pairs, None, self.M, self.X, each, Q=Q,
+                   CAUSAL=False, KEEP=False, PREC=self.config.precision, **how)  # fmt: skip
+        cells = pairs.view(splits * self.R, self.E, -1, groups, groups, Q, Q).sum((0, 2)).transpose(2, 3)
+        return R, cells.reshape(self.E, groups * Q, -1)[:, : self.M, : self.M]
+
+
+def one_row(x: Tensor) -> Tensor:
+    """x, copied where tokens of all rows do not follow each other."""
+    return x if x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
+
+
+def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
+    """o [B,T,H,Dv], the normaliser [B,T,H] (empty without), and what the backward pass needs: summaries and what
+    blocks read of them, [R,E,N,X] each."""
+    x = Problem(number, GridCall(*inputs))
+    S, how, table = x.summaries(), x.config.summary, x.call.table
+    x.over_tokens(
+        summary_kernel, how, (*x.of_keys, -(-x.F // how.block_f)), x.k, x.v, None, None, table, S, *strides(x.k, x.v),
+        *x.counts, x.E, 1, x.X, TABLE=True, KIND=0,
+    )  # fmt: skip
+    P = x.mixed(S)
+    o, g = x.result(x.H, x.DV, dtype=x.v.dtype), x.new(x.B, x.T, x.H) if x.call.normalise else x.new(0)
+    x.over_tokens(
+        read_kernel, x.config.read, x.of_queries, x.q, table, P, o, g, *x.q.stride()[1:3], *x.counts, x.H, x.E, x.X
+    )
+    return o, g, S, P
+
+
+def _backward(number: int, do: Tensor, dg: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and m; `inputs` are the forward's, and then all its results but o."""
+    *own, g, S, P = inputs
+    x, do = Problem(number, GridCall(*own)), do.contiguous()
+    table, how = x.call.table, x.config.back
+    dq, D = x.result(x.H, x.F, dtype=x.q.dtype), x.summaries()
+    x.over_tokens(
+        back_kernel, how, (*x.of_keys, -(-x.F // how.block_f)), x.q, do, table, P, g,
+        None if dg is None else dg.float().contiguous(), dq, D, *x.q.stride()[1:3], *x.counts, x.H, x.E, x.X,
+    )  # fmt: skip
+    R, dm = x.turned(D, S)
+    dk, dv = x.result(x.E, x.F, dtype=x.k.dtype), x.result(x.E, x.DV, dtype=x.v.dtype)
+    x.over_tokens(
+        give_kernel, x.config.give, x.of_keys, x.k, x.v, table, R, dk, dv, *x.k.stride()[1:3], *x.v.stride()[1:3],
+        *x.counts, x.E, x.X,
+    )  # fmt: skip
+    return dq, dk, dv, dm
+
+
+def _rehearse(number: int, *inputs: Any) -> None:
+    """The backward of a call, before its gradients are there."""
+    x = Problem(number, GridCall(*inputs))
+    do = torch.empty(x.B, x.T, x.H, x.DV, dtype=x.v.dtype, device="meta")
+    _backward(number, do, None, *inputs, x.new(x.B, x.T, x.H), x.summaries(), x.summaries())
+
+
+grid_forward, grid_backward = entry(_forward, _rehearse), entry(_backward)
