@@ -138,7 +138,7 @@ def train(model: Any, digits: Digits, side: int, steps: int, seed: int, device: 
 
 
 @torch.no_grad()
-def answers(model: Any, canvases: tuple[np.ndarray, np.ndarray], device: str, batch: int = 250) -> np.ndarray:
+def answers(model: Any, canvases: tuple[np.ndarray, np.ndarray], device: str, batch: int = 256) -> np.ndarray:
     """Which canvases are answered rightly: bool [N]."""
     model.to(device).eval()
     found = []
