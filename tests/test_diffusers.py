@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import inspect
 import json
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,11 @@ def test_each_saved_model_runs_its_own_code(
     monkeypatch.setattr(code, "flat_files", edited)
     converted(sources[WAN], tmp_path / "two", "la")
     models = {name: load(tmp_path / name / "transformer") for name in ("one", "two", "one")}
+    # Triton reads the text of its kernels.
+    for name, files in (("one", flat(["la"])), ("two", edited(["la"]))):
+        module = sys.modules[type(processors(models[name])[0].mixer).__module__]
+        assert inspect.getsource(module) == files["la.py"]
+        assert inspect.getsource(module.la_with_mass) in files["la.py"]
     inputs = make_latents(models["one"])
     first = {name: denoised(model, inputs) for name, model in models.items()}
     assert relative_error(first["two"], first["one"]) > 1e-2
@@ -554,7 +561,7 @@ def test_other_commands_say_what_they_do_not_do(sources: dict[str, Path], tmp_pa
 def test_without_diffusers_it_says_what_to_install(
     sources: dict[str, Path], tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
+    monkeypatch.setitem(sys.modules, "diffusers", None)
     code, _, err = linearize("convert", sources[DIT], "--to", "la", "-o", tmp_path / "linear")
     assert (code, 'pip install "linearize[diffusers]"' in " ".join(err.split())) == (Exit.RESOURCE, True), err
 
