@@ -166,7 +166,8 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == [preset.name for preset in PRESETS]
     code, out, _ = linearize("recipes", "ls", "--json")
-    assert {row["name"] for row in json.loads(out)} >= {"demo", "gsa", "gsa-t2r", "lolcats-style", "radlads-style"}
+    every = {"demo", "gsa", "gsa-t2r", "gsa-window", "lolcats-style", "radlads-style"}
+    assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla"}
     assert all(row["result"] for row in json.loads(out))
     for preset in PRESETS:
         assert linearize("recipes", "show", preset.name) == (0, preset.path.read_text("utf-8"), "")
