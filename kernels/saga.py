@@ -41,14 +41,23 @@ Norm = Literal["none", "mass", "count", "head"]
 
 
 class Maps(NamedTuple):
-    """How features.py makes features of q and k: each takes the root of `scale`; W [H,D,D] and [E,D,D] of hedgehog."""
+    """How features.py makes features of q and k: each takes the root of `scale`; W [H,D,D], [E,D,D] and b [H,D], [E,D]
+    where there are any."""
 
-    phi: Literal["identity", "elu", "hedgehog"] = "identity"
+    phi: Literal["identity", "elu", "relu", "hedgehog"] = "identity"
     scale: float = 1.0
     query_map: Tensor | None = None
     key_map: Tensor | None = None
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+
+    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """[B,T,H,F] and [B,T,E,F], in fp32 at least."""
+        query = featured(q, self.phi, self.scale, self.query_map, self.query_bias)
+        return query, featured(k, self.phi, self.scale, self.key_map, self.key_bias)
 
 
+# q and k are features.
 GIVEN = Maps()
 
 
@@ -81,11 +90,15 @@ def saga(
     Raises ValueError for shapes that do not fit, and where `triton` is asked for and cannot run.
     """
     _check(q, k, v, key_gate, value_gate, output_gate, maps)
-    if _use_triton(backend, q, v, segments, maps):
+    kernels, fused = _use_triton(backend, q, v, segments, maps)
+    if not fused:
+        q, k = maps.features(q, k)
+    if kernels:
+        _, scale, *weights = (maps if fused else GIVEN)[:4]
+        phi = maps.phi if fused else "identity"
         inputs = q.to(v.dtype), k.to(v.dtype), v, key_gate, value_gate, output_gate, local
         weight = norm_weight if norm == "head" else None
-        return saga_op(*inputs, maps.query_map, maps.key_map, weight, padding, maps.phi, maps.scale**0.5, norm)[0]
-    q, k = featured(q, maps.phi, maps.scale, maps.query_map), featured(k, maps.phi, maps.scale, maps.key_map)
+        return saga_op(*inputs, *weights, weight, padding, phi, scale**0.5, norm)[0]
     exact = q.dtype
     keys, values = k * key_gate.to(exact).sigmoid(), v.to(exact) * value_gate.to(exact).sigmoid()
     if padding is not None:
@@ -111,14 +124,18 @@ def saga(
     return y.to(v.dtype)
 
 
-def _use_triton(backend: Backend, q: Tensor, v: Tensor, segments: Tensor | None, maps: Maps) -> bool:
+def _use_triton(backend: Backend, q: Tensor, v: Tensor, segments: Tensor | None, maps: Maps) -> tuple[bool, bool]:
+    """Whether the kernels run, and whether they make the features too."""
     if backend == "torch":
-        return False
-    obstacle = "segments" if segments is not None else ""
-    obstacle = obstacle or runs_on(v.device, v.dtype, q.shape[-1], v.shape[-1], maps.phi)
+        return False, False
+    where, (D, DV) = (v.device, v.dtype), (q.shape[-1], v.shape[-1])
+    obstacle = "segments" if segments is not None else runs_on(*where, D, DV, maps.phi)
+    fused = not obstacle
+    if obstacle and segments is None:
+        obstacle = runs_on(*where, 2 * D if maps.phi == "hedgehog" else D, DV, "identity")
     if backend == "triton" and obstacle:
         raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
-    return not obstacle
+    return not obstacle, fused
 
 
 def _check(
@@ -200,7 +217,7 @@ def depthwise(
     else:
         local = _apart(inner, taps, segments[:, grid.prefix : end].reshape(B * size[0], 1, *size[1:]))
     local = local.movedim(1, -1).reshape(B, end - grid.prefix, E, Dv)
-    return F.pad(local, (0, 0, 0, 0, grid.prefix, grid.suffix))
+    return F.pad(local, (0, 0, 0, 0, grid.prefix, grid.suffix)) if grid.prefix or grid.suffix else local
 
 
 def _apart(inner: Tensor, taps: Tensor, segments: Tensor) -> Tensor:
@@ -320,7 +337,9 @@ class SelectiveGates(Mixer):
             raise ValueError(f"{self.site.path}: SAGA sees both sides, and was called as causal")
         gates = [layer(x) for layer in (self.key_gate, self.value_gate, self.output_gate)]
         with torch.autocast(q.device.type, enabled=False):
-            q, k, maps = self._features(q, k)
+            names = "query_map", "key_map", "query_bias", "key_bias"
+            weights = (getattr(getattr(self, "features", None), name, None) for name in names)
+            maps = Maps(self.phi, self.site.scale, *weights)
             widths = (self.width, v.shape[-1], v.shape[-1])
             gated = (y.unflatten(-1, (-1, width)) for y, width in zip(gates, widths, strict=True))
             local = depthwise(v, self.taps, grid, padding, segments) if hasattr(self, "taps") else None
@@ -330,15 +349,6 @@ class SelectiveGates(Mixer):
                 maps=maps,
             )  # fmt: skip
         return o, None
-
-    def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Maps]:
-        """q and k, and what is still to be made of them: all but what the kernels never compute."""
-        if self.phi == "identity":
-            return q, k, Maps(scale=self.site.scale)
-        if self.phi == "relu" or (self.phi == "hedgehog" and q.shape[-1] > 64):
-            return self.features(q, "query"), self.features(k, "key"), GIVEN
-        maps = (getattr(self.features, name, None) for name in ("query_map", "key_map"))
-        return q, k, Maps(self.phi, self.site.scale, *maps)
 
     @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:

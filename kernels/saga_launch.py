@@ -16,8 +16,6 @@ from .saga_triton import keys_kernel, output_kernel, queries_kernel, summary_ker
 
 # Of the normaliser, which positive features and gates keep above it.
 GUARD = 1e-6
-# Feature maps that the kernels compute where q and k are loaded.
-MAPS = ("identity", "elu", "hedgehog")
 
 
 class Tiles(NamedTuple):
@@ -36,13 +34,7 @@ class Config(NamedTuple):
     queries: Tiles
     keys: Tiles
     programs: int
-    # bf16: which factors go in as two parts (bits as in saga_triton.py).
-    fine: int
     precision: str
-
-
-# (capability, wider dim, features, dtype) -> what differs from `safe`. Measured: one H200.
-SHIPPED: dict[tuple[tuple[int, int], int, str, torch.dtype], dict[str, Any]] = {}
 
 
 def width(D: int) -> int:
@@ -55,21 +47,22 @@ def safe(shared: int, processors: int, D: int, DV: int, phi: str, dtype: torch.d
     Chunks of 64 beside narrower heads would go wrong through Hopper's wgmma, and so would fp32 (mhla_launch.py).
     """
     exact, narrow = dtype == torch.float32, min(width(D), width(DV)) < 64
-    for tiles in (Tiles(64, 8, 2), Tiles(64, 8, 1), Tiles(32, 4, 2), Tiles(32, 4, 1), Tiles(16, 4, 1)):
+    warps = 4 if max(D, DV) <= 64 else 8
+    for tiles in (*(Tiles(C, warps, stages) for C in (64, 32) for stages in (2, 1)), Tiles(16, 4, 1)):
         if tiles.chunk == 64 and (exact or narrow or max(D, DV) > 128):
             continue
         if shared_bytes(tiles, D, DV, phi, dtype) <= shared:
-            return Config(tiles, tiles, tiles, tiles, 4 * processors, 255, "bf16x6" if exact else "bf16x3")
+            return Config(tiles, tiles, tiles, tiles, 4 * processors, "bf16x6" if exact else "bf16x3")
     raise ValueError(f"{D} features with head dim {DV} need more than {shared} bytes of shared memory")
 
 
 def shared_bytes(tiles: Tiles, D: int, DV: int, phi: str, dtype: torch.dtype) -> int:
-    """Bound on the shared memory of every kernel: what a pipelined loop loads, computed factors, and states and maps,
-    each also transposed."""
+    """Bound on the shared memory of every kernel, from the compiler's reports for 8.0 and 9.0: what a pipelined loop
+    loads, computed factors, and states and maps, each also transposed."""
     BD, BV, halves = width(D), width(DV), 2 if phi == "hedgehog" else 1
     item = 4 if dtype == torch.bfloat16 else 8
-    loads = tiles.stages * tiles.chunk * (2 * BD + 4 * BV) * dtype.itemsize if tiles.stages > 1 else 0
-    return loads + item * (2 * halves * BD * BV + 2 * (halves - 1) * BD * BD + tiles.chunk * (BD + BV))
+    loads = (tiles.stages - 1) * tiles.chunk * ((1 + halves) * BD + 3 * BV) * dtype.itemsize
+    return loads + item * (2 * halves * BD * BV + 2 * (halves - 1) * BD * BD + halves * tiles.chunk * (BD + BV) // 2)
 
 
 @functools.cache
@@ -77,13 +70,11 @@ def configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, phi: st
     """The configuration for these inputs. Raises ValueError where nothing fits."""
     if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
         small = Tiles(16, 4, 1)
-        return Config(small, small, small, small, 6, 255, "ieee")
+        return Config(small, small, small, small, 6, "ieee")
     properties = torch.cuda.get_device_properties(device)
     # A property that torch has and its type stub has not.
     shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
-    config = safe(shared, properties.multi_processor_count, D, DV, phi, dtype)
-    capability = properties.major, properties.minor
-    return config._replace(**SHIPPED.get((capability, max(width(D), width(DV)), phi, dtype), {}))
+    return safe(shared, properties.multi_processor_count, D, DV, phi, dtype)
 
 
 @torch.compiler.assume_constant_result
@@ -91,7 +82,9 @@ def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, phi: str)
     """Why the kernels cannot take such inputs; empty when they can."""
     if reason := unavailable(device, dtype):
         return reason
-    widest = 64 if phi == "hedgehog" else 256
+    if phi not in ("identity", "elu", "hedgehog"):
+        return f"features {phi}"
+    widest = 64 if phi == "hedgehog" else 128
     if widest < D or DV > 128:
         return f"{D} channels or head dim {DV} exceed {widest} and 128"
     try:
@@ -161,39 +154,71 @@ class Problem:
         L = -(-self.T // (wanted * tiles.chunk)) * tiles.chunk
         return -(-self.T // L), L
 
-    def launch(self, kernel: Any, tiles: Tiles, heads: tuple[int, ...], *arguments: Any) -> None:
+    def launch(self, kernel: Any, tiles: Tiles, heads: tuple[int, ...], *arguments: Any, **more: Any) -> None:
         """Run a kernel for so many heads; `arguments` end with strides."""
         N, L = self.stretches(tiles, heads[0])
         launch(
             kernel, (self.B * heads[0], N), *arguments, self.T, L, *heads, call=self.number, num_warps=tiles.warps,
             PHI=self.call.phi, NORM=self.call.norm, LOCAL=self.local is not None, PADDED=self.real is not None,
             D=self.D, DV=self.DV, W=self.W, BD=width(self.D), BV=width(self.DV), C=tiles.chunk, GUARD=GUARD,
-            HALF=self.q.dtype == torch.bfloat16, FINE=self.config.fine, PREC=self.config.precision,
-            STAGES=tiles.stages,
+            HALF=self.q.dtype == torch.bfloat16, FINE=self.call.phi == "identity" or self.call.norm == "head",
+            PREC=self.config.precision, STAGES=tiles.stages, **more,
         )  # fmt: skip
 
-    def maps_gradient(self, parts: Tensor, heads: int) -> Tensor:
-        """Sums of stretches and rows: [heads,D,D] of W from its transposes."""
-        return parts.view(-1, self.B, heads, self.D, self.D).sum((0, 1)).mT.contiguous()
+    def room(self, tiles: Tiles, heads: int, *shape: int, wanted: bool = True) -> Tensor:
+        """For what each stretch of a kernel finds: [stretches, B * heads, ...]; nothing where it is not wanted."""
+        return self.new(self.stretches(tiles, heads)[0], self.B * heads, *shape) if wanted else self.new(0)
 
-    def room(self, N: int, heads: int, *shape: int) -> Tensor:
-        return self.new(N, self.B * heads, *shape)
+    def summed(self, heads: int, left: Tensor, right: Tensor, left_gate: Tensor | None, right_gate: Tensor | None,
+               weight: Tensor | None, once: Tensor | None = None, mass: Tensor | None = None) -> Tensor:  # fmt: skip
+        """What stretches add to S and z, or with no `left_gate` to their gradients: [stretches, B * heads, W]."""
+        tiles = self.config.summary
+        S = self.room(tiles, heads, self.W)
+        self.launch(
+            summary_kernel, tiles, (heads,), left, right, left_gate, right_gate, weight, self.real, once, mass, S,
+            self.call.scale, *strides(left, right), BACK=left_gate is None,
+        )  # fmt: skip
+        return S
+
+    def queries_gradients(self, do: Tensor, S: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """Of q, output gate, local, W of stretches, w; and R, r [B*E,W]."""
+        tiles, G, norm, local = self.config.queries, self.H // self.E, self.call.norm, self.local
+        dq, dog, dlocal = self.like(self.q), self.like(self.output_gate), self.new(0)
+        if local is not None:  # query heads of one memory share its convolution
+            dlocal = self.new(*do.shape, dtype=local.dtype if G == 1 else torch.float32)
+        dW = self.room(tiles, self.H, self.D, self.D, wanted=self.call.query_map is not None)
+        dweight = self.room(tiles, self.H, self.DV, wanted=norm == "head")
+        dn = self.new(*do.shape) if norm == "head" else None
+        once, mass = (self.new(*do.shape[:3]) if norm == "mass" else None for _ in range(2))
+        self.launch(
+            queries_kernel, tiles, (self.H, self.E), self.q, self.output_gate, local, S, self.query_map, self.norm,
+            self.real, y, do, dq, dog, dlocal, dn, once, mass, dW, dweight, self.call.scale, *strides(self.q),
+        )  # fmt: skip
+        once = self.norm if norm == "count" else once
+        R = self.summed(self.H, self.q, do if dn is None else dn, None, self.output_gate, self.query_map, once, mass)
+        R = R.view(-1, self.B * self.E, G, self.W).sum((0, 2))
+        if local is not None and G > 1:
+            dlocal = dlocal.unflatten(2, (self.E, G)).sum(3).to(local.dtype)
+        if self.call.weight is not None:
+            dweight = dweight.view(-1, self.H, self.DV).sum(0).to(self.call.weight.dtype)
+        return dq, dog, dlocal, dW, dweight, R
+
+    def maps_gradient(self, parts: Tensor, weight: Tensor | None) -> Tensor:
+        """Of W [heads,D,D], from its transposes of stretches and rows; empty where there is none."""
+        if weight is None:
+            return parts
+        return parts.view(-1, self.B, *weight.shape).sum((0, 1)).mT.to(weight.dtype).contiguous()
 
 
 def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
     """o [B,T,H,Dv]; for the backward pass S and z [B*E,W], and before the norm of a head y [B,T,H,Dv], else empty."""
     x = Problem(number, Call(*inputs))
-    c = x.config
-    S = x.room(x.stretches(c.summary, x.E)[0], x.E, x.W)
-    x.launch(
-        summary_kernel, c.summary, (x.E,), x.k, x.v, x.key_gate, x.value_gate, x.key_map, x.real, S, x.call.scale,
-        *strides(x.k, x.v),
-    )  # fmt: skip
+    S = x.summed(x.E, x.k, x.v, x.key_gate, x.value_gate, x.key_map)
     S = S.sum(0) if S.shape[0] > 1 else S[0]
     o = x.new(x.B, x.T, x.H, x.DV, dtype=x.v.dtype)
     y = x.new(x.B, x.T, x.H, x.DV) if x.call.norm == "head" else x.new(0)
     x.launch(
-        output_kernel, c.output, (x.H, x.E), x.q, x.output_gate, x.local, S, x.query_map, x.norm, x.real, y, o,
+        output_kernel, x.config.output, (x.H, x.E), x.q, x.output_gate, x.local, S, x.query_map, x.norm, x.real, y, o,
         x.call.scale, *strides(x.q),
     )  # fmt: skip
     return o, S, y
@@ -202,34 +227,15 @@ def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
 def _backward(number: int, do: Tensor, S: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of the ten first inputs, empty where there is none."""
     x, do = Problem(number, Call(*inputs)), do.contiguous()
-    c, G, two = x.config, x.H // x.E, x.call.phi == "hedgehog"
-    N = x.stretches(c.queries, x.H)[0]
-    R, dW = x.room(N, x.H, x.W), x.room(N, x.H, x.D, x.D) if two else x.new(0)
-    dweight = x.room(N, x.H, x.DV) if x.call.norm == "head" else x.new(0)
-    dq, dog, dlocal = x.like(x.q), x.like(x.output_gate), x.new(0)
-    # Query heads of one memory share its convolution.
-    if x.local is not None:
-        dlocal = x.new(x.B, x.T, x.H, x.DV, dtype=x.local.dtype if G == 1 else torch.float32)
-    x.launch(
-        queries_kernel, c.queries, (x.H, x.E), x.q, x.output_gate, x.local, S, x.query_map, x.norm, x.real, y, do, dq,
-        dog, dlocal, R, dW, dweight, x.call.scale, *strides(x.q),
-    )  # fmt: skip
-    if N * G > 1:
-        R = R.view(N, x.B * x.E, G, x.W).sum((0, 2))
-    if x.local is not None and G > 1:
-        dlocal = dlocal.unflatten(2, (x.E, G)).sum(3).to(x.local.dtype)
+    dq, dog, dlocal, dW, dweight, R = x.queries_gradients(do, S, y)
     dk, dv, dkg, dvg = (x.like(y) for y in (x.k, x.v, x.key_gate, x.value_gate))
-    dWk = x.room(x.stretches(c.keys, x.E)[0], x.E, x.D, x.D) if two else x.new(0)
+    dWk = x.room(x.config.keys, x.E, x.D, x.D, wanted=x.call.key_map is not None)
     x.launch(
-        keys_kernel, c.keys, (x.E,), x.k, x.v, x.key_gate, x.value_gate, R, x.key_map, x.real, dk, dv, dkg, dvg, dWk,
-        x.call.scale, *strides(x.k, x.v),
+        keys_kernel, x.config.keys, (x.E,), x.k, x.v, x.key_gate, x.value_gate, R, x.key_map, x.real, dk, dv, dkg, dvg,
+        dWk, x.call.scale, *strides(x.k, x.v),
     )  # fmt: skip
-    if two and x.call.query_map is not None and x.call.key_map is not None:
-        dW = x.maps_gradient(dW, x.H).to(x.call.query_map.dtype)
-        dWk = x.maps_gradient(dWk, x.E).to(x.call.key_map.dtype)
-    if x.call.weight is not None:
-        dweight = dweight.view(-1, x.H, x.DV).sum(0).to(x.call.weight.dtype)
-    return dq, dk, dv, dkg, dvg, dog, dlocal, dW, dWk, dweight
+    maps = (x.maps_gradient(*pair) for pair in ((dW, x.call.query_map), (dWk, x.call.key_map)))
+    return dq, dk, dv, dkg, dvg, dog, dlocal, *maps, dweight
 
 
 def _rehearse(number: int, *inputs: Any) -> None:

@@ -90,6 +90,7 @@ def contenders(case: Case, inputs: list[Tensor], shape: Shape) -> dict[str, Run]
         if few or backend != "torch":
             out |= {name: partial(case.op, inputs, shape, backend), **case.peers(inputs, shape, backend)}
     if not shape.causal and here() == "cuda" and PYTORCH in out:
+        torch.compiler.reset()  # earlier shapes count: past a limit torch runs what it has not compiled
         out[f"{PYTORCH}, compiled"] = torch.compile(out[PYTORCH])
     out |= softmax(inputs, shape)
     if here() == "cuda" and importlib.util.find_spec("fla"):
