@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .hedgehog import fits, hedgehog_op
+
 
 def featured(y: Tensor, kind: str, scale: float, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """Features [B,T,heads,size] in fp32 (or y's float64) of y [B,T,heads,D], with W [heads,D,D] and b [heads,D] of
@@ -57,6 +59,8 @@ class Features(nn.Module):
                 init.zeros_(weight)
 
     def forward(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
-        """Features [B,T,heads,size] in fp32 of queries or keys y [B,T,heads,D]."""
+        """Features [B,T,heads,size] of queries or keys y [B,T,heads,D]: in fp32, or in y's dtype from a kernel."""
         weight, bias = getattr(self, f"{role}_map", None), getattr(self, f"{role}_bias", None)
+        if self.kind == "hedgehog" and fits(y, weight):
+            return hedgehog_op(y, weight, self.scale**0.5)
         return featured(y.float(), self.kind, self.scale, weight, bias)
