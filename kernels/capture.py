@@ -173,7 +173,9 @@ class Capture(TorchFunctionMode):
         B, T = self.shape
         value = v.reshape(B, -1, *v.shape[-2:])
         o = self.attend(found, value, lambda: call().reshape(B, -1, T, v.shape[-1]).transpose(1, 2))
-        return o.transpose(1, 2).reshape(*shape[:-1], v.shape[-1]).to(v.dtype).contiguous()
+        o = o.transpose(1, 2).reshape(*shape[:-1], v.shape[-1]).to(v.dtype)
+        # Where heads have a dimension of their own, tokens come before them next: no copy there and back.
+        return o if o.ndim == 4 else o.contiguous()
 
 
 def _parts(value: Any) -> tuple[Any, ...] | list[Any]:
