@@ -9,7 +9,7 @@ Products of features are about 1 for inputs of unit size. Letters: B batch, T ti
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,8 @@ class Features(nn.Module):
 
     def forward(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
         """Features [B,T,heads,size] of queries or keys y [B,T,heads,D]: in fp32, or in y's dtype from a kernel."""
-        weight, bias = getattr(self, f"{role}_map", None), getattr(self, f"{role}_bias", None)
+        weight: Any = getattr(self, f"{role}_map", None)
+        bias = getattr(self, f"{role}_bias", None)
         if self.kind == "hedgehog" and fits(y, weight):
             return hedgehog_op(y, weight, self.scale**0.5)
         return featured(y.float(), self.kind, self.scale, weight, bias)
