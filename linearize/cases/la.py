@@ -45,7 +45,9 @@ class LA(Case):
         """Its kernel is b q.k, without the constant a."""
         from fla.ops.linear_attn import chunk_linear_attn
 
-        return {"fla chunk_linear_attn": lambda: chunk_linear_attn(*inputs, scale=1.0)[0]} if shape.causal else {}
+        if not shape.causal:
+            return {}
+        return {"fla chunk_linear_attn": lambda: chunk_linear_attn(*inputs, scale=1.0, normalize=True)[0]}
 
     def state(self, shape: Shape, device: str) -> LAState:
         sizes = ((shape.D, shape.D), (shape.D,), (shape.D,))

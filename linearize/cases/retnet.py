@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ def shape(B: int, T: int, **others: Any) -> Shape:
     return Shape(B, T, 16, 16, 128, **others)
 
 
-def log_decay(shape: Shape, device: torch.device) -> Tensor:
+@functools.cache
+def log_decay(heads: int, device: torch.device) -> Tensor:
     """Of the paper: gamma = 1 - 2^(-5-h)."""
-    return torch.log1p(-torch.exp2(-5.0 - torch.arange(shape.Hkv, device=device)))
+    return torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, device=device)))
 
 
 class Retention(Case):
@@ -30,7 +32,7 @@ class Retention(Case):
         return random_qkv(shape, device)
 
     def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return retnet(*inputs, log_decay=log_decay(shape, inputs[0].device), backend=backend)[0]
+        return retnet(*inputs, log_decay=log_decay(shape.Hkv, inputs[0].device), backend=backend)[0]
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         from fla.ops.retention import chunk_retention
@@ -41,5 +43,5 @@ class Retention(Case):
         return RetNetState(torch.randn(shape.B, shape.Hkv, shape.D, shape.D, device=device))
 
     def step(self, inputs: list[Tensor], state: RetNetState, backend: Any) -> Any:
-        decay = log_decay(Shape(1, 1, 1, state.memory.shape[1], 1), inputs[0].device)
+        decay = log_decay(state.memory.shape[1], inputs[0].device)
         return retnet(*inputs, log_decay=decay, state=state, backend=backend)

@@ -10,6 +10,7 @@ from torch import Tensor
 from linearize_kernels.sla import OPS, sla
 
 from ..bench_case import Case, Run, Shape, load_case
+from .retnet import log_decay
 
 
 def shape(base: str, B: int = 8, T: int = 2048, **others: Any) -> Shape:
@@ -17,7 +18,7 @@ def shape(base: str, B: int = 8, T: int = 2048, **others: Any) -> Shape:
 
 
 class SLA(Case):
-    shapes = (shape("gla"), shape("gdn"))
+    shapes = (shape("gla"), shape("gdn"), shape("retnet"))
     errors = tuple(shape("gla", 2, 1024, dtype=dtype) for dtype in ("bfloat16", "float16", "float32"))
     steps = (shape("gla", 64, 1), shape("gla", 1, 1))
     names = ("q", "k", "v", "g", "read_scores", "write_scores")
@@ -35,6 +36,10 @@ class SLA(Case):
         name = f"{shape.base} alone{', PyTorch path' if backend == 'torch' else ''}"
         return {name: lambda: OPS[shape.base](**bare, backend=backend)[0]}
 
+    def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
+        """Its function for the base: the gates it has not."""
+        return load_case(shape.base).fla(inputs[:-2], shape)
+
     def state(self, shape: Shape, device: str) -> Any:
         return load_case(shape.base).state(shape, device)
 
@@ -45,4 +50,5 @@ class SLA(Case):
 def _named(inputs: list[Tensor], shape: Shape) -> dict[str, Any]:
     """What the base takes, and the scores where they are given."""
     names = [*load_case(shape.base).names, "read_scores", "write_scores"]
-    return dict(zip(names, inputs, strict=False))
+    named = dict(zip(names, inputs, strict=False))
+    return named | {"log_decay": log_decay(shape.Hkv, inputs[0].device)} if shape.base == "retnet" else named
