@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -48,6 +49,7 @@ def check_name(name: str) -> None:
         raise LinearizeError(f"unknown mechanism {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
 
 
+@functools.cache
 def load_mechanism(name: str) -> Any:
     """The Mixer subclass of mechanism `name`. Raises LinearizeError (exit 2) for an unknown name."""
     check_name(name)

@@ -106,13 +106,11 @@ def unreadable(error: OSError) -> LinearizeError:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    if (folder / "model_index.json").exists():
+    config = read_json(path) if path.exists() else {}
+    if "_class_name" in config or (folder / "model_index.json").exists():
         raise LinearizeError(f"{folder} {OF_DIFFUSERS}", Exit.INCOMPATIBLE)
     if not path.exists():
         raise LinearizeError(f"{folder} has no config.json: not a Transformers model folder", Exit.INCOMPATIBLE)
-    config = read_json(path)
-    if "_class_name" in config:
-        raise LinearizeError(f"{folder} {OF_DIFFUSERS}", Exit.INCOMPATIBLE)
     if not isinstance(config.get("model_type"), str):
         raise LinearizeError(f"{path}: model_type is {config.get('model_type')!r}, not a name", Exit.INCOMPATIBLE)
     quantization = config.get("quantization_config")

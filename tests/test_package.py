@@ -135,6 +135,7 @@ def expected_files() -> set[str]:
         "linearize/commands": ("linearize/commands", "*.py"),
         "linearize/demo": ("linearize/demo", "*.py"),
         "linearize/demo/model": ("linearize/demo/model", "*"),
+        "linearize/diffusion": ("linearize/diffusion", "*.py"),
         "kernels": ("linearize_kernels", "*.py"),
         "recipes": ("linearize_recipes", "*.yaml"),
     }

@@ -25,6 +25,7 @@ from linearize.trainable import Student
 DATA = {"train": {"files": ["chat.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 STEPS = 3
+FINETUNE = ("-m", "linearize", "finetune", "--json")
 
 
 def stages(per_device: int, accumulate: int) -> list[dict[str, Any]]:
@@ -64,11 +65,11 @@ def json_rest(folder: Path) -> dict[str, Any]:
     return {key: values[key] for key in ("data", "checkpoint", "eval", "runtime")}
 
 
-def launch(recipe: Path) -> subprocess.CompletedProcess[str]:
-    """Two processes, as a launcher of torch starts them; accelerate's sets the same variables."""
+def launch(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Two processes of a script or a module, as a launcher of torch starts them; accelerate's sets the same."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "linearize", "finetune", str(recipe), "--json"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command += map(str, arguments)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
 
 
 def together(forks: Forks, *arguments: Any, script: str = "") -> list[Done]:
@@ -98,7 +99,7 @@ def assert_same_run(folder: Path, one: Path) -> None:
 
 
 def test_two_processes_train_what_one_does(model: Path, one: Path, tmp_path: Path) -> None:
-    done = launch(recipe_in(tmp_path, model, 1, 2))
+    done = launch(*FINETUNE, recipe_in(tmp_path, model, 1, 2))
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 1  # one of them speaks
     assert done.stderr.count("held-out perplexity of") + done.stderr.count("saved ") == 1

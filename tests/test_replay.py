@@ -19,8 +19,9 @@ from training import base
 from transformers import CompileConfig
 
 from linearize import generate as command
-from linearize.bench_model import build
+from linearize.bench_model import plan_for
 from linearize.errors import Exit
+from linearize.export import meta_model
 from linearize.mechanisms import load_mechanism, mechanism_names
 
 NEW = 7
@@ -97,7 +98,8 @@ def test_options_of_the_mechanism_replay(zoo: Zoo, record: Callable[[Any], Recor
 
 @pytest.mark.parametrize("name", [name for name in mechanism_names() if load_mechanism(name).causal])
 def test_every_mechanism_replays(zoo: Zoo, record: Callable[[Any], Recorder], name: str) -> None:
-    model, ids = build(str(zoo.folders("llama")[0]), None, name, {})[0].eval(), tokens(2, 9)
+    planned = plan_for(str(zoo.folders("llama")[0]), None, name, {})
+    model, ids = meta_model(None, planned, None, False, "cpu").eval(), tokens(2, 9)
     plain, recorder = generate(model, ids, max_new_tokens=2 * NEW), record(model)
     assert_same(generate(model, ids, max_new_tokens=2 * NEW), plain)
     assert recorder.replayed == 2 * NEW - 3

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_processes import STEPS, assert_same_run, finetune, launch, model, one, recipe_in  # noqa: F401 (fixtures)
+from test_processes import FINETUNE, STEPS, assert_same_run, launch, model, one, recipe_in  # noqa: F401 (fixtures)
 from training import AT, base, make_recipe, metrics, stage, train, write_recipe
 
 from linearize.errors import Exit, LinearizeError
@@ -36,10 +36,10 @@ def test_zero_trains_what_one_process_does_and_resumes(model: Path, one: Path, t
     script = tmp_path / "at.py"
     script.write_text(PEEK + AT)
     recipe = recipe_in(tmp_path, model, 1, 2)
-    stopped = launch([str(script), "SIGTERM", "step", str(2 * STEPS + 1), str(recipe)], ZERO)
+    stopped = launch(script, "SIGTERM", "step", 2 * STEPS + 1, recipe, **ZERO)
     assert f"exitcode  : {Exit.INTERRUPTED:d}" in stopped.stderr, stopped.stderr[-3000:]
     assert (metrics(tmp_path, "stage")[-1], metrics(tmp_path, "step")[-1]) == ("logit_kl", 2)
-    done = finetune(recipe, **ZERO)
+    done = launch(*FINETUNE, recipe, **ZERO)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same_run(tmp_path, one)
 
@@ -53,7 +53,7 @@ def test_zero_in_mixed_precision(model: Path, tmp_path: Path) -> None:  # noqa: 
     runtime = {"device": "cpu", "precision": "bf16", "gradient_checkpointing": True}
     train(make_recipe(tmp_path / "one", folder, *both, runtime=runtime))
     both = [{**each, "batch": {"per_device": 1}} for each in both]
-    done = finetune(write_recipe(tmp_path / "two", folder, *both, runtime=runtime), **ZERO)
+    done = launch(*FINETUNE, write_recipe(tmp_path / "two", folder, *both, runtime=runtime), **ZERO)
     assert done.returncode == 0, done.stderr[-3000:]
     assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), rel=1e-3)
 

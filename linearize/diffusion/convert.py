@@ -38,7 +38,7 @@ def holds_diffusers(model: str) -> bool:
         if (folder / INDEX_FILE).is_file():
             return True
         return "_class_name" in json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):  # which the other story names
         return False
 
 
