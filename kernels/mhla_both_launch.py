@@ -128,7 +128,7 @@ class Problem:
             launch(pairs_kernel, (groups**2, rows, splits), D, S, None, pairs, None, self.M, self.X, each, Q=Q,
                    CAUSAL=False, KEEP=False, PREC=self.config.precision, **how)  # fmt: skip
         cells = pairs.view(splits * self.R, self.E, -1, groups, groups, Q, Q).sum((0, 2)).transpose(2, 3)
-        return R, cells.reshape(self.E, groups * Q, -1)[:, : self.M, : self.M]
+        return R, cells.reshape(self.E, groups * Q, -1)[:, : self.M, : self.M].contiguous()
 
 
 def one_row(x: Tensor) -> Tensor:

@@ -180,7 +180,8 @@ def place_grid(
     """Places of the tokens x [B,T,..] of a grid cut into `blocks` along its axes, and one block of tokens without a
     place; remembered for grids without padding and segments."""
     if padding is None and segments is None and not torch.compiler.is_compiling():
-        return _whole_grid(grid, blocks, x.shape[0], x.device)
+        with torch.inference_mode(False):  # what is remembered there serves no later training
+            return _whole_grid(grid, blocks, x.shape[0], x.device)
     block, longest = grid_layout(grid, blocks, x.device)
     M = blocks[0] * blocks[1] * blocks[2]
     return place_groups(block.expand(x.shape[0], -1), M + 1, longest, padding, segments)

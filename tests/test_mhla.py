@@ -237,6 +237,18 @@ def test_grids_are_their_definition_with_all_gradients(grid: Grid, blocks: Any, 
         agree(o, mhla_reference(*leaves, block=own, **layout, normalise=normalise), leaves)
 
 
+def test_a_grid_first_met_in_inference_mode_trains_later() -> None:
+    leaves = [y.requires_grad_() for y in (*inputs(42), weights(5))]
+
+    def run() -> torch.Tensor:
+        return mhla_grid(*leaves, place_grid(Grid((6, 7)), (1, 2, 2), leaves[0]))
+
+    with torch.inference_mode():
+        run()
+    run().sum().backward()
+    assert all(y.grad is not None for y in leaves)
+
+
 def test_blocks_of_a_grid_are_where_they_should_be() -> None:
     block, longest = grid_layout(Grid((4, 6), 1, 1), (1, 2, 3), torch.device("cpu"))
     assert block[1:-1].view(4, 6)[:2].tolist() == [[0, 0, 1, 1, 2, 2]] * 2
