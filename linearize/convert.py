@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .atomic import check_output, output_folder
 from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
-from .drops import check_losses
 from .errors import Exit, LinearizeError, is_secret
 from .output import ranges
-from .plan import Plan, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps, some
+from .plan import Plan, some
 from .probe import model_class_of, probe
 from .recording import quiet
 from .render import Natives
+from .request import Request
 from .shards import meta_tensors
 from .source import ADAPTER_CONFIG, DTYPES, Source, open_source, read_header
 from .verify import Level, verify
@@ -32,52 +32,29 @@ def plan_conversion(
     model: str,
     mechanism: str,
     *,
-    layers: str = "all",
-    keep_softmax: str = "",
-    options: dict[str, Any] | None = None,
-    allow_drop: Sequence[str] = (),
-    dtype: str = "keep",
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
+    **asked: Any,
 ) -> tuple[Plan, Source, Natives]:
     """Decide everything and touch nothing. With `weights` False the shards need not be there.
 
-    `allow_drop` consents, by name, to what the linear layers will lack (drops.py).
-
-    Raises LinearizeError with the exit code of the obstacle.
+    `asked` are the other fields of a `Request`. Raises LinearizeError with the exit code of the obstacle.
     """
-    if dtype not in ("keep", *DTYPES.values()):
-        raise LinearizeError(f"--dtype {dtype}: choose keep, {', '.join(DTYPES.values())}")
-    make_steps([], mechanism, options or {})  # names and options first: they need no model
+    request = Request(mechanism, **asked)
     source = open_source(model, revision, weights=weights)
     check_adapter(source)
     check_secrets(source)
     config = load_config(source, trust_remote_code)
     natives = Natives(config, load_model_class(source, config, trust_remote_code))
-    found = fitting(probe(config, natives.head), mechanism, source.name)
-    chosen, kept = choose_layers(found, layers, keep_softmax, source.name)
-    check_losses(chosen, allow_drop)
-    stored = stored_dtype(source)
-    target = stored if dtype == "keep" else dtype
-    steps = make_steps(chosen, mechanism, options or {}, item_bytes(target))
-    check_rotation(found, steps)
-    new, old = sum(step.new_parameters for step in steps), natives.parameters()
-    rewritten = old if source.pickled or target != stored else 0
-    plan = Plan(
-        source=source.name,
-        revision=source.revision,
+    plan = request.plan(
+        source,
+        probe(config, natives.head),
         architecture=natives.head.__name__,
         model_type=natives.model_type,
-        dtype=target,
-        cast=target != stored,
+        stored=stored_dtype(source),
+        numbers=natives.parameters(),
         pickled=source.pickled,
-        steps=steps,
-        kept=tuple(kept),
-        others=grouped(found.others),
-        reads_masks=found.reads_masks,
-        source_bytes=source.bytes or old * item_bytes(stored),
-        needed_bytes=(new + rewritten) * item_bytes(target),
     )
     return plan, source, natives
 

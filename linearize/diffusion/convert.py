@@ -9,19 +9,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..atomic import output_folder
 from ..checkpoint import meta_pickle
 from ..convert import Say, check_disk, check_paths, check_secrets, stored_dtype
-from ..drops import check_losses
 from ..errors import Exit, LinearizeError
-from ..plan import DIFFUSERS, Plan, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps, some
+from ..plan import DIFFUSERS, Plan, some
 from ..probe import Found, Other
 from ..recording import quiet
-from ..source import DTYPES, Source, find_shards, read_header, read_json
+from ..request import Request
+from ..source import Source, find_shards, read_header, read_json
 from ..verify import Level
 from .latents import INPUTS
 from .probe import Part, build, probe
@@ -46,54 +45,32 @@ def plan_conversion(
     model: str,
     mechanism: str,
     *,
-    layers: str = "all",
-    keep_softmax: str = "",
-    options: dict[str, Any] | None = None,
-    allow_drop: Sequence[str] = (),
-    dtype: str = "keep",
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
+    **asked: Any,
 ) -> tuple[Plan, Source, list[Part]]:
     """Decide everything and touch nothing, as `plan_conversion` of ../convert.py; layers count on through all parts.
 
     Raises LinearizeError with the exit code of the obstacle.
     """
-    if dtype not in ("keep", *DTYPES.values()):
-        raise LinearizeError(f"--dtype {dtype}: choose keep, {', '.join(DTYPES.values())}")
+    request = Request(mechanism, **asked)
     if revision is not None:
         raise LinearizeError(f"--revision {revision}: {model} is a folder here, without revisions")
-    make_steps([], mechanism, options or {})  # names and options first: they need no model
     folder = Path(os.path.expanduser(model))
     source, parts = open_parts(folder, load_diffusers(folder), weights)
     check_files(source, trust_remote_code)
     if weights:
         for part in parts:
             check_weights(part)
-    found = fitting(probe_parts(parts), mechanism, source.name)
-    chosen, kept = choose_layers(found, layers, keep_softmax, source.name)
-    check_losses(chosen, allow_drop)
-    stored = stored_dtype(parts[0].source)
-    target = stored if dtype == "keep" else dtype
-    steps = make_steps(chosen, mechanism, options or {}, item_bytes(target))
-    check_rotation(found, steps)
-    cast, pickled = target != stored, any(part.source.pickled for part in parts)
-    numbers = sum(step.new_parameters for step in steps)
-    if cast or pickled:
-        numbers += sum(p.numel() for part in parts for p in part.model.parameters())
-    plan = Plan(
-        source=source.name,
-        revision=None,
+    plan = request.plan(
+        source,
+        probe_parts(parts),
         architecture=" and ".join(dict.fromkeys(part.native for part in parts)),
         model_type=DIFFUSERS,
-        dtype=target,
-        cast=cast,
-        pickled=pickled,
-        steps=steps,
-        kept=tuple(kept),
-        others=grouped(found.others),
-        source_bytes=source.bytes,
-        needed_bytes=numbers * item_bytes(target),
+        stored=stored_dtype(parts[0].source),
+        numbers=sum(p.numel() for part in parts for p in part.model.parameters()),
+        pickled=any(part.source.pickled for part in parts),
     )
     return plan, source, [part for part in parts if part.own(plan).steps]
 
