@@ -18,7 +18,7 @@ from .errors import Exit, LinearizeError
 from .plan import some
 from .shards import in_parallel, read_bytes, read_tensor, sha256
 from .source import DTYPES, Entry, open_source, read_header
-from .trust import changed_code, plan_of
+from .trust import changed_code, plan_of, refuse_code
 from .verify import clean_command, free_memory, result_of, started
 
 # Difference of logits over the largest. float32: whatever the weights are stored in, they are computed with in
@@ -59,7 +59,7 @@ def verify_folder(
     folder = Path(model) if Path(model).is_dir() else open_source(model, revision).folder
     config = read_linearized_config(folder)
     if not trust_remote_code:
-        ensure_code(folder, config)
+        refuse_code(folder, changed_code(folder, plan_of(config)))
     checks = [
         attempt("files", lambda: check_files(folder)),
         attempt("index", lambda: check_index(folder)),
@@ -101,17 +101,6 @@ def read_linearized_config(folder: Path) -> dict[str, Any]:
             Exit.INCOMPATIBLE,
         )
     return config
-
-
-def ensure_code(folder: Path, config: dict[str, Any]) -> None:
-    """The folder's code will be run: it must be what this version writes for its plan, else exit 3."""
-    changed = sorted(changed_code(folder, plan_of(config)))
-    if changed:
-        raise LinearizeError(
-            f"{folder} carries other code than this version of linearize writes ({some(changed)}). Verifying runs "
-            "it. Read it, then pass --trust-remote-code",
-            Exit.INCOMPATIBLE,
-        )
 
 
 # ---------------------------------------------------------------- what is on disk
@@ -204,14 +193,23 @@ def check_behaviours(folder: Path, strict: bool) -> list[Check]:
     limit = min(STRICT_LIMIT, LIMITS[dtype]) if strict and dtype == "float32" else LIMITS[dtype]
     script = "".join((Path(__file__).parent / name).read_text("utf-8") for name in BEHAVIOURS)
     arguments = [str(folder.absolute()), dtype, str(STRICT_LENGTH if strict else LENGTH), str(limit)]
+
+    def wrong(found: dict[str, Any]) -> list[str]:
+        return [f"{kind.replace('_', ' ')}: {some(names)}" for kind, names in found["keys"].items()]
+
+    return reload(script, arguments, wrong)
+
+
+def reload(script: str, arguments: list[str], wrong: Callable[[dict[str, Any]], list[str]]) -> list[Check]:
+    """What a script that loads a folder in a clean process found; `wrong` names the keys that do not match."""
     try:
         with clean_command(script, arguments) as command, started(*command) as child:
             found = result_of(child)
     except LinearizeError as error:
         return [Check("reload", "failed", error.message.removeprefix("verification failed: "))]
-    wrong = [f"{kind.replace('_', ' ')}: {some(names)}" for kind, names in found["keys"].items()]
-    first = Check("reload", "failed" if wrong else "passed", "; ".join(wrong) or "no key missing, none unexpected")
-    return [first, *(Check(name, **result) for name, result in found["checks"].items())]
+    keys = wrong(found)
+    first = Check("reload", "failed" if keys else "passed", "; ".join(keys) or "no key missing, none unexpected")
+    return [first, *(Check(name, **row) for name, row in found["checks"].items())]
 
 
 def fitting_dtype(folder: Path) -> str | None:

@@ -88,17 +88,20 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
         raise _already(source)
     if source.config.get("auto_map") and not trust_remote_code:
         files = ", ".join(sorted(f.name for f in source.folder.glob("*.py"))) or "its auto_map"
-        pin = f" --revision {source.revision}" if source.revision else ""
-        raise LinearizeError(
-            f"{source.name} ships its own code ({files}). Read it, then pass --trust-remote-code{pin}",
-            Exit.INCOMPATIBLE,
-        )
+        raise own_code(source, files)
     try:
         with quiet():
             return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # validators of many architectures raise as they like
         path = source.folder / "config.json"
         raise LinearizeError(f"{path} cannot be used: {_reason(error)}", Exit.INCOMPATIBLE) from error
+
+
+def own_code(source: Source, files: str) -> LinearizeError:
+    """What to say of a source whose code is not trusted."""
+    pin = f" --revision {source.revision}" if source.revision else ""
+    said = f"{source.name} ships its own code ({files}). Read it, then pass --trust-remote-code{pin}"
+    return LinearizeError(said, Exit.INCOMPATIBLE)
 
 
 def check_adapter(source: Source) -> None:
@@ -200,21 +203,20 @@ def check_weights(source: Source, natives: Natives) -> None:
                 ignore_mismatched_sizes=True,
             )
     except Exception as error:  # loaders of many architectures raise as they like
-        raise _disagree(source, f"{natives.head.__name__} cannot load them ({_reason(error)})") from error
+        raise disagree(source.name, f"{natives.head.__name__} cannot load them ({_reason(error)})") from error
     if report["mismatched_keys"]:
         name, found, expected = min(report["mismatched_keys"])
-        raise _disagree(source, f"{name} is {list(found)}, the config asks for {list(expected)}")
+        raise disagree(source.name, f"{name} is {list(found)}, the config asks for {list(expected)}")
     for kind in ("missing", "unexpected"):
         names = sorted(map(str, report[f"{kind}_keys"]))
         if names:
-            raise _disagree(source, f"{kind} {some(names)}")
+            raise disagree(source.name, f"{kind} {some(names)}")
 
 
-def _disagree(source: Source, how: str) -> LinearizeError:
-    return LinearizeError(
-        f"config.json and the weights of {source.name} disagree: {how}. Download both from one revision",
-        Exit.INCOMPATIBLE,
-    )
+def disagree(what: object, how: str) -> LinearizeError:
+    """What to say of a folder of which part was exchanged."""
+    said = f"config.json and the weights of {what} disagree: {how}. Download both from one revision"
+    return LinearizeError(said, Exit.INCOMPATIBLE)
 
 
 def _reason(error: Exception) -> str:

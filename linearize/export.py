@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from .shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
 from .source import Entry, Source, read_header
 from .trainable import ADAPTER, Student
 from .trust import check_code, read_plan
-from .verify import LOAD, TOLERANCE, check_keys, clean_command, fits_twice
+from .verify import LOAD, TOLERANCE, check_keys, clean_command, compare, fits_twice, result_of, started
 
 # Relative to the largest logit, after rounding the trained weights to the dtype that is saved.
 ROUNDING = {"float64": TOLERANCE, "float32": TOLERANCE, "float16": 1e-2, "bfloat16": 5e-2}
@@ -113,10 +112,9 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
     shutil.rmtree(output, ignore_errors=True)
     keep_adapter = student.lora is not None and not recipe.finish.merge_lora
     student.model.to("cpu")
-    compare = recipe.finish.verify and fits_twice(base)
-    if compare:
-        student.model.float()
-    trained = None if not compare else logits_of(student.model)
+    trained = None
+    if recipe.finish.verify and fits_twice([base]):
+        trained = logits_of(student.model.float())
     with output_folder(output, overwrite=False) as folder:
         changed = finish_adapters(student, folder if keep_adapter else None)
         copy_rest(base, folder)
@@ -238,12 +236,13 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     student.model.to(getattr(torch, plan.dtype)).float()
     rounded = logits_of(student.model)
     if not keep_adapter:
-        _compare(rounded, trained, ROUNDING[plan.dtype], "merging adapters and rounding to the saved dtype")
+        what = "merging adapters and rounding to the saved dtype changed logits by"
+        compare(rounded, trained, what, ROUNDING[plan.dtype])
     # With more than one dtype in the shards, what was loaded for training was rounded too.
     limit = TOLERANCE if len(dtypes) == 1 else ROUNDING[plan.dtype]
     with ThreadPoolExecutor() as pool:  # of two child processes, each of which mostly starts up
         count, reloaded = pool.submit(check_keys, folder), pool.submit(reload_logits, folder)
-    difference = _compare(reloaded.result(), rounded, limit, "reloading")
+    difference = compare(reloaded.result(), rounded, "reloading changed logits by", limit)
     return said.format(count.result()) + f"; logits equal the trained model's (largest difference {difference:.1e})"
 
 
@@ -251,19 +250,6 @@ def reload_logits(folder: Path) -> Tensor:
     """`logits_of` a saved model, in float32, computed in a process where linearize cannot be imported."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "logits.pt"
-        with clean_command(LOAD, [str(folder), str(out)]) as (command, environment):
-            done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode:
-            reason = done.stderr.strip()[-2000:]
-            raise LinearizeError(f"verification failed: a clean process cannot load it:\n{reason}", Exit.CHECK_FAILED)
+        with clean_command(LOAD, [str(folder), str(out)]) as command, started(*command) as child:
+            result_of(child)
         return torch.load(out)
-
-
-def _compare(ours: Tensor, theirs: Tensor, limit: float, what: str) -> float:
-    """The largest difference relative to the largest value, unless it is over the limit."""
-    difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
-    if not difference <= limit:
-        raise LinearizeError(
-            f"verification failed: {what} changed logits by {difference:.1e} (limit {limit:.0e})", Exit.CHECK_FAILED
-        )
-    return difference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from linearize_kernels.mixer import Site
 
 from . import __version__, checkpoint
 from .errors import Exit, LinearizeError
-from .plan import DIFFUSERS, Plan, Step
+from .plan import DIFFUSERS, Plan, Step, some
 from .probe import model_class_of
 from .recording import quiet
 from .render import Natives, auto_map, code_files
@@ -25,14 +25,19 @@ def check_code(folder: Path, trust_remote_code: bool) -> Plan:
     """The plan by which a folder was converted, whose code is this version's or trusted; else exit 3."""
     plan = saved_again(folder) or read_plan(folder)
     if not trust_remote_code:
-        changed = sorted(changed_code(folder, plan))
-        if changed:
-            raise LinearizeError(
-                f"{folder} carries other code than this version of linearize writes ({', '.join(changed)}). "
-                "Read it, then pass --trust-remote-code (in a recipe, model.trust_remote_code: true)",
-                Exit.INCOMPATIBLE,
-            )
+        refuse_code(folder, changed_code(folder, plan))
     return plan
+
+
+def refuse_code(folder: Path, changed: Iterable[str]) -> None:
+    """Raise LinearizeError (exit 3) where files of a folder, whose code is about to run, are `changed`."""
+    names = sorted(changed)
+    if names:
+        raise LinearizeError(
+            f"{folder} carries other code than this version of linearize writes ({some(names)}), and it would run. "
+            "Read it, then pass --trust-remote-code (in a recipe, model.trust_remote_code: true)",
+            Exit.INCOMPATIBLE,
+        )
 
 
 def read_plan(folder: Path) -> Plan:

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,7 +123,7 @@ def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) 
     """
     if level == "none":
         return "not verified (--verify none)"
-    full = level == "full" or (level == "auto" and fits_twice(folder))
+    full = level == "full" or (level == "auto" and fits_twice([folder]))
     said = "reloaded in a clean process without linearize: {} tensors, none missing, none unexpected"
     if full:
         count, difference = check_logits(folder, source, plan, trust)
@@ -134,10 +134,15 @@ def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) 
     return said
 
 
-def fits_twice(folder: Path) -> bool:
-    """Whether two float32 copies of the model, one a side, fit in free memory."""
-    shards = [read_header(shard) for shard in folder.glob("*.safetensors")]
-    return 2 * 4 * sum(math.prod(t.shape) for tensors in shards for t in tensors.values()) < free_memory()
+def fits_twice(folders: Iterable[Path]) -> bool:
+    """Whether two float32 copies of the models in these folders, one a side, fit in free memory."""
+    return 2 * 4 * numbers(folders) < free_memory()
+
+
+def numbers(folders: Iterable[Path]) -> int:
+    """How many numbers the weights in these folders hold."""
+    shards = [shard for folder in folders for shard in folder.glob("*.safetensors")]
+    return sum(math.prod(entry.shape) for shard in shards for entry in read_header(shard).values())
 
 
 def free_memory() -> int:
@@ -178,15 +183,17 @@ def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple
             loaded = result_of(loading)
             result_of(comparing)
         _check_loaded(folder, loaded)
-        return count, _difference(torch.load(ours), torch.load(theirs))
+        reloaded = torch.load(ours)
+        if not bool(torch.isfinite(reloaded).all()):
+            _fail("the reloaded model's logits are not finite")
+        return count, compare(reloaded, torch.load(theirs), "logits differ from the source class with mixers by")
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    if not bool(torch.isfinite(ours).all()):
-        _fail("the reloaded model's logits are not finite")
+def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = TOLERANCE) -> float:
+    """The largest difference relative to the largest value. Raises LinearizeError (exit 6) over the limit."""
     difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
-    if not difference <= TOLERANCE:
-        _fail(f"logits differ from the source class with mixers by {difference:.1e} (limit {TOLERANCE:.0e})")
+    if not difference <= limit:  # so that nan is over it
+        _fail(f"{what} {difference:.1e} (limit {limit:.0e})")
     return difference
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..atomic import output_folder
 from ..checkpoint import meta_pickle
-from ..convert import Say, check_disk, check_paths, check_secrets, stored_dtype
+from ..convert import Say, check_disk, check_paths, check_secrets, disagree, own_code, stored_dtype
 from ..errors import Exit, LinearizeError
 from ..plan import DIFFUSERS, Plan, some
 from ..probe import Found, Other
@@ -165,10 +165,7 @@ def check_files(source: Source, trust_remote_code: bool) -> None:
             raise LinearizeError(said, Exit.INCOMPATIBLE)
     files = sorted(path.relative_to(source.folder).as_posix() for path in source.folder.rglob("*.py"))
     if files and not trust_remote_code:
-        raise LinearizeError(
-            f"{source.name} ships its own code ({some(files)}). Read it, then pass --trust-remote-code",
-            Exit.INCOMPATIBLE,
-        )
+        raise own_code(source, some(files))
 
 
 def check_weights(part: Part) -> None:
@@ -188,11 +185,7 @@ def check_weights(part: Part) -> None:
     for kind, names in (("missing", wanted.keys() - stored.keys()), ("unexpected", extra)):
         wrong += [f"{kind} {some(sorted(names))}"] if names else []
     if wrong:
-        raise LinearizeError(
-            f"config.json and the weights of {part.source.folder} disagree: {wrong[0]}. Download both from one "
-            "revision",
-            Exit.INCOMPATIBLE,
-        )
+        raise disagree(part.source.folder, wrong[0])
 
 
 def probe_parts(parts: list[Part]) -> Found:

@@ -6,7 +6,6 @@ At the end of a conversion, and by `linearize verify`. The child runs the text o
 from __future__ import annotations
 
 import importlib
-import math
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,8 @@ from ..errors import Exit, LinearizeError
 from ..plan import Plan, some
 from ..recording import quiet
 from ..source import read_header, read_json
-from ..verify import TOLERANCE, Level, clean_command, free_memory, result_of, started
+from ..trust import refuse_code
+from ..verify import Level, clean_command, compare, fits_twice, free_memory, numbers, result_of, started
 from .code import code_for, readers
 from .latents import denoised, make_latents, parts_of
 from .probe import Part
@@ -55,7 +55,8 @@ def verify(folder: Path, level: Level, plan: Plan, parts: list[Part]) -> str:
     """
     if level == "none":
         return "not verified (--verify none)"
-    full = level == "full" or (level == "auto" and 2 * 4 * numbers(folder) < free_memory())
+    places = [folder / part.name for part in parts]
+    full = level == "full" or (level == "auto" and fits_twice(places))
     with tempfile.TemporaryDirectory() as scratch:
         target = f"{scratch}/ours.pt" if full else "keys"
         with clean_command(script(), [str(folder), target, "0"]) as command, started(*command) as child:
@@ -66,30 +67,29 @@ def verify(folder: Path, level: Level, plan: Plan, parts: list[Part]) -> str:
         if not full:
             return said + ("; outputs not compared (--verify full)" if level == "auto" else "")
         ours = torch.load(target)
-    worst = max(_difference(ours[name][n], theirs[name][n]) for name in theirs for n in (0, 1))
+    differ = "outputs differ from the source's by"
+    worst = max(compare(ours[name][n], theirs[name][n], differ) for name in theirs for n in (0, 1))
     equal = "outputs equal those of the source's class with mixers and, as teacher, of the source"
     return f"{said}; {equal} (largest difference {worst:.1e})"
 
 
-def numbers(folder: Path) -> int:
-    """How many numbers the converted transformers hold."""
-    shards = [shard for part in parts_of(folder) for shard in (folder / part).glob("*.safetensors")]
-    return sum(math.prod(entry.shape) for shard in shards for entry in read_header(shard).values())
-
-
 def check_keys(folder: Path, shapes: dict[str, list[int]]) -> int:
     """A transformer's shards hold what its class has; returns how many tensors. Raises LinearizeError (exit 6)."""
+    wrong = unlike(folder, shapes)
+    if wrong:
+        raise LinearizeError(f"verification failed: {wrong[0]}", Exit.CHECK_FAILED)
+    return sum(len(read_header(path)) for path in folder.glob("*.safetensors"))
+
+
+def unlike(folder: Path, shapes: dict[str, list[int]]) -> list[str]:
+    """In what a transformer's shards are not as its class has them."""
     headers = [read_header(path) for path in folder.glob("*.safetensors")]
     stored = {name: list(entry.shape) for header in headers for name, entry in header.items()}
     missing = sorted(shapes.keys() - stored.keys())
     extra = sorted(name for name in stored.keys() - shapes.keys() if ".mixer." in name)
     wrong = [f"{kind}: {some(names)}" for kind, names in (("missing", missing), ("unexpected", extra)) if names]
-    for name, shape in shapes.items():
-        if stored.get(name, shape) != shape:
-            wrong.append(f"{name} is {stored[name]}, the model has {shape}")
-    if wrong:
-        raise LinearizeError(f"verification failed: {wrong[0]}", Exit.CHECK_FAILED)
-    return len(stored)
+    both = [name for name in shapes if name in stored]
+    return wrong + [f"{n} is {stored[n]}, the model has {shapes[n]}" for n in both if stored[n] != shapes[n]]
 
 
 def source_outputs(folder: Path, part: Part, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -109,14 +109,6 @@ def source_outputs(folder: Path, part: Part, plan: Plan) -> tuple[Tensor, Tensor
     return denoised(model, make_latents(model)), teacher
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
-    difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
-    if not difference <= TOLERANCE:
-        said = f"outputs differ from the source's by {difference:.1e} (limit {TOLERANCE:.0e})"
-        raise LinearizeError(f"verification failed: {said}", Exit.CHECK_FAILED)
-    return difference
-
-
 # ---------------------------------------------------------------- linearize verify
 
 
@@ -134,13 +126,8 @@ def verify_folder(folder: Path, *, strict: bool = False, trust_remote_code: bool
             f"convert {folder} --to mhla",
             Exit.INCOMPATIBLE,
         )
-    changed = sorted(changed_code(folder, configs))
-    if changed and not trust_remote_code:
-        raise LinearizeError(
-            f"{folder} carries other code than this version of linearize writes ({some(changed)}). Verifying runs it. "
-            "Read it, then pass --trust-remote-code",
-            Exit.INCOMPATIBLE,
-        )
+    if not trust_remote_code:
+        refuse_code(folder, changed_code(folder, configs))
     found = [checks.attempt("files", lambda: checks.check_files(folder))]
     for part in parts:
         label = f"{part}: " if part else ""
@@ -183,15 +170,10 @@ def check_hashes(folder: Path, parts: list[str]) -> tuple[str, str]:
 
 def check_behaviours(folder: Path, limit: float) -> list[Check]:
     """Reload in a clean process and run the checks of latents.py there."""
-    if 4 * numbers(folder) > free_memory():
+    if 4 * numbers(folder / part for part in parts_of(folder)) > free_memory():
         return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
-    try:
-        arguments = [str(folder.absolute()), "checks", str(limit)]
-        with clean_command(script(), arguments) as command, started(*command) as child:
-            found = result_of(child)
-        for part, shapes in found["shapes"].items():
-            check_keys(folder / part, shapes)
-    except LinearizeError as error:
-        return [Check("reload", "failed", error.message.removeprefix("verification failed: "))]
-    first = Check("reload", "passed", "no key missing, none unexpected")
-    return [first, *(Check(name, **row) for name, row in found["checks"].items())]
+
+    def wrong(found: dict[str, Any]) -> list[str]:
+        return [said for part, shapes in found["shapes"].items() for said in unlike(folder / part, shapes)]
+
+    return checks.reload(script(), [str(folder.absolute()), "checks", str(limit)], wrong)
