@@ -78,7 +78,7 @@ def plan_for(
     Raises LinearizeError: 2 unless either a model or a known shape is given, and whatever planning raises.
     """
     if (model is None) == (shape is None):
-        raise LinearizeError("give either a model or --shape")
+        raise LinearizeError(f"give either a model or --shape: {', '.join(SHAPES)}")
     if shape is not None and shape not in SHAPES:
         raise LinearizeError(f"--shape {shape}: choose {', '.join(SHAPES)}.{did_you_mean(shape, SHAPES)}")
     arguments: dict[str, Any] = {"options": options, "weights": False}

@@ -45,7 +45,8 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives,
     _copy_small_files(folder, source)
     for name, text in code_files(plan, natives).items():
         if (folder / name).exists():
-            raise LinearizeError(f"{source.name} has a {name} of its own, where ours must go", Exit.INCOMPATIBLE)
+            said = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"
+            raise LinearizeError(said, Exit.INCOMPATIBLE)
         (folder / name).write_text(text, "utf-8")
     write_json(folder / "config.json", converted_config(source.config, plan, natives))
     (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
@@ -167,7 +168,8 @@ def load_pickle(shard: Path) -> dict[str, torch.Tensor]:
     except Exception as error:
         raise _pickle_error(shard, error) from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise LinearizeError(f"{shard} does not hold a plain mapping of names to tensors", Exit.INCOMPATIBLE)
+        said = f"{shard} does not hold a plain mapping of names to tensors. Use a safetensors version of the model"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
     return tensors
 
 

@@ -57,7 +57,11 @@ def check_pair(student: Loaded, teacher: Loaded) -> None:
         )
     ours, theirs = (model.model.get_input_embeddings().weight.shape[0] for model in (student, teacher))
     if ours != theirs:
-        raise LinearizeError(f"the student's vocabulary has {ours} tokens, the teacher's {theirs}", Exit.INCOMPATIBLE)
+        raise LinearizeError(
+            f"the student's vocabulary has {ours} tokens, the teacher's {theirs}. Give the model that the student was "
+            "converted from",
+            Exit.INCOMPATIBLE,
+        )
 
 
 @device_memory()

@@ -26,6 +26,7 @@ from .source import ADAPTER_CONFIG, DTYPES, Source, open_source, read_header
 from .verify import Level, verify
 
 Say = Callable[[str], None]
+NEXT = "distil it with linearize finetune"
 
 
 def plan_conversion(
@@ -231,4 +232,5 @@ def check_disk(plan: Plan, source: Source, output: Path) -> None:
     need = plan.needed_bytes + (0 if linked or plan.cast or source.pickled else source.bytes)
     free = shutil.disk_usage(parent).free
     if need > free:
-        raise LinearizeError(f"need {need / 2**30:.1f} GiB in {parent}, {free / 2**30:.1f} free", Exit.RESOURCE)
+        said = f"need {need / 2**30:.1f} GiB in {parent}, {free / 2**30:.1f} free. Make room, or choose another -o"
+        raise LinearizeError(said, Exit.RESOURCE)

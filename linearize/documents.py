@@ -75,7 +75,8 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """What documents end with: eos, or an encoder's separator. Raises LinearizeError where there is neither."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
-        raise LinearizeError("the tokenizer has no eos token to end documents with", Exit.INCOMPATIBLE)
+        said = "the tokenizer has no eos token to end documents with. Name one in the model's tokenizer_config.json"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
     return int(end)
 
 

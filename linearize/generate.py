@@ -97,14 +97,15 @@ def load(
     source = open_source(model, revision)
     linearized = (source.folder / MANIFEST).exists() or saved_again(source.folder) is not None
     if teacher and not linearized:
-        raise LinearizeError(f"--teacher: {model} is not linearized, softmax is all it has")
+        raise LinearizeError(f"--teacher: {model} is not linearized, softmax is all it has. Leave it out")
     if linearized:
         loaded = load_converted(source.folder, kind, trust_remote_code)
     else:
         load_config(source, trust_remote_code)  # refuses code of its own without trust
         loaded = _load_native(source, kind, trust_remote_code)
     if not writes_text(loaded):
-        raise LinearizeError(f"{model} is a {type(loaded).__name__}, which writes no text", Exit.INCOMPATIBLE)
+        said = f"{model} is a {type(loaded).__name__}, which writes no text. Load it in Python, see its README.md"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
     return Loaded(loaded.to(where).eval(), load_tokenizer(source.folder, linearized or trust_remote_code), teacher)
 
 
@@ -113,7 +114,8 @@ def _device(name: str) -> str:
     if name not in choices:
         raise LinearizeError(f"--device {name}: choose {', '.join(choices)}.{did_you_mean(name, choices)}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise LinearizeError("--device cuda: torch sees no CUDA device", Exit.RESOURCE)
+        said = "--device cuda: torch sees no CUDA device. Choose cpu; linearize doctor shows torch"
+        raise LinearizeError(said, Exit.RESOURCE)
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -104,7 +104,8 @@ def plan_push(
     check_code(folder, trust_remote_code)
     listed = json.loads((folder / MANIFEST).read_text("utf-8")).get("files", ())
     if MANIFEST not in listed:
-        raise LinearizeError(f"{folder / MANIFEST} does not say which files are the model's", Exit.INCOMPATIBLE)
+        said = f"{folder / MANIFEST} does not say which files are the model's. Convert or train again"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
     present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     missing = sorted(set(listed) - present.keys())
     if missing:

@@ -39,7 +39,8 @@ def check_runtime(recipe: Recipe) -> str:
     """
     runtime, track = recipe.runtime, recipe.track.to
     if runtime.device == "cuda" and not torch.cuda.is_available():
-        raise LinearizeError("runtime.device is cuda, but torch sees no CUDA device", Exit.RESOURCE)
+        said = "runtime.device is cuda, but torch sees no CUDA device. Set it to cpu; linearize doctor shows torch"
+        raise LinearizeError(said, Exit.RESOURCE)
     cpu = on_cpu(recipe)
     if runtime.precision == "fp16" and cpu:
         raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)

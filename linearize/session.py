@@ -144,9 +144,8 @@ class Finetuner:
             within = number == position.stage and not position.done
             if number > position.stage or within:
                 if only not in (None, stage.name):
-                    raise LinearizeError(
-                        f"--stage {only} needs {stage.name}, which is not finished in {self.run.folder}"
-                    )
+                    said = f"--stage {only} needs {stage.name}, which is not finished in {self.run.folder}"
+                    raise LinearizeError(f"{said}. Run --stage {stage.name} first, or all without --stage")
                 self.train_stage(number, stage, position.step if within else 0, resume if within else None)
             if stage.name == only:
                 return number == len(self.recipe.stages) - 1

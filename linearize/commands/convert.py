@@ -48,7 +48,7 @@ def convert(
         raise LinearizeError("--push: a pipeline of diffusers is uploaded with hf upload REPO DIR")
     if push is not None:
         hub.check_name(push) if dry_run else hub.check_access(push)
-    plan, source, natives = story.plan_conversion(
+    planned = story.plan_conversion(
         model,
         to,
         layers=layers,
@@ -60,23 +60,14 @@ def convert(
         trust_remote_code=trust_remote_code,
         weights=not dry_run,
     )
+    plan = planned[0]
     plan_table(plan)
     result: dict[str, Any] = {"plan": plan.to_json()}
     if not dry_run:
-        target = output or Path(f"{Path(source.name).name}-{to}")
-        checked = story.convert(
-            plan,
-            source,
-            natives,
-            target,
-            overwrite=overwrite,
-            level=verify,
-            trust_remote_code=trust_remote_code,
-            say=say,
-        )
-        diffusion = story is of_diffusers
-        then = "train its mixers, see docs/diffusers.md" if diffusion else "distil it with linearize finetune"
-        say(f"saved {target}. Next: {then}")
+        target = output or Path(f"{Path(plan.source).name}-{to}")
+        how = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
+        checked = story.convert(*planned, target, **how, say=say)
+        say(f"saved {target}. Next: {story.NEXT}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)

@@ -26,6 +26,7 @@ from .latents import INPUTS
 from .probe import Part, build, probe
 from .write import FORMATS, INDEX_FILE, write_pipeline
 
+NEXT = "train its mixers, see docs/diffusers.md"
 # Classes that older checkpoints name, with the norm that tells what became of them.
 FORMER = {("Transformer2DModel", "ada_norm_zero"): "DiTTransformer2DModel"}
 
@@ -56,7 +57,7 @@ def plan_conversion(
     """
     request = Request(mechanism, **asked)
     if revision is not None:
-        raise LinearizeError(f"--revision {revision}: {model} is a folder here, without revisions")
+        raise LinearizeError(f"--revision {revision}: {model} is a folder here, without revisions. Leave it out")
     folder = Path(os.path.expanduser(model))
     source, parts = open_parts(folder, load_diffusers(folder), weights)
     check_files(source, trust_remote_code)
@@ -148,7 +149,8 @@ def _part(folder: Path, name: str, config: dict[str, Any], kind: str, diffusers:
     if "linearize" in config:
         raise LinearizeError(f"{folder} is linear already, as {kind}. Convert what it was made of", Exit.INCOMPATIBLE)
     if config.get("quantization_config"):
-        raise LinearizeError(f"{folder} is quantized: surgery needs float weights", Exit.INCOMPATIBLE)
+        said = f"{folder} is quantized: surgery needs float weights; use its base model"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
     if not hasattr(diffusers, kind):
         said = f"diffusers {diffusers.__version__} has no {kind}: upgrade it"
         raise LinearizeError(said, Exit.INCOMPATIBLE)
