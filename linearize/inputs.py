@@ -45,7 +45,9 @@ def make_inputs(model: Any, B: int = 2, T: int = 24) -> dict[str, Tensor]:
     makers: dict[str, Any] = {"pixel_values": make_images, "input_features": make_features, "input_values": make_sound}
     inputs: dict[str, Tensor] = {}
     for name in takes(model):
-        made = makers[name](model, B) if name in makers else make_tokens(model, B, T)
+        # A decoder gets fewer tokens than its encoder, so that attention to the encoder's shows.
+        short = name == "decoder_input_ids" and T > 1
+        made = makers[name](model, B) if name in makers else make_tokens(model, B, T - short)
         inputs |= {name: made} if isinstance(made, Tensor) else made
     return inputs
 

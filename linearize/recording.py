@@ -28,7 +28,7 @@ TOKENS = 8
 # Keyword arguments of attention functions that every architecture passes or that mean nothing to a mixer.
 ORDINARY = {"scaling", "dropout", "is_causal", "position_ids", "attention_mask", "use_cache", "output_attentions"}
 ORDINARY |= {"output_hidden_states", "past_key_values", "cache_position", "position_embeddings", "head_mask"}
-ORDINARY |= {"layer_idx", "logits_to_keep"}
+ORDINARY |= {"layer_idx", "logits_to_keep", "return_dict"}
 
 
 def build_on_meta(

@@ -70,6 +70,13 @@ def test_consent_where_nothing_is_lost(tmp_path: Path) -> None:
     assert error.message == "--allow-drop softcap: this conversion drops nothing of its softmax."
 
 
+def test_a_switch_for_outputs_is_no_loss() -> None:
+    """HuBERT hands `return_dict` on to its softmax."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    found = probe(transformers.HubertConfig(hidden_size=32, **sizes), transformers.HubertModel)
+    assert [site.extras for site in found.sites] == [()]
+
+
 def test_what_can_be_learned_is_noted(tmp_path: Path) -> None:
     config = transformers.GptOssConfig(
         **TINY, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, intermediate_size=32, num_local_experts=4

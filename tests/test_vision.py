@@ -132,6 +132,19 @@ def test_the_probe_sees_where_tokens_lie(name: str, grid: str, prefix: int, suff
     assert not any(site.causal for site in found.sites)
 
 
+@pytest.mark.parametrize("model_type", ["bart", "t5"])
+def test_attention_to_what_an_encoder_made_keeps_softmax(model_type: str) -> None:
+    """Also where a call gives the decoder as many tokens as the encoder."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "num_layers": 1, "num_heads": 2}
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=97, **sizes)
+    found = probe(config, transformers.AutoModelForSeq2SeqLM._model_mapping[type(config)])
+    assert ["decoder" in site.path for site in found.sites] == [False]
+    assert {other.reason for other in found.others} == {
+        "is in a decoder that reads an encoder",
+        "takes keys from elsewhere",
+    }
+
+
 def test_a_class_token_of_the_last_stage_alone() -> None:
     found = probe(small_config("PvtForImageClassification"), transformers.PvtForImageClassification)
     assert [(site.grid, site.prefix, site.reduction) for site in found.sites] == [
