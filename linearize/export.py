@@ -233,7 +233,7 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     if trained is None:
         return said.format(check_keys(folder)) + "; logits not compared, twice the weights exceed free memory"
     dtypes = {entry.dtype for shard in folder.glob("*.safetensors") for entry in read_header(shard).values()}
-    student.model.to(getattr(torch, plan.dtype)).float()
+    round_weights(student.model, getattr(torch, plan.dtype))
     rounded = logits_of(student.model)
     if not keep_adapter:
         what = "merging adapters and rounding to the saved dtype changed logits by"
@@ -244,6 +244,14 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
         count, reloaded = pool.submit(check_keys, folder), pool.submit(reload_logits, folder)
     difference = compare(reloaded.result(), rounded, "reloading changed logits by", limit)
     return said.format(count.result()) + f"; logits equal the trained model's (largest difference {difference:.1e})"
+
+
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Round what a checkpoint holds of a model to `dtype`; `to` would round the frequencies of a rotary embedding too,
+    which a loaded model computes anew in float32."""
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            value.copy_(value.to(dtype))
 
 
 def reload_logits(folder: Path) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TOLERANCE, relative_error
-from models import load
+from models import load, small_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from training import LORA, VOCAB, T, base, make_recipe, metrics, same, stage, tensors, train
@@ -195,6 +196,19 @@ def test_an_adapter_is_kept_beside_the_base_on_request(
         adapted = PeftModel.from_pretrained(plain, final / "adapter").eval()
         ours = adapted(input_ids=IDS, use_cache=False).logits
     assert relative_error(ours, logits) < TOLERANCE[torch.float32]
+
+
+def test_rounding_to_a_dtype_is_what_saving_in_it_does(tmp_path: Path) -> None:
+    """Of a rotary embedding `to` would round the frequencies, which no checkpoint holds."""
+    model = small_model("llama")
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path)
+    export.round_weights(model, torch.bfloat16)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float()
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = (dict(getattr(one, kind)()) for one in (model, saved))
+        assert ours.keys() == theirs.keys() != set()
+        for name, value in ours.items():
+            assert value.equal(theirs[name]), name
 
 
 def test_a_tensor_of_another_dtype_keeps_its_bytes(root: Path, tmp_path: Path) -> None:
