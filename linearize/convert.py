@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .atomic import check_output, output_folder
 from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
-from .errors import Exit, LinearizeError, is_secret
+from .errors import Exit, LinearizeError, is_secret, reason_of
 from .output import ranges
 from .plan import Plan, some
 from .probe import model_class_of, probe
@@ -95,7 +95,7 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
             return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # validators of many architectures raise as they like
         path = source.folder / "config.json"
-        raise LinearizeError(f"{path} cannot be used: {_reason(error)}", Exit.INCOMPATIBLE) from error
+        raise LinearizeError(f"{path} cannot be used: {reason_of(error)}", Exit.INCOMPATIBLE) from error
 
 
 def own_code(source: Source, files: str) -> LinearizeError:
@@ -140,7 +140,8 @@ def _already(source: Source) -> LinearizeError:
         done = " and ".join(sorted({repr(layer["mechanism"]) for layer in layers}))
         found = f"layers {ranges([layer['site']['layer'] for layer in layers])} are already {done}"
     return LinearizeError(
-        f"{source.name}: {found}. Continue with linearize finetune, or convert its source again with other --layers",
+        f"{source.name}: {found}. Continue with linearize finetune and convert=null, or convert its source again with "
+        "other --layers",
         Exit.INCOMPATIBLE,
     )
 
@@ -157,7 +158,7 @@ def load_model_class(source: Source, config: PretrainedConfig, trust_remote_code
         return get_class_from_dynamic_module(reference, str(source.folder))
     except Exception as error:  # whatever that code raises
         raise LinearizeError(
-            f"{source.name}: its own {reference} cannot be loaded: {_reason(error)}", Exit.INCOMPATIBLE
+            f"{source.name}: its own {reference} cannot be loaded: {reason_of(error)}", Exit.INCOMPATIBLE
         ) from error
 
 
@@ -204,7 +205,7 @@ def check_weights(source: Source, natives: Natives) -> None:
                 ignore_mismatched_sizes=True,
             )
     except Exception as error:  # loaders of many architectures raise as they like
-        raise disagree(source.name, f"{natives.head.__name__} cannot load them ({_reason(error)})") from error
+        raise disagree(source.name, f"{natives.head.__name__} cannot load them ({reason_of(error)})") from error
     if report["mismatched_keys"]:
         name, found, expected = min(report["mismatched_keys"])
         raise disagree(source.name, f"{name} is {list(found)}, the config asks for {list(expected)}")
@@ -218,11 +219,6 @@ def disagree(what: object, how: str) -> LinearizeError:
     """What to say of a folder of which part was exchanged."""
     said = f"config.json and the weights of {what} disagree: {how}. Download both from one revision"
     return LinearizeError(said, Exit.INCOMPATIBLE)
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error, or its name."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def check_disk(plan: Plan, source: Source, output: Path) -> None:

@@ -36,10 +36,10 @@ SINKS = Loss("sinks", "the source has attention sinks, the linear layer does not
 # By the keyword under which the softmax function receives it, or the name that the probe gave it.
 KNOWN = {
     "sliding_window": Loss(
-        "sliding_window", "the source attends to a sliding window, the linear layer to all before it"
+        "sliding_window", "the source attends to a sliding window, the linear layer to all that it may see"
     ),
-    "own_mask": Loss("own_mask", "the source hides tokens by a mask of its own, the linear layer sees all before it"),
-    "indices": Loss("indices", "the source attends to the keys that it picks, the linear layer to all before it"),
+    "own_mask": Loss("own_mask", "the source hides tokens by a mask of its own, the linear layer sees all that it may"),
+    "indices": Loss("indices", "the source attends to the keys that it picks, the linear layer to all that it may see"),
     "softcap": Loss("softcap", "the source caps attention scores, the linear layer does not"),
     "s_aux": SINKS,
     "sinks": SINKS,

@@ -49,8 +49,15 @@ class LinearizeError(Exception):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest of `known`, or an empty string when nothing is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    written = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), written, n=1, cutoff=0.6)
+    return f" Did you mean {written[near[0]]!r}?" if near else ""
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error, the second too where the first announces it; else its name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def redact(text: str) -> str:

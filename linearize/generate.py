@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, CompileConfig, TextStreamer
 
 from .checkpoint import MANIFEST, meta_pickle
 from .convert import load_config
-from .errors import Exit, LinearizeError, did_you_mean, os_error
+from .errors import Exit, LinearizeError, did_you_mean, os_error, reason_of
 from .export import load_converted, load_whole
 from .inputs import writes_text
 from .recording import quiet
@@ -141,8 +141,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LinearizeError(f"no tokenizer can be loaded from {folder}: {reason}", Exit.INCOMPATIBLE) from error
+        raise LinearizeError(
+            f"no tokenizer can be loaded from {folder}: {reason_of(error)}. Copy the source's tokenizer files there",
+            Exit.INCOMPATIBLE,
+        ) from error
 
 
 def check_compiles(model: Any) -> None:

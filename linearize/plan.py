@@ -15,6 +15,7 @@ from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_op
 from .output import ranges
 from .probe import Found, Other
 
+LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
 DIFFUSERS = "diffusers"  # the model type of plans for pipelines of diffusers
 
 
@@ -123,7 +124,7 @@ def choose_layers(
     if layers == "all":
         chosen = set(known)
     elif layers.startswith("every:"):
-        step = _number(layers.removeprefix("every:"), "--layers " + layers)
+        step = _number(layers.removeprefix("every:"), "--layers " + layers, LAYERS)
         if step < 1:
             raise LinearizeError(f"--layers {layers}: every:N needs N >= 1")
         chosen = set(known[::step])
@@ -140,8 +141,9 @@ def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
     known = [site.layer for site in found.sites]
     for part in filter(None, (p.strip() for p in text.split(","))):
         low, dash, high = part.partition("-")
-        first = _number(low, f"{flag} {text}")
-        last = _number(high, f"{flag} {text}") if dash else first
+        form = LAYERS if flag == "--layers" else "0-3,7"
+        first = _number(low, f"{flag} {text}", form)
+        last = _number(high, f"{flag} {text}", form) if dash else first
         if last < first:
             raise LinearizeError(f"{flag} {text}: {part} runs backwards")
         chosen |= set(range(first, min(last, max(known) + 1) + 1))  # one beyond stands for all that are
@@ -159,9 +161,9 @@ def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
     return chosen
 
 
-def _number(text: str, where: str) -> int:
+def _number(text: str, where: str, form: str) -> int:
     if not text.strip().isdecimal() or len(text) > 9:
-        raise LinearizeError(f"{where}: {text!r} is no layer number. Write 0-3,7 or every:2 or all")
+        raise LinearizeError(f"{where}: {text!r} is no layer number. Write {form}")
     return int(text)
 
 

@@ -38,8 +38,8 @@ def plan_table(plan: Plan) -> None:
     title = f"{plan.source} ({plan.architecture}, {plan.dtype}), params and state of one layer"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("layers", "module", "from", "to", "new params", "state"):
-        right, whole = column in ("new params", "state"), column in ("module", "from")
-        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=whole)
+        right, long = column in ("new params", "state"), column in ("module", "from")
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=not long)
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step in plan.steps:
         site = step.site
@@ -47,7 +47,7 @@ def plan_table(plan: Plan) -> None:
         cost = (f"{step.new_parameters:,}", size(step.state_bytes) if site.causal else "none")
         rows.append((site.layer, (site.path, heads, step.mechanism, *cost)))
     for site in plan.kept:
-        rows.append((site.layer, (site.path, site.kind, "softmax (kept)", "", "KV cache" if site.causal else "none")))
+        rows.append((site.layer, (site.path, site.kind, "softmax\n(kept)", "", "KV cache" if site.causal else "none")))
     for cells in alike(rows):
         table.add_row(*cells)
     out.print(table)
@@ -92,8 +92,8 @@ def inspection_tables(inspection: Inspection) -> None:
     title = f"{inspection.source} ({inspection.architecture}, {inspection.model_type})"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("layers", "module", "class", "H", "Hkv", "D", "Dv", "scale"):
-        right, whole = column in ("H", "Hkv", "D", "Dv", "scale"), column in ("module", "class")
-        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=whole)
+        right, long = column in ("H", "Hkv", "D", "Dv", "scale"), column in ("module", "class")
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=not long)
     rows: list[tuple[int, tuple[str, ...]]] = []
     for site in found.sites:
         heads = (site.heads, site.kv_heads, site.key_dim, site.value_dim)

@@ -266,6 +266,7 @@ def test_what_cannot_generate_is_told(
     code, _, err = linearize("generate", tmp_path / "bare", "x")
     assert code == Exit.INCOMPATIBLE
     assert "no tokenizer" in err
+    assert err.endswith("Copy the source's tokenizer files there\n")
 
 
 def test_other_code_runs_only_when_trusted(linearize: Command, folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from linearize import mechanisms
 from linearize.convert import plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.inspection import inspect_model
+from linearize.show import plan_table
 
 
 def config_only(folder: Path, model_type: str, **changes: object) -> Path:
@@ -88,6 +90,18 @@ def test_masks_that_the_architecture_reads_are_made(tmp_path: Path) -> None:
         plan = plan_conversion(str(folder), "gsa", weights=False, allow_drop=drops)[0]
         assert plan.reads_masks == reads
         assert plan.spec()["all_linear"] == (not reads)
+
+
+def test_long_names_leave_room_for_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A terminal of 80 columns shows every column; a module's name goes on in the next line."""
+    folder = config_only(tmp_path / "tiny", "llama")
+    plan = plan_conversion(str(folder), "gsa", keep_softmax="1", weights=False)[0]
+    long = [replace(step, site=replace(step.site, path="x" * 60, kind="y" * 40)) for step in plan.steps]
+    plan_table(replace(plan, steps=tuple(long)))
+    said = capsys.readouterr().err
+    for part in ("layers", "new params", "state", f"{plan.steps[0].new_parameters:,}", "KV cache", "softmax"):
+        assert part in said
+    assert (said.count("x"), said.count("y")) >= (60, 40)
 
 
 def test_the_command_prints_tables_and_json(zoo: Zoo) -> None:
