@@ -510,6 +510,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], list[str], int, str]] = {
     "mechanism": (lambda f: None, ["--to", "gsa"], 3, "bidirectional; 'gsa' is not. Choose la or mhla or saga"),
     "option": (lambda f: None, ["--set", "blokcs=3"], 2, "Did you mean 'blocks'"),
     "layers": (lambda f: None, ["--layers", "2"], 2, "has 2 layers (0-1)"),
+    "dtype": (lambda f: None, ["--dtype", "int8"], 2, "choose keep, float64"),
+    "consent": (lambda f: None, ["--allow-drop", "alibi"], 2, "drops nothing of its softmax"),
     "revision": (lambda f: None, ["--revision", "main"], 2, "without revisions"),
     "push": (lambda f: None, ["--push", "user/repo"], 2, "hf upload"),
     "inside": (lambda f: None, ["-o", "{source}/linear"], 2, "separate folders"),
