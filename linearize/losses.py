@@ -104,7 +104,7 @@ class _FusedKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, tau: float) -> Tensor:
-        student, teacher = student.contiguous(), teacher.contiguous()
+        student, teacher, weight = (x.contiguous() for x in (student, teacher, weight))
         kl, *norms = losses_triton.kl_rows(student, teacher, weight, tau)
         ctx.save_for_backward(student, teacher, weight, *norms)
         ctx.tau = tau

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton_tools import compile_kernel, run_script
 
-# Unset: B2 T3 V1000 tau 1; `other` is the vocabulary's part that both models rule out.
+# Unset: B2 T3 V1000 tau 1; `banned` is the vocabulary's part that both models rule out, `turned` valid [T,B] in memory.
 CASES: list[dict[str, Any]] = [
     {},
     {"tau": 2.0},
@@ -24,6 +24,7 @@ CASES: list[dict[str, Any]] = [
     {"banned": 5},
     {"scale": 300.0},
     {"invalid": True},
+    {"invalid": True, "turned": True},
     {"dtype": "float16"},
 ]
 TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
@@ -58,6 +59,7 @@ def errors(case: dict[str, Any], device: str, shape: tuple[int, int] = (2, 3)) -
         logits[..., : case["banned"]] = -torch.inf
     if "invalid" in case:
         valid[0, 1], student[0, 1] = False, torch.nan
+    valid = valid.T.contiguous().T if "turned" in case else valid
     student, teacher = (y.to(device, getattr(torch, case.get("dtype", "float32"))) for y in (student, teacher))
     assert fits(student, teacher)
     found = []
