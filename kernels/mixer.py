@@ -198,13 +198,15 @@ class Mixer(nn.Module):
 
 
 def as_autocast(*inputs: Tensor) -> list[Tensor]:
-    """What autocast does to the inputs of softmax attention, by a list of torch's own operators: all in its dtype.
+    """What autocast does to the inputs of softmax attention, by a list of torch's own operators: all but float64 in its
+    dtype.
 
     Rotary embedding of weights in fp32 leaves q and k in fp32 beside v in bf16, which no kernel takes.
     """
     device = inputs[0].device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return [x.to(torch.get_autocast_dtype(device)) if on else x for x in inputs]
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return [*inputs]
+    return [x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in inputs]
 
 
 def own_mixer(module: Any) -> type[Mixer]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
-from linearize_kernels.mixer import Bounds, Mixer, Site, option_types, own_mixer, published_options
+from linearize_kernels.mixer import Bounds, Mixer, Site, as_autocast, option_types, own_mixer, published_options
 from linearize_kernels.state import map_state
 from linearize_kernels.window import WindowedState
 
@@ -398,6 +398,7 @@ def test_autocast_reaches_keys_in_float32(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mixer, method, lambda *a, **k: seen.append({x.dtype for x in a[:3]}) or inner(*a, **k))
     with torch.autocast("cpu", torch.bfloat16):
         o, _ = mix(mixer, (*inputs[:2], inputs[2].bfloat16(), inputs[3]))
+        assert as_autocast(inputs[0].double())[0].dtype == torch.float64  # which autocast leaves alone
     assert seen == [{torch.bfloat16}]
     assert o.isfinite().all()
 
