@@ -600,3 +600,11 @@ def test_damage_is_found(sources: dict[str, Path], tmp_path: Path) -> None:
         folder = changed(tmp_path / "linear", tmp_path / f"code{number}", harm)
         with pytest.raises(LinearizeError, match=name.replace(".", r"\.") if number else "holds no transformer"):
             verify_files(folder)
+    torn: dict[str, Callable[[Path], Any]] = {
+        "is not valid JSON": lambda f: (f / "model_index.json").write_text('{"transformer": ['),
+        "holds no transformer": lambda f: edit(f / "model_index.json", transformer=[]),
+        "cannot read .*config": lambda f: (f / "transformer/config.json").unlink(),
+    }
+    for number, (said, harm) in enumerate(torn.items()):
+        with pytest.raises(LinearizeError, match=said):
+            verify_files(changed(tmp_path / "linear", tmp_path / f"torn{number}", harm))

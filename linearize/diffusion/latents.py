@@ -80,7 +80,8 @@ def parts_of(folder: Path) -> list[str]:
     if not (folder / "model_index.json").exists():
         return [""]
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    return [n for n, entry in index.items() if isinstance(entry, list) and str(entry[0]).startswith("linearized_")]
+    entries = {name: str(entry[0]) for name, entry in index.items() if isinstance(entry, list) and entry}
+    return [name for name, library in entries.items() if library.startswith("linearized_")]
 
 
 def load_parts(folder: Path, trust: bool = True) -> dict[str, Any]:

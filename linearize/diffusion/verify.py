@@ -24,7 +24,7 @@ from ..checks import Check
 from ..errors import Exit, LinearizeError
 from ..plan import Plan, some
 from ..recording import quiet
-from ..source import read_header, read_json
+from ..source import read_header, read_json, unreadable
 from ..trust import refuse_code
 from ..verify import Level, clean_command, compare, fits_twice, free_memory, numbers, result_of, started
 from .code import code_for, readers
@@ -115,11 +115,16 @@ def source_outputs(folder: Path, part: Part, plan: Plan) -> tuple[Tensor, Tensor
 def verify_folder(folder: Path, *, strict: bool = False, trust_remote_code: bool = False) -> list[Check]:
     """Every check of a converted pipeline, or of a transformer's own folder.
 
-    Raises LinearizeError (exit 3) for what linearize did not convert, and for code that this version does not write
-    unless `trust_remote_code`.
+    Raises LinearizeError: 3 for what linearize did not convert, for a damaged index or config, and for code that this
+    version does not write unless `trust_remote_code`; 4 for files that cannot be read.
     """
-    parts = parts_of(folder)
-    configs = {part: read_json(folder / part / "config.json") for part in parts}
+    try:
+        if (folder / INDEX_FILE).exists():
+            read_json(folder / INDEX_FILE)  # or say what is wrong with it
+        parts = parts_of(folder)
+        configs = {part: read_json(folder / part / "config.json") for part in parts}
+    except OSError as error:
+        raise unreadable(error) from error
     if not parts or not all(config.get("linearize") for config in configs.values()):
         raise LinearizeError(
             f"{folder} holds no transformer that linearize converted: nothing to verify. Convert it first: linearize "
