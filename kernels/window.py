@@ -175,9 +175,11 @@ class Window(nn.Module):
 
         `mass` [B,T,H]: the logarithm of the mechanism's normaliser, where it has one; `x` [B,T,hidden].
         """
-        near, own_mass, ring = window_attention(
-            q, k, v, window=self.window, scale=self.scale, padding=padding, segments=segments, state=state
-        )
+        # Autocast would round the scores to half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            near, own_mass, ring = window_attention(
+                q, k, v, window=self.window, scale=self.scale, padding=padding, segments=segments, state=state
+            )
         logit = self.far_logit.float() + F.linear(x, self.far_gate.to(x.dtype)).float()
         logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass - own_mass
         w = torch.sigmoid(logit)[..., None]

@@ -65,6 +65,19 @@ def test_scores_are_not_rounded_to_half_precision() -> None:
     assert relative_error(o, expected) < 0.5 * TOLERANCE[torch.bfloat16]
 
 
+def test_autocast_does_not_round_scores() -> None:
+    window, (q, k, v) = Window(8, 4, 8, 0.3, True), (y.bfloat16() for y in inputs(37))
+    window.reset_parameters()
+    torch.nn.init.constant_(window.far_logit, -1e4)
+    arguments: dict[str, Any] = {"padding": None, "segments": None, "state": None}
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            x = torch.zeros(2, 37, 8, dtype=torch.float32 if on else torch.bfloat16)
+            found.append(window(v[:, :, :1], torch.zeros(2, 37, 4), 4 * q, 4 * k, v, x, **arguments)[0])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
 @pytest.mark.parametrize("window", [3, 8, 64])
 def test_a_ring_carries_it_on(window: int, padded: bool) -> None:
