@@ -174,7 +174,7 @@ def seen_through(mask: Tensor | None, queries: int | None) -> Tensor | None:
     return view
 
 
-def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """What the architecture says for this call, else for this module."""
+def is_causal(module: nn.Module, kwargs: dict[str, Any], otherwise: bool) -> bool:
+    """What the architecture says for this call, else for this module, else what was seen of it at conversion."""
     given = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
+    return bool(getattr(module, "is_causal", otherwise) if given is None else given)

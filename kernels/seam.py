@@ -143,7 +143,7 @@ def seam(
         padding=padding,
         segments=segments,
         state=None if slot is None else slot.state,
-        causal=is_causal(module, kwargs),
+        causal=is_causal(module, kwargs, mixer.site.causal),
         grid=call.geometry.grid,
     )
     if slot is not None:
@@ -184,7 +184,7 @@ def transfer(
     padding, segments = call_layout(call.geometry, attention_mask, (query.shape[0], query.shape[2]), None, kwargs)
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
-        causal = is_causal(module, kwargs)
+        causal = is_causal(module, kwargs, mixer.site.causal)
         o, _ = mixer(*inputs, padding=padding, segments=segments, state=None, causal=causal, grid=call.geometry.grid)
         listener.hear(mixer, inputs, o, target)
     return o.to(query.dtype) if second else target

@@ -40,6 +40,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "DistilBertForMaskedLM": ("distilbert", {}),
     "ElectraForMaskedLM": ("electra", TEXT),
     "ModernBertForMaskedLM": ("modernbert", {}),
+    "LayoutLMForMaskedLM": ("layoutlm", {}),  # its attention does not say which way it looks
 }
 # Where no grid is: linear attention alone fits.
 WITHOUT_GRID: dict[str, tuple[str, dict[str, Any]]] = {
