@@ -158,6 +158,8 @@ def token_padding(mask: Tensor, B: int, T: int, seen: int) -> Tensor:
         raise NotImplementedError(f"{type(mask).__name__} masks have no diagonal to read; use sdpa")
     if mask.ndim == 2:
         return mask[:, -T:].bool()
+    if mask.shape[-2] == 1:  # one row for all queries
+        mask = mask.expand(-1, -1, T, -1)
     # A static cache has more columns than tokens seen so far, a sliding one fewer.
     diagonal = mask[:, 0].diagonal(offset=min(mask.shape[-1] - T, seen), dim1=-2, dim2=-1)
     real = diagonal > torch.finfo(diagonal.dtype).min / 2 if diagonal.is_floating_point() else diagonal.bool()
