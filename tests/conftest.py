@@ -8,25 +8,35 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch is imported anywhere: two workers on two cores must not start four threads each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-# One per worker: the code of checkpoints is copied there, and nothing may be left of an earlier run.
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
 
 import pytest
 import torch
 from forks import Forks
-from models import Zoo
 
 from linearize.cli import main
+
+if TYPE_CHECKING:
+    from models import Zoo
 
 Command = Callable[..., tuple[int, str, str]]
 
 # Largest difference over the largest reference value, by dtype of the fast path; the reference is float64.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+# Arguments that fit no q [2,5,H,D] with k [2,5,2,D], and what an operator says of them.
+WRONG_SHAPES: list[tuple[dict[str, torch.Tensor], str]] = [
+    ({"k": torch.zeros(2, 5, 2, 7)}, "equal B, T and key dim"),
+    ({"padding": torch.ones(2, 4, dtype=torch.bool)}, r"padding must be \[B,T\]"),
+    ({"segments": torch.ones(2, 4, dtype=torch.long)}, r"segments must be \[B,T\]"),
+    ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens needs B=1"),
+]
 
 
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
@@ -37,6 +47,12 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
 
 
+def pytest_configure() -> None:
+    """One folder per worker, before transformers is imported: the code of checkpoints is copied there, and nothing may
+    be left of an earlier run."""
+    os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
+
+
 def pytest_unconfigure() -> None:
     """Remove the copied code."""
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
@@ -45,6 +61,8 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """Small converted models of several architectures, made on first use."""
+    from models import Zoo
+
     return Zoo(tmp_path_factory.mktemp("zoo"))
 
 

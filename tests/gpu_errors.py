@@ -33,6 +33,31 @@ def masks(case: Case) -> dict[str, Tensor]:
     return made
 
 
+def queries(case: Case, device: str = "cuda") -> list[Tensor]:
+    """q, k, v and the gradient of o, in fp32, the same at each call."""
+    torch.manual_seed(0)
+    heads = (("H", "D"), ("Hkv", "D"), ("Hkv", "DV"), ("H", "DV"))
+    return [torch.randn(case["B"], case["T"], case[count], case[size], device=device) for count, size in heads]
+
+
+def special_gates(case: Case, g: Tensor) -> Tensor:
+    """g, or with `special` all closed, all open, or infinite at every seventh token."""
+    if case.get("special") == "infinite":
+        g[:, ::7] = -torch.inf
+    return {"closed": torch.full_like(g, -1e4), "open": torch.zeros_like(g)}.get(str(case.get("special")), g)
+
+
+def with_the_rest(case: Case, leaves: list[Tensor], do: Tensor, last: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves with both gates of `heads` and a memory (`state`); and what arrives, `last` times randn at the memory."""
+    B, T, H, E, device = *(case[name] for name in ("B", "T", "H", "E")), do.device
+    memory = len(case["cu"]) - 1 if "cu" in case else B, E, case["D"], case["DV"]
+    if case.get("heads"):
+        leaves = [*leaves, *(2 * torch.rand(B, T, count, device=device) for count in (H, E))]
+    if case.get("state"):
+        leaves = [*leaves, torch.randn(memory, device=device)]
+    return leaves, [do, last * torch.randn(memory, device=device)]
+
+
 def errors(results: Results, case: Case) -> dict[str, tuple[float, float]]:
     """name -> relative error of the kernels, which `auto` must choose, and of the PyTorch path."""
     exact, ours, torchs = results(case, "torch", True), results(case, "auto", False), results(case, "torch", False)

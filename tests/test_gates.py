@@ -1,17 +1,13 @@
-"""Log-decays: the Triton kernels in Triton's interpreter, in a process of their own, against PyTorch in float64."""
+"""Log-decays: the Triton kernels in Triton's interpreter against PyTorch in float64."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 from conftest import TOLERANCE, relative_error
-from test_gsa_triton import run_script
+from triton_tools import interpreted
 
-from linearize_kernels.gates import log_decays
-
-DTYPES = (torch.float32, torch.float16)
+from linearize_kernels.gates import gates_op, log_decays
 
 
 def results(dtype: torch.dtype, rows: int, clock: int, strong: float, plain: bool) -> dict[str, torch.Tensor]:
@@ -28,49 +24,43 @@ def results(dtype: torch.dtype, rows: int, clock: int, strong: float, plain: boo
     return {"g": g, **dict(zip(("df", "ds"), torch.autograd.grad(g, leaves, dg), strict=False))}
 
 
-@pytest.fixture(scope="module")
-def lines() -> list[str]:
-    return run_script(__file__).splitlines()
+def error(dtype: torch.dtype, rows: int, clock: int, strong: float) -> float:
+    """The largest, of kernels beside PyTorch in float64."""
+    ours, reference = (results(dtype, rows, clock, strong, plain) for plain in (False, True))
+    for name, value in reference.items():
+        assert ours[name].isfinite().all()
+        assert ours[name].shape == value.shape
+    return max(relative_error(ours[name], x) for name, x in reference.items())
 
 
-def test_kernels_compute_what_pytorch_does(lines: list[str]) -> None:
-    cases = [line.split() for line in lines if line.startswith("case")]
-    assert len(cases) == 2 * 2 * 3 * 2
-    for case in cases:
-        assert float(case[-1]) < (1e-6 if "torch.float32" in case else TOLERANCE[torch.float16]), case
+@pytest.mark.parametrize("strong", [2.0, 30.0])
+@pytest.mark.parametrize("clock", [0, 7, 20])
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_kernels_compute_what_pytorch_does(dtype: torch.dtype, rows: int, clock: int, strong: float) -> None:
+    assert interpreted(error, dtype, rows, clock, strong) < (1e-6 if dtype == torch.float32 else TOLERANCE[dtype])
 
 
-def test_slow_slots_keep_their_digits(lines: list[str]) -> None:
+def slow_slots() -> float:
+    f = torch.linspace(-40.0, 40.0, 2 * 3 * 20).view(1, 2, 3, 20)
+    return float((log_decays(f, 8.0).double() / log_decays(f.double(), 8.0, plain=True) - 1.0).abs().max())
+
+
+def test_slow_slots_keep_their_digits() -> None:
     """Where sigmoid is 1 up to rounding, g is about -exp(-f) / damping: the smallest value has its digits too."""
-    assert all(float(line.split()[1]) < 1e-6 for line in lines if line.startswith("slow"))
+    assert interpreted(slow_slots) < 1e-6
 
 
-def test_the_operator_is_registered_as_it_should_be(lines: list[str]) -> None:
-    assert lines[-1] == "operator fine"
+def check_operator() -> None:
+    f, s, place = torch.randn(1, 3, 2, 8, requires_grad=True), torch.randn(2, 4, requires_grad=True), torch.arange(3)
+    torch.library.opcheck(gates_op, (f, 8.0, s, place[None]))
+    torch.library.opcheck(gates_op, (f, 8.0, None, None))
+
+
+def test_the_operator_is_registered_as_it_should_be() -> None:
+    interpreted(check_operator)
 
 
 @pytest.mark.parametrize("clock", [0, 4])
 def test_float64_stays(clock: int) -> None:
     assert results(torch.float32, 5, clock, 1.0, True)["g"].dtype == torch.float64
-
-
-def main() -> None:
-    for dtype, rows, clock, strong in itertools.product(DTYPES, (1, 40), (0, 7, 20), (2.0, 30.0)):
-        ours, reference = (results(dtype, rows, clock, strong, plain) for plain in (False, True))
-        for name, value in reference.items():
-            assert ours[name].isfinite().all()
-            assert ours[name].shape == value.shape
-        worst = max(relative_error(ours[name], x) for name, x in reference.items())
-        print("case", dtype, rows, clock, strong, worst)
-    f = torch.linspace(-40.0, 40.0, 2 * 3 * 20).view(1, 2, 3, 20)
-    print("slow", float((log_decays(f, 8.0).double() / log_decays(f.double(), 8.0, plain=True) - 1.0).abs().max()))
-    from linearize_kernels.gates import gates_op
-
-    f, s, place = torch.randn(1, 3, 2, 8, requires_grad=True), torch.randn(2, 4, requires_grad=True), torch.arange(3)
-    torch.library.opcheck(gates_op, (f, 8.0, s, place[None]))
-    torch.library.opcheck(gates_op, (f, 8.0, None, None))
-    print("operator fine")
-
-
-if __name__ == "__main__":
-    main()

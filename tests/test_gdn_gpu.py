@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_errors import checked, masks
+from gpu_errors import checked, masks, queries, special_gates, with_the_rest
 from torch.nn.functional import logsigmoid, normalize
 
 from linearize_kernels.gdn import DeltaState, gdn
@@ -43,26 +43,15 @@ CASES: list[dict[str, Any]] = [
 
 def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Leaves (q, k, v, g, beta, and perhaps both gates of the heads and a memory), and the gradients that arrive."""
-    torch.manual_seed(0)
-    B, T, H, Hkv, E, D, DV = (case[name] for name in ("B", "T", "H", "Hkv", "E", "D", "DV"))
-    dtype, rows = getattr(torch, case["dtype"]), len(case["cu"]) - 1 if "cu" in case else B
-    shapes = ((H, D), (Hkv, D), (Hkv, DV), (H, DV))
-    q, k, v, do = (torch.randn(B, T, *shape, device=DEVICE) for shape in shapes)
-    q, k, v, do = (y.to(dtype) for y in (normalize(q, dim=-1), normalize(k, dim=-1), v, do))
-    g = case.get("gate", 1.0) * logsigmoid(torch.randn(B, T, E, device=DEVICE) + 3)
-    beta = torch.sigmoid(torch.randn(B, T, E, device=DEVICE))
+    q, k, v, do = queries(case, DEVICE)
+    q, k, v, do = (y.to(getattr(torch, case["dtype"])) for y in (normalize(q, dim=-1), normalize(k, dim=-1), v, do))
+    g, beta = (torch.randn(case["B"], case["T"], case["E"], device=DEVICE) for _ in range(2))
+    g, beta = special_gates(case, case.get("gate", 1.0) * logsigmoid(g + 3)), torch.sigmoid(beta)
     special = case.get("special")
-    g = {"closed": torch.full_like(g, -1e4), "open": torch.zeros_like(g)}.get(str(special), g)
-    if special == "infinite":
-        g[:, ::7] = -torch.inf
     q, k = (0 * q, 0 * k) if special == "zero" else (q, k)
     beta[:, ::3] *= 0.0 if special == "silent" else 1.0
     leaves = [q, k, v, *(y.to(getattr(torch, case.get("gates", "float32"))) for y in (g, beta))]
-    if case.get("heads"):
-        leaves += [2 * torch.rand(B, T, heads, device=DEVICE) for heads in (H, E)]
-    if case.get("state"):
-        leaves += [torch.randn(rows, E, D, DV, device=DEVICE)]
-    return leaves, [do, 0.1 * torch.randn(rows, E, D, DV, device=DEVICE)]
+    return with_the_rest(case, leaves, do, 0.1)
 
 
 def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str, torch.Tensor]:

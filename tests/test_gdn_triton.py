@@ -1,20 +1,25 @@
 """The Triton kernels of Gated DeltaNet against the token-by-token reference, in Triton's interpreter.
 
-Each group of cases runs in a process of its own: this very file, as a script. bf16 is garbage in the interpreter; it is
-proved on a GPU (docs/performance.md).
+bf16 is garbage in the interpreter; it is proved on a GPU (docs/performance.md).
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from test_gdn_gpu import build, outcome
-from triton_tools import compile_kernel, run_script, transposed_products
+from triton_tools import (
+    compile_kernel,
+    complaints,
+    flops_whichever_way,
+    interpreted,
+    largest_errors,
+    masks,
+    transposed_products,
+)
 
 # Largest error over the largest reference value.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
@@ -42,9 +47,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"segments": 9, "B": 2},
         {"segments": 33, "T": 80, "state": True},
         {"cu": [0, 1, 1, 36, 70], "T": 70, "state": True, "heads": True},
-        {"padding": "left", "B": 2},
-        {"padding": "right", "B": 2, "state": True},
-        {"padding": "all", "B": 2},
+        {"padding": "each", "B": 3, "state": True},
     ],
     "step": [
         {"T": 1, "step": True},
@@ -56,13 +59,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("group", CASES)
 def test_kernels_match_the_reference(group: str) -> None:
-    for line in run_script(__file__, group).splitlines():
-        case, errors = json.loads(line)
-        assert max(errors.values()) <= TOLERANCE[case.get("dtype", "float32")], f"{case}: {errors}"
+    assert complaints(compare, CASES[group], TOLERANCE) == []
 
 
 def test_operators_compile_checkpoint_and_count() -> None:
-    assert "all fine" in run_script(__file__, "operators")
+    interpreted(check_operators)
 
 
 # ---------------------------------------------------------------- compiled for real, without a GPU
@@ -103,20 +104,7 @@ def test_sizes_that_do_not_fit_are_told() -> None:
         safe(16 * 1024, 256, 128, torch.float32)
 
 
-# ---------------------------------------------------------------- the script side
-
-
-def layout(case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Masks of a case."""
-    B, T = case["B"], case["T"]
-    if "segments" in case:
-        return {"segments": torch.arange(T).expand(B, T) // case["segments"] % 2}
-    if "padding" in case:
-        padding = torch.ones(B, T, dtype=torch.bool)
-        hidden = {"left": (0, slice(T // 3 + 1)), "right": (-1, slice(T // 2, T)), "all": (0, slice(T))}
-        padding[hidden[case["padding"]]] = False
-        return {"padding": padding}
-    return {}
+# ---------------------------------------------------------------- in the interpreter
 
 
 def sequences_apart(cu: list[int], state: Any, **rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -128,30 +116,21 @@ def sequences_apart(cu: list[int], state: Any, **rows: torch.Tensor) -> tuple[to
 
 
 def compare(case: dict[str, Any]) -> dict[str, float]:
-    """Largest error over largest reference value (never below 0.1: exact zeros count absolutely); inf: NaN."""
     from linearize_kernels.gdn import gdn, gdn_reference
 
     full = BASE | case
     leaves, sent = build(full)
-    op = partial(gdn, backend="triton", **layout(full))
-    exact = partial(gdn_reference, **layout(full))
-    if "cu" in case:
-        op, exact = partial(op, cu_seqlens=torch.tensor(case["cu"]).int()), partial(sequences_apart, case["cu"])
+    layout = masks(full, full["B"], full["T"])
+    op = partial(gdn, backend="triton", **layout)
+    exact = partial(sequences_apart, case["cu"]) if "cu" in case else partial(gdn_reference, **layout)
     wanted = not case.get("step")
     ours = outcome(full, [x.clone().requires_grad_(wanted) for x in leaves], sent, op)
     reference = outcome(full, [x.double().requires_grad_(wanted) for x in leaves], sent, exact)
-    errors = {}
-    for name, value in reference.items():
-        error = float((ours[name].double() - value).abs().max() / value.abs().max().clamp_min(0.1))
-        errors[name] = error if ours[name].isfinite().all() else float("inf")
-    return errors
+    return largest_errors(ours, reference)
 
 
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
-    from torch.utils.checkpoint import checkpoint
-    from torch.utils.flop_counter import FlopCounterMode
-
     from linearize_kernels.gdn import gdn
     from linearize_kernels.gdn_ops import chunked_op, step_op
 
@@ -163,23 +142,5 @@ def check_operators() -> None:
     def loss(*inputs: torch.Tensor) -> torch.Tensor:
         return gdn(*inputs, backend="triton")[0].square().sum()
 
-    inputs = rows[:5]
-    plain = torch.autograd.grad(loss(*inputs), inputs)
-    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*inputs), inputs)
-    again = torch.autograd.grad(checkpoint(loss, *inputs, use_reentrant=False), inputs)
-    for a, b, c in zip(plain, compiled, again, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
-    with FlopCounterMode(display=False) as counter:
-        loss(*inputs).backward()
     state, query = 2 * 64 * (16 + 16) + 4 * 16 * 16, 2 * 64 * (16 + 16) + 2 * 16 * 16
-    assert counter.get_total_flops() == 9 * (3 * (state + 2 * query) + state)
-    print("all fine")
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "operators":
-        check_operators()
-    else:
-        for one_case in CASES[sys.argv[1]]:
-            print(json.dumps([one_case, compare(one_case)]), flush=True)
+    assert flops_whichever_way(loss, rows[:5]) == 9 * (3 * (state + 2 * query) + state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gpu_errors import checked, masks
+from gpu_errors import checked, masks, queries, special_gates, with_the_rest
 from torch.nn.functional import logsigmoid
 
 from linearize_kernels.gla import GLAState, gla
@@ -37,27 +37,13 @@ CASES: list[dict[str, Any]] = [
 
 def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Leaves (q, k, v, g, and perhaps both gates of the heads and a memory), and the gradients that arrive."""
-    torch.manual_seed(0)
-    B, T, H, Hkv, E, D, DV = (case[name] for name in ("B", "T", "H", "Hkv", "E", "D", "DV"))
-    dtype, rows = getattr(torch, case["dtype"]), len(case["cu"]) - 1 if "cu" in case else B
-    shapes = ((H, D), (Hkv, D), (Hkv, DV), (H, DV))
-    q, k, v, do = (torch.randn(B, T, *shape, device="cuda").to(dtype) for shape in shapes)
-    g = (
-        case.get("gate", 1.0)
-        * logsigmoid(torch.randn(B, T, E, D, device="cuda") + torch.linspace(-2, 8, D).cuda())
-        / 16
-    )
-    special = case.get("special")
-    g = {"closed": torch.full_like(g, -1e4), "open": torch.zeros_like(g)}.get(special, g)
-    if special == "infinite":
-        g[:, ::7] = -torch.inf
+    q, k, v, do = (y.to(getattr(torch, case["dtype"])) for y in queries(case))
+    B, T, E, D, special = *(case[name] for name in ("B", "T", "E", "D")), case.get("special")
+    f = torch.randn(B, T, E, D, device="cuda") + torch.linspace(-2, 8, D).cuda()
+    g = special_gates(case, case.get("gate", 1.0) * logsigmoid(f) / 16)
     q, k = (0 * q, 0 * k) if special == "zero" else (300 * q, k) if special == "huge" else (q, k)
     leaves = [q, k, v, g.to(getattr(torch, case.get("gates", "float32")))]
-    if case.get("heads"):
-        leaves += [2 * torch.rand(B, T, heads, device="cuda") for heads in (H, E)]
-    if case.get("state"):
-        leaves += [torch.randn(rows, E, D, DV, device="cuda")]
-    return leaves, [do, torch.randn(rows, E, D, DV, device="cuda")]
+    return with_the_rest(case, leaves, do, 1.0)
 
 
 def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str, torch.Tensor]:

@@ -1,18 +1,23 @@
 """The Triton kernels of GSA against the token-by-token reference, in Triton's interpreter.
 
-TRITON_INTERPRET must be set before triton is first imported, so the cases run in processes of their own: this very
-file, as a script. bf16 is garbage in the interpreter; it is proved on a GPU (docs/performance.md).
+bf16 is garbage in the interpreter; it is proved on a GPU (docs/performance.md).
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import pytest
 import torch
-from triton_tools import compile_kernel, largest_errors, masks, run_script, transposed_products
+from triton_tools import (
+    compile_kernel,
+    complaints,
+    flops_whichever_way,
+    interpreted,
+    largest_errors,
+    masks,
+    transposed_products,
+)
 
 # Largest error over the largest reference value.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
@@ -33,56 +38,18 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "huge_logits": [{"special": "huge", "slack": 10}],
     "segments": [{"segments": 9, "B": 2}, {"segments": 33, "T": 80, "state": True}],
     "sequences": [{"cu": [0, 1, 1, 36, 70], "T": 70, "state": True}, {"cu": [0, 70], "T": 70}],
-    "padding": [{"padding": "left", "B": 2}, {"padding": "right", "B": 2, "state": True}, {"padding": "all", "B": 2}],
+    "padding": [{"padding": "each", "B": 3, "state": True}],
     "step": [{"T": 1, "step": True}, {"T": 1, "step": True, "padding": "left", "B": 2, "H": 4, "E": 2, "M": 20}],
 }
 
 
-# Starting a process takes seconds: one for each worker.
-@pytest.mark.parametrize("groups", [[*CASES][::2], [*CASES][1::2]], ids=" ".join)
-def test_kernels_match_the_reference(groups: list[str]) -> None:
-    lines = run_script(__file__, *groups).splitlines()
-    assert len(lines) == sum(len(CASES[group]) for group in groups)
-    for line in lines:
-        group, case, errors = json.loads(line)
-        worst = max(errors.values())
-        assert worst <= TOLERANCE[case.get("dtype", "float32")] * case.get("slack", 1), f"{group} {case}: {errors}"
+@pytest.mark.parametrize("group", CASES)
+def test_kernels_match_the_reference(group: str) -> None:
+    assert complaints(compare, CASES[group], TOLERANCE) == []
 
 
 def test_operators_compile_checkpoint_and_count() -> None:
-    assert "all fine" in run_script(__file__, "operators")
-
-
-def test_two_copies_keep_their_own_operators() -> None:
-    code = """
-import importlib.util, sys, types, pathlib
-import linearize_kernels.gsa_ops as first
-package = types.ModuleType("copied"); package.__path__ = list(sys.modules["linearize_kernels"].__path__)
-sys.modules["copied"] = package
-import copied.gsa_ops as second
-again = importlib.util.spec_from_file_location("linearize_kernels.gsa_ops", first.__file__)
-third = importlib.util.module_from_spec(again); again.loader.exec_module(third)
-print(len({first.NAMESPACE, second.NAMESPACE, third.NAMESPACE}))
-"""
-    assert run_script("-c", code).strip() == "3"
-
-
-def test_without_triton_the_cpu_path_works_and_triton_is_refused() -> None:
-    code = """
-import sys; sys.modules["triton"] = None
-import torch
-from linearize_kernels.gsa import gsa
-q, g = torch.randn(1, 5, 2, 16), -torch.rand(1, 5, 1, 16)
-k = torch.randn(1, 5, 1, 16)
-print(gsa(q, k, k, g)[0].shape == q.shape)
-try:
-    gsa(q, k, k, g, backend="triton")
-except ValueError as error:
-    print(error)
-"""
-    shape, message = run_script("-c", code, interpret=False).splitlines()
-    assert shape == "True"
-    assert "triton is not installed" in message
+    interpreted(check_operators)
 
 
 def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
@@ -169,7 +136,7 @@ def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
     assert transposed_products(compiled(name, 90, stages=1, **overrides_for(config, 64, 64))) == []
 
 
-# ---------------------------------------------------------------- the script side
+# ---------------------------------------------------------------- in the interpreter
 
 
 def build(case: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +177,7 @@ def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict
     rows = made["dlast"][0].shape[0]
     state = GSAState(*memories, torch.zeros(rows, dtype=torch.long)) if memories else None
     layout = dict(made["masks"])
-    cu = layout.pop("cu_seqlens") if reference else None
+    cu = layout.pop("cu_seqlens", None) if reference else None
     if not reference:
         o, last = gsa(q, k, v, g, **layout, state=state, backend="triton")
     elif cu is None:
@@ -239,9 +206,6 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
-    from torch.utils.checkpoint import checkpoint
-    from torch.utils.flop_counter import FlopCounterMode
-
     from linearize_kernels.gsa import gsa
     from linearize_kernels.gsa_ops import chunked_op, step_op
 
@@ -254,22 +218,4 @@ def check_operators() -> None:
     def loss(*inputs: torch.Tensor) -> torch.Tensor:
         return gsa(*inputs, backend="triton")[0].square().sum()
 
-    plain = torch.autograd.grad(loss(q, k, v, g), (q, k, v, g))
-    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v, g), (q, k, v, g))
-    again = torch.autograd.grad(checkpoint(loss, q, k, v, g, use_reentrant=False), (q, k, v, g))
-    for a, b, c in zip(plain, compiled, again, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
-    with FlopCounterMode(display=False) as counter:
-        loss(q, k, v, g).backward()
-    assert counter.get_total_flops() == 4 * 9 * 2 * (2 * 64 * (16 + 16 + 2 * 16) + 4 * 16 * (16 + 16))
-    print("all fine")
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "operators":
-        check_operators()
-    else:
-        for one_group in sys.argv[1:]:
-            for one_case in CASES[one_group]:
-                print(json.dumps([one_group, one_case, compare(one_case)]), flush=True)
+    assert flops_whichever_way(loss, (q, k, v, g)) == 4 * 9 * 2 * (2 * 64 * (16 + 16 + 2 * 16) + 4 * 16 * (16 + 16))

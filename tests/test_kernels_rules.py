@@ -7,9 +7,11 @@ where linearize is not installed. Each rule is a function from source text to co
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -237,3 +239,44 @@ def test_every_file_imports_where_only_torch_and_transformers_are() -> None:
 def test_an_import_of_an_absent_package_is_seen(tmp_path: Path, package: str) -> None:
     (tmp_path / "bad.py").write_text(f"import {package}\n", encoding="utf-8")
     assert f"No module named '{package}'" in import_alone(tmp_path, ["bad"]).stderr
+
+
+WITHOUT_TRITON = """
+import sys; sys.modules["triton"] = None
+import torch
+from linearize_kernels import gla, gsa, la, mhla
+q, k, g, w = torch.rand(1, 5, 2, 16), torch.rand(1, 5, 1, 16), -torch.rand(1, 5, 1, 16), torch.rand(1, 4, 4)
+for op, *last in ((gla.gla, g), (gsa.gsa, g), (la.la,), (mhla.mhla, w)):
+    print(op(q, k, k, *last)[0].shape == q.shape)
+    try:
+        op(q, k, k, *last, backend="triton")
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_without_triton_the_cpu_path_works_and_triton_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[::2] == ["True"] * 4
+    assert all("triton is not installed" in line for line in lines[1::2])
+    assert len(lines) == 8
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if "= own_namespace(" in f.read_text("utf-8")], ids=lambda f: f.stem)
+def test_two_copies_keep_their_own_operators(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a package of another name, and of the same name."""
+    name, before = f"linearize_kernels.{file.stem}", {*sys.modules}
+    first = importlib.import_module(name)
+    package = types.ModuleType("copied")
+    package.__path__ = [str(kernels_folder())]
+    monkeypatch.setitem(sys.modules, "copied", package)
+    second = importlib.import_module(f"copied.{file.stem}")
+    again = importlib.util.spec_from_file_location(name, file)
+    third = importlib.util.module_from_spec(again)
+    again.loader.exec_module(third)
+    for copy in {*sys.modules} - before - {"copied"}:
+        if copy.startswith("copied."):
+            del sys.modules[copy]
+    assert len({module.NAMESPACE for module in (first, second, third)}) == 3

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, WRONG_SHAPES, relative_error
 from torch import Tensor
 
 from linearize.errors import LinearizeError
@@ -107,11 +107,8 @@ def test_opposite_vectors_do_not_divide_by_zero() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.zeros(2, 5, 2, 7)}, "equal B, T and key dim"),
+        *WRONG_SHAPES,
         ({"k": torch.zeros(2, 5, 3, 8), "v": torch.zeros(2, 5, 3, 6)}, "key heads must divide"),
-        ({"padding": torch.ones(2, 4, dtype=torch.bool)}, r"padding must be \[B,T\]"),
-        ({"segments": torch.ones(2, 4, dtype=torch.long)}, r"segments must be \[B,T\]"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens needs B=1"),
     ],
 )
 def test_wrong_shapes_are_told(change: dict[str, Any], message: str) -> None:

@@ -1,18 +1,16 @@
-"""Logit KL by its Triton kernels against the formula in float64, in Triton's interpreter (see test_gsa_triton.py).
+"""Logit KL by its Triton kernels against the formula in float64, in Triton's interpreter.
 
 On a GPU: `python tests/test_losses_triton.py gpu` prints errors in bf16 and times of kernels and of PyTorch.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton_tools import compile_kernel, run_script
+from triton_tools import compile_kernel, interpreted
 
 # Unset: B2 T3 V1000 tau 1; `banned` is the vocabulary's part that both models rule out, `turned` valid [T,B] in memory.
 CASES: list[dict[str, Any]] = [
@@ -31,20 +29,20 @@ TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 
 def test_kernels_give_the_loss_and_gradient_of_the_formula() -> None:
-    lines = run_script(__file__, "cases").splitlines()
-    assert len(lines) == len(CASES)
-    for line in lines:
-        case, loss, gradient = json.loads(line)
+    for case in CASES:
+        loss, gradient = interpreted(errors, case, "cpu")
         most = TOLERANCE[case.get("dtype", "float32")]
-        assert loss <= most, line  # nan is not
-        assert gradient <= most, line
+        assert loss <= most, case  # nan is not
+        assert gradient <= most, case
 
 
 def test_kernels_compile_for_a_gpu() -> None:
-    assert "compiled" in run_script(__file__, "compile", interpret=False)
+    from linearize.losses_triton import LOWEST, WARPS, gradient_kernel, rows_kernel
 
-
-# ---------------------------------------------------------------- in a process of its own
+    kinds = dict.fromkeys(("weight", "factor", "kl", "lse_s", "lse_t"), "*fp32") | {"c": "fp32"}
+    kinds |= dict.fromkeys(("student", "teacher", "grad"), "*bf16")
+    for kernel in (rows_kernel, gradient_kernel):
+        assert compile_kernel(kernel, 90, {"LOW": LOWEST, "BLOCK": 4096}, kinds, WARPS).asm["ptx"]
 
 
 def errors(case: dict[str, Any], device: str, shape: tuple[int, int] = (2, 3)) -> tuple[float, float]:
@@ -77,16 +75,6 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
-def compile_all() -> None:
-    from linearize.losses_triton import LOWEST, WARPS, gradient_kernel, rows_kernel
-
-    kinds = dict.fromkeys(("weight", "factor", "kl", "lse_s", "lse_t"), "*fp32") | {"c": "fp32"}
-    kinds |= dict.fromkeys(("student", "teacher", "grad"), "*bf16")
-    for kernel in (rows_kernel, gradient_kernel):
-        compile_kernel(kernel, 90, {"LOW": LOWEST, "BLOCK": 4096}, kinds, WARPS)
-    print("compiled")
-
-
 def on_gpu() -> None:
     from linearize.losses import logit_kl
 
@@ -110,8 +98,4 @@ def on_gpu() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "cases":
-        for one in CASES:
-            print(json.dumps([one, *errors(one, "cpu")]))
-    else:
-        {"gpu": on_gpu, "compile": compile_all}[sys.argv[1]]()
+    on_gpu()

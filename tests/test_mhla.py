@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, WRONG_SHAPES, relative_error
 from torch import Tensor
 
 from linearize.errors import LinearizeError
@@ -356,12 +356,9 @@ def test_a_grid_of_one_block_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.zeros(2, 5, 2, 7)}, "equal B, T and key dim"),
+        *WRONG_SHAPES,
         ({"w": torch.zeros(2, 3, 4)}, r"weights must be \[E,M,M\]"),
         ({"w": torch.zeros(2, 1, 1)}, "M >= 2"),
-        ({"padding": torch.ones(2, 4, dtype=torch.bool)}, r"padding must be \[B,T\]"),
-        ({"segments": torch.ones(2, 4, dtype=torch.long)}, r"segments must be \[B,T\]"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens needs B=1"),
     ],
 )
 def test_wrong_shapes_are_told(change: dict[str, Any], message: str) -> None:

@@ -1,18 +1,24 @@
 """The Triton kernels of MHLA against the PyTorch path in float64, in Triton's interpreter.
 
-Each group of cases runs in a process of its own: this very file, as a script. bf16 is garbage in the interpreter; it is
-proved on a GPU (docs/performance.md).
+bf16 is garbage in the interpreter; it is proved on a GPU (docs/performance.md).
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from triton_tools import compile_kernel, largest_errors, masks, run_script, transposed_products
+from triton_tools import (
+    compile_kernel,
+    complaints,
+    flops_whichever_way,
+    interpreted,
+    largest_errors,
+    masks,
+    transposed_products,
+)
 
 # Largest error over the largest reference value.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
@@ -45,42 +51,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("group", CASES)
 def test_kernels_match_the_reference(group: str) -> None:
-    for line in run_script(__file__, group).splitlines():
-        case, errors = json.loads(line)
-        worst = max(errors.values())
-        assert worst <= TOLERANCE[case.get("dtype", "float32")], f"{case}: {errors}"
+    assert complaints(compare, CASES[group], TOLERANCE) == []
 
 
 def test_operators_compile_checkpoint_and_count() -> None:
-    assert "all fine" in run_script(__file__, "operators")
-
-
-def test_two_copies_keep_their_own_operators() -> None:
-    code = """
-import importlib, sys, types
-import linearize_kernels.mhla_ops as first
-package = types.ModuleType("copied"); package.__path__ = list(sys.modules["linearize_kernels"].__path__)
-sys.modules["copied"] = package
-print(len({first.NAMESPACE, importlib.import_module("copied.mhla_ops").NAMESPACE}))
-"""
-    assert run_script("-c", code).strip() == "2"
-
-
-def test_without_triton_the_cpu_path_works_and_triton_is_refused() -> None:
-    code = """
-import sys; sys.modules["triton"] = None
-import torch
-from linearize_kernels.mhla import mhla
-q, k, w = torch.rand(1, 5, 2, 16), torch.rand(1, 5, 1, 16), torch.rand(1, 4, 4)
-print(mhla(q, k, k, w)[0].shape == q.shape)
-try:
-    mhla(q, k, k, w, backend="triton")
-except ValueError as error:
-    print(error)
-"""
-    shape, message = run_script("-c", code, interpret=False).splitlines()
-    assert shape == "True"
-    assert "triton is not installed" in message
+    interpreted(check_operators)
 
 
 def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
@@ -135,7 +110,7 @@ def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
     assert transposed_products(compiled(name, 90, config, 64, 16)) == []
 
 
-# ---------------------------------------------------------------- the script side
+# ---------------------------------------------------------------- in the interpreter
 
 
 def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -149,7 +124,7 @@ def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
     q, k, v = (torch.rand(B, T, size[heads], size[dim]) for heads, dim in (("H", "F"), ("E", "F"), ("E", "DV")))
     q, k = (0 * q, 0 * k) if case.get("zero") else (q, k)
     arguments: dict[str, Any] = {"normalise": case.get("normalise", True)}
-    arguments |= {name: mask for name, mask in masks(case, B, T).items() if mask is not None}
+    arguments |= masks(case, B, T)
     if "size" in case:
         grid = Grid(tuple(case["size"]), *case.get("outside", ()))
         layout = arguments.get("padding"), arguments.get("segments")
@@ -191,15 +166,16 @@ def steps(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
     """Outputs of token after token, and the last state."""
     from linearize_kernels import mhla_paths
 
-    if case.get("waits"):  # to hear whether a block is complete, as for states that are large
-        mhla_paths.COPIED = 0
     (q, k, v, w), arguments = build(case)
     padding, outputs, state = arguments.get("padding"), [], None
+    C, normalise = arguments["block_size"], arguments["normalise"]
+    # With 0 it waits to hear whether a block is complete, as for states that are large.
+    copied = 0 if case.get("waits") else mhla_paths.COPIED
     for t in range(q.shape[1]):
         token = (y[:, t : t + 1] for y in (q, k, v))
         own = None if padding is None else padding[:, t : t + 1]
-        C, normalise = arguments["block_size"], arguments["normalise"]
-        o, g, state = mhla_paths.mix_causal(*token, w, C, normalise, own, None, None, state, backend)
+        with patch.object(mhla_paths, "COPIED", copied):
+            o, g, state = mhla_paths.mix_causal(*token, w, C, normalise, own, None, None, state, backend)
         outputs.append(torch.cat([o.flatten(1), g.flatten(1)], 1))
     assert state is not None
     return {"o": torch.stack(outputs), **state._asdict()}
@@ -215,7 +191,6 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
     from torch._subclasses import FakeTensorMode
-    from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 
     from linearize_kernels.mhla import mhla
@@ -234,7 +209,7 @@ def check_operators() -> None:
     with FlopCounterMode(display=False) as counter:
         grid_op(*leaves, places.table, places.size, True, True)[0].square().sum().backward()
     assert counter.get_total_flops() == 3.5 * (40 * 2 * 512 + 2 * 40 * 256 + 2 * 4 * 5 * 256), counter.get_total_flops()
-    inputs, _ = build({})
+    inputs, _ = build({"T": 17})
     q, k, v, w = (x.requires_grad_() for x in inputs)
     torch.library.opcheck(mhla_op, (q, k, v, w, None, None, None, 16, True))
     torch.library.opcheck(mhla_op, (q, k, v, w, None, None, None, 16, False))
@@ -242,21 +217,5 @@ def check_operators() -> None:
     def loss(*inputs: torch.Tensor) -> torch.Tensor:
         return mhla(*inputs, block_size=16, backend="triton")[0].square().sum()
 
-    plain = torch.autograd.grad(loss(q, k, v, w), (q, k, v, w))
-    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v, w), (q, k, v, w))
-    again = torch.autograd.grad(checkpoint(loss, q, k, v, w, use_reentrant=False), (q, k, v, w))
-    for a, b, c in zip(plain, compiled, again, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
-    with FlopCounterMode(display=False) as counter:
-        mhla_op(q, k, v, w, None, None, None, 16, True)[0].square().sum().backward()
-    assert counter.get_total_flops() == 4.5 * (40 * 2 * (2 * 16 * 32 + 2 * 256) + 2 * 40 * 256 + 2 * 3 * 4 * 256)
-    print("all fine")
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "operators":
-        check_operators()
-    else:
-        for one_case in CASES[sys.argv[1]]:
-            print(json.dumps([one_case, compare(one_case)]), flush=True)
+    flops = 4.5 * (17 * 2 * (2 * 16 * 32 + 2 * 256) + 2 * 17 * 256 + 2 * 2 * 4 * 256)
+    assert flops_whichever_way(loss, (q, k, v, w)) == flops

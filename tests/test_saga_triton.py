@@ -1,18 +1,24 @@
 """The Triton kernels of SAGA against the PyTorch path in float64, in Triton's interpreter.
 
-Each group of cases runs in a process of its own: this very file, as a script. bf16 is garbage in the interpreter; it is
-proved on a GPU (docs/performance.md).
+bf16 is garbage in the interpreter; it is proved on a GPU (docs/performance.md).
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from triton_tools import compile_kernel, largest_errors, masks, run_script, transposed_products
+from triton_tools import (
+    compile_kernel,
+    complaints,
+    flops_whichever_way,
+    interpreted,
+    largest_errors,
+    masks,
+    transposed_products,
+)
 
 # Largest error over the largest reference value.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
@@ -46,18 +52,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("group", CASES)
 def test_kernels_match_the_reference(group: str) -> None:
-    for line in run_script(__file__, group).splitlines():
-        case, errors = json.loads(line)
-        worst = max(errors.values())
-        assert worst <= TOLERANCE[case.get("dtype", "float32")], f"{case}: {errors}"
+    assert complaints(compare, CASES[group], TOLERANCE) == []
 
 
 def test_operators_compile_checkpoint_and_count() -> None:
-    assert "all fine" in run_script(__file__, "operators")
+    interpreted(check_operators)
 
 
 def test_a_mixer_takes_the_kernels() -> None:
-    assert "all fine" in run_script(__file__, "mixer")
+    interpreted(check_mixer)
 
 
 def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
@@ -110,7 +113,7 @@ def test_no_product_takes_the_transpose_of_a_product(name: str, norm: str) -> No
     assert transposed_products(compiled(name, 90, config, 64, "hedgehog", norm)) == []
 
 
-# ---------------------------------------------------------------- the script side
+# ---------------------------------------------------------------- in the interpreter
 
 
 def build(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -131,8 +134,7 @@ def build(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]
         made |= {f"{role}_map": torch.randn(heads, D, D) * D**-0.5 for role, heads in (("query", H), ("key", E))}
     if size["norm"] == "head":
         made["norm_weight"] = torch.rand(H, DV)
-    padding = masks(case, B, T)["padding"]
-    return made, {"norm": size["norm"], "padding": padding, "phi": size["phi"], "scale": D**-0.5}
+    return made, {"norm": size["norm"], "phi": size["phi"], "scale": D**-0.5, **masks(case, B, T)}
 
 
 def call(tensors: dict[str, torch.Tensor], arguments: dict[str, Any], backend: Any) -> torch.Tensor:
@@ -161,32 +163,20 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
-    from torch.utils.checkpoint import checkpoint
-    from torch.utils.flop_counter import FlopCounterMode
-
     from linearize_kernels.saga_ops import saga_op
 
-    for case in ({"B": 2}, {"phi": "elu", "norm": "head", "local": False}):
+    for case in ({"B": 2, "T": 17}, {"phi": "elu", "norm": "head", "local": False, "T": 17}):
         tensors, arguments = build(case)
         leaves = {n: x.requires_grad_() for n, x in tensors.items()}
         given = [leaves.get(name) for name in NAMES]
-        rest = arguments["padding"], arguments["phi"], arguments["scale"] ** 0.5, arguments["norm"]
+        rest = None, arguments["phi"], arguments["scale"] ** 0.5, arguments["norm"]
         torch.library.opcheck(saga_op, (*given, *rest))
 
         def loss(*values: torch.Tensor) -> torch.Tensor:
             return call(dict(zip(leaves, values, strict=True)), arguments, "triton").square().sum()  # noqa: B023
 
-        inputs = list(leaves.values())
-        plain = torch.autograd.grad(loss(*inputs), inputs)
-        compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*inputs), inputs)
-        again = torch.autograd.grad(checkpoint(loss, *inputs, use_reentrant=False), inputs)
-        for a, b, c in zip(plain, compiled, again, strict=True):
-            assert torch.equal(a, b)
-            assert torch.equal(a, c)
-    with FlopCounterMode(display=False) as counter:
-        loss(*inputs).backward()
-    assert counter.get_total_flops() == 3.5 * 2 * 40 * 3 * 16 * 16
-    print("all fine")
+        flops = flops_whichever_way(loss, list(leaves.values()))
+    assert flops == 3.5 * 2 * 17 * 3 * 16 * 16
 
 
 def check_mixer() -> None:
@@ -196,7 +186,6 @@ def check_mixer() -> None:
     from linearize_kernels.mixer import Site
 
     site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=False, grid="patches")
-    kernels = saga.runs_on
     for options in ({}, {"phi": "identity"}, {"phi": "relu"}, {"phi": "elu", "norm": "head"}, {"norm": "none"}):
         torch.manual_seed(0)
         mixer: Any = saga.SelectiveGates(site, **options)
@@ -205,22 +194,11 @@ def check_mixer() -> None:
         q, k, v, x = (torch.randn(2, 13, *shape) for shape in ((4, 8), (2, 8), (2, 6), (24,)))
         where: Any = {"padding": None, "segments": None, "state": None, "causal": False, "grid": Grid((3, 4), prefix=1)}
         found = []
-        for runs_on in (kernels, lambda *_: "not now"):
-            vars(saga)["runs_on"] = runs_on
-            mixer.zero_grad()
-            o = mixer(q, k, v, x, **where)[0]
-            o.square().sum().backward()
+        for runs_on in (saga.runs_on, lambda *_: "not now"):
+            with patch.object(saga, "runs_on", runs_on):
+                mixer.zero_grad()
+                o = mixer(q, k, v, x, **where)[0]
+                o.square().sum().backward()
             found.append({"o": o.detach(), **{n: p.grad.clone() for n, p in mixer.named_parameters()}})
         worst = max(largest_errors(*found).values())
         assert worst < 1e-4, (options, largest_errors(*found))
-    print("all fine")
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "operators":
-        check_operators()
-    elif sys.argv[1] == "mixer":
-        check_mixer()
-    else:
-        for one_case in CASES[sys.argv[1]]:
-            print(json.dumps([one_case, compare(one_case)]), flush=True)

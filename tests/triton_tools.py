@@ -1,29 +1,108 @@
-"""What tests of Triton kernels share: clean processes, compiling without a GPU, what compiled code may not do."""
+"""What tests of Triton kernels share: its interpreter, compiling without a GPU, what compiled code may not do."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+# ---------------------------------------------------------------- the interpreter
 
 
-def run_script(*arguments: str, interpret: bool = True) -> str:
-    """A file, or code given by -c, in a clean process: TRITON_INTERPRET must be set before triton is first imported."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)]),
-        "TRITON_INTERPRET": "1" if interpret else "0",
-    }
-    done = subprocess.run([sys.executable, *arguments], env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@cache
+def _interpreter() -> ProcessPoolExecutor:
+    """A process of its own: it must be set before triton is imported, which the process of a test may have done."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _interpret)
+
+
+def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments) where Triton's interpreter runs kernels on the CPU, in a process that these tests share."""
+    return _interpreter().submit(function, *arguments).result(500)
+
+
+# ---------------------------------------------------------------- cases
+
+
+def complaints(
+    compare: Callable[[dict[str, Any]], dict[str, float]], cases: list[dict[str, Any]], tolerance: dict[str, float]
+) -> list[str]:
+    """Cases whose largest error, interpreted, is beyond the tolerance of their `dtype` times their `slack`."""
+    bad = []
+    for case, errors in zip(cases, interpreted(_each, compare, cases), strict=True):
+        most = tolerance[case.get("dtype", "float32")] * case.get("slack", 1)
+        bad += [] if max(errors.values()) <= most else [f"{case}: {errors}"]
+    return bad
+
+
+def _each(function: Callable[..., Any], cases: list[Any]) -> list[Any]:
+    return [function(case) for case in cases]
+
+
+def masks(case: dict[str, Any], B: int, T: int) -> dict[str, torch.Tensor]:
+    """`padding` left, right, all of a row, or a row of each; `segments` of so many tokens, whose numbers come back;
+    `cu_seqlens`."""
+    made = {}
+    if "padding" in case:
+        made["padding"] = padding = torch.ones(B, T, dtype=torch.bool)
+        ways = {"left": [(0, slice(T // 3 + 1))], "right": [(-1, slice(T // 2, T))], "all": [(0, slice(T))]}
+        ways["each"] = [*ways["left"], (1, slice(T)), *ways["right"]]
+        for hidden in ways[case["padding"]]:
+            padding[hidden] = False
+    if "segments" in case:
+        made["segments"] = torch.arange(T).expand(B, T) // case["segments"] % 2
+    if "cu" in case:
+        made["cu_seqlens"] = torch.tensor(case["cu"], dtype=torch.int32)
+    return made
+
+
+def largest_errors(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Largest error over largest reference value (never below 0.1: exact zeros count absolutely); inf: NaN."""
+    errors = {}
+    for name, value in reference.items():
+        error = float((ours[name].double() - value.double()).abs().max() / value.abs().max().clamp_min(0.1))
+        errors[name] = error if ours[name].double().isfinite().all() else float("inf")
+    return errors
+
+
+def gradients(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], arrives: torch.Tensor
+) -> list[torch.Tensor]:
+    """Output of a function, and what its inputs get when `arrives`, cast to its dtype, arrives at it."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    o = function(*leaves)
+    return [o.detach(), *torch.autograd.grad(o, leaves, arrives.to(o.dtype))]
+
+
+def flops_whichever_way(loss: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> int:
+    """What FlopCounterMode counts forward and backward.
+
+    Raises AssertionError unless the gradients compiled without a break and under checkpointing are the same bits.
+    """
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.flop_counter import FlopCounterMode
+
+    plain = torch.autograd.grad(loss(*inputs), inputs)
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*inputs), inputs)
+    again = torch.autograd.grad(checkpoint(loss, *inputs, use_reentrant=False), inputs)
+    for a, b, c in zip(plain, compiled, again, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    with FlopCounterMode(display=False) as counter:
+        loss(*inputs).backward()
+    return counter.get_total_flops()
+
+
+# ---------------------------------------------------------------- compiled for real, without a GPU
 
 
 def compile_kernel(
@@ -84,31 +163,3 @@ def _comes_from_a_product(value: str, made: dict[str, tuple[str, list[str]]]) ->
             queue += [x for x in operands if x not in seen]
             seen.update(operands)
     return False
-
-
-# ---------------------------------------------------------------- cases, on the script side
-
-
-def masks(case: dict[str, Any], B: int, T: int) -> dict[str, torch.Tensor | None]:
-    """`padding` left, right, or all of a row; `segments` of so many tokens, numbers coming back; `cu_seqlens`."""
-    padding = torch.ones(B, T, dtype=torch.bool)
-    if case.get("padding") == "left":
-        padding[0, : T // 3 + 1] = False
-    elif case.get("padding") == "right":
-        padding[-1, T // 2 :] = False
-    elif case.get("padding") == "all":
-        padding[0] = False
-    return {
-        "padding": padding if "padding" in case else None,
-        "segments": torch.arange(T).expand(B, T) // case["segments"] % 2 if "segments" in case else None,
-        "cu_seqlens": torch.tensor(case["cu"], dtype=torch.int32) if "cu" in case else None,
-    }
-
-
-def largest_errors(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Largest error over largest reference value (never below 0.1: exact zeros count absolutely); inf: NaN."""
-    errors = {}
-    for name, value in reference.items():
-        error = float((ours[name].double() - value.double()).abs().max() / value.abs().max().clamp_min(0.1))
-        errors[name] = error if ours[name].double().isfinite().all() else float("inf")
-    return errors
