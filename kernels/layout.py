@@ -162,7 +162,8 @@ def token_padding(mask: Tensor, B: int, T: int, seen: int) -> Tensor:
         mask = mask.expand(-1, -1, T, -1)
     # A static cache has more columns than tokens seen so far, a sliding one fewer.
     diagonal = mask[:, 0].diagonal(offset=min(mask.shape[-1] - T, seen), dim1=-2, dim2=-1)
-    real = diagonal > torch.finfo(diagonal.dtype).min / 2 if diagonal.is_floating_point() else diagonal.bool()
+    # Some hide by -10000, others by the lowest number.
+    real = diagonal > -5000.0 if diagonal.is_floating_point() else diagonal.bool()
     return real.expand(B, T)
 
 

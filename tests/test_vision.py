@@ -24,7 +24,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.inputs import auto_class, make_inputs, outcome, outputs, taller
 from linearize.inspection import inspect_model
 from linearize.probe import model_class_of, probe
-from linearize_kernels.layout import window_regions
+from linearize_kernels.layout import token_padding, window_regions
 from linearize_kernels.seam import mixers_of
 
 EXACT = TOLERANCE[torch.float32]
@@ -280,6 +280,14 @@ def test_padding_of_text_changes_nothing(tmp_path: Path, mechanism: str, backend
 
 
 # ---------------------------------------------------------------- what is refused, and what is chosen
+
+
+def test_padding_is_read_from_masks_of_one_row_and_of_any_low_number() -> None:
+    real = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    for low in (-1e4, torch.finfo(torch.float32).min, -torch.inf):
+        row = torch.where(real, 0.0, low)[:, None, None]
+        for mask in (row, row.expand(-1, -1, 5, -1), row == 0):
+            assert torch.equal(token_padding(mask, 2, 5, 0), real)
 
 
 def reason(folder: Path, name: str, mechanism: str, **arguments: Any) -> str:
