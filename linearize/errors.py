@@ -57,7 +57,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def reason_of(error: BaseException) -> str:
     """The first line of an error, the second too where the first announces it; else its name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return " ".join(lines[:2]).rstrip(",") if lines[0].endswith(":") else lines[0]
 
 
 def redact(text: str) -> str:

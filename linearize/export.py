@@ -211,6 +211,8 @@ def stored_names(model: Any, names: set[str], known: set[str], scratch: Path) ->
             values[alias] = values[original]
             if original not in known:
                 del values[original]
+        elif alias in values and known.isdisjoint({alias, alias.removeprefix(f"{model.base_model_prefix}.")}):
+            values[original] = values.pop(alias)  # its head comes before its embedding, and gave the name
     short = {name: name.removeprefix(f"{model.base_model_prefix}.") for name in values}
     return {name if name in known else short[name]: value for name, value in values.items()}
 

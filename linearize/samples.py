@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor
 
 from .data import Blocks, build_blocks
 from .errors import Exit, LinearizeError
+from .generate import load_tokenizer
 from .images import Images, find_images
 from .losses import IGNORED, next_token_targets
 from .masked import MaskedBlocks
@@ -83,10 +84,10 @@ def tokens_per_sample(data: Data) -> int:
 
 
 def open_processor(folder: Path, kind: Kind) -> Any:
-    """The checkpoint's tokenizer, or its image processor (None where it has none)."""
+    """The checkpoint's tokenizer (exit 3 where it has none), or its image processor (None where it has none)."""
     # Its code is checked by now; without the flag transformers asks on the terminal because of the model's.
     if kind != "images":
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        return load_tokenizer(folder, True)
     if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
         return None
     try:
@@ -109,9 +110,15 @@ def open_samples(
 ) -> Samples:
     """The samples of a recipe's source for this model; relative files begin at `start`, packed text is kept in `cache`.
 
-    Raises LinearizeError (exit 3) for text that meets a vision model, or images any other.
+    Raises LinearizeError (exit 3) for text that meets a vision model, images any other, and a model of sound.
     """
     kind = kind_of(model)
+    if kind != "images" and model.main_input_name != "input_ids":
+        raise LinearizeError(
+            f"{type(model).__name__} takes {model.main_input_name}, and finetune has data of text and of images alone. "
+            "Train its mixers in a loop of your own: they are ordinary parameters",
+            Exit.INCOMPATIBLE,
+        )
     if holds_images(source) != (kind == "images"):
         needs = "images: FOLDER, arrays: FILE.npz, or path with image_key" if kind == "images" else "text"
         raise LinearizeError(f"data: {type(model).__name__} takes {needs}", Exit.INCOMPATIBLE)

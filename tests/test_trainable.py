@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import TOLERANCE, relative_error
 from models import load, small_model
 from peft import PeftModel
@@ -20,6 +21,8 @@ from linearize import export
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.loop import StageLoop
+from linearize.recipe_data import FileSource, Pack
+from linearize.samples import open_processor, open_samples
 from linearize.session import Finetuner
 
 STAGES = [
@@ -196,6 +199,31 @@ def test_an_adapter_is_kept_beside_the_base_on_request(
         adapted = PeftModel.from_pretrained(plain, final / "adapter").eval()
         ours = adapted(input_ids=IDS, use_cache=False).logits
     assert relative_error(ours, logits) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "XLMRobertaForMaskedLM"])
+def test_tied_weights_are_stored_under_the_name_that_the_source_has(tmp_path: Path, name: str) -> None:
+    """In XLM-R the head comes first, so its name is the parameter's."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 97}
+    model = getattr(transformers, name)(getattr(transformers, name).config_class(hidden_size=16, **sizes))
+    model.save_pretrained(tmp_path / "source")
+    stored = load_file(tmp_path / "source" / "model.safetensors")
+    values = export.stored_names(model, set(dict(model.named_parameters())), set(stored), tmp_path)
+    assert values.keys() == stored.keys()
+    assert all(value.equal(stored[name]) for name, value in values.items())
+
+
+def test_a_folder_without_a_tokenizer_and_a_model_of_sound_are_told(tmp_path: Path) -> None:
+    with pytest.raises(LinearizeError, match="no tokenizer can be loaded") as caught:
+        open_processor(tmp_path, "masked")
+    assert caught.value.code == Exit.INCOMPATIBLE
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_size": 16}
+    with torch.device("meta"):
+        model = transformers.HubertModel(transformers.HubertConfig(**sizes))
+    arguments = {"start": tmp_path, "sft": False, "seed": 0, "max_tokens": None}
+    with pytest.raises(LinearizeError, match="HubertModel takes input_values") as caught:
+        open_samples(FileSource(files=("a.txt",)), Pack(), model, None, tmp_path, **arguments)
+    assert caught.value.code == Exit.INCOMPATIBLE
 
 
 def test_rounding_to_a_dtype_is_what_saving_in_it_does(tmp_path: Path) -> None:
