@@ -36,12 +36,25 @@ def featured(y: Tensor, kind: str, scale: float, weight: Tensor | None = None, b
 
 
 class Features(nn.Module):
-    """The map of one mixer: its own weights for each query head and each key head, the identity at first."""
+    """The map of one mixer: its own weights for each query head and each key head, the identity at first.
 
-    def __init__(self, kind: Literal["elu", "relu", "hedgehog"], heads: int, kv_heads: int, dim: int, scale: float):
+    Hedgehog's, where attention is causal, is that of q and k before `scale`, as published: of what is scaled, softmax
+    over D channels is so even that all keys look alike, and a rate of 1e-2 takes hundreds of steps to sharpen it.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["elu", "relu", "hedgehog"],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        scale: float,
+        causal: bool = True,
+    ):
         """`scale` is what softmax multiplies q.k with; q and k share it between them."""
         super().__init__()
         self.kind, self.scale = kind, scale
+        self.start = scale**-0.5 if kind == "hedgehog" and causal else 1.0
         if kind != "elu":
             self.query_map = nn.Parameter(torch.empty(heads, dim, dim))
             self.key_map = nn.Parameter(torch.empty(kv_heads, dim, dim))
@@ -54,7 +67,7 @@ class Features(nn.Module):
     def reset_parameters(self) -> None:
         for name, weight in self.named_parameters():
             if name.endswith("map"):
-                init.copy_(weight, torch.eye(weight.shape[-1], device=weight.device).expand_as(weight))
+                init.copy_(weight, self.start * torch.eye(weight.shape[-1], device=weight.device).expand_as(weight))
             else:
                 init.zeros_(weight)
 

@@ -328,7 +328,9 @@ class LinearAttention(Mixer):
         if learn_slope:
             self.slope_logit = nn.Parameter(torch.empty(site.heads))
         heads = site.heads, site.kv_heads
-        self.features = None if features == "unit" else Features(features, *heads, site.key_dim, site.scale)
+        self.features = (
+            None if features == "unit" else Features(features, *heads, site.key_dim, site.scale, site.causal)
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

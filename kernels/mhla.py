@@ -186,7 +186,7 @@ class MultiHeadLinearAttention(Mixer):
         self.blocks = math.prod(self.layout)
         if self.blocks < 2:
             raise ValueError("frames=1 rows=1 columns=1: one block is plain linear attention; use la")
-        self.features = Features(features, site.heads, site.kv_heads, site.key_dim, site.scale)
+        self.features = Features(features, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
         heads = 1 if shared else site.kv_heads
         if site.causal:
             shape = (heads, self.blocks) if by_distance else (heads, self.blocks, self.blocks)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import Grid
+from .norm import HeadNorm
 from .window import Window, WindowedState
 
 
@@ -142,14 +143,18 @@ class Mixer(nn.Module):
         far, near = (state, None) if self.near is None or state is None else state
         layout = {"padding": padding, "segments": segments}
         own: dict[str, Any] = {**layout, "state": far, "causal": causal} | ({"grid": grid} if self.geometric else {})
-        if self.normalised:
-            o, mass, far = self.mix_with_mass(q, k, v, x, **own)
-        else:
-            (o, far), mass = self.mix(q, k, v, x, **own), None
+        o, mass, far = self._far(q, k, v, x, **own)
         if self.near is None:
             return o, far
         o, near = self.near(o, mass, q, k, v, x, **layout, state=near)
         return o, WindowedState(far, near)
+
+    def _far(self, *inputs: Tensor, **own: Any) -> tuple[Tensor, Tensor | None, Any]:
+        """What the mechanism computes, the logarithm of its normaliser where it has one, and its state."""
+        if self.normalised:
+            return self.mix_with_mass(*inputs, **own)
+        o, state = self.mix(*inputs, **own)
+        return o, None, state
 
     def mix(
         self,
@@ -195,6 +200,18 @@ class Mixer(nn.Module):
 
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
         """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: nothing."""
+
+    @torch.no_grad()
+    def calibrate_window(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, target: Tensor, **layout: Any) -> None:
+        """Then, how much of the mechanism comes through beside the window, and of what size; `layout` is `padding` and
+        `segments`."""
+        if self.near is not None:
+            q, k, v = as_autocast(q, k, v)
+            far, mass, _ = self._far(q, k, v, x, **layout, state=None, causal=True)
+            norm = next((part for part in self.modules() if isinstance(part, HeadNorm)), None)
+            factor = self.near.calibrate(far, mass, q, k, v, target, free=norm is not None, **layout)
+            if norm is not None:
+                norm.weight.mul_(factor[:, None])
 
 
 def as_autocast(*inputs: Tensor) -> list[Tensor]:

@@ -301,7 +301,7 @@ class SelectiveGates(Mixer):
         self.drop_rope = not rope
         E, Dv = site.kv_heads, site.value_dim
         if phi != "identity":
-            self.features = Features(phi, site.heads, E, site.key_dim, site.scale)
+            self.features = Features(phi, site.heads, E, site.key_dim, site.scale, site.causal)
         self.width = width = site.key_dim if phi == "identity" else self.features.size
         # Enough of a difference to tell tokens apart, and for gradients.
         self.key_gate = Gate(site.hidden, E * width, gate_rank, gate_bias, 0.1)

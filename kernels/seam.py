@@ -182,11 +182,12 @@ def transfer(
             return target
         query, key, value = query.detach(), key.detach(), value.detach()
     padding, segments = call_layout(call.geometry, attention_mask, (query.shape[0], query.shape[2]), None, kwargs)
+    layout = {"padding": padding, "segments": segments}
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         causal = is_causal(module, kwargs, mixer.site.causal)
-        o, _ = mixer(*inputs, padding=padding, segments=segments, state=None, causal=causal, grid=call.geometry.grid)
-        listener.hear(mixer, inputs, o, target)
+        o, _ = mixer(*inputs, **layout, state=None, causal=causal, grid=call.geometry.grid)
+        listener.hear(mixer, inputs, o, target, layout)
     return o.to(query.dtype) if second else target
 
 
@@ -338,7 +339,8 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
     @contextmanager
     def transferring(self, listener: Any) -> Iterator[None]:
         """Within: the residual stream is the teacher's, dropout off; for each layer, with gradients from o to the
-        mixer, `listener.hear(mixer, (q, k, v, x), o, o_teacher)` gets what `Mixer.mix` got, its output and softmax's.
+        mixer, `listener.hear(mixer, (q, k, v, x), o, o_teacher, layout)` gets what `Mixer.mix` got, its output and
+        softmax's, and its `padding` and `segments`.
 
         `listener.own_call` asks for a second run of each attention module, as the student, under
         `listener.student(module)`. It also happens where the mixer drops the rotary embedding. At its end

@@ -4,8 +4,10 @@
 
 `far` is what the mechanism computes, over all tokens. How much softmax leaves to tokens beyond the window depends on
 the token and on Z_t = sum_i e^{c q_t.k_i}: w_t = sigmoid(theta + u.x_t - a log Z_t), with theta, u and a learned per
-head, u and a from 0. A mechanism with a normaliser g of its own shares one with the window:
+head. A mechanism with a normaliser g of its own shares one with the window:
 w_t = sigmoid(theta + u.x_t + log g_t - log Z_t).
+
+u and a start at 0, theta as one number for all heads, until `calibrate` gives each head its theta and a.
 
 The decode state is the last W keys and values of each row's document, in order and aligned to the right. (Arora et
 al., "Based", arXiv 2402.18668, and Zhang et al., "LoLCATs", arXiv 2410.10254, show what a short exact window is worth
@@ -25,6 +27,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .scan import numbered
+
+# From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
+THETAS = (-8.0, 24.0, 129)
 
 
 class Ring(NamedTuple):
@@ -175,12 +180,51 @@ class Window(nn.Module):
 
         `mass` [B,T,H]: the logarithm of the mechanism's normaliser, where it has one; `x` [B,T,hidden].
         """
-        # Autocast would round the scores to half precision.
-        with torch.autocast(q.device.type, enabled=False):
-            near, own_mass, ring = window_attention(
-                q, k, v, window=self.window, scale=self.scale, padding=padding, segments=segments, state=state
-            )
+        near, own_mass, ring = self._near(q, k, v, padding=padding, segments=segments, state=state)
         logit = self.far_logit.float() + F.linear(x, self.far_gate.to(x.dtype)).float()
         logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass - own_mass
         w = torch.sigmoid(logit)[..., None]
         return (w * far + (1.0 - w) * near).to(far.dtype), ring
+
+    def _near(self, q: Tensor, k: Tensor, v: Tensor, **layout: Any) -> tuple[Tensor, Tensor, Ring]:
+        # Autocast would round the scores to half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            return window_attention(q, k, v, window=self.window, scale=self.scale, **layout)
+
+    @torch.no_grad()
+    def calibrate(
+        self,
+        far: Tensor,
+        mass: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        target: Tensor,
+        *,
+        free: bool,
+        **layout: Tensor | None,
+    ) -> Tensor:
+        """Let each head start from the theta, and the a, whose mixture is nearest to softmax's output [B,T,H,Dv].
+
+        Arguments as for `forward`, u taken for 0. Returns what to multiply `far` with, [H]: 1 unless it is `free`.
+        """
+        near, own_mass, _ = self._near(q, k, v, **layout)
+        far, near, target = far.float(), near.float(), target.float()
+        thetas, found, factors = torch.linspace(*THETAS, device=q.device), [], []
+        pairs = ((far, far), (far, near), (far, target), (near, near), (near, target))
+        ff, fn, ft, nn_, nt = ((x * y).sum(-1) for x, y in pairs)  # [B,T,H]
+        for a in (0.0, 0.5, 1.0) if mass is None else (1.0,):
+            logit = -a * own_mass if mass is None else mass - own_mass
+            for theta in thetas:
+                w = torch.sigmoid(theta + logit)
+                # ||factor w far + (1 - w) near - target||^2, but for what depends on the target alone
+                square, product = (w * w * ff).sum((0, 1)), (w * (ft - (1.0 - w) * fn)).sum((0, 1))
+                factor = (product / square.clamp_min(1e-12)).clamp_min(0.1) if free else torch.ones_like(product)
+                rest = ((1.0 - w) * ((1.0 - w) * nn_ - 2.0 * nt)).sum((0, 1))
+                found.append(rest + factor * (factor * square - 2.0 * product))
+                factors.append(factor)
+        best = torch.stack(found).argmin(0)  # [H]
+        self.far_logit.copy_(thetas[best % len(thetas)])
+        if not self.shared:
+            self.near_share.copy_(0.5 * (best // len(thetas)))
+        return torch.stack(factors).gather(0, best[None])[0]

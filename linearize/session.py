@@ -28,6 +28,8 @@ from .zero import partition, read_config
 FIDELITY_TOKENS = 16384
 # The scale of each layer's loss needs one digit.
 POWER_BLOCKS = 8
+# At most: norms and windows have a few numbers per head, but fitted on 512 tokens they fit those alone.
+CALIBRATION_TOKENS = 4096
 
 
 class Finetuner:
@@ -167,7 +169,8 @@ class Finetuner:
         )
         order = BlockOrder(len(blocks), self.recipe.seed)
         if number == 0 and start == 0:
-            self.calibrate(collate([blocks[order.block(0)]], self.device))
+            count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
+            self.calibrate(collate([blocks[order.block(k)] for k in range(count)], self.device))
         schedule = make_schedule(stage, optimizer, steps)
         loop = StageLoop(self, number, stage, blocks, order, steps, parameters, optimizer, schedule)
         if isinstance(stage, AttentionTransfer):
@@ -189,7 +192,7 @@ class Finetuner:
         self.student.load_state(load_file(checkpoint / "trained.safetensors"))
 
     def calibrate(self, batch: dict[str, torch.Tensor]) -> None:
-        """Before the first step of all: mixers with norms take the teacher's scale, the same in every process."""
+        """Before the first step: norms take the teacher's scale, windows their share, the same in every process."""
         with self.accelerator.autocast():
             listen(self.student, Calibration(self.student), batch)
         for name, parameter in self.student.named_parameters():

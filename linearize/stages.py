@@ -22,6 +22,9 @@ from .recipe import AttentionTransfer, FeatureCosine, LogitKL, Stage
 from .samples import Batch, forward, real_tokens, targets
 from .trainable import Student
 
+Inputs = tuple[Tensor, ...]
+Layout = dict[str, Tensor | None]
+
 
 class Listener:
     """What `model.transferring` calls for each layer; the default hears nothing.
@@ -35,8 +38,9 @@ class Listener:
     def __init__(self, student: Student) -> None:
         self.student_model = student
 
-    def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
-        """One layer: inputs (q, k, v, x) as for `Mixer.mix`, its output and softmax's, both [B,T,H,Dv]."""
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Layout) -> None:
+        """One layer: inputs (q, k, v, x) as for `Mixer.mix`, its output and softmax's, both [B,T,H,Dv]; `layout` is
+        its `padding` and `segments`."""
 
     def compare(self, mixer: Any, y: Tensor, target: Tensor) -> None:
         """Outputs [B,T,hidden] of one attention module after a second run: the student's, the teacher's."""
@@ -66,7 +70,7 @@ class Transfer(Listener):
         self.real, self.tokens, self.power, self.backward = real, tokens, power, backward
         self.losses: dict[int, Tensor] = {}
 
-    def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Layout) -> None:
         layer = mixer.site.layer
         share = square_sum(target, self.real) / (self.power[layer] * self.tokens).clamp_min(1e-12)
         loss = relative_mse(o, target, self.real) * share
@@ -77,11 +81,12 @@ class Transfer(Listener):
 
 
 class Calibration(Listener):
-    """Lets each mixer set its norms from the teacher's outputs of one batch."""
+    """Lets each mixer set its norms, and its window's share, from the teacher's outputs of one batch."""
 
     @torch.no_grad()
-    def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Layout) -> None:
         mixer.calibrate(*inputs, o, target)
+        mixer.calibrate_window(*inputs, target, **layout)
 
 
 class Power(Listener):
@@ -94,7 +99,7 @@ class Power(Listener):
         self.count = torch.empty(0)
 
     @torch.no_grad()
-    def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor) -> None:
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Layout) -> None:
         elements = square_sum(torch.ones_like(target), self.real)
         found = torch.stack([square_sum(target, self.real), elements, self.count])
         self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + found

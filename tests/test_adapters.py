@@ -234,7 +234,7 @@ class Listener:
         self.heard: list[int] = []
         self.outputs: dict[int, Any] = {}
 
-    def hear(self, mixer: Any, inputs: Any, o: torch.Tensor, target: torch.Tensor) -> None:
+    def hear(self, mixer: Any, inputs: Any, o: torch.Tensor, target: torch.Tensor, layout: Any) -> None:
         assert o.shape == target.shape == (*inputs[0].shape[:3], mixer.site.value_dim)
         self.heard.append(mixer.site.layer)
         if not self.own_call:
@@ -254,7 +254,7 @@ def test_the_softmax_that_transfer_hears_is_the_architectures(folders: Folders, 
     model, native, ids = load(folders(name)[1]), original(name), tokens(1, 18)
     targets: list[torch.Tensor] = []
     listener = Listener(own_call=False)
-    listener.hear = lambda mixer, inputs, o, target: targets.append(target)  # type: ignore[method-assign]
+    listener.hear = lambda mixer, inputs, o, target, layout: targets.append(target)  # type: ignore[method-assign]
     with model.transferring(listener), torch.no_grad():
         model(ids, use_cache=False)
     for mixer, target in zip(mixers_of(model).values(), targets, strict=True):

@@ -170,6 +170,13 @@ def test_learned_features_are_positive_with_products_of_about_one(features: str)
     assert 0.1 < float(products) < 10.0
 
 
+def test_hedgehog_starts_as_published_where_attention_is_causal() -> None:
+    """softmax(q), softmax(-q) of what softmax attention would scale."""
+    m, y = mixer(features="hedgehog"), torch.randn(2, 9, 4, 8)
+    expected = torch.cat([y.softmax(-1), (-y).softmax(-1)], -1) * (8 / 2) ** 0.5
+    assert relative_error(m.feature_map(y, "query"), expected) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("features", ["hedgehog", "relu"])
 def test_every_feature_map_learns(features: str) -> None:
     m = mixer(features=features)

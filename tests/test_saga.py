@@ -161,7 +161,7 @@ def test_a_conversion_starts_as_linear_attention_with_its_features() -> None:
     """Gates are open but for a fiftieth, in nearly the same way for all tokens."""
     q, k, v, x = tokens()
     mixer = made()
-    features = Features("hedgehog", SITE.heads, SITE.kv_heads, SITE.key_dim, SITE.scale)
+    features = Features("hedgehog", SITE.heads, SITE.kv_heads, SITE.key_dim, SITE.scale, causal=False)
     features.reset_parameters()
     fq, fk = features(q, "query"), features(k, "key")
     o = linear_attention_both_ways(fq, fk, torch.cat([v, torch.ones_like(v[..., :1])], -1), None, 64)

@@ -270,13 +270,13 @@ def test_saving_is_verified_by_logits(root: Path, tmp_path: Path, monkeypatch: p
     assert not same(tensors(tmp_path / "run" / "final"), tensors(base(root, "llama")))
 
 
-def test_norms_are_calibrated_once_and_kept_by_checkpoints(
+def test_norms_and_windows_are_calibrated_once_and_kept_by_checkpoints(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a stage trains something else, and whatever the batch size."""
-    folder = base(root, "llama", norm="head")
-    norms = [name for name in tensors(folder) if name.endswith("norm_weight")]
-    assert norms
+    folder = base(root, "llama", norm="head", window=4)
+    norms = [name for name in tensors(folder) if name.endswith(("norm_weight", "far_logit"))]
+    assert {name.rpartition(".")[2] for name in norms} == {"norm_weight", "far_logit"}
     found = []
     for per_device, steps in ((1, 4), (2, 2)):
         place = tmp_path / str(per_device)

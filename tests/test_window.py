@@ -125,6 +125,29 @@ def test_a_head_and_a_token_decide_how_much_comes_through(shared: bool) -> None:
     assert relative_error(mixed, w * far + (1 - w) * o) < EXACT
 
 
+@pytest.mark.parametrize("name", ["la", "gla"])
+def test_calibration_finds_how_much_came_through(name: str) -> None:
+    """Also of packed documents with padding among them: what a head has mixed it mixes again, and in that size."""
+    site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
+    mixer = build_mixer(name, site, resolve_options(name, {"window": 5}))
+    mixer.reset_parameters()
+    x, q, k, v = torch.randn(2, 60, 24), *(torch.randn(2, 60, heads, 8) for heads in (4, 2, 2))
+    layout = {"padding": torch.rand(2, 60) > 0.2, "segments": (torch.rand(2, 60) < 0.05).long().cumsum(1)}
+    found = {"far_logit": torch.tensor([-3.0, -1.5, 0.25, 3.0])}
+    if name == "gla":
+        found |= {"near_share": torch.tensor([0.0, 0.5, 1.0, 0.5]), "weight": torch.tensor([0.5, 1.0, 2.0, 0.25])}
+    parameters = {key.rpartition(".")[2]: parameter for key, parameter in mixer.named_parameters()}
+    for key, value in found.items():
+        parameters[key].data.copy_(value if key != "weight" else value[:, None])
+    target, _ = mixer(q, k, v, x, **layout, state=None, causal=True)
+    for part in (mixer.near, getattr(mixer, "norm", None)):
+        if part is not None:
+            part.reset_parameters()
+    mixer.calibrate_window(q, k, v, x, target.detach(), **layout)
+    for key, value in found.items():
+        torch.testing.assert_close(parameters[key] if key != "weight" else parameters[key][:, 0], value)
+
+
 # ---------------------------------------------------------------- in a model
 
 some_models = pytest.mark.parametrize(
