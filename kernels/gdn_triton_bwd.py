@@ -14,7 +14,7 @@ exchanged. And none is made before a loop and used in it (docs/performance.md sa
 
 from __future__ import annotations
 
-from .gdn_triton import (
+from .gdn_tiles import (
     chunk_decay,
     chunk_edges,
     load_parts,

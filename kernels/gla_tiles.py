@@ -1,4 +1,4 @@
-"""What the kernels of GLA share: where a program is, products, decays of one chunk.
+"""What the kernels of GLA share: where a program is, factors, decays of one chunk.
 
 Inside a chunk e^{b_t-b_i} becomes a matrix product as in gsa_tiles.py: one reference in the middle of the chunk where
 it decays by no more than 2^-RANGE, halving blocks where a channel decays by more (STRONG).
@@ -10,7 +10,7 @@ Letters as in gla.py; b is in units of log 2. `BK`, `BV` are widths of blocks of
 
 from __future__ import annotations
 
-from .tiles import as_operand, jit, load_rows, tl
+from .tiles import chunk, jit, load_rows, parts, tl
 
 
 @jit
@@ -18,15 +18,8 @@ def place(p_chunks, T, N, heads, C: tl.constexpr, BLOCKS: tl.constexpr, VARLEN: 
     """For grid (N * BLOCKS, B * heads): batch row, first token, head, block, tokens of the chunk, its slot."""
     i_n, i_x = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     i_b, i_h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    if VARLEN:
-        i_t = tl.load(p_chunks + 3 * i_n)
-        size = tl.load(p_chunks + 3 * i_n + 1)
-        slot = tl.load(p_chunks + 3 * i_n + 2).to(tl.int64)
-    else:
-        i_t = i_n * C
-        size = tl.minimum(T - i_t, C)
-        slot = i_b * (N + 1) + i_n
-    return i_b, i_t.to(tl.int64), i_h, i_x, size, slot
+    i_t, size, slot = chunk(p_chunks, i_n, i_b, T, N, C, VARLEN)
+    return i_b, i_t, i_h, i_x, size, slot
 
 
 @jit
@@ -69,19 +62,13 @@ def columns(o_c, o_k, s_t, size, D: tl.constexpr):
     return o_k[:, None] + o_c[None, :] * s_t, (o_k < D)[:, None] & (o_c < size)[None, :]
 
 
-# ---------------------------------------------------------------- products
+# ---------------------------------------------------------------- factors
 
 
 @jit
 def cast(b_x, PREC: tl.constexpr):
     """A computed factor as operands, high and low."""
-    if PREC == "parts":
-        b_high = b_x.to(tl.bfloat16)
-        b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
-    else:
-        b_high = as_operand(b_x, PREC)
-        b_low = b_high
-    return b_high, b_low
+    return parts(b_x, PREC == "parts")
 
 
 @jit
@@ -90,43 +77,3 @@ def exact(b_x, PREC: tl.constexpr):
     if PREC != "parts":
         b_x = b_x.to(tl.float32)
     return b_x
-
-
-@jit
-def mul(b_x, b_x_low, b_y, b_y_low, PREC: tl.constexpr):
-    """x @ y in fp32 for two computed factors."""
-    if PREC == "parts":
-        b_z = tl.dot(b_x, b_y, tl.dot(b_x, b_y_low, tl.dot(b_x_low, b_y)))
-    else:
-        b_z = tl.dot(b_x, b_y, input_precision=PREC)
-    return b_z
-
-
-@jit
-def mul_left(b_x, b_y, b_y_low, PREC: tl.constexpr):
-    """x @ y where x was given."""
-    if PREC == "parts":
-        b_z = tl.dot(b_x, b_y, tl.dot(b_x, b_y_low))
-    else:
-        b_z = tl.dot(b_x, b_y, input_precision=PREC)
-    return b_z
-
-
-@jit
-def mul_right(b_x, b_x_low, b_y, PREC: tl.constexpr):
-    """x @ y where y was given."""
-    if PREC == "parts":
-        b_z = tl.dot(b_x, b_y, tl.dot(b_x_low, b_y))
-    else:
-        b_z = tl.dot(b_x, b_y, input_precision=PREC)
-    return b_z
-
-
-@jit
-def mul_exact(b_x, b_y, PREC: tl.constexpr):
-    """x @ y where both were given."""
-    if PREC == "parts":
-        b_z = tl.dot(b_x, b_y)
-    else:
-        b_z = tl.dot(b_x, b_y, input_precision=PREC)
-    return b_z

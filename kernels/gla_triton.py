@@ -12,9 +12,9 @@ consecutive slots, the last one idle. Read and write gates multiply the rows of 
 
 from __future__ import annotations
 
-from .gla_tiles import cast, columns, exact, load_gate, load_scaled, mul, mul_right, place, running_sums
+from .gla_tiles import cast, columns, exact, load_gate, load_scaled, place, running_sums
 from .gsa_tiles import block_level, block_split, load_sums, reference
-from .tiles import jit, load_rows, segment_flow, store_rows, tl
+from .tiles import dot, dot_given_right, jit, load_rows, segment_flow, store_rows, tl
 
 
 @jit
@@ -85,7 +85,7 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
                 b_x *= load_gate(p_gate, o_c, heads, size)[None, :]
             b_x, b_x_low = cast(b_x, PREC)
             b_y = exact(load_rows(p_y + i_t * s_yt + i_g * s_yh, o_c, o_v, s_yt, size, DV), PREC)
-            b_S += mul_right(b_x, b_x_low, b_y, PREC)
+            b_S += dot_given_right(b_x, b_x_low, b_y, PREC)
     if p_S1 is not None:
         store_rows(p_S1 + memory, b_S, o_k, o_v, DV, D, DV)
 
@@ -161,11 +161,11 @@ def mix_chunk(p_x, s_xt, p_y, s_yt, s_yh, p_z, s_zt, s_zh, p_rx, s_rx, p_ry, s_r
         if not STRONG:
             b_S *= memory_factor(p_b, o_k, s_g, size, D, C, REVERSE)[:, None]
         b_S, b_S_low = cast(b_S, PREC)
-        b_o += mul(b_x, b_y, b_S, b_S_low, PREC)
+        b_o += dot(b_x, b_y, b_S, b_S_low, PREC)
     if SEGMENTS:
         b_o = tl.where(m_flow[:, None], b_o, 0.0)
     b_A, b_A_low = cast(tl.where(m_seen, b_A, 0.0), PREC)
-    b_o += mul_right(b_A, b_A_low, exact(load_rows(p_z, o_c, o_v, s_zt, size, DV), PREC), PREC)
+    b_o += dot_given_right(b_A, b_A_low, exact(load_rows(p_z, o_c, o_v, s_zt, size, DV), PREC), PREC)
     if REVERSE:
         for i_g in range(1, G):
             b_A = tl.zeros([C, C], tl.float32)
@@ -178,7 +178,7 @@ def mix_chunk(p_x, s_xt, p_y, s_yt, s_yh, p_z, s_zt, s_zh, p_rx, s_rx, p_ry, s_r
                                         size, D, C, LEVELS, RANGE, REVERSE, STRONG, PREC)  # fmt: skip
             b_A, b_A_low = cast(tl.where(m_seen, b_A, 0.0), PREC)
             b_z = exact(load_rows(p_z + i_g * s_zh, o_c, o_v, s_zt, size, DV), PREC)
-            b_o += mul_right(b_A, b_A_low, b_z, PREC)
+            b_o += dot_given_right(b_A, b_A_low, b_z, PREC)
     store_rows(p_o, b_o, o_c, o_v, s_ot, size, DV)
 
 
@@ -216,7 +216,7 @@ def score_block(p_x, s_xt, p_y, s_yt, p_b, scale_x, scale_y, b_A, o_c, o_k, s_g,
             else:
                 b_xe, b_xe_low = cast(b_x * b_q, PREC)
                 b_ye, b_ye_low = cast(b_y * b_k, PREC)
-            b_A += tl.where(m_pair, mul(b_xe, b_xe_low, tl.trans(b_ye), tl.trans(b_ye_low), PREC), 0.0)
+            b_A += tl.where(m_pair, dot(b_xe, b_xe_low, tl.trans(b_ye), tl.trans(b_ye_low), PREC), 0.0)
         if REVERSE:
             b_b = b_end[None, :] - b_b
         b_xe, b_xe_low = cast(b_x * tl.exp2(b_b), PREC)
@@ -226,7 +226,7 @@ def score_block(p_x, s_xt, p_y, s_yt, p_b, scale_x, scale_y, b_A, o_c, o_k, s_g,
             b_ref = -b_ref
         b_xe, b_xe_low = cast(b_x * tl.exp2(b_ref), PREC)
         b_ye, b_ye_low = cast(b_y * tl.exp2(-b_ref), PREC)
-        b_A += mul(b_xe, b_xe_low, tl.trans(b_ye), tl.trans(b_ye_low), PREC)
+        b_A += dot(b_xe, b_xe_low, tl.trans(b_ye), tl.trans(b_ye_low), PREC)
     return b_xe, b_xe_low, b_A
 
 

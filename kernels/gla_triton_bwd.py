@@ -15,10 +15,10 @@ independent and no sum is longer than a chunk. dA^T is computed as such, not tra
 
 from __future__ import annotations
 
-from .gla_tiles import cast, exact, load_gate, load_scaled, mul, mul_exact, mul_left, place
+from .gla_tiles import cast, exact, load_gate, load_scaled, place
 from .gla_triton import middle_and_end
 from .gsa_tiles import block_level, block_split, load_sums, reference
-from .tiles import jit, load_rows, segment_flow, store_rows, tl
+from .tiles import dot, dot_given, dot_given_left, jit, load_rows, segment_flow, store_rows, tl
 
 
 @jit
@@ -140,13 +140,13 @@ def value_loop(p_x, s_xt, p_y, s_yt, p_M, p_S, b_shift, o_c, o_k, size, D: tl.co
         o_v = i_v + tl.arange(0, BV)
         b_x = exact(load_rows(p_x, o_c, o_v, s_xt, size, DV), PREC)
         b_y = exact(load_rows(p_y, o_c, o_v, s_yt, size, DV), PREC)
-        b_A += mul_exact(b_x, tl.trans(b_y), PREC)
+        b_A += dot_given(b_x, tl.trans(b_y), PREC)
         if READS:
             b_M = load_rows(p_M, o_k, o_v, DV, D, DV)
             if FLOW:
                 b_flow += tl.sum(b_M * load_rows(p_S, o_k, o_v, DV, D, DV), 1)
             b_M, b_M_low = cast(b_M * tl.exp2(b_shift)[:, None], PREC)
-            b_x_M += mul_left(b_x, tl.trans(b_M), tl.trans(b_M_low), PREC)
+            b_x_M += dot_given_left(b_x, tl.trans(b_M), tl.trans(b_M_low), PREC)
     return b_x_M, b_A, b_flow
 
 
@@ -162,9 +162,9 @@ def inside(b_acc, b_A, b_y, b_own, b_other, p_b, level, o_c, o_k, s_g, size, D: 
                 b_mine, b_theirs = b_theirs, b_mine
             b_x, b_x_low = cast(tl.where(m_pair, b_A, 0.0), PREC)
             b_z, b_z_low = cast(b_y * b_theirs, PREC)
-            b_acc += b_mine * mul(b_x, b_x_low, b_z, b_z_low, PREC)
+            b_acc += b_mine * dot(b_x, b_x_low, b_z, b_z_low, PREC)
     else:
         b_x, b_x_low = cast(b_A, PREC)
         b_z, b_z_low = cast(b_y * tl.exp2(b_other), PREC)
-        b_acc = (b_acc + mul(b_x, b_x_low, b_z, b_z_low, PREC)) * tl.exp2(b_own)
+        b_acc = (b_acc + dot(b_x, b_x_low, b_z, b_z_low, PREC)) * tl.exp2(b_own)
     return b_acc

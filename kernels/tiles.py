@@ -96,7 +96,21 @@ def as_operand(b_x, PREC: tl.constexpr):
     return b_x
 
 
-# ---------------------------------------------------------------- loads and stores
+# ---------------------------------------------------------------- places, loads and stores
+
+
+@jit
+def chunk(p_chunks, i_n, i_b, T, N, C, VARLEN: tl.constexpr):
+    """First token of chunk i_n, of row i_b unless VARLEN, the tokens in it, and its slot (launch.py)."""
+    if VARLEN:
+        i_t = tl.load(p_chunks + 3 * i_n)
+        size = tl.load(p_chunks + 3 * i_n + 1)
+        slot = tl.load(p_chunks + 3 * i_n + 2).to(tl.int64)
+    else:
+        i_t = i_n * C
+        size = tl.minimum(T - i_t, C)
+        slot = i_b * (N + 1) + i_n
+    return i_t.to(tl.int64), size, slot
 
 
 @jit
