@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .launch import width
+
 
 class Launch(NamedTuple):
     """How one kernel runs."""
@@ -87,7 +89,7 @@ def safe(shared: int, D: int, DV: int, dtype: torch.dtype) -> Config:
     """
     half = dtype == torch.bfloat16
     # Hopper's wgmma went wrong on tiles narrower than 64 beside chunks of 64 (docs/performance.md).
-    BD, BDV = (max(64 if half else 16, 1 << (x - 1).bit_length()) for x in (D, DV))
+    BD, BDV = (max(64 if half else 16, width(x)) for x in (D, DV))
     wide = max(BD, BDV)
     # fp32 operands stay off wgmma, where three tf32 products race (seen with triton 3.6).
     longest = 64 if half and wide <= 128 else 32 if half or wide <= 128 else 16

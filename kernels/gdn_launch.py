@@ -13,7 +13,7 @@ from torch import Tensor
 from .gdn_config import Launch, configure, obstacle
 from .gdn_triton import output_kernel, prepare_kernel, scan_kernel, step_kernel
 from .gdn_triton_bwd import back_kernel, decay_kernel, key_kernel, local_kernel, query_kernel
-from .launch import dense, entry, launch, lay_out, scratch, strides, unavailable
+from .launch import dense, entry, launch, lay_out, scratch, strides, unavailable, width
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
@@ -208,7 +208,7 @@ def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
     (B, _, H, D), DV, E = q.shape, v.shape[-1], g.shape[2]
     q, k, v, g, beta, S = dense(q), dense(k), dense(v), g.contiguous(), beta.contiguous(), S.contiguous()
     o, S1 = q.new_empty(B, 1, H, DV), torch.empty_like(S)
-    BD = max(16, 1 << (D - 1).bit_length())
+    BD = width(D)
     BV = 16 if BD > 128 else 32
     launch(
         step_kernel, (-(-DV // BV), E, B), q, k, v, g, beta, _contiguous(read), _contiguous(write), padding, S, o, S1,

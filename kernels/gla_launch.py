@@ -12,7 +12,7 @@ from torch import Tensor
 from .gla_config import Config, Launch, configure
 from .gla_triton import gla_mix_kernel, gla_scan_kernel, gla_step_kernel
 from .gla_triton_bwd import gla_key_kernel
-from .launch import dense, entry, launch, lay_out, scratch, strides, unavailable
+from .launch import dense, entry, launch, lay_out, scratch, strides, unavailable, width
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
@@ -51,7 +51,7 @@ def constants(config: Config, how: Launch, G: int, D: int, DV: int) -> dict[str,
         "DV": DV,
         "C": config.chunk,
         "LEVELS": config.chunk.bit_length() - 1,
-        "BD": max(16, 1 << (D - 1).bit_length()),
+        "BD": width(D),
         "BK": how.block_k,
         "BV": how.block_v,
         "RANGE": config.range,
@@ -148,8 +148,8 @@ def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
     q, k, v, g, S = dense(q), dense(k), dense(v), g.contiguous(), S.contiguous()
     read, write = (None if x is None else x.contiguous() for x in (read, write))
     o, S1 = scratch(q, B, 1, H, DV, dtype=q.dtype), scratch(S, *S.shape)
-    BD = max(16, 1 << (D - 1).bit_length())
-    BV = max(16, min(2048 // BD, 1 << (DV - 1).bit_length()))
+    BD = width(D)
+    BV = max(16, min(2048 // BD, width(DV)))
     launch(
         gla_step_kernel, (-(-DV // BV), E, B), q, k, v, g, read, write, padding, S, o, S1, scale, q.stride(0),
         q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0 if padding is None else padding.stride(0),

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .launch import width
+
 
 class Config(NamedTuple):
     """Tile sizes, warps and what the tensor cores make of fp32 operands."""
@@ -81,7 +83,7 @@ def safe(shared: int, M: int, D: int, DV: int, dtype: torch.dtype) -> Config:
 
     Raises ValueError when not even chunks of 16 tokens fit.
     """
-    BM, BD, BDV = (max(16, 1 << (x - 1).bit_length()) for x in (M, D, DV))
+    BM, BD, BDV = (width(x) for x in (M, D, DV))
     wide = max(BD, BDV)
     # Chunks of 64 use Hopper's wgmma. In fp32 three tf32 products through it race; with heads of 256 ptxas runs out of
     # registers; with fewer than 64 slots it gets an address wrong in the key kernel (all seen with triton 3.6).

@@ -13,7 +13,7 @@ from torch import Tensor
 from .gsa_config import configure, obstacle
 from .gsa_triton import output_kernel, scan_kernel, states_kernel, step_kernel
 from .gsa_triton_bwd import key_kernel, logits_kernel, query_kernel, writes_kernel
-from .launch import dense, entry, launch, lay_out, scratch, strides, unavailable
+from .launch import dense, entry, launch, lay_out, scratch, strides, unavailable, width
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
@@ -202,7 +202,7 @@ def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         step_kernel, (E, B), q, k, v, g, padding, K, V, seen, o, K1, V1, seen1, scale, q.stride(0), q.stride(2),
         k.stride(0), k.stride(2), v.stride(0), v.stride(2), g.stride(0), 0 if padding is None else padding.stride(0),
         H, E, E // k.shape[2], call=number, num_warps=c.step_warps, M=M, D=D, DV=DV, BM=c.block_m, BX=c.step_columns,
-        BG=max(16, 1 << (H // E - 1).bit_length()), PADDED=padding is not None, PREC=c.precision,
+        BG=width(H // E), PADDED=padding is not None, PREC=c.precision,
     )  # fmt: skip
     return o, K1, V1, seen1
 

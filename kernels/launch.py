@@ -193,6 +193,11 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(step for tensor in tensors for step in tensor.stride()[:3])
 
 
+def width(size: int) -> int:
+    """Columns of a tile that holds `size` of them: a power of two, and at least the 16 that a product takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def dense(x: Tensor) -> Tensor:
     """x, copied where its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

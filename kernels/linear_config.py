@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .launch import width
+
 
 class Tiles(NamedTuple):
     """Of one kernel: tokens of a chunk, columns of a program, warps, buffers for what the loop loads."""
@@ -101,7 +103,7 @@ def choose(
     capability: tuple[int, int], shared: int, processors: int, D: int, DV: int, dtype: torch.dtype, normalised: bool
 ) -> Config:
     """The shipped configuration for (capability, D, dtype), or one that fits `shared` bytes of shared memory."""
-    wide = max(16, 1 << (max(D, DV) - 1).bit_length())
+    wide = width(max(D, DV))
     config = safe(shared, processors, wide, dtype)
     return config._replace(**SHIPPED.get((capability, wide, dtype, normalised), {}))
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import Layout, dense, entry, interpreted, launch, lay_out, scratch, strides
+from .launch import Layout, dense, entry, interpreted, launch, lay_out, scratch, strides, width
 from .linear_both import read_kernel, total_kernel
 from .linear_config import Tiles, configure, obstacle
 from .linear_states import carry_kernel, delta_kernel, step_kernel, sums_kernel
@@ -134,7 +134,7 @@ class Problem:
 
     def constants(self, tiles: Tiles, split: bool) -> dict[str, Any]:
         """The constexpr arguments of the kernels."""
-        call, wide = self.call, [max(16, 1 << (x - 1).bit_length()) for x in (self.D, self.DV)]
+        call, wide = self.call, [width(x) for x in (self.D, self.DV)]
         return {
             "NORM": self.normalised,
             "UNIT": call.unit,
@@ -224,7 +224,7 @@ def run_backward(
     dg = None if dg is None else dg.contiguous()
     tiles = x.config.gradients
     if x.call.unit:  # lengths want whole rows
-        wide = max(16, 1 << (max(x.D, x.DV) - 1).bit_length())
+        wide = width(max(x.D, x.DV))
         tiles = tiles._replace(block=wide, warps=8 if wide > 64 else tiles.warps, stages=1)
     c = x.constants(tiles, x.config.split_gradients)
     delta = None
@@ -365,8 +365,7 @@ def run_step(number: int, *inputs: Any) -> tuple[Tensor, ...]:
     numbers = [None if y is None else y.float().contiguous() for y in (a, b)]
     lam = None if log_decay is None else log_decay.float().contiguous()
     gates = [None if y is None else y.contiguous() for y in (read, write)]
-    BD = max(16, 1 << (D - 1).bit_length())
-    BZ = min(32, max(16, 1 << (DV - 1).bit_length()))
+    BD, BZ = width(D), min(32, width(DV))
     real = None if padding is None else padding.view(torch.uint8)
     launch(
         step_kernel, (E * -(-DV // BZ), B), q, k, v, *state, o, g, *after, *numbers, lam, *gates, real, scale,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import dense, entry, interpreted, launch, scratch, strides, unavailable
+from .launch import dense, entry, interpreted, launch, scratch, strides, unavailable, width
 from .mhla_triton import mix_kernel, output_kernel, state_kernel, step_kernel, summary_kernel
 from .mhla_triton_bwd import key_kernel, pairs_kernel, query_kernel, value_kernel, weights_kernel
 
@@ -32,7 +32,7 @@ def safe(shared: int, DV: int, Q: int, dtype: torch.dtype) -> Config:
 
     Raises ValueError when the smallest do not fit.
     """
-    BV = max(16, 1 << (DV - 1).bit_length())
+    BV = width(DV)
     exact = dtype == torch.float32
     # In fp32, tiles of 64 would use Hopper's wgmma, whose three products race (gsa_config.py). In bf16, wgmma with 32
     # columns reads beyond its operand (query_kernel, triton 3.6), so that features and values are cut like tokens.
@@ -54,7 +54,7 @@ def shared_bytes(c: Config, Q: int, dtype: torch.dtype) -> int:
 
 def group(M: int) -> int:
     """Blocks of a group: a power of two that is at least M - 2."""
-    return max(16, 1 << (M - 3).bit_length())
+    return width(M - 2)
 
 
 @functools.cache
@@ -284,7 +284,7 @@ def _step(number: int, *inputs: Any) -> tuple[Tensor, ...]:
         step_kernel, (-(-(DV + normalise) // 32), B * E), q, k, v, w, padding, past, old, current, mixed, tokens, o, g,
         past1, old1, current1, mixed1, tokens1, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0),
         v.stride(2), 0 if padding is None else padding.stride(0), places, H, E, call=number, num_warps=4, M=M, F=D,
-        DV=DV, BF=min(64, max(16, 1 << (D - 1).bit_length())), BY=32, BG=max(16, 1 << (H // E - 1).bit_length()),
+        DV=DV, BF=min(64, width(D)), BY=32, BG=width(H // E),
         NORM=normalise, PADDED=padding is not None, EDGE=edge,
         PREC="ieee" if interpreted() else "bf16x6" if exact else "bf16x3",
     )  # fmt: skip

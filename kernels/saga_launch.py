@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import dense, entry, launch, scratch, strides, unavailable
+from .launch import dense, entry, launch, scratch, strides, unavailable, width
 from .saga_triton import keys_kernel, output_kernel, queries_kernel, summary_kernel
 
 # Of the normaliser, which positive features and gates keep above it.
@@ -35,10 +35,6 @@ class Config(NamedTuple):
     keys: Tiles
     programs: int
     precision: str
-
-
-def width(D: int) -> int:
-    return max(16, 1 << (D - 1).bit_length())
 
 
 def safe(shared: int, processors: int, D: int, DV: int, phi: str, dtype: torch.dtype) -> Config:
