@@ -119,13 +119,19 @@ class Watch(Capture):
         unnamed = "own_mask" if other.dtype == torch.bool else "score_bias"
         found.extras.add(next((argument for argument, its in arguments.items() if its == memory), unnamed))
 
+    def said(self, module: Any, queries: int) -> bool | None:
+        """What a module says of whether it looks back, or else where it is: among a decoder's own tokens it does."""
+        text = self.follow.inputs.get("decoder_input_ids")
+        if text is not None and queries == text.shape[1]:
+            return getattr(module, "is_causal", True)
+        return getattr(module, "is_causal", getattr(self.model.config, "is_decoder", None))
+
     def record(self, found: Any, v: Tensor, softmax: Any) -> Tensor:
         """What `Capture` found: a record like those of the attention interface."""
         module, arguments = self.running[-1]
         x, B = self.hidden(), self.shape[0]
         q, k = (part.reshape(B, -1, *part.shape[-2:]) for part in (found.q, found.k))
         where = self.follow.place(self.shape, module, arguments)
-        said = getattr(module, "is_causal", getattr(self.model.config, "is_decoder", None))
         self.records.append(
             {
                 "module": module,
@@ -136,7 +142,7 @@ class Watch(Capture):
                 "key_dim": q.shape[-1],
                 "value_dim": v.shape[-1],
                 "scale": found.scale,
-                "causal": looks_back(said, self.model, where),
+                "causal": looks_back(self.said(module, q.shape[2]), self.model, where),
                 "extras": tuple(sorted(found.extras - {"attention_mask"} | BIASES & _given(arguments))),
                 "keys": k.shape[2],
                 "queries": q.shape[2],

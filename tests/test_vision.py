@@ -145,6 +145,14 @@ def test_attention_to_what_an_encoder_made_keeps_softmax(model_type: str) -> Non
     }
 
 
+def test_a_decoder_that_does_not_say_so_looks_back() -> None:
+    """LED computes its softmax itself, and neither its modules nor its config say which way it looks."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "attention_window": [4]}
+    config = transformers.LEDConfig(vocab_size=97, encoder_attention_heads=2, decoder_attention_heads=2, **sizes)
+    with pytest.raises(LinearizeError, match=r"decoder.layers.0.self_attn is .* in a decoder that reads an encoder"):
+        probe(config, transformers.LEDModel)
+
+
 def test_a_class_token_of_the_last_stage_alone() -> None:
     found = probe(small_config("PvtForImageClassification"), transformers.PvtForImageClassification)
     assert [(site.grid, site.prefix, site.reduction) for site in found.sites] == [
