@@ -110,15 +110,10 @@ def open_samples(
 ) -> Samples:
     """The samples of a recipe's source for this model; relative files begin at `start`, packed text is kept in `cache`.
 
-    Raises LinearizeError (exit 3) for text that meets a vision model, images any other, and a model of sound.
+    Raises LinearizeError (exit 3) for text that meets a vision model, images any other, and by `check_trains`.
     """
     kind = kind_of(model)
-    if kind != "images" and model.main_input_name != "input_ids":
-        raise LinearizeError(
-            f"{type(model).__name__} takes {model.main_input_name}, and finetune has data of text and of images alone. "
-            "Train its mixers in a loop of your own: they are ordinary parameters",
-            Exit.INCOMPATIBLE,
-        )
+    check_trains(model, kind)
     if holds_images(source) != (kind == "images"):
         needs = "images: FOLDER, arrays: FILE.npz, or path with image_key" if kind == "images" else "text"
         raise LinearizeError(f"data: {type(model).__name__} takes {needs}", Exit.INCOMPATIBLE)
@@ -127,6 +122,21 @@ def open_samples(
     text = to_source(source, pack.text_key, start)
     blocks = build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=max_tokens)
     return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)
+
+
+def check_trains(model: Any, kind: Kind) -> None:
+    """Refuse (exit 3) a model that is no model of images, of one text, or of masked text."""
+    name, instead = type(model).__name__, "Train its mixers in a loop of your own: they are ordinary parameters"
+    if kind != "images" and model.main_input_name != "input_ids":
+        said = f"{name} takes {model.main_input_name}, and finetune has data of text and of images alone"
+    elif kind != "images" and model.config.is_encoder_decoder:
+        said = f"{name} reads one text and writes another, and finetune has data of single texts alone"
+    elif kind == "masked" and has_head(model) and model.get_output_embeddings() is None:
+        said = f"{name} predicts no tokens, and of text finetune has no other labels"
+        instead = "Convert the model with its head for masked tokens, or without a head (feature_cosine)"
+    else:
+        return
+    raise LinearizeError(f"{said}. {instead}", Exit.INCOMPATIBLE)
 
 
 def check_vocabulary(tokenizer: Any, model: Any, data: list[Samples]) -> None:

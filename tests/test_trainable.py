@@ -213,15 +213,27 @@ def test_tied_weights_are_stored_under_the_name_that_the_source_has(tmp_path: Pa
     assert all(value.equal(stored[name]) for name, value in values.items())
 
 
-def test_a_folder_without_a_tokenizer_and_a_model_of_sound_are_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
     with pytest.raises(LinearizeError, match="no tokenizer can be loaded") as caught:
         open_processor(tmp_path, "masked")
     assert caught.value.code == Exit.INCOMPATIBLE
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("HubertModel", "HubertModel takes input_values"),
+        ("BartForConditionalGeneration", "reads one text and writes another"),
+        ("CamembertForSequenceClassification", "predicts no tokens, .* its head for masked tokens, or without a head"),
+    ],
+)
+def test_models_without_data_of_their_kind_are_refused(tmp_path: Path, name: str, said: str) -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_size": 16}
+    small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1} if name.startswith("Bart") else sizes
     with torch.device("meta"):
-        model = transformers.HubertModel(transformers.HubertConfig(**sizes))
+        model = getattr(transformers, name)(getattr(transformers, name).config_class(**small))
     arguments = {"start": tmp_path, "sft": False, "seed": 0, "max_tokens": None}
-    with pytest.raises(LinearizeError, match="HubertModel takes input_values") as caught:
+    with pytest.raises(LinearizeError, match=said) as caught:
         open_samples(FileSource(files=("a.txt",)), Pack(), model, None, tmp_path, **arguments)
     assert caught.value.code == Exit.INCOMPATIBLE
 
