@@ -21,7 +21,7 @@ from linearize.bench import attempt
 from linearize.bench_measure import here, machine
 from linearize.bench_vision import inference, training
 from linearize.mechanisms import build_mixer, parse_settings, resolve_options
-from linearize_kernels.layout import Grid
+from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.mixer import Mixer, Site
 
 
@@ -61,8 +61,7 @@ class Block(nn.Module):
         if self.mixer is None:
             o = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v))).transpose(1, 2)
         else:
-            own = {"grid": self.grid} if self.mixer.geometric else {}
-            o, _ = self.mixer(q, k, v, y, padding=None, segments=None, state=None, causal=False, **own)
+            o, _ = self.mixer(q, k, v, y, TokenLayout(causal=False, grid=self.grid))
         x = x + self.o(o.to(x.dtype).flatten(2))
         return x + self.mlp(self.norms[1](x))
 

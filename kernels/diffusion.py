@@ -24,7 +24,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layout import call_grid, this_thread, watch_patches
+from .layout import TokenLayout, call_grid, this_thread, watch_patches
 from .mixer import Mixer, Site
 
 # The functions through which processors compute softmax: on [B,T,H,D], and on [B,H,T,D] as a member of F.
@@ -86,8 +86,7 @@ class Processor(nn.Module):
             raise RuntimeError(f"{self.reader.__name__} of diffusers {wrong}, for which its mixer has no meaning")
         mixer = self.mixer
         grid = call_grid(mixer.site, query.shape[1], {}, mixer.patches) if mixer.geometric else None
-        call = {"padding": None, "segments": None, "state": None, "causal": False, "grid": grid}
-        return mixer(query, key, value, x, **call)[0].to(query.dtype)
+        return mixer(query, key, value, x, TokenLayout(causal=False, grid=grid))[0].to(query.dtype)
 
     def attend_fused(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:
         """The same with heads before tokens."""

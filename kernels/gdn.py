@@ -19,20 +19,21 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from .conv import short_conv
 from .features import Features
 from .gdn_launch import runs_on
 from .gdn_ops import chunked_op, step_op
 from .gdn_torch import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
-from .gsa_torch import to_gate_heads
-from .mixer import Bounds, Mixer, Site
+from .layout import TokenLayout
+from .mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two
 from .norm import HeadNorm
 from .scan import each_sequence, numbered
 
@@ -52,7 +53,7 @@ def gdn(
     read_gate: Tensor | None = None,
     write_gate: Tensor | None = None,
     chunk_size: int = 64,
-    backend: Literal["auto", "triton", "torch"] = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, DeltaState]:
     """Gated delta rule in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
@@ -66,10 +67,11 @@ def gdn(
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
+    gates = {"g": (g, "BTE"), "beta": (beta, "BTE"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
+    check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, **gates)
     x = Inputs(q, k, v, g, beta, read_gate, write_gate)
-    check_shapes(x, padding, segments, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] > 0 and _use_triton(backend, q, v, g):
+    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g)):
         return _gdn_triton(x, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
         run = partial(gdn, scale=scale, chunk_size=chunk_size, backend="torch")
@@ -82,25 +84,6 @@ def gdn(
     else:
         o, S = gdn_chunked(x, scale, S, padding, segments, chunk_size)
     return o, DeltaState(S)
-
-
-def check_shapes(x: Inputs, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None) -> None:
-    """Raise ValueError, with the shapes found, unless the arguments of `gdn` fit together."""
-    q, k, v, g, beta, read_gate, write_gate = x
-    (B, T, H, D), Hkv, E = q.shape, k.shape[2], g.shape[2]
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)}"
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or g.shape != (B, T, E):
-        raise ValueError(f"q, k, v must be [B,T,heads,dim] with equal B, T and key dim, g [B,T,heads], found {shapes}")
-    if H % E or E % Hkv:
-        raise ValueError(f"state heads must divide query heads and be a multiple of key heads, found {shapes}")
-    for name, gate, heads in (("beta", beta, E), ("read_gate", read_gate, H), ("write_gate", write_gate, E)):
-        if gate is not None and gate.shape != (B, T, heads):
-            raise ValueError(f"{name} must be [B,T,heads] = {(B, T, heads)}, found {tuple(gate.shape)}")
-    for name, mask in (("padding", padding), ("segments", segments)):
-        if mask is not None and mask.shape != (B, T):
-            raise ValueError(f"{name} must be [B,T] = {(B, T)}, found {tuple(mask.shape)}")
-    if cu is not None and (B != 1 or padding is not None or segments is not None):
-        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
 
 
 def gdn_reference(
@@ -138,13 +121,6 @@ def gdn_reference(
 # ---------------------------------------------------------------- Triton kernels
 
 
-def _use_triton(backend: str, q: Tensor, v: Tensor, g: Tensor) -> bool:
-    obstacle = "" if backend == "torch" else runs_on(q, v, g)
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
-    return backend != "torch" and not obstacle
-
-
 def _gdn_triton(
     x: Inputs,
     scale: float,
@@ -156,7 +132,7 @@ def _gdn_triton(
     """The kernels of gdn_triton.py: one launch for a single token without gradients, else the chunk form."""
     S = None if state is None else state.memory
     single = x.q.shape[1] == 1 and segments is None and cu is None
-    if single and not (torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (*x, S))):
+    if single and not wants_gradients(*x, S):
         o, S = step_op(*x, scale, padding, fresh_state(x.q, x.v, x.g).memory if S is None else S)
         return o, DeltaState(S)
     x = neutral(x, padding)
@@ -229,16 +205,12 @@ class GatedDeltaNet(Mixer):
         Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, or a window meets
         rope=False.
         """
-        super().__init__(site, window)
-        if half_life_max < half_life_min:
-            raise ValueError(f"half_life_max={half_life_max}: must be >= half_life_min={half_life_min}")
-        if chunk_size & (chunk_size - 1):
-            raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
-        if window and not rope:
-            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
+        super().__init__(site, window, rope)
+        check_half_lives(half_life_min, half_life_max)
+        check_power_of_two(chunk_size=chunk_size)
         self.state_count = site.heads if state_heads == "query" else site.kv_heads
         self.taps, self.feature_map, self.value_act = taps, feature_map, value_act
-        self.drop_rope, self.chunk_size = not rope, chunk_size
+        self.chunk_size = chunk_size
         self.half_lives, self.write, self.gate_std = (half_life_min, half_life_max), write, gate_std
 
         self.decay = nn.Linear(site.hidden, self.state_count)
@@ -295,35 +267,17 @@ class GatedDeltaNet(Mixer):
         k: Tensor,
         v: Tensor,
         x: Tensor,
-        *,
-        padding: Tensor | None,
-        segments: Tensor | None,
+        layout: TokenLayout,
         state: GDNState | None,
-        causal: bool,
+        read_gate: Tensor | None = None,
+        write_gate: Tensor | None = None,
     ) -> tuple[Tensor, GDNState]:
-        layout: Any = {"padding": padding, "segments": segments, "state": state, "causal": causal}
-        return self.mix_gated(q, k, v, x, read_gate=None, write_gate=None, **layout)
-
-    def mix_gated(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        read_gate: Tensor | None,
-        write_gate: Tensor | None,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        state: GDNState | None,
-        causal: bool,
-    ) -> tuple[Tensor, GDNState]:
-        """`mix` with SLA's gates: `read_gate` [B,T,H] on what is read, `write_gate` [B,T,E] on what is written."""
+        """`Mixer.mix`; SLA's gates: `read_gate` [B,T,H] on what is read, `write_gate` [B,T,E] on what is written."""
         g, beta = self.gates(x)
         memory, *tails = (None,) * 4 if state is None else state
-        q, queries = self._features(q, "query", tails[0], padding, segments)
-        k, keys = self._features(k, "key", tails[1], padding, segments)
-        v, values = self._convolved(v, "value", tails[2], padding, segments)
+        q, queries = self._features(q, "query", tails[0], layout)
+        k, keys = self._features(k, "key", tails[1], layout)
+        v, values = self._convolved(v, "value", tails[2], layout)
         v = F.silu(v) if self.value_act == "swish" else v
         # Autocast would run the fp32 states' products in half precision.
         with torch.autocast(q.device.type, enabled=False):
@@ -334,8 +288,8 @@ class GatedDeltaNet(Mixer):
                 g,
                 beta,
                 scale=1.0,
-                padding=padding,
-                segments=segments,
+                padding=layout.padding,
+                segments=layout.segments,
                 state=None if memory is None else DeltaState(memory),
                 read_gate=None if self.norm else read_gate,
                 write_gate=write_gate,
@@ -346,18 +300,18 @@ class GatedDeltaNet(Mixer):
             o = o * F.silu(self.output_gate(x)).unflatten(-1, o.shape[2:])
         return o, GDNState(memory, queries, keys, values)
 
-    def _convolved(
-        self, y: Tensor, role: str, tail: Tensor | None, padding: Tensor | None, segments: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _convolved(self, y: Tensor, role: str, tail: Tensor | None, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         """The convolution, where there is one, and its tail."""
         if self.taps == 1:
             return y, y[:, :0].float()
-        return short_conv(y, getattr(self, f"{role}_taps"), tail, padding, segments)
+        return short_conv(y, getattr(self, f"{role}_taps"), tail, layout.padding, layout.segments)
 
-    def _features(self, y: Tensor, role: Literal["query", "key"], *context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _features(
+        self, y: Tensor, role: Literal["query", "key"], tail: Tensor | None, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor]:
         """Queries or keys as the memory sees them: features of length 1 in y's dtype, zero where they vanish."""
         dtype = y.dtype
-        y, tail = self._convolved(y, role, *context)
+        y, tail = self._convolved(y, role, tail, layout)
         if self.features is not None:
             y = self.features(y, role)
         y = (F.silu(y) if self.feature_map == "swish" else y).float()
@@ -368,7 +322,3 @@ class GatedDeltaNet(Mixer):
         row = site.heads * site.key_dim + site.kv_heads * (site.key_dim + site.value_dim)
         memory = self.state_count * self.key_dim * site.value_dim
         return super().state_bytes(tokens, item) + 4 * (memory + (self.taps - 1) * row)
-
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
-        if self.norm is not None:
-            self.norm.calibrate(o_teacher)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .gsa_torch import state_dtype, to_gate_heads
+from .arguments import state_dtype, to_gate_heads
 from .scan import FLOOR, from_chunks, into_chunks, segment_masks
 
 

@@ -28,13 +28,14 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from .features import Features
 from .gates import log_decays
 from .gla_launch import runs_on
 from .gla_ops import chunked_op, step_op
 from .gla_torch import GLAState, Inputs, fresh_state, gla_chunked, gla_step
-from .gsa_torch import to_gate_heads
-from .mixer import Bounds, Mixer, Site
+from .layout import TokenLayout
+from .mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two
 from .norm import HeadNorm
 from .scan import each_sequence, numbered
 
@@ -53,7 +54,7 @@ def gla(
     read_gate: Tensor | None = None,
     write_gate: Tensor | None = None,
     chunk_size: int = 64,
-    backend: Literal["auto", "triton", "torch"] = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, GLAState]:
     """Gated linear attention, eq. 3, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
@@ -67,10 +68,11 @@ def gla(
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
+    gates = {"g": (g, "BTED"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
+    check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, **gates)
     x = Inputs(q, k, v, g, read_gate, write_gate)
-    check_shapes(x, padding, segments, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] > 0 and _use_triton(backend, x):
+    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g)):
         return _gla_triton(x, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
 
@@ -83,28 +85,6 @@ def gla(
     if q.shape[1] == 1 and segments is None:
         return gla_step(x, scale, padding, state)
     return gla_chunked(x, scale, padding, segments, state, chunk_size)
-
-
-def check_shapes(x: Inputs, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None) -> None:
-    """Raise ValueError, with the shapes found, unless the arguments of `gla` fit together."""
-    q, k, v, g, read_gate, write_gate = x
-    (B, T, H, D), Hkv, E = q.shape, k.shape[2], g.shape[2]
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)}"
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or g.shape != (B, T, E, D):
-        raise ValueError(f"q, k, v, g must be [B,T,heads,dim] with equal B, T and key dim, found {shapes}")
-    if H % E or E % Hkv:
-        raise ValueError(f"gate heads must divide query heads and be a multiple of key heads, found {shapes}")
-    wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
-        ("padding", padding, (B, T)),
-        ("segments", segments, (B, T)),
-        ("read_gate", read_gate, (B, T, H)),
-        ("write_gate", write_gate, (B, T, E)),
-    ]
-    for name, given, shape in wanted:
-        if given is not None and given.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, found {tuple(given.shape)}")
-    if cu is not None and (B != 1 or padding is not None or segments is not None):
-        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
 
 
 # ---------------------------------------------------------------- literal reference
@@ -145,21 +125,12 @@ def gla_reference(
 # ---------------------------------------------------------------- Triton kernels
 
 
-def _use_triton(backend: str, x: Inputs) -> bool:
-    obstacle = "" if backend == "torch" else runs_on(x.q, x.v, x.g)
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
-    return backend != "torch" and not obstacle
-
-
 def _gla_triton(
     x: Inputs, scale: float, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None, state: GLAState | None
 ) -> tuple[Tensor, GLAState]:
     """The kernels of gla_triton.py: one launch for a single token without gradients, else the chunk form."""
     single = x.q.shape[1] == 1 and segments is None and cu is None
-    if single and not (
-        torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (*x, *(state or ())))
-    ):
+    if single and not wants_gradients(*x, *(state or ())):
         (S,) = fresh_state(x) if state is None else state
         o, S = step_op(*x[:4], scale, padding, S, *x[4:])
         return o, GLAState(S)
@@ -214,15 +185,11 @@ class GatedLinearAttention(Mixer):
         Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, or a window meets
         rope=False.
         """
-        super().__init__(site, window)
-        if half_life_max < half_life_min:
-            raise ValueError(f"half_life_max={half_life_max}: must be >= half_life_min={half_life_min}")
-        if chunk_size & (chunk_size - 1):
-            raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
-        if window and not rope:
-            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
+        super().__init__(site, window, rope)
+        check_half_lives(half_life_min, half_life_max)
+        check_power_of_two(chunk_size=chunk_size)
         self.damping, self.gate_std, self.half_lives = damping, gate_std, (half_life_min, half_life_max)
-        self.chunk_size, self.drop_rope = chunk_size, not rope
+        self.chunk_size = chunk_size
         self.state_count = site.heads if state_heads == "query" else site.kv_heads
         shape = (site.heads, site.kv_heads, site.key_dim, site.scale)
         self.features = None if feature_map == "identity" else Features(feature_map, *shape)
@@ -256,24 +223,18 @@ class GatedLinearAttention(Mixer):
         """Log-decays g = log sigmoid(W_2 W_1 x + bias) / damping, [B,T,E,F] fp32, <= 0."""
         return log_decays(self.forget(self.narrow(x)).unflatten(-1, (self.state_count, self.key_dim)), self.damping)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **layout: Any) -> tuple[Tensor, GLAState]:
-        return self.mix_gated(q, k, v, x, read_gate=None, write_gate=None, **layout)
-
-    def mix_gated(
+    def mix(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         x: Tensor,
-        *,
-        read_gate: Tensor | None,
-        write_gate: Tensor | None,
-        padding: Tensor | None,
-        segments: Tensor | None,
+        layout: TokenLayout,
         state: GLAState | None,
-        causal: bool,
+        read_gate: Tensor | None = None,
+        write_gate: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]:
-        """`mix` with a factor on the output of each query head [B,T,H] and on what each memory takes in [B,T,E]."""
+        """`Mixer.mix`; SLA's gates: `read_gate` [B,T,H] on the output, `write_gate` [B,T,E] on what is written."""
         g, scale = self.gates(x), self.site.scale
         if self.features is not None:
             q, k, scale = self.features(q, "query").to(v.dtype), self.features(k, "key").to(v.dtype), 1.0
@@ -285,8 +246,8 @@ class GatedLinearAttention(Mixer):
                 v,
                 g,
                 scale=scale,
-                padding=padding,
-                segments=segments,
+                padding=layout.padding,
+                segments=layout.segments,
                 state=state,
                 read_gate=None if self.norm else read_gate,
                 write_gate=write_gate,
@@ -297,9 +258,3 @@ class GatedLinearAttention(Mixer):
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         own = 4 * self.state_count * self.key_dim * self.site.value_dim
         return super().state_bytes(tokens, item) + own
-
-    @torch.no_grad()
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
-        """Scale the output norm so that each head's output has the teacher's root mean square."""
-        if self.norm is not None:
-            self.norm.calibrate(o_teacher)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .gsa_torch import state_dtype, to_gate_heads
+from .arguments import state_dtype, to_gate_heads
 from .scan import FLOOR, chunk_decays, from_chunks, into_chunks, scan_states, scan_states_back, values_back, values_pass
 
 

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from .gates import log_decays
 from .gsa_launch import runs_on
 from .gsa_ops import chunked_op, step_op
@@ -39,10 +40,11 @@ from .gsa_torch import (
     gsa_chunked,
     gsa_step,
     real_tokens,
-    to_gate_heads,
     write_strength,
 )
-from .mixer import Bounds, Mixer, Site, positions
+from .layout import TokenLayout
+from .mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, positions
+from .norm import give_size
 from .scan import each_sequence, numbered
 
 
@@ -58,7 +60,7 @@ def gsa(
     cu_seqlens: Tensor | None = None,
     state: GSAState | None = None,
     chunk_size: int = 64,
-    backend: Literal["auto", "triton", "torch"] = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, GSAState]:
     """Gated slot attention, eq. 6, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
@@ -71,9 +73,9 @@ def gsa(
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
-    check_shapes(q, k, v, g, padding, segments, cu_seqlens)
+    check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, g=(g, "BTEM"))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] > 0 and _use_triton(backend, q, v, g):
+    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g)):
         return _gsa_triton(q, k, v, g, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
         run = partial(gsa, scale=scale, chunk_size=chunk_size, backend="torch")
@@ -81,23 +83,6 @@ def gsa(
     if q.shape[1] == 1 and segments is None:
         return gsa_step(q, k, v, g, scale=scale, padding=padding, state=state)
     return gsa_chunked(q, k, v, g, scale, padding, segments, state, chunk_size)
-
-
-def check_shapes(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None
-) -> None:
-    """Raise ValueError, with the shapes found, unless the arguments of `gsa` fit together."""
-    (B, T, H, D), Hkv, E = q.shape, k.shape[2], g.shape[2]
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)}"
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or g.shape[:2] != (B, T):
-        raise ValueError(f"q, k, v, g must be [B,T,heads,dim] with equal B, T and key dim, found {shapes}")
-    if H % E or E % Hkv:
-        raise ValueError(f"gate heads must divide query heads and be a multiple of key heads, found {shapes}")
-    for name, mask in (("padding", padding), ("segments", segments)):
-        if mask is not None and mask.shape != (B, T):
-            raise ValueError(f"{name} must be [B,T] = {(B, T)}, found {tuple(mask.shape)}")
-    if cu is not None and (B != 1 or padding is not None or segments is not None):
-        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
 
 
 # ---------------------------------------------------------------- literal reference
@@ -139,13 +124,6 @@ def gsa_reference(
 # ---------------------------------------------------------------- Triton kernels
 
 
-def _use_triton(backend: str, q: Tensor, v: Tensor, g: Tensor) -> bool:
-    obstacle = "" if backend == "torch" else runs_on(q, v, g)
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
-    return backend != "torch" and not obstacle
-
-
 def _gsa_triton(
     q: Tensor,
     k: Tensor,
@@ -159,7 +137,7 @@ def _gsa_triton(
 ) -> tuple[Tensor, GSAState]:
     """The kernels of gsa_triton.py: one launch for a single token without gradients, else the chunk form."""
     single = q.shape[1] == 1 and segments is None and cu is None
-    if single and not (torch.is_grad_enabled() and any(y.requires_grad for y in (q, k, v, g, *(state or ())))):
+    if single and not wants_gradients(q, k, v, g, *(state or ())):
         o, *last = step_op(q, k, v, g, scale, padding, *(fresh_state(q, k, v, g) if state is None else state))
         return o, GSAState(*last)
     if padding is not None:
@@ -232,19 +210,14 @@ class GatedSlotAttention(Mixer):
         Raises ValueError when clock > slots, half_life_max < half_life_min, chunk_size is no power of two, or a
         window meets rope=False.
         """
-        super().__init__(site, window)
+        super().__init__(site, window, rope)
         clock = slots * 3 // 4 if clock < 0 else clock
         if clock > slots:
             raise ValueError(f"clock={clock}: must be <= slots={slots}")
-        if half_life_max < half_life_min:
-            raise ValueError(f"half_life_max={half_life_max}: must be >= half_life_min={half_life_min}")
-        if chunk_size & (chunk_size - 1):
-            raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
-        if window and not rope:
-            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
+        check_half_lives(half_life_min, half_life_max)
+        check_power_of_two(chunk_size=chunk_size)
         self.slots, self.damping, self.clock, self.chunk_size = slots, damping, clock, chunk_size
         self.gate_count = site.heads if gate_heads == "query" else site.kv_heads
-        self.drop_rope = not rope
         self.feature_map, self.value_act, self.output_act = feature_map, value_act, output_act
         self.norm, self.scale = norm, 1.0 if unit_scale else site.scale
         self.half_lives, self.gate_std = (half_life_min, half_life_max), gate_std
@@ -286,18 +259,9 @@ class GatedSlotAttention(Mixer):
         return log_decays(f, self.damping, self.clock_strength, place)
 
     def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        state: GSAState | None,
-        causal: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: GSAState | None
     ) -> tuple[Tensor, GSAState]:
-        g = self.gates(x, padding, segments, 0 if state is None else state.seen)
+        g = self.gates(x, layout.padding, layout.segments, 0 if state is None else state.seen)
         q, k, v = _act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act)
         # Autocast would run the fp32 memories' products in half precision.
         with torch.autocast(q.device.type, enabled=False):
@@ -307,8 +271,8 @@ class GatedSlotAttention(Mixer):
                 v,
                 g,
                 scale=self.scale,
-                padding=padding,
-                segments=segments,
+                padding=layout.padding,
+                segments=layout.segments,
                 state=state,
                 chunk_size=self.chunk_size,
             )
@@ -329,12 +293,10 @@ class GatedSlotAttention(Mixer):
             + 8
         )
 
-    @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
         """Scale the output norm so that each head's output has the teacher's root mean square."""
         if self.norm != "none":
-            rms = o_teacher.float().square().mean((0, 1, 3)).sqrt()  # [H]
-            self.norm_weight.copy_(rms[:, None].expand_as(self.norm_weight))
+            give_size(self.norm_weight, o_teacher)
 
 
 def _act(y: Tensor, name: str) -> Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import state_dtype, to_gate_heads
 from .gsa_chunks import GSAChunks
 from .scan import from_chunks, into_chunks
 
@@ -38,18 +39,9 @@ def fresh_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> GSAState:
     )
 
 
-def state_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def real_tokens(q: Tensor, padding: Tensor | None) -> Tensor:
     B, T = q.shape[:2]
     return torch.full((B,), T, device=q.device) if padding is None else padding.long().sum(1)
-
-
-def to_gate_heads(y: Tensor, E: int) -> Tensor:
-    """[B,T,Hkv,D] -> [B,T,E,D]: gate heads of one key head share its keys."""
-    return y if y.shape[2] == E else y.repeat_interleave(E // y.shape[2], dim=2)
 
 
 # ---------------------------------------------------------------- recurrent step

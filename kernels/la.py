@@ -24,11 +24,13 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .arguments import Backend, check_shapes, state_dtype, wants_gradients
 from .features import Features
+from .layout import TokenLayout
 from .linear import linear_attention, linear_attention_both_ways
-from .linear_launch import GUARD, Backend, Precision, fits_unit, use_triton, wants_gradients
+from .linear_launch import GUARD, Precision, fits_unit, use_triton
 from .linear_ops import both_op, chunked_op, step_op
-from .mixer import Bounds, Mixer, Site
+from .mixer import Bounds, Mixer, Site, check_power_of_two
 from .scan import each_sequence, numbered
 
 
@@ -69,12 +71,14 @@ def la(
 
     Raises ValueError for shapes that do not fit, a state without `causal`, or `triton` where it cannot run.
     """
-    _check(q, k, v, padding, segments, cu_seqlens, state, causal)
+    check_shapes(q, k, v, k.shape[2], padding, segments, cu_seqlens)
+    if state is not None and not causal:
+        raise ValueError("a state has no meaning where every token sees all others; pass causal=True")
     way: Any = {"causal": causal, "unit": unit, "backend": backend, "precision": precision, "chunk_size": chunk_size}
     if cu_seqlens is not None and not (causal and use_triton(backend, q, v, k.shape[2])):
         return each_sequence(partial(la, a=a, b=b, **way), cu_seqlens, state, q=q, k=k, v=v)
-    o, _, state = la_with_mass(q, k, v, a, b, padding, segments, cu_seqlens, state, **way)
-    return o, state
+    o, _, last = la_with_mass(q, k, v, a, b, padding, segments, cu_seqlens, state, **way)
+    return o, fresh_state(q, k, v) if last is None else last
 
 
 def la_with_mass(
@@ -93,10 +97,11 @@ def la_with_mass(
     backend: Backend,
     precision: Precision,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, LAState]:
-    """`la`, and the normaliser g [B,T,H] beside its results."""
-    rows, dtype = q.shape[0] if cu is None else cu.shape[0] - 1, q.dtype
-    entered, state = state, fresh_state(q, k, v, rows) if state is None else state
+) -> tuple[Tensor, Tensor, LAState | None]:
+    """`la`, and the normaliser g [B,T,H] beside its results; without `causal` the state is what came."""
+    entered, dtype = state, q.dtype
+    if causal and state is None:
+        state = fresh_state(q, k, v, None if cu is None else cu.shape[0] - 1)
     if q.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3]), state
     obstacle = "" if causal or segments is None else "documents in one row, and every token sees its own"
@@ -108,12 +113,14 @@ def la_with_mass(
         first = None if entered is None else _pack(entered)
         o, g, state = _la_triton(q, k, v, a, b, causal, padding, segments, cu, state, first, unit, precision)
         return o.to(dtype), g, state
-    q1, k1, v1 = _longer(q, k, v, a, b, padding, state.products.dtype)
+    q1, k1, v1 = _longer(q, k, v, a, b, padding, state_dtype(q))
+    last = state
     if causal:
+        assert state is not None
         sums, memory = linear_attention(q1, k1, v1, _join(state), segments, chunk_size)
         last = _split(memory, _count(state.tokens, padding, segments, (q.shape[0], q.shape[1])))
     else:
-        sums, last = linear_attention_both_ways(q1, k1, v1, segments, chunk_size), state
+        sums = linear_attention_both_ways(q1, k1, v1, segments, chunk_size)
     g = _guarded(sums[..., -1:])
     o = sums[..., :-1] / g
     if padding is not None:
@@ -131,17 +138,18 @@ def _la_triton(
     padding: Tensor | None,
     segments: Tensor | None,
     cu: Tensor | None,
-    state: LAState,
+    state: LAState | None,
     first: Tensor | None,
     unit: bool,
     precision: str,
-) -> tuple[Tensor, Tensor, LAState]:
+) -> tuple[Tensor, Tensor, LAState | None]:
     """The kernels of linear_triton.py and linear_both.py; a single token without gradients is one launch."""
     D, DV = q.shape[-1], v.shape[-1]
     q, k = q.to(v.dtype), k.to(v.dtype)
     if not causal:
         o, g, *_ = both_op(q, k, v, a, b, unit, precision, padding)
         return o, g, state
+    assert state is not None
     if q.shape[1] == 1 and segments is None and cu is None and not wants_gradients(q, k, v, a, b, *state[:3]):
         o, g, *after = step_op(q, k, v, a, b, None, None, None, 1.0, unit, padding, *state)
         return o, g, LAState(*after)
@@ -173,37 +181,11 @@ def unit_vectors(y: Tensor) -> Tensor:
     return y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    state: LAState | None,
-    causal: bool,
-) -> None:
-    """Raise ValueError, with the shapes found, unless the arguments of `la` fit together."""
-    (B, T, H, D), Hkv = q.shape, k.shape[2]
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv):
-        raise ValueError(f"q, k, v must be [B,T,heads,dim] with equal B, T and key dim, found {shapes}")
-    if H % Hkv:
-        raise ValueError(f"key heads must divide query heads, found {shapes}")
-    for name, mask in (("padding", padding), ("segments", segments)):
-        if mask is not None and mask.shape != (B, T):
-            raise ValueError(f"{name} must be [B,T] = {(B, T)}, found {tuple(mask.shape)}")
-    if cu is not None and (B != 1 or padding is not None or segments is not None):
-        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
-    if state is not None and not causal:
-        raise ValueError("a state has no meaning where every token sees all others; pass causal=True")
-
-
 def fresh_state(q: Tensor, k: Tensor, v: Tensor, rows: int | None = None) -> LAState:
     """Empty sums for these shapes."""
     (B, _, Hkv, D), Dv = k.shape, v.shape[-1]
     B = B if rows is None else rows
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = state_dtype(q)
     return LAState(
         q.new_zeros(B, Hkv, D, Dv, dtype=dtype),
         q.new_zeros(B, Hkv, D, dtype=dtype),
@@ -317,14 +299,11 @@ class LinearAttention(Mixer):
         Raises ValueError when a learned slope starts at 0 or 1, where it has no gradient, when chunk_size is no power
         of two, or a window meets rope=False.
         """
-        super().__init__(site, window)
+        super().__init__(site, window, rope)
         if learn_slope and not 0.0 < slope < 1.0:
             raise ValueError(f"slope={slope:g}: a learned slope starts between 0 and 1; or set learn_slope=false")
-        if chunk_size & (chunk_size - 1):
-            raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
-        if window and not rope:
-            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
-        self.slope, self.chunk_size, self.drop_rope = slope, chunk_size, not rope
+        check_power_of_two(chunk_size=chunk_size)
+        self.slope, self.chunk_size = slope, chunk_size
         if learn_slope:
             self.slope_logit = nn.Parameter(torch.empty(site.heads))
         heads = site.heads, site.kv_heads
@@ -350,17 +329,8 @@ class LinearAttention(Mixer):
         return y if self.features is None else self.features(y, role)
 
     def mix_with_mass(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        state: LAState | None,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, LAState]:
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: LAState | None
+    ) -> tuple[Tensor, Tensor, LAState | None]:
         a, b = self.kernel()
         # Autocast would run the fp32 sums in half precision.
         with torch.autocast(q.device.type, enabled=False):
@@ -371,17 +341,17 @@ class LinearAttention(Mixer):
                 v,
                 a,
                 b,
-                padding,
-                segments,
+                layout.padding,
+                layout.segments,
                 None,
                 state,
-                causal=causal,
+                causal=layout.causal,
                 unit=self.features is None,
                 backend="auto",
                 precision="tf32",
                 chunk_size=self.chunk_size,
             )
-        return o.to(v.dtype), g.clamp_min(GUARD).log(), state
+        return o.to(v.dtype), g.clamp_min(GUARD), state
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         D, Dv = self.site.key_dim if self.features is None else self.features.size, self.site.value_dim

@@ -37,6 +37,20 @@ class Grid(NamedTuple):
         return self.prefix + math.prod(self.size) + self.suffix
 
 
+class TokenLayout(NamedTuple):
+    """What a mixer is told of the T tokens of a call.
+
+    `padding` [B,T] bool is True at real tokens (None: all are). `segments` [B,T] int numbers packed documents (None:
+    one a row); without `causal`, tokens of one number see each other wherever they are. `grid` is where tokens lie, for
+    a mixer that asks (None: on a line).
+    """
+
+    padding: Tensor | None = None
+    segments: Tensor | None = None
+    causal: bool = True
+    grid: Grid | None = None
+
+
 class Geometry(NamedTuple):
     """What a call says of the places of its tokens: the grid, if its mixer asks; whether it is one of windows; the
     regions [B,T] of shifted ones.
@@ -48,10 +62,11 @@ class Geometry(NamedTuple):
 
 
 def call_layout(
-    geometry: Geometry, mask: Any, shape: tuple[int, int], seen: int | None, kwargs: dict[str, Any]
-) -> tuple[Tensor | None, Tensor | None]:
-    """`token_layout`; in windows all tokens are real, and regions are what documents are elsewhere."""
-    return (None, geometry.regions) if geometry.windows else token_layout(mask, shape, seen, kwargs)
+    geometry: Geometry, causal: bool, mask: Any, shape: tuple[int, int], seen: int | None, kwargs: dict[str, Any]
+) -> TokenLayout:
+    """`token_layout` of a call; in windows all tokens are real, and regions are what documents are elsewhere."""
+    padding, segments = (None, geometry.regions) if geometry.windows else token_layout(mask, shape, seen, kwargs)
+    return TokenLayout(padding, segments, causal, geometry.grid)
 
 
 def token_layout(

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import use_kernels
 from .launch import Layout, dense, entry, interpreted, launch, lay_out, scratch, strides, width
 from .linear_both import read_kernel, total_kernel
 from .linear_config import Tiles, configure, obstacle
@@ -20,8 +21,6 @@ from .tiles import triton
 # The normaliser is at least this share of what it is for f = 1: only signed kernels come near.
 GUARD = 1e-6
 
-
-Backend = Literal["auto", "triton", "torch"]
 # What becomes of fp32 factors in the kernels.
 Precision = Literal["tf32", "bf16x3", "ieee"]
 
@@ -34,14 +33,7 @@ def use_triton(backend: str, q: Tensor, v: Tensor, heads: int, obstacle: str = "
     """
     if backend == "auto" and v.dtype == torch.float32:
         return False
-    obstacle = "" if backend == "torch" else obstacle or runs_on(q, v, heads)
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
-    return backend != "torch" and not obstacle
-
-
-def wants_gradients(*leaves: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in leaves)
+    return use_kernels(backend, obstacle or runs_on(q, v, heads))
 
 
 def fits_unit(q: Tensor, v: Tensor) -> bool:

@@ -30,12 +30,14 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .arguments import Backend
 from .features import Features
-from .layout import Grid
-from .mhla_paths import Backend, mix_both_ways, mix_causal
+from .layout import TokenLayout
+from .mhla_paths import mix_both_ways, mix_causal
 from .mhla_places import Places, place_grid, place_line
 from .mhla_torch import GUARD, MHLAState
-from .mixer import Bounds, Mixer, Site
+from .mixer import Bounds, Mixer, Site, check_power_of_two
+from .norm import give_size, head_norm
 from .row_softmax import row_softmax
 
 
@@ -176,12 +178,9 @@ class MultiHeadLinearAttention(Mixer):
         """
         # Read by what Mixer makes of the window.
         self.normalised = normalise
-        super().__init__(site, window)
-        if block_size & (block_size - 1):
-            raise ValueError(f"block_size={block_size}: must be a power of two")
-        if window and not rope:
-            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
-        self.drop_rope, self.norm, self.block_size = not rope, norm, block_size
+        super().__init__(site, window, rope)
+        check_power_of_two(block_size=block_size)
+        self.norm, self.block_size = norm, block_size
         self.layout = (1, 1, blocks) if site.causal or site.grid == "line" else (frames, rows, columns)
         self.blocks = math.prod(self.layout)
         if self.blocks < 2:
@@ -240,48 +239,38 @@ class MultiHeadLinearAttention(Mixer):
         return w.expand(E, M, M)
 
     def _mixed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        state: MHLAState | None,
-        causal: bool,
-        grid: Grid | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: MHLAState | None
     ) -> tuple[Tensor, Tensor, MHLAState | None]:
         """`mix`, and the normaliser beside its results."""
-        if causal and not self.site.causal:
+        if layout.causal and not self.site.causal:
             raise ValueError(f"{self.site.path}: converted as attention to both sides, called as causal")
         # Autocast would run the fp32 sums in half precision.
         with torch.autocast(q.device.type, enabled=False):
             q, k, w = self.features(q, "query"), self.features(k, "key"), self.weights()
-            if causal:
+            if layout.causal:
+                padding, segments, *_ = layout
                 o, g, state = mix_causal(q, k, v, w, self.block_size, self.normalised, padding, segments, None, state)
             else:
                 if self.site.causal:  # a decoder told to look both ways: what it has is weights by distance
                     index = torch.arange(self.blocks, device=q.device)
                     w = w[:, -1, (index[:, None] - index).abs()]
-                places = self._places(q, padding, segments, grid)
+                places = self._places(q, layout)
                 o, g = mix_both_ways(q, k, v, w, places, self.normalised)
         if self.norm == "head":
-            y = o.float()
-            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * self.norm_weight.float()
-            o = y.to(o.dtype)
+            o = head_norm(o, self.norm_weight)
         return o, g, state
 
-    def mix_with_mass(self, *inputs: Tensor, **call: Any) -> tuple[Tensor, Tensor, MHLAState | None]:
-        o, g, state = self._mixed(*inputs, **call)
-        return o, g.log(), state
+    def mix_with_mass(self, *call: Any) -> tuple[Tensor, Tensor, MHLAState | None]:
+        o, g, state = self._mixed(*call)
+        return o, g, state
 
-    def mix(self, *inputs: Tensor, **call: Any) -> tuple[Tensor, Any]:
-        o, _, state = self._mixed(*inputs, **call)
+    def mix(self, *call: Any) -> tuple[Tensor, Any]:
+        o, _, state = self._mixed(*call)
         return o, state
 
-    def _places(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, grid: Grid | None) -> Places:
+    def _places(self, x: Tensor, layout: TokenLayout) -> Places:
         """The blocks of tokens x [B,T,..] that see both sides."""
+        padding, segments, _, grid = layout
         if grid is not None and len(grid.size) > 1:
             return place_grid(grid, self.layout, x, padding, segments)
         outside = (0, 0) if grid is None else (grid.prefix, grid.suffix)
@@ -292,9 +281,7 @@ class MultiHeadLinearAttention(Mixer):
         numbers = self.site.kv_heads * self.features.size * Y * (self.blocks + 1)
         return super().state_bytes(tokens, item) + 4 * numbers + 8
 
-    @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
         """Scale the output norm so that each head's output has the teacher's root mean square."""
         if self.norm != "none":
-            rms = o_teacher.float().square().mean((0, 1, 3)).sqrt()  # [H]
-            self.norm_weight.copy_(rms[:, None].expand_as(self.norm_weight))
+            give_size(self.norm_weight, o_teacher)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from .arguments import Backend, check_shapes, use_kernels, wants_gradients
 from .mhla_launch import runs_on
 from .mhla_ops import grid_op, mhla_op, step_op
 from .mhla_places import Places, place_rows, place_sequences
@@ -24,7 +23,6 @@ from .mhla_torch import (
     with_one,
 )
 
-Backend = Literal["auto", "triton", "torch"]
 # A decode step copies summaries of so many numbers rather than wait to hear whether a block is complete: 64 MB, 30 µs.
 COPIED = 1 << 24
 
@@ -43,7 +41,8 @@ def mix_causal(
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, MHLAState]:
     """`mhla`, and the normaliser [B,T,H] beside its results (1 without `normalise`)."""
-    check_shapes(q, k, v, w, padding, segments, cu)
+    check_shapes(q, k, v, k.shape[2], padding, segments, cu)
+    check_weights(k.shape[2], w)
     dtype, T = torch.promote_types(v.dtype, torch.float32), q.shape[1]
     w = w.to(dtype)
     start = fresh_state(k, w.shape[-1], v.shape[-1] + normalise, dtype) if state is None and T < 2 else state
@@ -80,7 +79,8 @@ def mix_both_ways(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor, places: Places, normalise: bool, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """`mhla_grid`, and the normaliser [B,T,H] beside its result (1 without `normalise`)."""
-    check_shapes(q, k, v, m, None, None, None)
+    check_shapes(q, k, v, k.shape[2], None, None, None)
+    check_weights(k.shape[2], m)
     if places.number.shape[1] % m.shape[-1]:
         raise ValueError(f"weights are {tuple(m.shape)}, but documents have {places.number.shape[1]} blocks in all")
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -96,27 +96,11 @@ def mix_both_ways(
     return divided(recomputed(form, q, k, v, m), normalise, None, v.dtype)
 
 
-def check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Tensor,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
-) -> None:
-    """Raise ValueError, with the shapes found, unless the arguments fit together."""
-    (B, T, H, D), E, M = q.shape, k.shape[2], weights.shape[-1]
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, weights {tuple(weights.shape)}"
-    if k.shape != (B, T, E, D) or v.shape[:3] != (B, T, E) or H % E:
-        raise ValueError(f"q, k, v must be [B,T,heads,dim] with equal B, T and key dim, E dividing H, found {shapes}")
+def check_weights(E: int, weights: Tensor) -> None:
+    """Raise ValueError unless `weights` are those of E key heads and two blocks at least."""
+    M = weights.shape[-1]
     if weights.shape != (E, M, M) or M < 2:
-        raise ValueError(f"weights must be [E,M,M] with M >= 2, found {shapes}")
-    for name, mask in (("padding", padding), ("segments", segments)):
-        if mask is not None and mask.shape != (B, T):
-            raise ValueError(f"{name} must be [B,T] = {(B, T)}, found {tuple(mask.shape)}")
-    if cu is not None and (B != 1 or padding is not None or segments is not None):
-        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
+        raise ValueError(f"weights must be [E,M,M] with M >= 2, found {tuple(weights.shape)} for {E} key heads")
 
 
 # ---------------------------------------------------------------- Triton kernels
@@ -127,15 +111,12 @@ def _use_triton(backend: Backend, q: Tensor, v: Tensor, w: Tensor, causal: bool,
         return False
     obstacle = "a state goes in" if state is not None else ""
     obstacle = obstacle or runs_on(v.device, v.dtype, q.shape[-1], v.shape[-1], w.shape[-1], causal)
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
-    return not obstacle
+    return use_kernels(backend, obstacle)
 
 
 def _steps_on(backend: Backend, q: Tensor, k: Tensor, v: Tensor, w: Tensor, state: MHLAState) -> bool:
     """Whether the step kernel takes these: it has no gradient."""
-    wanted = torch.is_grad_enabled() and any(y.requires_grad for y in (q, k, v, w, *state[:4]))
-    return not wanted and _use_triton(backend, q, v, w, True, None)
+    return not wants_gradients(q, k, v, w, *state[:4]) and _use_triton(backend, q, v, w, True, None)
 
 
 def _step(

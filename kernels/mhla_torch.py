@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .arguments import wants_gradients
 from .mhla_places import Places
 from .scan import scan_states
 
@@ -197,7 +198,7 @@ def with_one(v: Tensor, normalise: bool, dtype: torch.dtype) -> Tensor:
 
 def recomputed(form: Any, *inputs: Tensor) -> Any:
     """`form` of the inputs, with nothing but them kept for the backward pass."""
-    if torch.is_grad_enabled() and any(y.requires_grad for y in inputs):
+    if wants_gradients(*inputs):
         return checkpoint(form, *inputs, use_reentrant=False, preserve_rng_state=False)
     return form(*inputs)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .layout import Grid
+from .layout import TokenLayout
 from .norm import HeadNorm
 from .window import Window, WindowedState
 
@@ -81,10 +81,10 @@ class Mixer(nn.Module):
     state_formula: ClassVar[str]
     causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = False
-    # Its output is a mean with positive weights. It then writes `mix_with_mass` in place of `mix`, with (o, m, state)
-    # for a result, m [B,T,H] fp32 the logarithm of the sum of the weights.
+    # Its output is a mean with positive weights. It then writes `mix_with_mass` in place of `mix`, with (o, g, state)
+    # for a result, g [B,T,H] fp32 the sum of the weights, above 0.
     normalised: bool = False
-    # It asks where tokens lie: `mix` takes one more keyword, `grid: Grid | None = None`, of T tokens (None: a line).
+    # It asks where tokens lie: its calls come with a `grid`.
     geometric: ClassVar[bool] = False
     # It needs as many keys as queries.
     square: ClassVar[bool] = True
@@ -99,19 +99,22 @@ class Mixer(nn.Module):
     switch: Any
     arguments: tuple[str, ...]
 
-    def __init__(self, site: Site, window: int = 0) -> None:
+    def __init__(self, site: Site, window: int = 0, rope: bool = True) -> None:
         """`window`: exact softmax over so many last tokens beside the mechanism, where it is causal (0: none). It adds
-        window * key heads * (D + Dv) numbers in the model's dtype, and 8 bytes, to the state.
+        window * key heads * (D + Dv) numbers in the model's dtype, and 8 bytes, to the state. `rope`: `mix` gets q and
+        k with their rotary embedding.
 
-        Raises ValueError for a window at a bidirectional site.
+        Raises ValueError for a window at a bidirectional site, or without rotary embedding.
         """
         super().__init__()
         if window and not site.causal:
             raise ValueError(f"window={window}: this attention sees both sides; a window looks back only")
+        if window and not rope:
+            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.site = site
         self.near = Window(site.hidden, site.heads, window, site.scale, self.normalised) if window else None
-        # Hand q and k to `mix` without rotary embedding. Read by the seam before the attention module runs.
-        self.drop_rope = False
+        # Read by the seam before the attention module runs.
+        self.drop_rope = not rope
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
         # What the patch convolution of a site on `patches` notes, by thread.
@@ -126,53 +129,30 @@ class Mixer(nn.Module):
         return {**self.__dict__, "calls": {}, "transfer": None}
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        state: Any,
-        causal: bool,
-        grid: Grid | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any = None
     ) -> tuple[Tensor, Any]:
         """`mix`, and the exact window beside it where there is one; same arguments and results."""
         q, k, v = as_autocast(q, k, v)
         far, near = (state, None) if self.near is None or state is None else state
-        layout = {"padding": padding, "segments": segments}
-        own: dict[str, Any] = {**layout, "state": far, "causal": causal} | ({"grid": grid} if self.geometric else {})
-        o, mass, far = self._far(q, k, v, x, **own)
+        o, mass, far = self._far(q, k, v, x, layout, far)
         if self.near is None:
             return o, far
-        o, near = self.near(o, mass, q, k, v, x, **layout, state=near)
+        o, near = self.near(o, mass, q, k, v, x, layout, near)
         return o, WindowedState(far, near)
 
-    def _far(self, *inputs: Tensor, **own: Any) -> tuple[Tensor, Tensor | None, Any]:
-        """What the mechanism computes, the logarithm of its normaliser where it has one, and its state."""
+    def _far(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """What the mechanism computes, its normaliser where it has one, and its state."""
         if self.normalised:
-            return self.mix_with_mass(*inputs, **own)
-        o, state = self.mix(*inputs, **own)
+            return self.mix_with_mass(q, k, v, x, layout, state)
+        o, state = self.mix(q, k, v, x, layout, state)
         return o, None, state
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        state: Any,
-        causal: bool,
-    ) -> tuple[Tensor, Any]:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
         """Mix tokens: q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv], x [B,T,hidden] -> o [B,T,H,Dv], new state.
 
-        `padding` [B,T] bool is True at real tokens (None: all real); `segments` [B,T] int numbers packed
-        documents (None: one document per row; without `causal`, tokens of one number see each other wherever they
-        are); `state` is None or what an earlier call returned. A `geometric` mechanism takes `grid` as well.
+        `state` is None or what an earlier call returned.
         """
         raise NotImplementedError(f"{type(self).__name__} writes neither mix nor mix_with_mass")
 
@@ -199,19 +179,35 @@ class Mixer(nn.Module):
         return 0 if self.near is None else self.near.window * row + 8
 
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
-        """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: nothing."""
+        """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: the norms of
+        heads give the teacher's root mean square."""
+        for part in self.children():
+            if isinstance(part, HeadNorm):
+                part.calibrate(o_teacher)
 
     @torch.no_grad()
-    def calibrate_window(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, target: Tensor, **layout: Any) -> None:
-        """Then, how much of the mechanism comes through beside the window, and of what size; `layout` is `padding` and
-        `segments`."""
+    def calibrate_window(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, target: Tensor, layout: TokenLayout) -> None:
+        """Then, how much of the mechanism comes through beside the window, and of what size."""
         if self.near is not None:
             q, k, v = as_autocast(q, k, v)
-            far, mass, _ = self._far(q, k, v, x, **layout, state=None, causal=True)
+            far, mass, _ = self._far(q, k, v, x, layout, None)
             norm = next((part for part in self.modules() if isinstance(part, HeadNorm)), None)
-            factor = self.near.calibrate(far, mass, q, k, v, target, free=norm is not None, **layout)
+            factor = self.near.calibrate(far, mass, q, k, v, target, layout, free=norm is not None)
             if norm is not None:
                 norm.weight.mul_(factor[:, None])
+
+
+def check_power_of_two(**options: int) -> None:
+    """Raise ValueError, naming it, for an option that is none."""
+    for name, value in options.items():
+        if value & (value - 1):
+            raise ValueError(f"{name}={value}: must be a power of two")
+
+
+def check_half_lives(shortest: float, longest: float) -> None:
+    """Raise ValueError unless half_life_min <= half_life_max."""
+    if longest < shortest:
+        raise ValueError(f"half_life_max={longest}: must be >= half_life_min={shortest}")
 
 
 def as_autocast(*inputs: Tensor) -> list[Tensor]:

@@ -7,8 +7,27 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 
+def head_norm(o: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+    """o / rms(o) over the value dim of each head, times weight [H,Dv]; o [B,T,H,Dv], in its dtype.
+
+    `gate` [B,T,H] multiplies what comes out: in front, the norm would cancel it.
+    """
+    y = o.float()
+    factor = torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+    if gate is not None:
+        factor = factor * gate.float()[..., None]
+    return (y * factor * weight.float()).to(o.dtype)
+
+
+@torch.no_grad()
+def give_size(weight: Tensor, o_teacher: Tensor) -> None:
+    """Set the weight [H,Dv] of a norm so that each head's output has the teacher's root mean square [B,T,H,Dv]."""
+    rms = o_teacher.float().square().mean((0, 1, 3)).sqrt()
+    weight.copy_(rms[:, None].expand_as(weight))
+
+
 class HeadNorm(nn.Module):
-    """o / rms(o) over the value dim of each head, times a weight per head and channel."""
+    """`head_norm` with its weight."""
 
     def __init__(self, heads: int, dim: int) -> None:
         super().__init__()
@@ -19,15 +38,7 @@ class HeadNorm(nn.Module):
         init.ones_(self.weight)
 
     def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
-        """o [B,T,H,Dv], in its dtype. `gate` [B,T,H] multiplies what comes out: in front, the norm would cancel it."""
-        y = o.float()
-        factor = torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
-        if gate is not None:
-            factor = factor * gate.float()[..., None]
-        return (y * factor * self.weight.float()).to(o.dtype)
+        return head_norm(o, self.weight, gate)
 
-    @torch.no_grad()
     def calibrate(self, o_teacher: Tensor) -> None:
-        """Give each head's output the root mean square of the teacher's [B,T,H,Dv]."""
-        rms = o_teacher.float().square().mean((0, 1, 3)).sqrt()
-        self.weight.copy_(rms[:, None].expand_as(self.weight))
+        give_size(self.weight, o_teacher)

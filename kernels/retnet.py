@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .arguments import Backend, check_shapes, state_dtype, to_gate_heads, wants_gradients
 from .features import Features
-from .gsa_torch import state_dtype, to_gate_heads
+from .layout import TokenLayout
 from .linear import linear_attention
-from .linear_launch import Backend, Precision, use_triton, wants_gradients
+from .linear_launch import Precision, use_triton
 from .linear_ops import chunked_op, step_op
-from .mixer import Bounds, Mixer, Site
+from .mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two
 from .norm import HeadNorm
 from .scan import each_sequence, numbered
 
@@ -66,7 +67,8 @@ def retnet(
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
-    check_shapes(q, k, v, log_decay, padding, segments, cu_seqlens, read_gate, write_gate)
+    fixed = {"log_decay": (log_decay, "E"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
+    check_shapes(q, k, v, log_decay.shape[0], padding, segments, cu_seqlens, **fixed)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[1] > 0 and use_triton(backend, q, v, log_decay.shape[0]):
         gates = read_gate, write_gate
@@ -88,32 +90,6 @@ def retnet(
         g = torch.where(padding[:, :, None], g, 0.0)
     o, S = linear_attention(x, y, z, S, segments, chunk_size, g)
     return o.to(q.dtype), RetNetState(S)
-
-
-def check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    read_gate: Tensor | None,
-    write_gate: Tensor | None,
-) -> None:
-    """Raise ValueError, with the shapes found, unless the arguments of `retnet` fit together."""
-    (B, T, H, D), Hkv, E = q.shape, k.shape[2], log_decay.shape[0]
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, log_decay {tuple(log_decay.shape)}"
-    if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv) or log_decay.ndim != 1:
-        raise ValueError(f"q, k, v must be [B,T,heads,dim] with equal B, T and key dim, log_decay [heads]: {shapes}")
-    if H % E or E % Hkv:
-        raise ValueError(f"state heads must divide query heads and be a multiple of key heads, found {shapes}")
-    masks = (("padding", padding, (B, T)), ("segments", segments, (B, T)))
-    for name, given, shape in (*masks, ("read_gate", read_gate, (B, T, H)), ("write_gate", write_gate, (B, T, E))):
-        if given is not None and given.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, found {tuple(given.shape)}")
-    if cu is not None and (B != 1 or padding is not None or segments is not None):
-        raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
 
 
 def fresh_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> RetNetState:
@@ -219,15 +195,10 @@ class RetNet(Mixer):
         Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, or a window meets
         rope=False.
         """
-        super().__init__(site, window)
-        if half_life_max < half_life_min:
-            raise ValueError(f"half_life_max={half_life_max:g}: must be >= half_life_min={half_life_min:g}")
-        if chunk_size & (chunk_size - 1):
-            raise ValueError(f"chunk_size={chunk_size}: must be a power of two")
-        if window and not rope:
-            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
+        super().__init__(site, window, rope)
+        check_half_lives(half_life_min, half_life_max)
+        check_power_of_two(chunk_size=chunk_size)
         self.decay, self.half_lives, self.chunk_size = decay, (half_life_min, half_life_max), chunk_size
-        self.drop_rope = not rope
         self.state_count = site.heads if state_heads == "query" else site.kv_heads
         heads = site.heads, site.kv_heads
         self.features = None if feature_map == "identity" else Features(feature_map, *heads, site.key_dim, site.scale)
@@ -248,24 +219,18 @@ class RetNet(Mixer):
         shortest, longest = (math.log2(x) for x in self.half_lives)
         return -math.log(2.0) * torch.exp2(-torch.linspace(shortest, longest, E, device=device))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **layout: Any) -> tuple[Tensor, RetNetState]:
-        return self.mix_gated(q, k, v, x, read_gate=None, write_gate=None, **layout)
-
-    def mix_gated(
+    def mix(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         x: Tensor,
-        *,
-        read_gate: Tensor | None,
-        write_gate: Tensor | None,
-        padding: Tensor | None,
-        segments: Tensor | None,
+        layout: TokenLayout,
         state: RetNetState | None,
-        causal: bool,
+        read_gate: Tensor | None = None,
+        write_gate: Tensor | None = None,
     ) -> tuple[Tensor, RetNetState]:
-        """`mix`, with the head gates of SLA: `read_gate` [B,T,H] on the output (after the norm, which would cancel it),
+        """`Mixer.mix`; SLA's gates: `read_gate` [B,T,H] on the output (after the norm, which would cancel it),
         `write_gate` [B,T,E] on what is written."""
         dtype, scale = v.dtype, self.site.scale
         # Autocast would run the fp32 sums in half precision.
@@ -278,8 +243,8 @@ class RetNet(Mixer):
                 v,
                 log_decay=self.log_decay(q.device),
                 scale=scale,
-                padding=padding,
-                segments=segments,
+                padding=layout.padding,
+                segments=layout.segments,
                 state=state,
                 read_gate=read_gate if self.norm is None else None,
                 write_gate=write_gate,
@@ -291,9 +256,3 @@ class RetNet(Mixer):
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         D = self.site.key_dim if self.features is None else self.features.size
         return super().state_bytes(tokens, item) + 4 * self.state_count * D * self.site.value_dim
-
-    @torch.no_grad()
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
-        """Scale the output norm so that each head's output has the teacher's root mean square."""
-        if self.norm is not None:
-            self.norm.calibrate(o_teacher)

@@ -27,15 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .arguments import Backend, use_kernels
 from .features import Features, featured
-from .layout import Grid
+from .layout import Grid, TokenLayout
 from .linear import linear_attention_both_ways
 from .mixer import Bounds, Mixer, Site
 from .norm import HeadNorm
 from .saga_launch import GUARD, runs_on
 from .saga_ops import saga_op
 
-Backend = Literal["auto", "triton", "torch"]
 # What divides the sum over tokens: nothing, its weights, their number, or the root mean square of a head.
 Norm = Literal["none", "mass", "count", "head"]
 
@@ -133,9 +133,7 @@ def _use_triton(backend: Backend, q: Tensor, v: Tensor, segments: Tensor | None,
     fused = not obstacle
     if obstacle and segments is None:
         obstacle = runs_on(*where, 2 * D if maps.phi == "hedgehog" else D, DV, "identity")
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto'")
-    return not obstacle, fused
+    return use_kernels(backend, obstacle), fused
 
 
 def _check(
@@ -295,10 +293,9 @@ class SelectiveGates(Mixer):
         `dwc`: size of the convolution (0: none); `gate_rank` of the maps from hidden states to gates (0: full);
         `gate_bias` of key and value gates before the sigmoid, at the start; `rope`: keep the rotary embedding.
         """
-        super().__init__(site)
+        super().__init__(site, rope=rope)
         self.phi = phi
         self.norm: Norm = norm if norm != "mean" else "count" if phi == "identity" else "mass"
-        self.drop_rope = not rope
         E, Dv = site.kv_heads, site.value_dim
         if phi != "identity":
             self.features = Features(phi, site.heads, E, site.key_dim, site.scale, site.causal)
@@ -320,20 +317,8 @@ class SelectiveGates(Mixer):
         if hasattr(self, "taps"):
             init.zeros_(self.taps)
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        *,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        state: Any,
-        causal: bool,
-        grid: Grid | None = None,
-    ) -> tuple[Tensor, None]:
-        if causal:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, None]:
+        if layout.causal:
             raise ValueError(f"{self.site.path}: SAGA sees both sides, and was called as causal")
         gates = [layer(x) for layer in (self.key_gate, self.value_gate, self.output_gate)]
         with torch.autocast(q.device.type, enabled=False):
@@ -342,16 +327,10 @@ class SelectiveGates(Mixer):
             maps = Maps(self.phi, self.site.scale, *weights)
             widths = (self.width, v.shape[-1], v.shape[-1])
             gated = (y.unflatten(-1, (-1, width)) for y, width in zip(gates, widths, strict=True))
-            local = depthwise(v, self.taps, grid, padding, segments) if hasattr(self, "taps") else None
+            local = depthwise(v, self.taps, layout.grid, *layout[:2]) if hasattr(self, "taps") else None
             weight = self.head_norm.weight if self.norm == "head" else None
             o = saga(
-                q, k, v, *gated, local=local, norm=self.norm, norm_weight=weight, padding=padding, segments=segments,
-                maps=maps,
+                q, k, v, *gated, local=local, norm=self.norm, norm_weight=weight, padding=layout.padding,
+                segments=layout.segments, maps=maps,
             )  # fmt: skip
         return o, None
-
-    @torch.no_grad()
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
-        """Give each head's norm the root mean square of the teacher's output."""
-        if self.norm == "head":
-            self.head_norm.calibrate(o_teacher)

@@ -134,18 +134,9 @@ def seam(
         )
     slot = call.slot
     seen = None if slot is None else slot.seen - q.shape[1]
-    padding, segments = call_layout(call.geometry, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)
-    o, state = mixer(
-        q,
-        k,
-        v,
-        call.x.to(q.device),
-        padding=padding,
-        segments=segments,
-        state=None if slot is None else slot.state,
-        causal=is_causal(module, kwargs, mixer.site.causal),
-        grid=call.geometry.grid,
-    )
+    causal = is_causal(module, kwargs, mixer.site.causal)
+    layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)
+    o, state = mixer(q, k, v, call.x.to(q.device), layout, None if slot is None else slot.state)
     if slot is not None:
         slot.state = state
     return o.to(query.dtype), None
@@ -181,12 +172,11 @@ def transfer(
             call.teacher_output = target
             return target
         query, key, value = query.detach(), key.detach(), value.detach()
-    padding, segments = call_layout(call.geometry, attention_mask, (query.shape[0], query.shape[2]), None, kwargs)
-    layout = {"padding": padding, "segments": segments}
+    causal = is_causal(module, kwargs, mixer.site.causal)
+    layout = call_layout(call.geometry, causal, attention_mask, (query.shape[0], query.shape[2]), None, kwargs)
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
-        causal = is_causal(module, kwargs, mixer.site.causal)
-        o, _ = mixer(*inputs, **layout, state=None, causal=causal, grid=call.geometry.grid)
+        o, _ = mixer(*inputs, layout)
         listener.hear(mixer, inputs, o, target, layout)
     return o.to(query.dtype) if second else target
 
@@ -340,7 +330,7 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
     def transferring(self, listener: Any) -> Iterator[None]:
         """Within: the residual stream is the teacher's, dropout off; for each layer, with gradients from o to the
         mixer, `listener.hear(mixer, (q, k, v, x), o, o_teacher, layout)` gets what `Mixer.mix` got, its output and
-        softmax's, and its `padding` and `segments`.
+        softmax's, and the layout of the call.
 
         `listener.own_call` asks for a second run of each attention module, as the student, under
         `listener.student(module)`. It also happens where the mixer drops the rotary embedding. At its end

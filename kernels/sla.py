@@ -29,6 +29,7 @@ from transformers import initialization as init
 
 from .gdn import GatedDeltaNet, gdn, gdn_reference
 from .gla import GatedLinearAttention, gla, gla_reference
+from .layout import TokenLayout
 from .mixer import Bounds, Mixer, Site
 from .retnet import RetNet, retnet, retnet_reference
 from .row_softmax import row_softmax
@@ -124,11 +125,9 @@ class SoftmaxLinearAttention(Mixer):
 
         Raises ValueError when a window meets rope=False, or for options that do not fit the base.
         """
-        super().__init__(site, window)
         own: Any = self.bases[base](site, **base_options)
-        self.base, self.drop_rope, self.gate_rescale = own, own.drop_rope, gate_rescale
-        if window and self.drop_rope:
-            raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
+        super().__init__(site, window, rope=not own.drop_rope)
+        self.base, self.gate_rescale = own, gate_rescale
         self.from_hidden = gate_input == "hidden"
         widths = [site.hidden] * 2 if self.from_hidden else [n * site.key_dim for n in (site.heads, site.kv_heads)]
         self.read = nn.Linear(widths[0], site.heads, bias=False)
@@ -141,17 +140,16 @@ class SoftmaxLinearAttention(Mixer):
         for scores in (self.read, self.write):
             init.zeros_(scores.weight)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **layout: Any) -> tuple[Tensor, Any]:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
         inputs = (x, x) if self.from_hidden else (q.flatten(2), k.flatten(2))
         read, write = (
             head_softmax(scores(y), self.gate_rescale)
             for scores, y in zip((self.read, self.write), inputs, strict=True)
         )
-        return self.base.mix_gated(q, k, v, x, read_gate=read, write_gate=write, **layout)
+        return self.base.mix(q, k, v, x, layout, state, read, write)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         return super().state_bytes(tokens, item) + self.base.state_bytes(tokens, item)
 
-    @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
         self.base.calibrate(q, k, v, x, o, o_teacher)

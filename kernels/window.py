@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .layout import TokenLayout
 from .scan import numbered
 
 # From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
@@ -171,25 +172,28 @@ class Window(nn.Module):
         k: Tensor,
         v: Tensor,
         x: Tensor,
-        *,
-        padding: Tensor | None,
-        segments: Tensor | None,
+        layout: TokenLayout,
         state: Ring | None,
     ) -> tuple[Tensor, Ring]:
         """The mechanism's output `far` [B,T,H,Dv] mixed with exact attention to the window, and the ring.
 
-        `mass` [B,T,H]: the logarithm of the mechanism's normaliser, where it has one; `x` [B,T,hidden].
+        `mass` [B,T,H]: the mechanism's normaliser, where it has one; `x` [B,T,hidden].
         """
-        near, own_mass, ring = self._near(q, k, v, padding=padding, segments=segments, state=state)
+        near, own_mass, ring = self._near(q, k, v, layout, state)
         logit = self.far_logit.float() + F.linear(x, self.far_gate.to(x.dtype)).float()
-        logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass - own_mass
+        logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass.log() - own_mass
         w = torch.sigmoid(logit)[..., None]
         return (w * far + (1.0 - w) * near).to(far.dtype), ring
 
-    def _near(self, q: Tensor, k: Tensor, v: Tensor, **layout: Any) -> tuple[Tensor, Tensor, Ring]:
+    def _near(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None
+    ) -> tuple[Tensor, Tensor, Ring]:
+        padding, segments, *_ = layout
         # Autocast would round the scores to half precision.
         with torch.autocast(q.device.type, enabled=False):
-            return window_attention(q, k, v, window=self.window, scale=self.scale, **layout)
+            return window_attention(
+                q, k, v, window=self.window, scale=self.scale, padding=padding, segments=segments, state=state
+            )
 
     @torch.no_grad()
     def calibrate(
@@ -200,21 +204,21 @@ class Window(nn.Module):
         k: Tensor,
         v: Tensor,
         target: Tensor,
+        layout: TokenLayout,
         *,
         free: bool,
-        **layout: Tensor | None,
     ) -> Tensor:
         """Let each head start from the theta, and the a, whose mixture is nearest to softmax's output [B,T,H,Dv].
 
         Arguments as for `forward`, u taken for 0. Returns what to multiply `far` with, [H]: 1 unless it is `free`.
         """
-        near, own_mass, _ = self._near(q, k, v, **layout)
+        near, own_mass, _ = self._near(q, k, v, layout, None)
         far, near, target = far.float(), near.float(), target.float()
         thetas, found, factors = torch.linspace(*THETAS, device=q.device), [], []
         pairs = ((far, far), (far, near), (far, target), (near, near), (near, target))
         ff, fn, ft, nn_, nt = ((x * y).sum(-1) for x, y in pairs)  # [B,T,H]
         for a in (0.0, 0.5, 1.0) if mass is None else (1.0,):
-            logit = -a * own_mass if mass is None else mass - own_mass
+            logit = -a * own_mass if mass is None else mass.log() - own_mass
             for theta in thetas:
                 w = torch.sigmoid(theta + logit)
                 # ||factor w far + (1 - w) near - target||^2, but for what depends on the target alone

@@ -23,7 +23,6 @@ from .samples import Batch, forward, real_tokens, targets
 from .trainable import Student
 
 Inputs = tuple[Tensor, ...]
-Layout = dict[str, Tensor | None]
 
 
 class Listener:
@@ -38,9 +37,9 @@ class Listener:
     def __init__(self, student: Student) -> None:
         self.student_model = student
 
-    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Layout) -> None:
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         """One layer: inputs (q, k, v, x) as for `Mixer.mix`, its output and softmax's, both [B,T,H,Dv]; `layout` is
-        its `padding` and `segments`."""
+        that of the call."""
 
     def compare(self, mixer: Any, y: Tensor, target: Tensor) -> None:
         """Outputs [B,T,hidden] of one attention module after a second run: the student's, the teacher's."""
@@ -70,7 +69,7 @@ class Transfer(Listener):
         self.real, self.tokens, self.power, self.backward = real, tokens, power, backward
         self.losses: dict[int, Tensor] = {}
 
-    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Layout) -> None:
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         layer = mixer.site.layer
         share = square_sum(target, self.real) / (self.power[layer] * self.tokens).clamp_min(1e-12)
         loss = relative_mse(o, target, self.real) * share
@@ -84,9 +83,9 @@ class Calibration(Listener):
     """Lets each mixer set its norms, and its window's share, from the teacher's outputs of one batch."""
 
     @torch.no_grad()
-    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Layout) -> None:
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         mixer.calibrate(*inputs, o, target)
-        mixer.calibrate_window(*inputs, target, **layout)
+        mixer.calibrate_window(*inputs, target, layout)
 
 
 class Power(Listener):
@@ -99,7 +98,7 @@ class Power(Listener):
         self.count = torch.empty(0)
 
     @torch.no_grad()
-    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Layout) -> None:
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         elements = square_sum(torch.ones_like(target), self.real)
         found = torch.stack([square_sum(target, self.real), elements, self.count])
         self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + found

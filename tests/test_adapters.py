@@ -266,9 +266,9 @@ def remember_queries(model: Any) -> list[torch.Tensor]:
     """The queries that mixers get from now on."""
     queries: list[torch.Tensor] = []
 
-    def mix(q: torch.Tensor, *rest: Any, mixer: Any, **named: Any) -> Any:
+    def mix(q: torch.Tensor, *rest: Any, mixer: Any) -> Any:
         queries.append(q)
-        return type(mixer).mix(mixer, q, *rest, **named)
+        return type(mixer).mix(mixer, q, *rest)
 
     for mixer in mixers_of(model).values():
         mixer.mix = functools.partial(mix, mixer=mixer)  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ from linearize.diffusion.verify import check_keys, source_outputs, verify_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.verify import clean_command, result_of, started
 from linearize_kernels.diffusion import Processor
-from linearize_kernels.layout import Grid
+from linearize_kernels.layout import Grid, TokenLayout
 
 EXACT = TOLERANCE[torch.float32]
 DIT, SANA, WAN = INPUTS
@@ -271,7 +271,7 @@ class Softmax(nn.Module):
         self.relu, self.drop_rope = relu, drop_rope
         self.seen: list[tuple[Tensor, ...]] = []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **call: Any) -> tuple[Tensor, None]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensor, None]:
         self.seen.append((q, k, v, x))
         if self.relu:
             weights = torch.einsum("bthd,bshd->bhts", q.relu(), k.relu())
@@ -328,9 +328,7 @@ def test_the_grid_is_that_of_the_latents(sources: dict[str, Path], tmp_path: Pat
     model = load(tmp_path / "linear/transformer")
     grids: list[Any] = []
     for processor in processors(model):
-        processor.mixer.register_forward_pre_hook(
-            lambda module, args, kwargs: grids.append(kwargs["grid"]), with_kwargs=True
-        )
+        processor.mixer.register_forward_pre_hook(lambda module, args: grids.append(args[4].grid))
     for larger in (1, 2, 1):
         grids.clear()
         denoised(model, make_latents(model, larger))
@@ -349,14 +347,14 @@ def test_blocks_of_a_film_have_three_axes(sources: dict[str, Path], tmp_path: Pa
     torch.manual_seed(1)
     grid = (4, 6, 4)
     q, k, v = (torch.randn(1, 96, 2, 12) for _ in range(3))
-    call: dict[str, Any] = {"padding": None, "segments": None, "state": None, "causal": False}
+    layout = TokenLayout(causal=False, grid=Grid(grid))
     with torch.no_grad():
         mixer.block_logits.fill_(-30.0)
         mixer.block_logits[..., range(13), range(13)] = 0.0  # each block reads itself
-        found = mixer(q, k, v, torch.zeros(1, 96, 24), grid=Grid(grid), **call)[0]
+        found = mixer(q, k, v, torch.zeros(1, 96, 24), layout)[0]
         other = v.clone().view(1, *grid, 2, 12)
         other[:, 2:] += 1.0  # the second half of the film
-        changed = mixer(q, k, other.view_as(v), torch.zeros(1, 96, 24), grid=Grid(grid), **call)[0]
+        changed = mixer(q, k, other.view_as(v), torch.zeros(1, 96, 24), layout)[0]
     difference = (changed - found).view(1, *grid, 2, 12).abs().amax((0, 2, 3, 4, 5))
     assert bool((difference[:2] < 1e-5).all())
     assert bool((difference[2:] > 0.9).all())

@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid, normalize
 from linearize.mechanisms import build_mixer, resolve_options
 from linearize_kernels.conv import short_conv
 from linearize_kernels.gdn import DeltaState, gdn, gdn_reference
+from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import Site
 
 EXACT = TOLERANCE[torch.float64]
@@ -104,9 +105,9 @@ def test_equal_keys_do_not_blow_up_in_fp32() -> None:
     ("change", "message"),
     [
         ({"k": (2, 9, 1, 7)}, "equal B, T and key dim"),
-        ({"g": (2, 9, 3), "beta": (2, 9, 3)}, "state heads must divide"),
-        ({"beta": (2, 9, 4)}, r"beta must be \[B,T,heads\] = \(2, 9, 2\)"),
-        ({"read_gate": (2, 9, 2)}, r"read_gate must be \[B,T,heads\] = \(2, 9, 4\)"),
+        ({"g": (2, 9, 3), "beta": (2, 9, 3)}, "state heads, and those query heads"),
+        ({"beta": (2, 9, 4)}, r"beta must be \[B,T,E\], found \(2, 9, 4\) .*E=2"),
+        ({"read_gate": (2, 9, 2)}, r"read_gate must be \[B,T,H\], found"),
         ({"padding": (2, 8)}, r"padding must be \[B,T\]"),
         ({"cu_seqlens": (2,)}, "cu_seqlens needs B=1"),
     ],
@@ -180,13 +181,12 @@ def test_uniform_gates_of_one_change_nothing() -> None:
     mixer: Any = build_mixer("gdn", site, resolve_options("gdn", {"taps": 4}))
     mixer.reset_parameters()
     rows = [torch.randn(2, 30, heads, dim) for heads, dim in ((4, 8), (2, 8), (2, 6))]
-    call: Any = {"padding": None, "segments": None, "state": None, "causal": True}
-    x = torch.randn(2, 30, 24)
-    plain, state = mixer.mix(*rows, x, **call)
-    gated, same = mixer.mix_gated(*rows, x, read_gate=torch.ones(2, 30, 4), write_gate=torch.ones(2, 30, 2), **call)
+    inputs = (*rows, torch.randn(2, 30, 24), TokenLayout())
+    plain, state = mixer(*inputs)
+    gated, same = mixer.mix(*inputs, None, torch.ones(2, 30, 4), torch.ones(2, 30, 2))
     assert torch.equal(plain, gated)
     assert all(torch.equal(a, b) for a, b in zip(state, same, strict=True))
-    halved, _ = mixer.mix_gated(*rows, x, read_gate=torch.full((2, 30, 4), 0.5), write_gate=None, **call)
+    halved, _ = mixer.mix(*inputs, None, torch.full((2, 30, 4), 0.5))
     assert relative_error(halved, plain / 2) < 1e-6
 
 

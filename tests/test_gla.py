@@ -14,6 +14,7 @@ from torch import Tensor
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, resolve_options
 from linearize_kernels.gla import GLAState, gla, gla_reference
+from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import Site
 
 EXACT = TOLERANCE[torch.float64]
@@ -99,11 +100,11 @@ def test_no_tokens_no_change() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"g": torch.zeros(2, 5, 2, 7)}, "equal B, T and key dim"),
-        ({"g": torch.zeros(2, 5, 3, 8)}, "gate heads must divide"),
-        ({"padding": torch.ones(2, 4, dtype=torch.bool)}, r"padding must have shape \(2, 5\)"),
-        ({"read_gate": torch.ones(2, 5, 2)}, r"read_gate must have shape \(2, 5, 4\)"),
-        ({"write_gate": torch.ones(2, 5, 4)}, r"write_gate must have shape \(2, 5, 2\)"),
+        ({"g": torch.zeros(2, 5, 2, 7)}, r"g must be \[B,T,E,D\]"),
+        ({"g": torch.zeros(2, 5, 3, 8)}, "state heads, and those query heads"),
+        ({"padding": torch.ones(2, 4, dtype=torch.bool)}, r"padding must be \[B,T\]"),
+        ({"read_gate": torch.ones(2, 5, 2)}, r"read_gate must be \[B,T,H\]"),
+        ({"write_gate": torch.ones(2, 5, 4)}, r"write_gate must be \[B,T,E\]"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens needs B=1"),
     ],
 )
@@ -142,10 +143,9 @@ def test_as_published_gates_start_in_the_middle() -> None:
 def test_a_read_gate_is_not_undone_by_the_norm() -> None:
     m, T = mixer(), 20
     q, k, v = (torch.randn(2, T, *shape) for shape in ((4, 8), (2, 8), (2, 6)))
-    layout = {"padding": None, "segments": None, "state": None, "causal": True, "write_gate": None}
-    gate = torch.rand(2, T, 4) + 0.5
-    plain, _ = m.mix_gated(q, k, v, torch.zeros(2, T, HIDDEN), read_gate=None, **layout)
-    gated, _ = m.mix_gated(q, k, v, torch.zeros(2, T, HIDDEN), read_gate=gate, **layout)
+    inputs, gate = (q, k, v, torch.zeros(2, T, HIDDEN), TokenLayout()), torch.rand(2, T, 4) + 0.5
+    plain, _ = m(*inputs)
+    gated, _ = m.mix(*inputs, None, gate)
     assert relative_error(gated, plain * gate[..., None]) < TOLERANCE[torch.float32]
 
 
@@ -153,9 +153,8 @@ def test_calibrated_heads_have_the_teachers_size() -> None:
     m = mixer(feature_map="identity")  # relu's first tokens may say nothing
     q, k, v = (torch.randn(2, 50, *shape) for shape in ((4, 8), (2, 8), (2, 6)))
     x, teacher = torch.randn(2, 50, HIDDEN), torch.randn(2, 50, 4, 6) * torch.tensor([0.1, 1.0, 3.0, 9.0])[:, None]
-    layout = {"padding": None, "segments": None, "state": None, "causal": True}
-    m.calibrate(q, k, v, x, m(q, k, v, x, **layout)[0], teacher)
-    o, _ = m(q, k, v, x, **layout)
+    m.calibrate(q, k, v, x, m(q, k, v, x, TokenLayout())[0], teacher)
+    o, _ = m(q, k, v, x, TokenLayout())
     assert torch.allclose(o.square().mean((0, 1, 3)), teacher.square().mean((0, 1, 3)), rtol=1e-3)
 
 

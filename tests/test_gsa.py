@@ -19,6 +19,7 @@ from torch import Tensor
 from linearize.errors import Exit, LinearizeError
 from linearize.mechanisms import resolve_options
 from linearize_kernels.gsa import GatedSlotAttention, GSAState, gsa, gsa_reference
+from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import Site, option_types
 from linearize_kernels.scan import block_width
 
@@ -319,8 +320,8 @@ def test_a_row_of_padding_and_an_empty_sequence_change_nothing() -> None:
     [
         ({"k": torch.zeros(2, 9, 2, 8)}, "equal B, T and key dim"),
         ({"v": torch.zeros(2, 8, 1, 6)}, "equal B, T and key dim"),
-        ({"g": torch.zeros(2, 8, 3, 16)}, "gate heads must divide"),
-        ({"k": torch.zeros(2, 8, 4, 8), "v": torch.zeros(2, 8, 4, 6)}, "multiple of key heads"),
+        ({"g": torch.zeros(2, 8, 3, 16)}, "state heads, and those query heads"),
+        ({"k": torch.zeros(2, 8, 4, 8), "v": torch.zeros(2, 8, 4, 6)}, "key heads must divide state heads"),
         ({"padding": torch.ones(2, 9, dtype=torch.bool)}, r"padding must be \[B,T\]"),
         ({"segments": torch.ones(8)}, r"segments must be \[B,T\]"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens needs B=1"),
@@ -535,8 +536,10 @@ def tokens(T: int, B: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.randn(B, T, 4, 8), torch.randn(B, T, 2, 8), torch.randn(B, T, 2, 6), torch.randn(B, T, 24)
 
 
-def mix(m: GatedSlotAttention, inputs: tuple[Tensor, ...], **layout: Any) -> tuple[Tensor, GSAState]:
-    return m.mix(*inputs, **{"padding": None, "segments": None, "state": None, "causal": True, **layout})
+def mix(
+    m: GatedSlotAttention, inputs: tuple[Tensor, ...], state: GSAState | None = None, **layout: Any
+) -> tuple[Tensor, GSAState]:
+    return m(*inputs, TokenLayout(**layout), state)
 
 
 def gates_at_rest(m: GatedSlotAttention) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, resolve_options
 from linearize_kernels.la import LAState, la, la_reference
+from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import Site
 
 EXACT = TOLERANCE[torch.float64]
@@ -177,11 +178,16 @@ def test_hedgehog_starts_as_published_where_attention_is_causal() -> None:
     assert relative_error(m.feature_map(y, "query"), expected) < TOLERANCE[torch.float32]
 
 
+def test_attention_to_both_sides_makes_no_state() -> None:
+    q, k, v = (y.float() for y in inputs(20))
+    assert mixer()(q, k, v, torch.zeros(2, 20, HIDDEN), TokenLayout(causal=False))[1] is None
+
+
 @pytest.mark.parametrize("features", ["hedgehog", "relu"])
 def test_every_feature_map_learns(features: str) -> None:
     m = mixer(features=features)
     q, k, v = (y.float() for y in inputs(20))
-    o, _ = m(q, k, v, torch.zeros(2, 20, HIDDEN), padding=None, segments=None, state=None, causal=True)
+    o, _ = m(q, k, v, torch.zeros(2, 20, HIDDEN), TokenLayout())
     gradients = torch.autograd.grad(o.square().sum(), list(m.parameters()))
     assert len(gradients) == {"hedgehog": 3, "relu": 5}[features]
     assert all(y.any() for y in gradients)

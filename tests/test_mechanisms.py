@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
+from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import Bounds, Mixer, Site, as_autocast, option_types, own_mixer, published_options
 from linearize_kernels.state import map_state
 from linearize_kernels.window import WindowedState
@@ -69,8 +70,8 @@ def cut(inputs: Inputs, start: int | None, stop: int | None) -> Inputs:
     return q, k, v, x
 
 
-def mix(mixer: Mixer, inputs: Inputs, **layout: Any) -> tuple[Tensor, Any]:
-    return mixer(*inputs, **{"padding": None, "segments": None, "state": None, "causal": mixer.site.causal, **layout})
+def mix(mixer: Mixer, inputs: Inputs, state: Any = None, **layout: Any) -> tuple[Tensor, Any]:
+    return mixer(*inputs, TokenLayout(**{"causal": mixer.site.causal, **layout}), state)
 
 
 def parts(state: Any) -> list[Tensor]:
@@ -384,7 +385,7 @@ def test_compiles_as_one_graph_with_gradients(name: str, variant: str) -> None:
     torch._dynamo.reset()  # it takes so many mixers in one process, and refuses the next
     results, weight = [], torch.randn(inputs[0].shape)  # not o: what a norm leaves has no gradient in its square
     for run in (mixer, torch.compile(mixer, fullgraph=True, backend="aot_eager")):
-        o, state = run(*inputs, padding=padding, segments=None, state=None, causal=mixer.site.causal)
+        o, state = run(*inputs, TokenLayout(padding, causal=mixer.site.causal))
         results.append((o, *parts(state), *torch.autograd.grad((o * weight).sum(), [inputs[0], *mixer.parameters()])))
     assert all(same(ours, eager) for eager, ours in zip(*results, strict=True))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, resolve_options
-from linearize_kernels.layout import Grid
+from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.mhla import mhla, mhla_grid, mhla_reference
 from linearize_kernels.mhla_places import Places, grid_layout, line_blocks, place_grid, place_line
 from linearize_kernels.mhla_torch import MHLAState
@@ -291,8 +291,7 @@ def mixer(causal: bool = True, grid: str = "line", **options: Any) -> Any:
 
 def call(m: Any, T: int, causal: bool, **layout: Any) -> Tensor:
     q, k, v = (torch.randn(2, T, *shape) for shape in ((4, 8), (2, 8), (2, 6)))
-    kwargs = {"padding": None, "segments": None, "state": None, "causal": causal, **layout}
-    return m(q, k, v, torch.zeros(2, T, 24), **kwargs)[0]
+    return m(q, k, v, torch.zeros(2, T, 24), TokenLayout(causal=causal, **layout))[0]
 
 
 def test_weights_start_local_and_average_one() -> None:

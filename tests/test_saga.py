@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linearize.mechanisms import build_mixer, resolve_options
 from linearize_kernels.features import Features
-from linearize_kernels.layout import Grid
+from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.linear import linear_attention_both_ways
 from linearize_kernels.mixer import Site
 from linearize_kernels.saga import depthwise, saga, saga_reference
@@ -153,8 +153,7 @@ def tokens(T: int = 13) -> tuple[Tensor, ...]:
 
 
 def mix(mixer: Any, given: tuple[Tensor, ...], **layout: Any) -> Tensor:
-    where = {"padding": None, "segments": None, "state": None, "causal": False, "grid": Grid((3, 4), prefix=1)}
-    return mixer(*given, **where | layout)[0].detach()
+    return mixer(*given, TokenLayout(**{"causal": False, "grid": Grid((3, 4), prefix=1), **layout}))[0].detach()
 
 
 def test_a_conversion_starts_as_linear_attention_with_its_features() -> None:

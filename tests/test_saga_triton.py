@@ -182,7 +182,7 @@ def check_operators() -> None:
 def check_mixer() -> None:
     """Under every option that kernels know, a mixer computes with them what it does without."""
     from linearize_kernels import saga
-    from linearize_kernels.layout import Grid
+    from linearize_kernels.layout import Grid, TokenLayout
     from linearize_kernels.mixer import Site
 
     site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=False, grid="patches")
@@ -192,12 +192,12 @@ def check_mixer() -> None:
         mixer.reset_parameters()
         torch.nn.init.normal_(mixer.taps)
         q, k, v, x = (torch.randn(2, 13, *shape) for shape in ((4, 8), (2, 8), (2, 6), (24,)))
-        where: Any = {"padding": None, "segments": None, "state": None, "causal": False, "grid": Grid((3, 4), prefix=1)}
+        layout = TokenLayout(causal=False, grid=Grid((3, 4), prefix=1))
         found = []
         for runs_on in (saga.runs_on, lambda *_: "not now"):
             with patch.object(saga, "runs_on", runs_on):
                 mixer.zero_grad()
-                o = mixer(q, k, v, x, **where)[0]
+                o = mixer(q, k, v, x, layout)[0]
                 o.square().sum().backward()
             found.append({"o": o.detach(), **{n: p.grad.clone() for n, p in mixer.named_parameters()}})
         worst = max(largest_errors(*found).values())

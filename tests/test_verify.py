@@ -52,7 +52,8 @@ def test_sound_models_behave(zoo: Zoo, name: str, layers: str) -> None:
     assert not failing(zoo.folders(name, layers)[1])
 
 
-PADDING = "padding, segments = call_layout(call.geometry, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)\n"
+LAYOUT = "layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)\n"
+HIDDEN = LAYOUT + "    if layout.padding is not None:\n        layout = layout._replace(padding=layout.padding%s)\n"
 # What fails -> (file, what it says, what a broken one says).
 BROKEN = {
     "prefill and steps": ("seam.py", "        slot.state = state\n", "        slot.state = None\n"),
@@ -63,15 +64,15 @@ BROKEN = {
     ),
     "left padding": (
         "seam.py",
-        PADDING,
-        PADDING + "    padding = padding if padding is None else padding.flip(1).cummax(1).values.flip(1)\n",
+        LAYOUT,
+        HIDDEN % ".flip(1).cummax(1).values.flip(1)",
     ),
     "right padding": (
         "seam.py",
-        PADDING,
-        PADDING + "    padding = padding if padding is None else padding.cummax(1).values\n",
+        LAYOUT,
+        HIDDEN % ".cummax(1).values",
     ),
-    "packed documents": ("seam.py", PADDING, PADDING + "    segments = None\n"),
+    "packed documents": ("seam.py", LAYOUT, LAYOUT + "    layout = layout._replace(segments=None)\n"),
     "beams": ("state.py", "self._map(lambda part: part.index_select(0, beam_idx.to(part.device)))", "pass"),
     "generate": ("layout.py", "offset=min(mask.shape[-1] - T, seen)", "offset=0"),
     "constant state": (

@@ -24,7 +24,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.inputs import auto_class, make_inputs, outcome, outputs, taller
 from linearize.inspection import inspect_model
 from linearize.probe import model_class_of, probe
-from linearize_kernels.layout import token_padding, window_regions
+from linearize_kernels.layout import TokenLayout, token_padding, window_regions
 from linearize_kernels.seam import mixers_of
 
 EXACT = TOLERANCE[torch.float32]
@@ -179,7 +179,7 @@ def test_a_class_token_of_the_last_stage_alone() -> None:
 def test_the_grid_is_that_of_the_input(tmp_path: Path, name: str, grid: Any, tall: Any) -> None:
     model, grids = converted(tmp_path, name), []
     mixer = next(iter(mixers_of(model).values()))
-    mixer.register_forward_pre_hook(lambda m, args, kwargs: grids.append(kwargs["grid"]), with_kwargs=True)
+    mixer.register_forward_pre_hook(lambda m, args: grids.append(args[4].grid))
     given = make_inputs(model)
     outcome(model, given)
     higher = taller(model, given)
@@ -203,7 +203,8 @@ def test_tokens_that_are_not_those_of_the_grid_are_told(tmp_path: Path) -> None:
 def softmax(mixer: Any) -> Any:
     """Attention by softmax, told what a mixer is told."""
 
-    def mix(q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, padding: Any, segments: Any, causal: bool, **_: Any) -> Any:
+    def mix(q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> Any:
+        padding, segments, causal, _ = layout
         k, v = (y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
         scores = torch.einsum("bthd,bihd->bhti", q, k) * mixer.site.scale
         if padding is not None:
@@ -256,19 +257,16 @@ def test_regions_do_not_meet(tmp_path: Path) -> None:
     model, seen = noisy(converted(tmp_path, "SwinForImageClassification")), []
     mixer = [*mixers_of(model).values()][1]
 
-    def watch(module: Any, args: Any, kwargs: Any) -> None:
-        seen.append((args, kwargs))
-
-    mixer.register_forward_pre_hook(watch, with_kwargs=True)
+    mixer.register_forward_pre_hook(lambda module, args: seen.append(args))
     outcome(model, make_inputs(model))
-    (inputs, layout) = seen[0]
-    row = int(layout["segments"].amax(1).argmax())  # of a window with several regions
-    first = layout["segments"][row] == 0
+    *inputs, layout, _ = seen[0]
+    row = int(layout.segments.amax(1).argmax())  # of a window with several regions
+    first = layout.segments[row] == 0
     assert not first.all()
     changed = [tensor.clone() for tensor in inputs]
     for tensor in changed[1:]:
         tensor[row, first] += 1.0
-    before, after = (mixer(*given, **layout)[0][row] for given in (inputs, changed))
+    before, after = (mixer(*given, layout)[0][row] for given in (inputs, changed))
     assert torch.equal(before[~first], after[~first])
     assert not torch.equal(before[first], after[first])
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from linearize.convert import plan_conversion
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
+from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import Site
 from linearize_kernels.window import Window, window_attention
 
@@ -69,12 +70,11 @@ def test_autocast_does_not_round_scores() -> None:
     window, (q, k, v) = Window(8, 4, 8, 0.3, True), (y.bfloat16() for y in inputs(37))
     window.reset_parameters()
     torch.nn.init.constant_(window.far_logit, -1e4)
-    arguments: dict[str, Any] = {"padding": None, "segments": None, "state": None}
     found = []
     for on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             x = torch.zeros(2, 37, 8, dtype=torch.float32 if on else torch.bfloat16)
-            found.append(window(v[:, :, :1], torch.zeros(2, 37, 4), 4 * q, 4 * k, v, x, **arguments)[0])
+            found.append(window(v[:, :, :1], torch.ones(2, 37, 4), 4 * q, 4 * k, v, x, TokenLayout(), None)[0])
     assert torch.equal(*found)
 
 
@@ -110,9 +110,8 @@ def test_a_head_and_a_token_decide_how_much_comes_through(shared: bool) -> None:
     far, own, x = torch.randn_like(o), torch.randn_like(mass), torch.randn(*mass.shape[:2], 24, dtype=o.dtype)
     near = Window(24, mass.shape[-1], 8, 0.3, shared).to(o.dtype)
     near.reset_parameters()
-    layout = {"padding": None, "segments": None, "state": None}
     start = torch.sigmoid(torch.tensor(-4.0 if shared else -1.0) + (own - mass if shared else 0.0))
-    mixed, _ = near(far, own if shared else None, q, k, v, x, **layout)
+    mixed, _ = near(far, own.exp() if shared else None, q, k, v, x, TokenLayout(), None)
     w = start[..., None]
     assert relative_error(mixed, w * far + (1 - w) * o) < EXACT
     with torch.no_grad():
@@ -121,7 +120,7 @@ def test_a_head_and_a_token_decide_how_much_comes_through(shared: bool) -> None:
     logit = near.far_logit + x @ near.far_gate.T
     logit = logit + own - mass if shared else logit - near.near_share * mass
     w = logit.sigmoid()[..., None]
-    mixed, _ = near(far, own if shared else None, q, k, v, x, **layout)
+    mixed, _ = near(far, own.exp() if shared else None, q, k, v, x, TokenLayout(), None)
     assert relative_error(mixed, w * far + (1 - w) * o) < EXACT
 
 
@@ -132,18 +131,18 @@ def test_calibration_finds_how_much_came_through(name: str) -> None:
     mixer = build_mixer(name, site, resolve_options(name, {"window": 5}))
     mixer.reset_parameters()
     x, q, k, v = torch.randn(2, 60, 24), *(torch.randn(2, 60, heads, 8) for heads in (4, 2, 2))
-    layout = {"padding": torch.rand(2, 60) > 0.2, "segments": (torch.rand(2, 60) < 0.05).long().cumsum(1)}
+    layout = TokenLayout(torch.rand(2, 60) > 0.2, (torch.rand(2, 60) < 0.05).long().cumsum(1))
     found = {"far_logit": torch.tensor([-3.0, -1.5, 0.25, 3.0])}
     if name == "gla":
         found |= {"near_share": torch.tensor([0.0, 0.5, 1.0, 0.5]), "weight": torch.tensor([0.5, 1.0, 2.0, 0.25])}
     parameters = {key.rpartition(".")[2]: parameter for key, parameter in mixer.named_parameters()}
     for key, value in found.items():
         parameters[key].data.copy_(value if key != "weight" else value[:, None])
-    target, _ = mixer(q, k, v, x, **layout, state=None, causal=True)
+    target, _ = mixer(q, k, v, x, layout)
     for part in (mixer.near, getattr(mixer, "norm", None)):
         if part is not None:
             part.reset_parameters()
-    mixer.calibrate_window(q, k, v, x, target.detach(), **layout)
+    mixer.calibrate_window(q, k, v, x, target.detach(), layout)
     for key, value in found.items():
         torch.testing.assert_close(parameters[key] if key != "weight" else parameters[key][:, 0], value)
 

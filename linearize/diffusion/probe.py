@@ -60,7 +60,7 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, ...]] = []
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor, **_: Any) -> Any:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor, _: Any) -> Any:
         self.seen.append((q, k, v, x))
         return (v.new_zeros(*q.shape[:3], v.shape[-1]),)
 
