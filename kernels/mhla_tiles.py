@@ -15,6 +15,14 @@ from .tiles import jit, tl
 
 
 @jit
+def locate(L, heads, CT: tl.constexpr):
+    """For grid (N * tiles of a block, R * heads): block, tile, how many tiles a block has, row, head."""
+    tiles = tl.cdiv(L, CT)
+    i_n, i_j = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    return i_n, i_j, tiles, tl.program_id(1) // heads, tl.program_id(1) % heads
+
+
+@jit
 def tile_tokens(p_table, i_r, i_n, o_c, T, N, L, B, TABLE: tl.constexpr):
     """Tokens at places o_c of a block, and which exist; with TABLE they count through the batch."""
     if TABLE:
@@ -57,6 +65,15 @@ def block_numbers(p_number, p_document, i_r, o_n, N, TABLE: tl.constexpr):
         b_number = o_n
         b_document = tl.where((o_n >= 0) & (o_n < N), 0, -1)
     return b_number, b_document
+
+
+@jit
+def own_weight(p_w, p_number, i_r, i_n, i_e, N, M: tl.constexpr, TABLE: tl.constexpr):
+    """m_ii of a block."""
+    number = i_n
+    if TABLE:
+        number = tl.load(p_number + i_r * N + i_n)
+    return tl.load(p_w + (i_e * M + tl.minimum(number, M - 1)) * M)
 
 
 @jit

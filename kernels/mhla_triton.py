@@ -13,7 +13,16 @@ so does the second, run backwards.
 
 from __future__ import annotations
 
-from .mhla_tiles import block_numbers, load_summary, load_tile, pair_weights, store_tile, tile_tokens
+from .mhla_tiles import (
+    block_numbers,
+    load_summary,
+    load_tile,
+    locate,
+    own_weight,
+    pair_weights,
+    store_tile,
+    tile_tokens,
+)
 from .tiles import dot_given, dot_given_left, dot_given_right, jit, parts, tl
 
 
@@ -121,13 +130,7 @@ def output_kernel(p_q, p_k, p_v, p_w, p_table, p_number, p_P, p_o, p_g, p_dg, p_
 
     BACK: p_o holds do, and what is written is r = 1/g to p_g, and u = dg - (do.o) r to p_u; MASS: there is a dg.
     """
-    tiles = tl.cdiv(L, CT)
-    i_n, i_j, i_r, i_h = (
-        tl.program_id(0) // tiles,
-        tl.program_id(0) % tiles,
-        tl.program_id(1) // H,
-        tl.program_id(1) % H,
-    )
+    i_n, i_j, _, i_r, i_h = locate(L, H, CT)
     i_e, o_c, o_v = i_h // (H // E), tl.arange(0, CT), tl.arange(0, BV)
     row = i_r.to(tl.int64) * (0 if TABLE else 1)
     o_t, m_t = tile_tokens(p_table, i_r, i_n, i_j * CT + o_c, T, N, L, B, TABLE)
@@ -145,10 +148,7 @@ def output_kernel(p_q, p_k, p_v, p_w, p_table, p_number, p_P, p_o, p_g, p_dg, p_
         b_o += dot_given_left(b_q, b_P, b_P_low, PREC)
         if NORM:
             b_g += tl.sum(b_q.to(tl.float32) * tl.load(p_P + F * DV + o_f, mask=o_f < F, other=0.0)[None, :], 1)
-    number = i_n
-    if TABLE:
-        number = tl.load(p_number + i_r * N + i_n)
-    own = tl.load(p_w + (i_e * M + tl.minimum(number, M - 1)) * M)
+    own = own_weight(p_w, p_number, i_r, i_n, i_e, N, M, TABLE)
     for j in range(i_j + 1):
         o_s, m_s = tile_tokens(p_table, i_r, i_n, j * CT + o_c, T, N, L, B, TABLE)
         b_A = tl.zeros([CT, CT], tl.float32)

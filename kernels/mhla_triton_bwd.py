@@ -21,7 +21,7 @@ dA = tril(w' v'^T) inside a block:
 
 from __future__ import annotations
 
-from .mhla_tiles import block_numbers, load_summary, load_tile, store_tile, tile_tokens
+from .mhla_tiles import block_numbers, load_summary, load_tile, locate, own_weight, store_tile, tile_tokens
 from .tiles import dot_given, dot_given_left, dot_given_right, jit, parts, tl
 
 
@@ -38,27 +38,12 @@ def load_weights(p_r, p_u, head, o_t, m_t, s_t, NORM: tl.constexpr):
 
 
 @jit
-def own_weight(p_w, p_number, i_r, i_n, i_e, N, M: tl.constexpr, TABLE: tl.constexpr):
-    """m_ii of a block."""
-    number = i_n
-    if TABLE:
-        number = tl.load(p_number + i_r * N + i_n)
-    return tl.load(p_w + (i_e * M + tl.minimum(number, M - 1)) * M)
-
-
-@jit
 def query_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_P, p_dq, p_own, s_qb, s_qt, s_qh, s_kb, s_kt,
                  s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, B, H, E, X, M: tl.constexpr, F: tl.constexpr,
                  DV: tl.constexpr, CT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, TABLE: tl.constexpr,
                  NORM: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """dq [B,T,H,F], and dm_ii of each tile [R*H,N * tiles,F blocks]. Grid (N * tiles of a block, R*H, blocks of BF)."""
-    tiles = tl.cdiv(L, CT)
-    i_n, i_j, i_r, i_h = (
-        tl.program_id(0) // tiles,
-        tl.program_id(0) % tiles,
-        tl.program_id(1) // H,
-        tl.program_id(1) % H,
-    )
+    i_n, i_j, _, i_r, i_h = locate(L, H, CT)
     i_e, o_c, o_v, o_f = i_h // (H // E), tl.arange(0, CT), tl.arange(0, BV), tl.program_id(2) * BF + tl.arange(0, BF)
     row = i_r.to(tl.int64) * (0 if TABLE else 1)
     o_t, m_t = tile_tokens(p_table, i_r, i_n, i_j * CT + o_c, T, N, L, B, TABLE)
@@ -95,13 +80,7 @@ def key_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_R, p_dk,
                BF: tl.constexpr, BV: tl.constexpr, TABLE: tl.constexpr, NORM: tl.constexpr,
                PREC: tl.constexpr):  # fmt: skip
     """dk [B,T,E,F]. Grid (N * tiles of a block, R*E, blocks of BF)."""
-    tiles = tl.cdiv(L, CT)
-    i_n, i_j, i_r, i_e = (
-        tl.program_id(0) // tiles,
-        tl.program_id(0) % tiles,
-        tl.program_id(1) // E,
-        tl.program_id(1) % E,
-    )
+    i_n, i_j, tiles, i_r, i_e = locate(L, E, CT)
     o_c, o_v, o_f = tl.arange(0, CT), tl.arange(0, BV), tl.program_id(2) * BF + tl.arange(0, BF)
     row = i_r.to(tl.int64) * (0 if TABLE else 1)
     o_t, m_t = tile_tokens(p_table, i_r, i_n, i_j * CT + o_c, T, N, L, B, TABLE)
@@ -134,13 +113,7 @@ def value_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_R, p_d
                  BF: tl.constexpr, BV: tl.constexpr, TABLE: tl.constexpr, NORM: tl.constexpr,
                  PREC: tl.constexpr):  # fmt: skip
     """dv [B,T,E,Dv]. Grid (N * tiles of a block, R*E)."""
-    tiles = tl.cdiv(L, CT)
-    i_n, i_j, i_r, i_e = (
-        tl.program_id(0) // tiles,
-        tl.program_id(0) % tiles,
-        tl.program_id(1) // E,
-        tl.program_id(1) % E,
-    )
+    i_n, i_j, tiles, i_r, i_e = locate(L, E, CT)
     o_c, o_v = tl.arange(0, CT), tl.arange(0, BV)
     row = i_r.to(tl.int64) * (0 if TABLE else 1)
     o_t, m_t = tile_tokens(p_table, i_r, i_n, i_j * CT + o_c, T, N, L, B, TABLE)
