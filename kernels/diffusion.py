@@ -149,6 +149,10 @@ class Linearized:
         """Raises NotImplementedError: each device would summarise its own tokens alone."""
         raise NotImplementedError("linear attention is not computed in parallel over parts of the tokens or heads")
 
+    def set_attn_processor(self, *args: Any, **kwargs: Any) -> None:
+        """Raises NotImplementedError: the mixers are in the processors, and would be gone without a word."""
+        raise NotImplementedError("other attention processors would take the mixers out; teacher() computes softmax")
+
 
 def linearized(native: Any, mechanisms: Mapping[str, type[Mixer]], readers: Mapping[str, Any], code: str) -> Any:
     """The class `Linearized<native>`: its config also has `linearize`, which modules have which mixer.

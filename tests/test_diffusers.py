@@ -417,6 +417,8 @@ def test_what_a_linear_layer_cannot_do_is_refused(sources: dict[str, Path], tmp_
     model = load(tmp_path / "linear/transformer")
     with pytest.raises(NotImplementedError, match="in parallel"):
         model.enable_parallelism(config=None)
+    with pytest.raises(NotImplementedError, match="would take the mixers out"):
+        model.set_attn_processor(model.blocks[0].attn2.processor)
     attention = model.blocks[0].attn1
     with pytest.raises(RuntimeError, match="with a mask"):
         attention(torch.zeros(1, 4, 24), None, torch.ones(4, 4), None)
