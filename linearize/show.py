@@ -36,7 +36,7 @@ def plan_table(plan: Plan) -> None:
     """What becomes what, and what it costs."""
     out = console()
     title = f"{plan.source} ({plan.architecture}, {plan.dtype}), params and state of one layer"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in ("layers", "module", "from", "to", "new params", "state"):
         right, long = column in ("new params", "state"), column in ("module", "from")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=not long)
@@ -90,7 +90,7 @@ def inspection_tables(inspection: Inspection) -> None:
 
     out, found = console(), inspection.found
     title = f"{inspection.source} ({inspection.architecture}, {inspection.model_type})"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in ("layers", "module", "class", "H", "Hkv", "D", "Dv", "scale"):
         right, long = column in ("H", "Hkv", "D", "Dv", "scale"), column in ("module", "class")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=not long)
