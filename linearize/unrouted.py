@@ -122,9 +122,8 @@ class Watch(Capture):
     def said(self, module: Any, queries: int) -> bool | None:
         """What a module says of whether it looks back, or else where it is: among a decoder's own tokens it does."""
         text = self.follow.inputs.get("decoder_input_ids")
-        if text is not None and queries == text.shape[1]:
-            return getattr(module, "is_causal", True)
-        return getattr(module, "is_causal", getattr(self.model.config, "is_decoder", None))
+        own = text is not None and queries == text.shape[1]
+        return getattr(module, "is_causal", own or getattr(self.model.config, "is_decoder", None))
 
     def record(self, found: Any, v: Tensor, softmax: Any) -> Tensor:
         """What `Capture` found: a record like those of the attention interface."""

@@ -7,7 +7,6 @@ folder goes along as it is. A transformer's own folder is a pipeline of one part
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,8 @@ def holds_diffusers(model: str) -> bool:
     try:
         if (folder / INDEX_FILE).is_file():
             return True
-        return "_class_name" in json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):  # which the other story names
+        return "_class_name" in read_json(folder / "config.json")
+    except (OSError, LinearizeError):  # the other story names what is wrong
         return False
 
 
