@@ -193,19 +193,17 @@ class GatedDeltaNet(Mixer):
         write: Annotated[float, Bounds(0.01, 0.99)] = 0.5,
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
-        window: Annotated[int, Bounds(0, 65536)] = 0,
+        **near: int,
     ) -> None:
         """`state_heads`: one memory per key head or per query head; `taps` of the causal convolution over q, k and v,
         which starts as the identity (1: none); `feature_map` of q and k (features.py, or swish) before they get length
         1; `value_act` on v; `rope`: keep the rotary embedding on q and k; `norm`: RMS norm of each head's output;
         `output_gate`: swish(W x) multiplies the output; half-lives in tokens at the start, spread over the memories (0
-        as minimum: drawn as published); `write`: beta at the start; `gate_std` of W_a and W_b at the start; `window`:
-        exact softmax over so many last tokens beside it.
+        as minimum: drawn as published); `write`: beta at the start; `gate_std` of W_a and W_b at the start.
 
-        Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, or a window meets
-        rope=False.
+        Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
         """
-        super().__init__(site, window, rope)
+        super().__init__(site, rope, **near)
         check_half_lives(half_life_min, half_life_max)
         check_power_of_two(chunk_size=chunk_size)
         self.state_count = site.heads if state_heads == "query" else site.kv_heads

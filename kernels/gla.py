@@ -176,16 +176,15 @@ class GatedLinearAttention(Mixer):
         rope: bool = True,
         norm: Literal["none", "head"] = "head",
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
-        window: Annotated[int, Bounds(0, 65536)] = 0,
+        **near: int,
     ) -> None:
         """`state_heads`: one memory per key head or per query head; `gate_rank` of W_2 W_1; half-lives in tokens, 0 as
         minimum for zero biases; `gate_std` of W_2 at the start; `rope`: keep the rotary embedding on q and k;
-        `norm`: RMS norm of each head's output; `window`: exact softmax over so many last tokens beside it.
+        `norm`: RMS norm of each head's output.
 
-        Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, or a window meets
-        rope=False.
+        Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
         """
-        super().__init__(site, window, rope)
+        super().__init__(site, rope, **near)
         check_half_lives(half_life_min, half_life_max)
         check_power_of_two(chunk_size=chunk_size)
         self.damping, self.gate_std, self.half_lives = damping, gate_std, (half_life_min, half_life_max)

@@ -198,19 +198,18 @@ class GatedSlotAttention(Mixer):
         half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 2048.0,
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
-        window: Annotated[int, Bounds(0, 65536)] = 0,
+        **near: int,
     ) -> None:
         """`slots` M; `damping` tau; `gate_heads`: one memory per key head or per query head; `clock`: how many of
         the slots take turns, each written at every clock-th token, so that they hold the last `clock` tokens
         nearly exactly and a conversion starts near its source (-1: three quarters of the slots); `rope`: keep the
         rotary embedding on q and k; `norm`: RMS norm of the output per head or over all heads; `unit_scale`: 1
         instead of the architecture's factor on q.k; half-lives in tokens, 0 as minimum for
-        zero biases; `gate_std` of W_f at the start; `window`: exact softmax over so many last tokens beside it.
+        zero biases; `gate_std` of W_f at the start.
 
-        Raises ValueError when clock > slots, half_life_max < half_life_min, chunk_size is no power of two, or a
-        window meets rope=False.
+        Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two.
         """
-        super().__init__(site, window, rope)
+        super().__init__(site, rope, **near)
         clock = slots * 3 // 4 if clock < 0 else clock
         if clock > slots:
             raise ValueError(f"clock={clock}: must be <= slots={slots}")

@@ -290,16 +290,15 @@ class LinearAttention(Mixer):
         learn_slope: bool = True,
         rope: bool = True,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
-        window: Annotated[int, Bounds(0, 65536)] = 0,
+        **near: int,
     ) -> None:
         """`features` of q and k; `slope`: how much of the weight depends on q.k, per head and learned unless
-        `learn_slope` is off; `rope`: keep the rotary embedding on q and k; `window`: exact softmax over so many last
-        tokens, in one normaliser with the rest.
+        `learn_slope` is off; `rope`: keep the rotary embedding on q and k.
 
-        Raises ValueError when a learned slope starts at 0 or 1, where it has no gradient, when chunk_size is no power
-        of two, or a window meets rope=False.
+        Raises ValueError when a learned slope starts at 0 or 1, where it has no gradient, or chunk_size is no power of
+        two.
         """
-        super().__init__(site, window, rope)
+        super().__init__(site, rope, **near)
         if learn_slope and not 0.0 < slope < 1.0:
             raise ValueError(f"slope={slope:g}: a learned slope starts between 0 and 1; or set learn_slope=false")
         check_power_of_two(chunk_size=chunk_size)

@@ -166,19 +166,19 @@ class MultiHeadLinearAttention(Mixer):
         normalise: bool = True,
         norm: Literal["none", "head"] = "none",
         rope: bool = True,
-        window: Annotated[int, Bounds(0, 65536)] = 0,
+        **near: int,
     ) -> None:
         """`features` of q and k; `blocks` M, which have weights of their own, each of `block_size` tokens where
         attention is causal; both ways a line of tokens is cut into `blocks`, a grid into `frames` x `rows` x
         `columns`; `shared`: one matrix of weights for all heads; `by_distance`: causal weights depend on the distance
         alone; `normalise`: divide by the sum of weights; `norm`: RMS norm of each head's output; `rope`: keep the
-        rotary embedding on q and k; `window`: exact softmax over so many last tokens beside it.
+        rotary embedding on q and k.
 
-        Raises ValueError when block_size is no power of two, a grid has one block, or a window meets rope=False.
+        Raises ValueError when block_size is no power of two, or a grid has one block.
         """
         # Read by what Mixer makes of the window.
         self.normalised = normalise
-        super().__init__(site, window, rope)
+        super().__init__(site, rope, **near)
         check_power_of_two(block_size=block_size)
         self.norm, self.block_size = norm, block_size
         self.layout = (1, 1, blocks) if site.causal or site.grid == "line" else (frames, rows, columns)

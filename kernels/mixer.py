@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,8 @@ class Mixer(nn.Module):
     optional.
 
     Options are the keyword-only arguments of `__init__`, with types (`int`, `float`, `bool`, `Literal`) and,
-    for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read.
+    for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read. With
+    **near in its signature, those below are a mechanism's options too.
     """
 
     title: ClassVar[str]
@@ -99,21 +100,30 @@ class Mixer(nn.Module):
     switch: Any
     arguments: tuple[str, ...]
 
-    def __init__(self, site: Site, window: int = 0, rope: bool = True) -> None:
-        """`window`: exact softmax over so many last tokens beside the mechanism, where it is causal (0: none). It adds
-        window * key heads * (D + Dv) numbers in the model's dtype, and 8 bytes, to the state. `rope`: `mix` gets q and
-        k with their rotary embedding.
+    def __init__(
+        self,
+        site: Site,
+        rope: bool = True,
+        *,
+        window: Annotated[int, Bounds(0, 65536)] = 0,
+        sink: Annotated[int, Bounds(0, 1024)] = 0,
+    ) -> None:
+        """`window`: exact softmax over so many last tokens beside it (0: none), where attention is causal; `sink`: over
+        so many first tokens of a document as well. They add (sink + window) * key heads * (D + Dv) numbers in the
+        model's dtype, and 8 bytes, to the state.
 
-        Raises ValueError for a window at a bidirectional site, or without rotary embedding.
+        Raises ValueError for a window where attention sees both sides or rope is off, or a sink without a window.
         """
         super().__init__()
+        if sink and not window:
+            raise ValueError(f"sink={sink}: first tokens stay exact beside a window; set window too")
         if window and not site.causal:
             raise ValueError(f"window={window}: this attention sees both sides; a window looks back only")
         if window and not rope:
             raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.site = site
-        self.near = Window(site.hidden, site.heads, window, site.scale, self.normalised) if window else None
-        # Read by the seam before the attention module runs.
+        self.near = Window(site.hidden, site.heads, window, sink, site.scale, self.normalised) if window else None
+        # Whether `mix` gets q and k without rotary embedding; read by the seam before the attention module runs.
         self.drop_rope = not rope
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
@@ -176,7 +186,7 @@ class Mixer(nn.Module):
         """
         site = self.site
         row = site.kv_heads * (site.key_dim + site.value_dim) * item
-        return 0 if self.near is None else self.near.window * row + 8
+        return 0 if self.near is None else (self.near.sink + self.near.window) * row + 8
 
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
         """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: the norms of
@@ -237,19 +247,20 @@ def own_mixer(module: Any) -> type[Mixer]:
 def option_types(mixer: type[Mixer], base: str | None = None) -> dict[str, tuple[Any, Bounds | None, Any]]:
     """Options of a mechanism, in order: name -> (type, bounds or None, default).
 
-    Where it has bases, those of `base` (None: the default one) follow, except what it has an option for itself.
+    Behind **options in its signature stand those of Mixer or, where it has bases, of `base` (None: the default one),
+    except what it has an option for itself.
     """
     hints = typing.get_type_hints(mixer.__init__, include_extras=True)
-    options = {}
-    for name, parameter in inspect.signature(mixer.__init__).parameters.items():
+    options, parameters = {}, inspect.signature(mixer.__init__).parameters
+    for name, parameter in parameters.items():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
         kind, bounds = hints[name], None
         if typing.get_origin(kind) is typing.Annotated:
             kind, bounds = typing.get_args(kind)
         options[name] = (kind, bounds, parameter.default)
-    if mixer.bases:
-        others = option_types(mixer.bases[base or options["base"][2]])
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        others = option_types(mixer.bases[base or options["base"][2]] if mixer.bases else Mixer)
         options |= {name: described for name, described in others.items() if name not in options}
     return options
 

@@ -184,18 +184,16 @@ class RetNet(Mixer):
         norm: Literal["head", "none"] = "head",
         rope: bool = True,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
-        window: Annotated[int, Bounds(0, 65536)] = 0,
+        **near: int,
     ) -> None:
         """`decay`: the paper's gamma = 1 - 2^(-5-h) for head h, or half-lives spread from `half_life_min` to
         `half_life_max` tokens, evenly in log scale (22 to 355 in the authors' code: gamma from 1 - 1/32 to 1 - 1/512);
         `state_heads`: one memory per key head or per query head; `feature_map` of q and k (features.py); `norm`: RMS
-        norm of each head's output; `rope`: keep the rotary embedding on q and k; `window`: exact softmax over so many
-        last tokens beside it.
+        norm of each head's output; `rope`: keep the rotary embedding on q and k.
 
-        Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, or a window meets
-        rope=False.
+        Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
         """
-        super().__init__(site, window, rope)
+        super().__init__(site, rope, **near)
         check_half_lives(half_life_min, half_life_max)
         check_power_of_two(chunk_size=chunk_size)
         self.decay, self.half_lives, self.chunk_size = decay, (half_life_min, half_life_max), chunk_size

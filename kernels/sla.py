@@ -21,7 +21,7 @@ Letters: B batch, T time, H query heads, E memories (Hkv | E | H), D key dim, Dv
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from transformers import initialization as init
 from .gdn import GatedDeltaNet, gdn, gdn_reference
 from .gla import GatedLinearAttention, gla, gla_reference
 from .layout import TokenLayout
-from .mixer import Bounds, Mixer, Site
+from .mixer import Mixer, Site, option_types
 from .retnet import RetNet, retnet, retnet_reference
 from .row_softmax import row_softmax
 
@@ -116,17 +116,17 @@ class SoftmaxLinearAttention(Mixer):
         base: Literal["retnet", "gla", "gdn"] = "gla",
         gate_input: Literal["hidden", "qk"] = "hidden",
         gate_rescale: bool = True,
-        window: Annotated[int, Bounds(0, 65536)] = 0,
         **base_options: Any,
     ) -> None:
         """`base`: the mechanism under the gates; `gate_input`: scores from the hidden state (theorem 4.2), or from q
         and k as the mechanism gets them (eq. 4), which a rotary embedding has turned; `gate_rescale`: times the number
-        of heads; `window`: exact softmax over so many last tokens beside it.
+        of heads.
 
-        Raises ValueError when a window meets rope=False, or for options that do not fit the base.
+        Raises ValueError for options that do not fit the base.
         """
+        near = {name: base_options.pop(name) for name in option_types(Mixer) if name in base_options}
         own: Any = self.bases[base](site, **base_options)
-        super().__init__(site, window, rope=not own.drop_rope)
+        super().__init__(site, not own.drop_rope, **near)
         self.base, self.gate_rescale = own, gate_rescale
         self.from_hidden = gate_input == "hidden"
         widths = [site.hidden] * 2 if self.from_hidden else [n * site.key_dim for n in (site.heads, site.kv_heads)]

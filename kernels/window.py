@@ -1,20 +1,24 @@
 """Exact attention to the last W tokens, beside a mechanism that remembers the rest in a state of constant size.
 
-    near_t = sum_{t-W < i <= t} softmax_i(c q_t.k_i) v_i        o_t = w far_t + (1 - w) near_t
+    near_t = sum_{i <= S or t-W < i <= t} softmax_i(c q_t.k_i) v_i        o_t = w far_t + (1 - w) near_t
 
-`far` is what the mechanism computes, over all tokens. How much softmax leaves to tokens beyond the window depends on
-the token and on Z_t = sum_i e^{c q_t.k_i}: w_t = sigmoid(theta + u.x_t - a log Z_t), with theta, u and a learned per
-head. A mechanism with a normaliser g of its own shares one with the window:
+`far` is what the mechanism computes, over all tokens. How much softmax leaves to the tokens that near_t leaves out
+depends on the token and on Z_t = sum_i e^{c q_t.k_i}: w_t = sigmoid(theta + u.x_t - a log Z_t), with theta, u and a
+learned per head. A mechanism with a normaliser g of its own shares one with the window:
 w_t = sigmoid(theta + u.x_t + log g_t - log Z_t).
+
+The first S tokens of a document, its sink (0: none), stay exact because softmax gives them much weight whatever they
+say (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453).
 
 u and a start at 0, theta as one number for all heads, until `calibrate` gives each head its theta and a.
 
-The decode state is the last W keys and values of each row's document, in order and aligned to the right. (Arora et
-al., "Based", arXiv 2402.18668, and Zhang et al., "LoLCATs", arXiv 2410.10254, show what a short exact window is worth
-to a linear layer.)
+The decode state is the first S keys and values of each row's document, aligned to the left, then the last W, to the
+right. (Arora et al., "Based", arXiv 2402.18668, and Zhang et al., "LoLCATs", arXiv 2410.10254, show what a short exact
+window is worth to a linear layer.)
 
-Letters: B batch, T time, H query heads, Hkv key heads, G = H/Hkv, D key dim, Dv value dim, W window, c queries per
-block, N blocks. A block of c queries meets the W + c keys that end with its own.
+Letters: B batch, T time, H query heads, Hkv key heads, G = H/Hkv, D key dim, Dv value dim, W window, S sink,
+c <= W queries per block, N blocks. A block of c queries meets the W + c keys that end with its own, and one sink: a
+query W tokens into its document stands in the document that its block begins in.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ THETAS = (-8.0, 24.0, 129)
 
 
 class Ring(NamedTuple):
-    """The last W tokens: keys [B,W,Hkv,D], values [B,W,Hkv,Dv]; the last `held` [B] int64 of them are real."""
+    """The first S and the last W tokens, keys [B,S+W,Hkv,D] and values [B,S+W,Hkv,Dv], of a document that had `held`
+    [B] int64 tokens so far; places that it did not reach are not read.
+    """
 
     keys: Tensor
     values: Tensor
@@ -48,11 +54,11 @@ class WindowedState(NamedTuple):
     near: Ring
 
 
-def empty_ring(k: Tensor, v: Tensor, W: int) -> Ring:
-    """A window that has seen nothing, for k [B,T,Hkv,D] and v [B,T,Hkv,Dv]."""
+def empty_ring(k: Tensor, v: Tensor, size: int) -> Ring:
+    """A state of `size` tokens that has seen nothing, for k [B,T,Hkv,D] and v [B,T,Hkv,Dv]."""
     B = k.shape[0]
     count = torch.zeros(B, dtype=torch.long, device=k.device)
-    return Ring(k.new_zeros(B, W, *k.shape[2:]), v.new_zeros(B, W, *v.shape[2:]), count)
+    return Ring(k.new_zeros(B, size, *k.shape[2:]), v.new_zeros(B, size, *v.shape[2:]), count)
 
 
 def window_attention(
@@ -61,20 +67,21 @@ def window_attention(
     v: Tensor,
     *,
     window: int,
+    sink: int = 0,
     scale: float,
     padding: Tensor | None = None,
     segments: Tensor | None = None,
     state: Ring | None = None,
 ) -> tuple[Tensor, Tensor, Ring]:
-    """Softmax over the last `window` real tokens of the same document: o [B,T,H,Dv], log sum_i e^{c q.k_i} [B,T,H] fp32
-    and the ring after them.
+    """Softmax over the first `sink` and the last `window` real tokens of the same document: o [B,T,H,Dv],
+    log sum_i e^{c q.k_i} [B,T,H] fp32 and the ring after them.
 
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `scale` multiplies q.k; `padding` [B,T] bool is True at real tokens,
     the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
     first one. Time and memory grow with T * window.
     """
     (B, T, H, _), W = q.shape, window
-    ring = empty_ring(k, v, W) if state is None else state
+    ring = empty_ring(k, v, sink + W) if state is None else state
     if T == 0:
         return q.new_zeros(B, 0, H, v.shape[-1]), q.new_zeros(B, 0, H, dtype=torch.float32), ring
     if segments is not None:
@@ -84,40 +91,51 @@ def window_attention(
         order = padding.logical_not().long().argsort(dim=1, stable=True)
         q, k, v = (y.take_along_dim(order[:, :, None, None], 1) for y in (q, k, v))
         segments = None if segments is None else segments.take_along_dim(order, 1)
-    keys, values = torch.cat([ring.keys, k], 1), torch.cat([ring.values, v], 1)  # [B,W+T,..]
-    document = _documents(ring.held, padding, segments, W, (B, T))
-    o, mass = _blocks(q, keys, values, document, W, scale)
+    keys, values = torch.cat([ring.keys, k], 1), torch.cat([ring.values, v], 1)  # [B,S+W+T,..]
+    document, begin = _documents(ring.held, padding, segments, W, (B, T))
+    o, mass = _blocks(q, keys, values, document, begin, W, scale)
     if order is not None and padding is not None:
         back = order.argsort(1)
         o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
         o = o * padding[:, :, None, None]
-    return o, mass, _last(keys, values, document, padding, W)
+    return o, mass, _after(keys, values, begin, padding, W)
 
 
 def _documents(
     count: Tensor, padding: Tensor | None, segments: Tensor | None, W: int, shape: tuple[int, int]
-) -> Tensor:
-    """The document number of each token of ring and input, real tokens first: [B,W+T] int64, -1 for none."""
+) -> tuple[Tensor, Tensor]:
+    """The document number of the last W tokens and of each token of the input, real ones first: [B,W+T] int64, -1 for
+    none. And where in the input the document of each of its tokens begins: [B,T] int64, below 0 what began before it.
+    """
     device = count.device
     own = torch.zeros(shape, dtype=torch.long, device=device) if segments is None else segments
     if padding is not None:
         real = torch.arange(shape[1], device=device) < padding.long().sum(1, keepdim=True)
         own = torch.where(real, own, -1)
     held = torch.arange(W, device=device) >= W - count[:, None]
-    return torch.cat([torch.where(held, own[:, :1].clamp_min(0), -1), own], 1)
+    changed = F.pad(own[:, 1:] != own[:, :-1], (1, 0))
+    begin = torch.where(changed, torch.arange(shape[1], device=device), -count[:, None]).cummax(1).values
+    return torch.cat([torch.where(held, own[:, :1].clamp_min(0), -1), own], 1), begin
 
 
-def _blocks(q: Tensor, keys: Tensor, values: Tensor, document: Tensor, W: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of every query to the W tokens that end with itself, block by block, and its log-normaliser."""
+def _blocks(
+    q: Tensor, keys: Tensor, values: Tensor, document: Tensor, begin: Tensor, W: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of every query to the W tokens that end with itself and to the sink, and its log-normaliser."""
     T, Hkv = q.shape[1], keys.shape[2]
     c = min(W, T)
-    tail = -T % c
+    S, tail = keys.shape[1] - W - T, -T % c
     q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(1, (-1, c)).unflatten(3, (Hkv, -1))  # [B,N,c,Hkv,G,D]
-    keys, values = (F.pad(y, (0, 0, 0, 0, 0, tail)).unfold(1, W + c, c) for y in (keys, values))  # [B,N,Hkv,D,W+c]
+    first = [_first(y, begin[:, ::c], S, W).movedim(2, -1) for y in (keys, values)]  # [B,N,Hkv,D,S]
+    last = [F.pad(y[:, S:], (0, 0, 0, 0, 0, tail)).unfold(1, W + c, c) for y in (keys, values)]  # [B,N,Hkv,D,W+c]
     document = F.pad(document, (0, tail), value=-1).unfold(1, W + c, c)  # [B,N,W+c]
     visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, q.device)
     # A token always sees itself, so that no row of padding is empty.
     visible = visible | torch.eye(c, W + c, dtype=torch.bool, device=q.device).roll(W, 1)
+    # What is still among the last W must not count twice.
+    place = F.pad(torch.arange(T, device=q.device) - begin, (0, tail)).unflatten(1, (-1, c))
+    visible = torch.cat([place[..., None] - W >= torch.arange(S, device=q.device), visible], -1)
+    keys, values = (torch.cat(y, -1) if S else y[1] for y in zip(first, last, strict=True))
     exact = torch.promote_types(q.dtype, torch.float32)
     scores = scale * torch.einsum("bnckgd,bnkdw->bnckgw", q.to(exact), keys.to(exact))
     scores = scores.masked_fill(~visible[:, :, :, None, None], -torch.inf)
@@ -127,30 +145,46 @@ def _blocks(q: Tensor, keys: Tensor, values: Tensor, document: Tensor, W: int, s
     return o.flatten(3, 4).flatten(1, 2)[:, :T], mass.flatten(3, 4).flatten(1, 2)[:, :T]
 
 
+def _first(y: Tensor, begin: Tensor, S: int, W: int) -> Tensor:
+    """The first S tokens [B,N,S,..] of documents that begin at `begin` [B,N], from y [B,S+W+T,..]; of a shorter one,
+    whatever follows.
+    """
+    count = torch.arange(S, device=y.device)
+    place = begin[..., None] + count  # in the input; what came before it is in the state
+    place = torch.where(place < 0, count, S + W + place).clamp_max(y.shape[1] - 1)
+    return y[torch.arange(len(y), device=y.device)[:, None, None], place]
+
+
 def _band(W: int, c: int, device: torch.device) -> Tensor:
     """Query r of a block sees its places r+1 .. r+W: [c,W+c] bool."""
     ahead = torch.arange(W + c, device=device) - torch.arange(c, device=device)[:, None]
     return (ahead >= 1) & (ahead <= W)
 
 
-def _last(keys: Tensor, values: Tensor, document: Tensor, padding: Tensor | None, W: int) -> Ring:
-    """The last W real tokens of ring and input, those of the last document counted."""
+def _after(keys: Tensor, values: Tensor, begin: Tensor, padding: Tensor | None, W: int) -> Ring:
+    """The state after the input: of the document of its last real token."""
+    T = begin.shape[1]
+    S = keys.shape[1] - W - T
     if padding is None:
-        keys, values, document = keys[:, -W:], values[:, -W:], document[:, -W:]
+        begin, held = begin[:, -1:], T - begin[:, -1:]
+        last = [y[:, S + T :] for y in (keys, values)]
     else:
-        place = padding.long().sum(1, keepdim=True) + torch.arange(W, device=padding.device)  # [B,W]
-        keys, values = (y.take_along_dim(place[:, :, None, None], 1) for y in (keys, values))
-        document = document.take_along_dim(place, 1)
-    count = ((document == document[:, -1:]) & (document >= 0)).sum(1)
-    return Ring(keys, values, count)
+        real = padding.long().sum(1, keepdim=True)
+        begin = begin.take_along_dim((real - 1).clamp_min(0), 1)
+        held = real - begin
+        place = S + real + torch.arange(W, device=real.device)  # [B,W]
+        last = [y.take_along_dim(place[:, :, None, None], 1) for y in (keys, values)]
+    first = [_first(y, begin, S, W)[:, 0] for y in (keys, values)]
+    keys, values = (torch.cat(pair, 1) for pair in zip(first, last, strict=True))
+    return Ring(keys, values, held[:, 0])
 
 
 class Window(nn.Module):
     """The window of one mixer, and per query head and token how much of the mechanism beside it comes through."""
 
-    def __init__(self, hidden: int, heads: int, window: int, scale: float, shared: bool) -> None:
+    def __init__(self, hidden: int, heads: int, window: int, sink: int, scale: float, shared: bool) -> None:
         super().__init__()
-        self.window, self.scale, self.shared = window, scale, shared
+        self.window, self.sink, self.scale, self.shared = window, sink, scale, shared
         self.far_logit = nn.Parameter(torch.empty(heads))
         self.far_gate = nn.Parameter(torch.empty(heads, hidden))
         if not shared:
@@ -189,11 +223,10 @@ class Window(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None
     ) -> tuple[Tensor, Tensor, Ring]:
         padding, segments, *_ = layout
+        sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
         # Autocast would round the scores to half precision.
         with torch.autocast(q.device.type, enabled=False):
-            return window_attention(
-                q, k, v, window=self.window, scale=self.scale, padding=padding, segments=segments, state=state
-            )
+            return window_attention(q, k, v, **sizes, padding=padding, segments=segments, state=state)
 
     @torch.no_grad()
     def calibrate(

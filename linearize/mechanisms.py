@@ -188,9 +188,10 @@ def describe(name: str) -> dict[str, Any]:
     """
     import torch
 
-    from linearize_kernels.mixer import Site
+    from linearize_kernels.mixer import Mixer, Site, option_types
 
     mixer = load_mechanism(name)
+    described = [mixer, Mixer] if option_types(Mixer).keys() <= option_types(mixer).keys() else [mixer]
     site = Site(**EXAMPLE, causal=mixer.causal)
     with torch.device("meta"):
         built = build_mixer(name, site, resolve_options(name, {}))
@@ -198,7 +199,7 @@ def describe(name: str) -> dict[str, Any]:
         **summary(name),
         "about": inspect.getdoc(mixer),
         "options": list(_options(mixer)),
-        "options_about": inspect.getdoc(mixer.__init__),
+        "options_about": "\n\n".join(inspect.getdoc(one.__init__) or "" for one in described),
         "state_formula": mixer.state_formula,
         "example": {
             "site": EXAMPLE_NAME,

@@ -55,6 +55,7 @@ def test_a_mechanism_tells_all_that_its_file_says(linearize: Command, name: str)
     code, out, _ = linearize("mechanisms", name)
     assert all(option["name"] in out for option in told["options"])
     assert mixer.state_formula in out
+    assert all(f"`{option}`" in out for option in option_types(mixer).keys() & {"window", "sink"})
 
 
 def test_the_state_formula_of_gsa_is_what_it_computes(linearize: Command) -> None:

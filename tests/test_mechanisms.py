@@ -32,7 +32,13 @@ LONG = 150  # crosses chunks and blocks of 64
 every_mechanism = pytest.mark.parametrize("name", mechanism_names())
 every_site = pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
 # Options that every mechanism has; a window of 48 fits no block of 64.
-VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "faithful": {"faithful": True}, "window": {"window": 48}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "faithful": {"faithful": True},
+    "window": {"window": 48, "sink": 3},
+}
+# What an option asks for beside it.
+NEEDS = {"sink": {"window": 48}}
 # A mechanism with each variant for which it has the options; of those that decode, which keep a state.
 CASES = [
     (n, v)
@@ -145,8 +151,10 @@ def test_no_option_is_stored_and_never_read(name: str) -> None:
     default = [behaviour(make(name, site)) for site in sites]
     for option, (kind, bounds, value) in option_types(load_mechanism(name)).items():
         for other in other_values(kind, bounds, value):
-            for site, before in zip(sites[: 1 if option == "window" else None], default, strict=False):
-                changed = behaviour(make(name, site, **{option: other}))
+            needed = NEEDS.get(option, {})
+            for site, plain in zip(sites[: 1 if option in ("window", "sink") else None], default, strict=False):
+                before = behaviour(make(name, site, **needed)) if needed else plain
+                changed = behaviour(make(name, site, **needed, **{option: other}))
                 shapes = [y.shape for y in changed] == [y.shape for y in before]
                 # chunk_size shows in the rounding alone
                 if not shapes or any(not torch.equal(a, b) for a, b in zip(changed, before, strict=True)):

@@ -88,7 +88,7 @@ def test_replayed_steps_are_the_plain_ones(zoo: Zoo, record: Callable[[Any], Rec
         assert all(torch.equal(*pair) for pair in zip(one.state, two.state, strict=True))
 
 
-@pytest.mark.parametrize("options", [{"window": 4}, {"clock": 0, "norm": "head"}, {"rope": False}])
+@pytest.mark.parametrize("options", [{"window": 4, "sink": 2}, {"clock": 0, "norm": "head"}, {"rope": False}])
 def test_options_of_the_mechanism_replay(zoo: Zoo, record: Callable[[Any], Recorder], options: dict[str, Any]) -> None:
     model, ids = zoo.model("llama", **options), tokens(2, 9)
     plain, recorder = generate(model, ids), record(model)

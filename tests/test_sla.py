@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TOLERANCE, relative_error
-from test_mechanisms import behaviour, make, mix, other_values, parts, same, tokens
+from test_mechanisms import NEEDS, behaviour, make, mix, other_values, parts, same, tokens
 from torch import Tensor
 
 from linearize.errors import LinearizeError
@@ -168,10 +168,12 @@ def test_prefill_then_decode_with_padding_is_one_pass(base: str, variant: str) -
 
 @every_base
 def test_every_option_of_the_base_is_read(base: str) -> None:
-    default = behaviour(make("sla", base=base))
+    plain = behaviour(make("sla", base=base))
     for option, (kind, bounds, value) in option_types(load_mechanism("sla"), base).items():
+        needed = NEEDS.get(option, {})
+        default = behaviour(make("sla", base=base, **needed)) if needed else plain
         for other in other_values(kind, bounds, value) if option != "base" else []:
-            changed = behaviour(make("sla", base=base, **{option: other}))
+            changed = behaviour(make("sla", base=base, **needed, **{option: other}))
             shapes = [y.shape for y in changed] == [y.shape for y in default]
             assert not shapes or any(not torch.equal(a, b) for a, b in zip(changed, default, strict=True)), option
 

@@ -19,23 +19,31 @@ from linearize_kernels.mixer import Site
 from linearize_kernels.window import Window, window_attention
 
 EXACT = TOLERANCE[torch.float32]
-WINDOWED: dict[str, Any] = {"window": 6, "clock": 0}
+WINDOWED: dict[str, Any] = {"window": 6, "sink": 2, "clock": 0}
 
 
 def definition(
-    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, padding: Tensor | None, segments: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    sink: int = 0,
 ) -> Tensor:
-    """Softmax over the last `window` real tokens of the same document, query by query."""
+    """Softmax over the first `sink` and the last `window` real tokens of the same document, query by query."""
     B, T, H, _ = q.shape
     o = torch.zeros(B, T, H, v.shape[-1], dtype=v.dtype)
     for b in range(B):
         real = [t for t in range(T) if padding is None or padding[b, t]]
         for place, t in enumerate(real):
-            seen: list[int] = []
+            document: list[int] = []
             for i in reversed(real[: place + 1]):
-                if len(seen) == window or (segments is not None and segments[b, i] != segments[b, t]):
+                if segments is not None and segments[b, i] != segments[b, t]:
                     break
-                seen.append(i)
+                document.insert(0, i)
+            seen = sorted({*document[:sink], *document[-window:]})
             for h in range(H):
                 own = h * k.shape[2] // H
                 o[b, t, h] = torch.softmax(scale * k[b, seen, own] @ q[b, t, h], 0) @ v[b, seen, own]
@@ -47,15 +55,15 @@ def inputs(T: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("T", [1, 5, 16, 37])
-@pytest.mark.parametrize("window", [1, 4, 8, 64])
+@pytest.mark.parametrize(("window", "sink"), [(1, 0), (4, 3), (8, 0), (8, 1), (2, 5), (64, 4)])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
-def test_it_is_softmax_over_the_last_tokens(T: int, window: int, padded: bool, packed: bool) -> None:
+def test_it_is_softmax_over_first_and_last_tokens(T: int, window: int, sink: int, padded: bool, packed: bool) -> None:
     q, k, v = inputs(T)
     padding = torch.rand(2, T) > 0.3 if padded else None
     segments = (torch.rand(2, T) < 0.15).long().cumsum(1) if packed else None
-    o, _, _ = window_attention(q, k, v, window=window, scale=0.3, padding=padding, segments=segments)
-    assert relative_error(o, definition(q, k, v, window, 0.3, padding, segments)) < EXACT
+    o, _, _ = window_attention(q, k, v, window=window, sink=sink, scale=0.3, padding=padding, segments=segments)
+    assert relative_error(o, definition(q, k, v, window, 0.3, padding, segments, sink)) < EXACT
 
 
 def test_scores_are_not_rounded_to_half_precision() -> None:
@@ -67,7 +75,7 @@ def test_scores_are_not_rounded_to_half_precision() -> None:
 
 
 def test_autocast_does_not_round_scores() -> None:
-    window, (q, k, v) = Window(8, 4, 8, 0.3, True), (y.bfloat16() for y in inputs(37))
+    window, (q, k, v) = Window(8, 4, 8, 1, 0.3, True), (y.bfloat16() for y in inputs(37))
     window.reset_parameters()
     torch.nn.init.constant_(window.far_logit, -1e4)
     found = []
@@ -79,36 +87,46 @@ def test_autocast_does_not_round_scores() -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
-@pytest.mark.parametrize("window", [3, 8, 64])
-def test_a_ring_carries_it_on(window: int, padded: bool) -> None:
+@pytest.mark.parametrize(("window", "sink"), [(3, 0), (3, 2), (8, 13), (64, 1)])
+def test_a_ring_carries_it_on(window: int, sink: int, padded: bool) -> None:
     q, k, v = inputs(37)
     padding = torch.rand(2, 37) > 0.3 if padded else None
     ring, outputs = None, []
-    for start, stop in ((0, 11), (11, 12), (12, 13), (13, 13), (13, 37)):
+    for start, stop in ((0, 1), (1, 11), (11, 12), (12, 13), (13, 13), (13, 37)):
         own = None if padding is None else padding[:, start:stop]
         piece = (y[:, start:stop] for y in (q, k, v))
-        o, _, ring = window_attention(*piece, window=window, scale=0.3, padding=own, state=ring)
+        o, _, ring = window_attention(*piece, window=window, sink=sink, scale=0.3, padding=own, state=ring)
         outputs.append(o)
-    assert relative_error(torch.cat(outputs, 1), definition(q, k, v, window, 0.3, padding, None)) < EXACT
+    assert relative_error(torch.cat(outputs, 1), definition(q, k, v, window, 0.3, padding, None, sink)) < EXACT
 
 
-def test_a_ring_forgets_the_documents_before_the_last() -> None:
-    q, k, v = inputs(20)
-    segments = torch.tensor([0] * 15 + [1] * 5).expand(2, -1)
-    _, _, ring = window_attention(
-        q[:, :18], k[:, :18], v[:, :18], window=8, scale=0.3, padding=None, segments=segments[:, :18]
-    )
-    assert ring.held.tolist() == [3, 3]
-    o, _, _ = window_attention(q[:, 18:], k[:, 18:], v[:, 18:], window=8, scale=0.3, state=ring)
-    assert relative_error(o, definition(q, k, v, 8, 0.3, None, segments)[:, 18:]) < EXACT
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
+@pytest.mark.parametrize("sink", [0, 2, 4])
+def test_a_ring_forgets_the_documents_before_the_last(sink: int, padded: bool) -> None:
+    """Also when a state is continued by the rest of its document and another."""
+    q, k, v = inputs(40)
+    segments = torch.tensor([0] * 15 + [1] * 15 + [2] * 10).expand(2, -1)
+    padding = torch.rand(2, 40) > (0.3 if padded else -1.0)
+    padding[:, [17, 27, 28, 39]] = True
+    ring, outputs = None, []
+    for document, (start, stop) in zip((1, 1, 2), ((0, 18), (18, 28), (28, 40)), strict=True):
+        layout: dict[str, Any] = {
+            "segments": segments[:, start:stop],
+            "padding": padding[:, start:stop] if padded else None,
+        }
+        piece = (y[:, start:stop] for y in (q, k, v))
+        o, _, ring = window_attention(*piece, window=8, sink=sink, scale=0.3, state=ring, **layout)
+        outputs.append(o)
+        assert torch.equal(ring.held, (padding & (segments == document))[:, :stop].sum(1))
+    assert relative_error(torch.cat(outputs, 1), definition(q, k, v, 8, 0.3, padding, segments, sink)) < EXACT
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_head_and_a_token_decide_how_much_comes_through(shared: bool) -> None:
     q, k, v = inputs(37)
-    o, mass, _ = window_attention(q, k, v, window=8, scale=0.3)
+    o, mass, _ = window_attention(q, k, v, window=8, sink=2, scale=0.3)
     far, own, x = torch.randn_like(o), torch.randn_like(mass), torch.randn(*mass.shape[:2], 24, dtype=o.dtype)
-    near = Window(24, mass.shape[-1], 8, 0.3, shared).to(o.dtype)
+    near = Window(24, mass.shape[-1], 8, 2, 0.3, shared).to(o.dtype)
     near.reset_parameters()
     start = torch.sigmoid(torch.tensor(-4.0 if shared else -1.0) + (own - mass if shared else 0.0))
     mixed, _ = near(far, own.exp() if shared else None, q, k, v, x, TokenLayout(), None)
@@ -128,7 +146,7 @@ def test_a_head_and_a_token_decide_how_much_comes_through(shared: bool) -> None:
 def test_calibration_finds_how_much_came_through(name: str) -> None:
     """Also of packed documents with padding among them: what a head has mixed it mixes again, and in that size."""
     site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
-    mixer = build_mixer(name, site, resolve_options(name, {"window": 5}))
+    mixer = build_mixer(name, site, resolve_options(name, {"window": 5, "sink": 2}))
     mixer.reset_parameters()
     x, q, k, v = torch.randn(2, 60, 24), *(torch.randn(2, 60, heads, 8) for heads in (4, 2, 2))
     layout = TokenLayout(torch.rand(2, 60) > 0.2, (torch.rand(2, 60) < 0.05).long().cumsum(1))
@@ -206,6 +224,13 @@ def test_a_window_needs_rotary_embedding(name: str) -> None:
         build_mixer(name, site, resolve_options(name, {"window": 8, "rope": False}))
 
 
+@pytest.mark.parametrize("name", ["gsa", "sla"])
+def test_a_sink_needs_a_window(name: str) -> None:
+    site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
+    with pytest.raises(LinearizeError, match="sink=4: first tokens stay exact beside a window; set window too"):
+        build_mixer(name, site, resolve_options(name, {"sink": 4}))
+
+
 def test_a_window_looks_back_only() -> None:
     site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=False)
     with pytest.raises(LinearizeError, match="window=8: this attention sees both sides"):
@@ -217,9 +242,10 @@ def test_the_plan_counts_its_bytes(tmp_path: Any, dtype: str, item: int) -> None
     source = tmp_path / "source"
     small_model("llama").save_pretrained(source)
     plain, windowed = (
-        plan_conversion(str(source), "gsa", options={"window": window}, dtype=dtype)[0].steps[0] for window in (0, 10)
+        plan_conversion(str(source), "gsa", options={"window": window, "sink": sink}, dtype=dtype)[0].steps[0]
+        for window, sink in ((0, 0), (10, 3))
     )
     site = windowed.site
-    ring = 10 * site.kv_heads * (site.key_dim + site.value_dim) * item + 8
+    ring = 13 * site.kv_heads * (site.key_dim + site.value_dim) * item + 8
     assert windowed.state_bytes - plain.state_bytes == ring
     assert windowed.new_parameters - plain.new_parameters == site.heads * (site.hidden + 2)
