@@ -49,6 +49,7 @@ class Size(NamedTuple):
 
 SIZES = {65: Size(4, 80, 120), 257: Size(8, 120, 300), 1025: Size(16, 120, 300)}  # by number of tokens
 TRANSFER_LR, KL_LR = 1e-2, 1e-3
+FINISHED = "run/final"  # where `linearize finetune` leaves a student, below its folder
 CANVASES = 12_800  # that students see, again and again where steps are many
 
 RECIPE = """
@@ -170,8 +171,12 @@ def distil(place: Path, base: Path, data: Path, mechanism: str, stages: list[dic
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     (place / "recipe.yaml").write_text(text)
-    report = finetune(load_recipe(place / "recipe.yaml"), say=lambda line: None)
-    return AutoModelForImageClassification.from_pretrained(report["output"], trust_remote_code=True)
+    finetune(load_recipe(place / "recipe.yaml"), say=lambda line: None)
+    return load(place / FINISHED)
+
+
+def load(place: Path) -> Any:
+    return AutoModelForImageClassification.from_pretrained(place, trust_remote_code=True)
 
 
 # ---------------------------------------------------------------- what is run, and in which order
@@ -221,17 +226,23 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     ]
 
 
-def work(folder: Path, task: Task, count: int) -> dict[str, Any]:
-    """Does it, in a process of the pool: a row, with the answers to `count` canvases in FOLDER/PLACE.npy."""
+def work(folder: Path, trained: set[Task], task: Task, *, count: int) -> dict[str, Any]:
+    """Does it, in a process of the pool: a row, with the answers to `count` canvases in FOLDER/PLACE.npy.
+
+    A model of `trained` that is still there only answers.
+    """
     began, device, digits = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu", Digits()
     size, place = SIZES[task.tokens], folder / task.place
+    saved = place if task.kind == "teacher" else place / FINISHED
     transformers_logging.disable_progress_bar()
     row = {"kind": task.kind, "tokens": task.tokens, "seed": task.seed, "mechanism": task.mechanism, "device": device}
     if task.kind == "canvases":
         pixels, labels = digits.canvases("train", size.side, CANVASES, 11 + task.seed)
         np.savez(place.with_suffix(".npz"), images=pixels, labels=labels)
         return row
-    if task.kind == "teacher":
+    if task in trained and saved.exists():
+        model = load(saved)
+    elif task.kind == "teacher":
         model = new_model(size.side, task.seed)
         for smaller in task.needs():
             model = grown(ViTForImageClassification.from_pretrained(folder / smaller.place), size.side, task.seed)
@@ -247,6 +258,12 @@ def work(folder: Path, task: Task, count: int) -> dict[str, Any]:
     right = answers(model, digits.canvases("eval", size.side, count, 7), device)
     np.save(place.with_suffix(".npy"), right)
     return row | {"accuracy": float(right.mean()), "seconds": time.monotonic() - began}
+
+
+def answered(row: dict[str, Any], folder: Path, count: int) -> bool:
+    """Whether a row of an earlier run holds for `count` canvases."""
+    answers = folder / f"{task_of(row).place}.npy"
+    return row["kind"] == "canvases" or (answers.exists() and len(np.load(answers)) == count)
 
 
 def in_order(tasks: list[Task], done: set[Task], processes: int, start: Callable[..., Any]) -> Iterator[dict[str, Any]]:
@@ -308,9 +325,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "cued.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    trained = {task_of(row) for row in rows}
+    rows = [row for row in {task_of(row): row for row in rows}.values() if answered(row, folder, args.canvases)]
     done = {task_of(row) for row in rows}
     with log.open("a") as file:
-        for row in in_order(tasks_of(args), done, args.processes, functools.partial(work, folder, count=args.canvases)):
+        start = functools.partial(work, folder, trained, count=args.canvases)
+        for row in in_order(tasks_of(args), done, args.processes, start):
             rows.append(paired(row, folder))
             line = json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in rows[-1].items()})
             print(line, flush=True)
