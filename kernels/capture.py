@@ -27,6 +27,8 @@ from .interface import TRANSFER, split_name
 from .layout import this_thread, token_padding
 
 PRODUCTS = {"matmul", "bmm", "baddbmm"}
+# These change nothing that is known of scores; on the meta device a division alone takes 150 us.
+SAME = {"mul", "div", "softmax", "dropout"}
 ELEMENTWISE = {"add", "sub", "mul", "div", "where", "masked_fill", "maximum", "minimum", "max", "min"}
 
 
@@ -100,13 +102,16 @@ class Capture(TorchFunctionMode):
     def __init__(self, attend: Attend, shape: tuple[int, int], seen: int = 0, compute: bool = False) -> None:
         super().__init__()
         self.attend, self.shape, self.seen, self.compute = attend, shape, seen, compute
+        self.met = False  # a product of queries and keys: before it there are no scores to look for
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, fused = getattr(function, "__name__", "").strip("_"), function is F.scaled_dot_product_attention
+        if not (self.met or fused or name in PRODUCTS):
+            return function(*args, **(kwargs or {}))
         call = functools.partial(function, *args, **(kwargs or {}))
-        name = getattr(function, "__name__", "").strip("_")
         given = [part for value in (*args, *call.keywords.values()) for part in _parts(value)]
         tensors = [value for value in given if isinstance(value, Tensor)]
-        if function is F.scaled_dot_product_attention:
+        if fused:
             return self.fused(call, *args, **call.keywords)
         held = next(filter(scores_of, tensors), None)
         if name in PRODUCTS and min(value.ndim for value in tensors) > 2:
@@ -118,7 +123,7 @@ class Capture(TorchFunctionMode):
 
     def product(self, q: Tensor, k: Tensor, bias: list[Tensor], call: functools.partial[Tensor]) -> Tensor:
         """q [..,T,D] times k [..,D,S]; `baddbmm` adds a bias."""
-        found = self.kind(q, k.transpose(-1, -2))
+        found, self.met = self.kind(q, k.transpose(-1, -2)), True
         for tensor in bias:
             self.meet("add", tensor, found)
         if not self.compute:
@@ -138,7 +143,8 @@ class Capture(TorchFunctionMode):
                 raise NotImplementedError(f"scores go through {name} with another tensor")
             self.meet(name, other, found)
         found.softmax = found.softmax or name == "softmax"
-        if mixed and not self.compute:
+        same = name in SAME and "dtype" not in call.keywords
+        if (mixed or same) and not self.compute:
             return held
         with torch.no_grad():
             return mark(call(), found)
