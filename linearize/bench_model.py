@@ -38,15 +38,15 @@ def bench_model(
 ) -> dict[str, Any]:
     """Measure a folder or Hub id, of which only the config is read, or a shape by name, converted to `mechanism`.
 
-    Of text `given` may have lengths to `train` at and `contexts`; `compiled` decodes by a compiled step as well. Of
-    images it may have `sizes`. Returns plain data: `machine`, `model`, and the tables of `bench_text` or of
-    `bench_images`. Raises LinearizeError: 2 unless either a model or a known shape is given, and for an option of the
-    other kind of model; 3 where no step can be compiled, and whatever planning raises.
+    Of text `given` may have lengths to `train` at and `contexts`, of images `sizes`; `compiled` also decodes by a
+    compiled step, or computes images by a compiled model. Returns plain data: `machine`, `model`, and the tables of
+    `bench_text` or of `bench_images`. Raises LinearizeError: 2 unless either a model or a known shape is given, and for
+    an option of the other kind of model; 3 where no step can be compiled, and whatever planning raises.
     """
     planned = plan_for(model, shape, mechanism, options)
     images = planned[2].head.main_input_name == IMAGES
     lengths = {name: value for name, value in given.items() if value is not None}
-    foreign = [f"--{name}" for name in [*lengths, *(["compile"] if compiled else [])] if images != (name == "sizes")]
+    foreign = [f"--{name}" for name in lengths if images != (name == "sizes")]
     if foreign:
         kind = "images: choose --sizes and --batches" if images else "text: choose --train, --contexts, --batches"
         raise LinearizeError(f"{shape or model}: {', '.join(foreign)} means nothing to a model of {kind}")
@@ -54,7 +54,7 @@ def bench_model(
         lengths["batches"] = batches
     if images:
         again = partial(plan_for, model, shape, mechanism, options)
-        built, tables = bench_images(planned, again, mechanism, **lengths)
+        built, tables = bench_images(planned, again, mechanism, compiled=compiled, **lengths)
     else:
         built, tables = bench_text(planned, mechanism, compiled=compiled, **lengths)
     plan = planned[0]

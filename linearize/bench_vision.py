@@ -2,7 +2,8 @@
 
 Inference is one pass without gradients; training is forward and backward of the mean of what comes out, without an
 optimizer. Softmax is the same model under `teacher()`, as transformers computes it: through SDPA, or by the
-architecture's own code. In the latter case SDPA is beside it as well, in the place of that code.
+architecture's own code. In the latter case SDPA is beside it as well, in the place of that code. On demand inference is
+also that of torch.compile.
 """
 
 from __future__ import annotations
@@ -48,14 +49,16 @@ def bench_images(
     again: Callable[..., tuple[Plan, Source, Natives]],
     mechanism: str,
     *,
+    compiled: bool = False,
     sizes: Sequence[int] = SIZES,
     batches: Sequence[int] = (),
 ) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
     """The model of the last size, and its tables `inference` and `training` by size and batch.
 
     `again(**changes)` plans the conversion `planned` for a changed config, for many architectures take one size of
-    image alone. Without `batches` they follow from the size.
+    image alone. Without `batches` they follow from the size. With `compiled` inference is measured compiled as well.
     """
+    works = [("inference", "", inference), ("inference", ", compiled", compiled_inference), ("training", "", training)]
     tables: dict[str, list[dict[str, Any]]] = {"inference": [], "training": []}
     built: Any = None
     for size in sizes:
@@ -63,11 +66,11 @@ def bench_images(
         built = meta_model(None, again(**sized(planned[1].config, size)), None, False, here()).eval()
         for batch in batches or [batch_for(size)]:
             images = make_inputs(built, batch)[IMAGES].to(here(), built.dtype)
-            for table, work in (("inference", inference), ("training", training)):
+            for table, how, work in works if compiled else works[::2]:
                 for name, within in contenders(built, mechanism).items():
                     with within():
                         found = attempt(partial(work, built, images))
-                    tables[table].append({"name": name, "size": images.shape[-1], "batch": batch, **found})
+                    tables[table].append({"name": name + how, "size": images.shape[-1], "batch": batch, **found})
     return built, tables
 
 
@@ -122,6 +125,12 @@ def inference(model: Any, images: Tensor) -> dict[str, Any]:
     """Images per second of one pass, and the peak of memory beside the weights."""
     before = allocated() - images.nbytes
     return measured(lambda: model(images), images, before)
+
+
+def compiled_inference(model: Any, images: Tensor) -> dict[str, Any]:
+    """The same of the compiled model."""
+    torch.compiler.reset()  # earlier ones count: past a limit torch runs what it has not compiled
+    return inference(torch.compile(model), images)
 
 
 def training(model: Any, images: Tensor) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,6 @@ def test_steps_are_compiled_where_they_can_be(linearize: Command, zoo: Zoo) -> N
         (("--shape", "1b", "--to", "gsaa"), "Did you mean 'gsa'?"),
         (("--shape", "1b", "--sizes", "224"), "--sizes means nothing to a model of text"),
         (("--shape", "pvt-t", "--to", "saga", "--train", "8"), "--train means nothing to a model of images"),
-        (("--shape", "pvt-t", "--to", "saga", "--compile"), "--compile means nothing to a model of images"),
     ],
 )
 def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], said: str) -> None:
@@ -154,6 +154,7 @@ def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...]
 
 # ---------------------------------------------------------------- images
 
+TABLES = ("inference", "training")
 TINY: dict[str, dict[str, Any]] = {
     "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8},
     "pvt": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 2]},
@@ -182,11 +183,23 @@ def test_a_model_of_images_is_measured_at_each_size(
     code, out, err = linearize("bench", "model", vision_folder(tmp_path, kind), "--to", "saga", *sizes, "--json")
     assert code == 0, err
     result = json.loads(out)
-    for table in ("inference", "training"):
+    for table in TABLES:
         assert not [one["failed"] for one in result[table] if "failed" in one]
         assert all(one["ms"] > 0 and one["images_s"] > 0 for one in result[table])
         found = [(one["size"], one["batch"], one["name"]) for one in result[table]]
         assert found == list(itertools.product((64, 96), (1, 2), names))
+
+
+def test_compiled_inference_is_measured_on_demand(
+    linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    arguments = ("--to", "saga", "--sizes", "64", "--compile", "--json")
+    code, out, err = linearize("bench", "model", vision_folder(tmp_path, "vit"), *arguments)
+    assert code == 0, err
+    tables = {name: [one["name"] for one in json.loads(out)[name] if one["ms"] > 0] for name in TABLES}
+    plain = ["softmax, SDPA", "saga"]
+    assert tables == {"inference": plain + [f"{name}, compiled" for name in plain], "training": plain}
 
 
 @pytest.mark.parametrize("mechanism", ["la", "mhla", "saga"])

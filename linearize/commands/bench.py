@@ -64,7 +64,9 @@ def bench_model(
     batches: Annotated[
         str | None, typer.Option(help="Sequences decoded together (1,16); images together (by their size).")
     ] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Decode with a compiled step as well.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Also decode by a compiled step; images: also compiled inference.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """A converted model beside its softmax original, on random weights: training, and prefill and decode of text or
