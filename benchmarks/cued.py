@@ -210,20 +210,21 @@ def task_of(row: dict[str, Any]) -> Task:
 
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
-    """All of a run: students from the largest size down, then those from scratch from the smallest up."""
+    """All of a run: students from the largest size down, then those from scratch from the smallest up, by seeds."""
     sizes = sorted(args.tokens)
-    models = [("student", tokens) for tokens in sizes[::-1]] + [("scratch", tokens) for tokens in sizes]
+    scratch = (Task("scratch", tokens, seed, m) for seed in args.seeds for tokens in sizes for m in args.mechanisms)
     return [
         *(Task("teacher", tokens, seed) for tokens in SIZES if tokens <= sizes[-1] for seed in args.seeds),
         *(Task("canvases", tokens, seed) for tokens in sizes[::-1] for seed in args.seeds),
-        *(
-            Task(kind, tokens, seed, mechanism)
-            for kind, tokens in models
-            if kind == "student" or args.control
-            for seed in args.seeds
-            for mechanism in args.mechanisms
-        ),
+        *(Task("student", tokens, seed, m) for tokens in sizes[::-1] for seed in args.seeds for m in args.mechanisms),
+        *(scratch if args.control else ()),
     ]
+
+
+@functools.lru_cache(maxsize=1)
+def exam(side: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """What all models of a size are scored on; 10,000 of the largest take 11 seconds to make."""
+    return Digits().canvases("eval", side, count, 7)
 
 
 def work(folder: Path, trained: set[Task], task: Task, *, count: int) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def work(folder: Path, trained: set[Task], task: Task, *, count: int) -> dict[st
             new_model(size.side, task.seed + 1000).save_pretrained(base)
         data = folder / f"{Task('canvases', task.tokens, task.seed).place}.npz"
         model = distil(place, base, data, task.mechanism, stages_of(size, task.kind == "scratch"), task.seed)
-    right = answers(model, digits.canvases("eval", size.side, count, 7), device)
+    right = answers(model, exam(size.side, count), device)
     np.save(place.with_suffix(".npy"), right)
     return row | {"accuracy": float(right.mean()), "seconds": time.monotonic() - began}
 
