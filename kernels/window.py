@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from .layout import TokenLayout
@@ -137,12 +138,29 @@ def _blocks(
     visible = torch.cat([place[..., None] - W >= torch.arange(S, device=q.device), visible], -1)
     keys, values = (torch.cat(y, -1) if S else y[1] for y in zip(first, last, strict=True))
     exact = torch.promote_types(q.dtype, torch.float32)
-    scores = scale * torch.einsum("bnckgd,bnkdw->bnckgw", q.to(exact), keys.to(exact))
+    scores = torch.einsum("bnckgd,bnkdw->bnckgw", scale * q.to(exact), keys.to(exact))
     scores = scores.masked_fill(~visible[:, :, :, None, None], -torch.inf)
-    mass = scores.logsumexp(-1)  # [B,N,c,Hkv,G]
-    weights = (scores - mass[..., None]).exp().to(values.dtype)
-    o = torch.einsum("bnckgw,bnkdw->bnckgd", weights, values)
+    weights, mass = _Softmax.apply(scores)  # mass [B,N,c,Hkv,G]
+    o = torch.einsum("bnckgw,bnkdw->bnckgd", weights.to(values.dtype), values)
     return o.flatten(3, 4).flatten(1, 2)[:, :T], mass.flatten(3, 4).flatten(1, 2)[:, :T]
+
+
+class _Softmax(torch.autograd.Function):
+    """softmax(s) and logsumexp(s) over the last dimension. Apart, they would pass over all scores twice as often."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
+        weights = scores.softmax(-1)
+        ctx.save_for_backward(weights)
+        # The largest weight is e^{s - mass} of the largest score.
+        return weights, scores.amax(-1) - weights.amax(-1).log()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_weights: Tensor, d_mass: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+        return torch.addcmul(d_scores, weights, d_mass[..., None])
 
 
 def _first(y: Tensor, begin: Tensor, S: int, W: int) -> Tensor:

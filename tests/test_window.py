@@ -66,6 +66,21 @@ def test_it_is_softmax_over_first_and_last_tokens(T: int, window: int, sink: int
     assert relative_error(o, definition(q, k, v, window, 0.3, padding, segments, sink)) < EXACT
 
 
+def test_gradients_are_those_of_softmax_and_of_its_normaliser() -> None:
+    inputs_ = [y.double().requires_grad_() for y in inputs(13)]
+    q, k, v = inputs_
+    o, mass, _ = window_attention(q, k, v, window=4, sink=2, scale=0.3)
+    later = torch.arange(13)[:, None] - torch.arange(13)
+    seen = (later >= 0) & ((later < 4) | (torch.arange(13) < 2))
+    k, v = (y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
+    scores = (0.3 * torch.einsum("bthd,bihd->bhti", q, k)).masked_fill(~seen, -torch.inf)
+    plain = torch.einsum("bhti,bihd->bthd", scores.softmax(-1), v), scores.logsumexp(-1).transpose(1, 2)
+    d_o, d_mass = torch.randn_like(o), torch.randn_like(mass)
+    found, expected = (torch.autograd.grad(pair, inputs_, (d_o, d_mass)) for pair in ((o, mass), plain))
+    assert relative_error(mass, plain[1]) < EXACT
+    assert all(relative_error(*pair) < EXACT for pair in zip(found, expected, strict=True))
+
+
 def test_scores_are_not_rounded_to_half_precision() -> None:
     """Large scores of bf16 vectors: rounding them would cost ten times what rounding the output does."""
     q, k, v = (y.bfloat16() for y in inputs(37))
