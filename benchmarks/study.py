@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import re
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from linearize.compare import Request, measure, parse_lengths, read_blocks
 from linearize.convert import convert
@@ -54,7 +57,7 @@ class Variant:
     lora: int = 0
     kl: float = 1.0
     ce: float = 0.0
-    rows: int = 8
+    rows: int = 16
     warmup: float = 0.05
     floor: float = 0.02
     error: str = "relative"
@@ -65,14 +68,14 @@ class Variant:
 
 HYBRID = "4,7"  # layers that keep softmax: benchmarks.layers on the teacher
 SLOTS = {"slots": 128, "gate_heads": "query"}
-NEAR = {"window": 64}
+NEAR = {"window": 64, "sink": 1}
 ONE_LOSS = {"kl": 0.0, "ce": 1.0, "transfer": 0.0}
 
 
 def _variants() -> dict[str, Variant]:
     """Each mechanism alone, beside a window, with both a window and layers of softmax; and the baselines."""
     alone = {
-        "gsa": Variant("gsa", SLOTS),
+        "gsa": Variant("gsa", SLOTS, new_lr=2e-3),
         "la": Variant("la", {"features": "hedgehog"}, lr=1e-3),
         "retnet": Variant("retnet", lr=1e-3),
         "gla": Variant("gla", lr=1e-3),
@@ -84,15 +87,18 @@ def _variants() -> dict[str, Variant]:
     }
     found = {}
     for name, variant in alone.items():
-        clock = {"clock": 0} if name == "gsa" else {}
-        near = dataclasses.replace(variant, options={**variant.options, **NEAR, **clock})
+        beside = {**variant.options, **NEAR}
+        if name == "gsa":
+            near = dataclasses.replace(variant, options={**beside, "clock": 0})
+        else:  # the window alone begins so near that a high rate takes them away from their teacher
+            near = dataclasses.replace(variant, options=beside, lr=3e-4, transfer=0.3)
         found |= {name: variant, f"{name}-window": near, f"{name}-hybrid": dataclasses.replace(near, keep=HYBRID)}
     for name in ("gsa", "gsa-window", "gsa-hybrid", "sla-gla"):
         found[f"{name}-ce"] = dataclasses.replace(found[name], **ONE_LOSS)  # type: ignore[arg-type]
     found["gsa-paper"] = Variant("gsa", {"faithful": True, "slots": 64}, **ONE_LOSS)  # type: ignore[arg-type]
     # 1000 / layers is the weight of LoLCATs' first stage (recipes/lolcats-style.yaml); both stages as long.
     lolcats = {"transfer": 0.5, "error": "mse", "weight": 125.0, "train": "lora", "lora": 8, "kl": 0.0, "ce": 1.0}
-    features = {"features": "hedgehog", "slope": 0.99, **NEAR}
+    features = {"features": "hedgehog", "slope": 0.99, "window": 64}
     found["lolcats"] = Variant("la", features, lr=1e-4, warmup=0.0, floor=1.0, **lolcats)  # type: ignore[arg-type]
     return found
 
@@ -171,6 +177,21 @@ def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens
     )
 
 
+def rms_norm(module: Any, x: Tensor) -> Tensor:
+    """What an RMS norm of a Llama computes, in one kernel, in the dtype that autocast would give it for each of the
+    linear layers behind it."""
+    y = F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+    return y.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else y
+
+
+def lean(model: Any) -> Any:
+    """The model with fewer passes over its activations."""
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = functools.partial(rms_norm, module)
+    return model
+
+
 def prepare(recipe: Recipe, arguments: argparse.Namespace) -> Run:
     """The run's folder with the converted base, and the packed text of the runs before."""
     shutil.rmtree(recipe.output_dir, ignore_errors=True)
@@ -229,14 +250,20 @@ def folder_name(text: str) -> str:
     return f"v{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
+def tokens_of(variant: Variant, facts: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """How many a variant learns from."""
+    return arguments.limit or int(variant.tokens or arguments.share * facts["tokens"])
+
+
 def row_of(text: str, variant: Variant, teacher: Any, facts: dict[str, Any], arguments: argparse.Namespace) -> Any:
     """Convert, distil and measure one variant."""
-    tokens = arguments.limit or int(variant.tokens or arguments.share * facts["tokens"])
+    tokens = tokens_of(variant, facts, arguments)
     recipe = recipe_of(variant, folder_name(text), arguments, tokens)
     began = time.monotonic()
     run = prepare(recipe, arguments)
     tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say=lambda line: print("  ", line, flush=True))
     tuner.load(run.converted)
+    lean(tuner.model)
     for name, parameter in tuner.model.named_parameters():
         if any(part in name for part in variant.frozen.split("+") if part):
             parameter.requires_grad_().register_hook(torch.zeros_like)
@@ -270,7 +297,7 @@ def row_of(text: str, variant: Variant, teacher: Any, facts: dict[str, Any], arg
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("variants", nargs="+")
+    parser.add_argument("variants", nargs="*", help="none: packs the text, for the processes that come after")
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
@@ -289,18 +316,19 @@ def main() -> None:
     pack(arguments)
     folder = base_path(arguments.teacher)
     facts = facts_of(folder)
-    teacher = load_whole(folder, torch.float32, False).eval()
-    longest = 0.0
+    teacher = lean(load_whole(folder, torch.float32, False).eval())
+    pace, overhead = 0.0, 0.0  # the slowest so far: seconds a token, and seconds beside training
     for text, variant in map(parse, arguments.variants):
         began = time.time()
-        if began + longest > arguments.start + arguments.seconds:
+        expected = overhead + pace * tokens_of(variant, facts, arguments)
+        if began + expected > arguments.start + arguments.seconds:
             print(f"no time for {text}", flush=True)
             continue
         if not claim(text, arguments.work):
             continue
         print(f"{text}: begins after {began - arguments.start:.0f} s", flush=True)
         row = row_of(text, variant, teacher, facts, arguments)
-        longest = max(longest, time.time() - began)
+        pace, overhead = max(pace, 60.0 * row["minutes"] / row["tokens"]), max(overhead, row["overhead_s"])
         with arguments.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps({key: row[key] for key in SHOWN}), flush=True)

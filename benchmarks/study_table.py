@@ -1,4 +1,4 @@
-"""The study's rows as a table: python -m benchmarks.study_table rows.jsonl ... [--sort]"""
+"""The study's rows as a table for each number of tokens: python -m benchmarks.study_table rows.jsonl ... [--sort]"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("variant", "tokens", "min", "ppl", "KL", "top-1", "recall", "needle", "state")
+COLUMNS = ("variant", "min", "ppl", "KL", "top-1", "recall", "needle", "state")
 
 
 def percents(row: dict[str, Any], task: str, who: str) -> str:
@@ -21,10 +21,22 @@ def size(row: dict[str, Any], who: str) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
+    name = " ".join(word for word in row["variant"].split() if not word.startswith("tokens="))
     ratio, agreement = f"{row['ppl_ratio']:.4f}", f"{100 * row['top1_agreement']:.1f}"
     measures = [percents(row, "recall", "student"), percents(row, "needle", "student"), size(row, "student")]
-    tokens, minutes = f"{row['tokens'] / 1e6:.1f} M", f"{row['minutes']:.1f}"
-    return [row["variant"], tokens, minutes, ratio, f"{row['kl']:.4f}", agreement, *measures]
+    return [name, f"{row['minutes']:.1f}", ratio, f"{row['kl']:.4f}", agreement, *measures]
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """The table of rows that learned from equally many tokens."""
+    first = rows[0]
+    own = [percents(first, task, "teacher") for task in ("recall", "needle")]
+    print(f"\n{first['tokens'] / 1e6:.1f} M tokens\n")
+    print("|", " | ".join(COLUMNS), "|")
+    print("|", " | ".join("---" for _ in COLUMNS), "|")
+    print("|", " | ".join(["teacher", "", "1", "0", "100", *own, size(first, "teacher")]), "|")
+    for row in rows:
+        print("|", " | ".join(cells(row)), "|")
 
 
 def main() -> None:
@@ -38,13 +50,9 @@ def main() -> None:
         rows.sort(key=lambda row: row["ppl_ratio"])
     first = rows[0]
     print(f"teacher {', '.join(sorted(teachers))}, perplexity {first['teacher_ppl']:.3f}, {first['hardware']}")
-    print(f"lengths {' '.join(str(one['length']) for one in first['recall'])}; state in KiB\n")
-    print("|", " | ".join(COLUMNS), "|")
-    print("|", " | ".join("---" for _ in COLUMNS), "|")
-    own = [percents(first, task, "teacher") for task in ("recall", "needle")]
-    print("|", " | ".join(["teacher", "", "", "1", "0", "100", *own, size(first, "teacher")]), "|")
-    for row in rows:
-        print("|", " | ".join(cells(row)), "|")
+    print(f"lengths {' '.join(str(one['length']) for one in first['recall'])}; state in KiB")
+    for tokens in sorted({row["tokens"] for row in rows}, reverse=True):
+        write([row for row in rows if row["tokens"] == tokens])
 
 
 if __name__ == "__main__":
