@@ -1,8 +1,12 @@
 """`linearize bench kernels`: each mechanism's op beside its peers, in one process, with the ceilings measured first.
 
 Peers on the same inputs: our PyTorch path, softmax through SDPA, and flash-linear-attention's function for the same
-where it is installed. Times are medians of queued runs after a warm-up; spread is the middle half. fla tunes itself for
-minutes on a first call: that stays outside the measurement. Without a GPU it measures the PyTorch path on the CPU.
+where it is installed. Times are medians of queued runs after a warm-up, the device never waiting for the CPU, whose
+part is told beside them; spread is the middle half. fla tunes itself for minutes on a first call: that stays outside
+the measurement. Without a GPU it measures the PyTorch path on the CPU.
+
+The roofline is the least that a shape can take: its bytes at the speed of a copy, or its products at that of a large
+product in the same precision, whichever is longer.
 """
 
 from __future__ import annotations
@@ -21,40 +25,48 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from .bench_case import Case, Run, Shape, case_names, load_case, softmax, softmax_flops
-from .bench_measure import allocated, captured_us, here, machine, measure_ceilings, peak_mib, timed, wait
-
-OURS, PYTORCH = "linearize", "linearize, PyTorch path"
+from .bench_case import COMPILED, OURS, PYTORCH, Case, Run, Shape, case_names, load_case, softmax, softmax_flops
+from .bench_measure import allocated, captured_us, here, machine, measure_ceilings, peak_mib, queued, wait
 
 
-def bench_kernels(mechanism: str = "all", tokens: int | None = None) -> dict[str, Any]:
-    """Measure one mechanism or all, every shape cut to at most `tokens` tokens; return everything as plain data:
-    `machine`, `ceilings`, and in `mechanisms` by name `cold_start`, `errors`, `runs`, `steps`.
+def bench_kernels(
+    mechanisms: str = "all", tokens: int | None = None, tell: Callable[[str, dict[str, Any]], None] = lambda *_: None
+) -> dict[str, Any]:
+    """Measure all mechanisms or those named (`la,gla`, in that order), every shape cut to at most `tokens` tokens;
+    return everything as plain data: `machine`, `ceilings`, and in `mechanisms` by name `cold_start`, `errors`, `runs`,
+    `steps`. `tell` hears after each shape what was measured, and the result so far.
 
     What cannot run has `failed`, the reason, in place of its numbers. Raises LinearizeError (exit 2) for a mechanism
     without a case.
     """
-    cases = {name: load_case(name) for name in (case_names() if mechanism == "all" else [mechanism])}
+    names = case_names() if mechanisms == "all" else [name.strip() for name in mechanisms.split(",")]
+    cases = {name: load_case(name) for name in names}
     ceilings = measure_ceilings()
-    measured = {}
+    result: dict[str, Any] = {"machine": machine(), "ceilings": ceilings, "mechanisms": {}}
     for name, case in cases.items():
-        measured[name] = {
-            "cold_start": attempt(partial(cold_start, name)) if here() == "cuda" else None,
-            "errors": [e for shape in cut(case, case.errors, tokens) for e in measure_errors(case, shape)],
-            "runs": [run for shape in cut(case, case.shapes, tokens) for run in measure_shape(case, shape, ceilings)],
-            "steps": [measure_step(case, shape) for shape in cut(case, case.steps, tokens)],
-        }
-    return {"machine": machine(), "ceilings": ceilings, "mechanisms": measured}
+        measured: dict[str, Any] = {"cold_start": None, "runs": [], "steps": [], "errors": []}
+        result["mechanisms"][name] = measured
+        for shape in cut(case, case.shapes, tokens):
+            measured["runs"] += measure_shape(case, shape, ceilings)
+            tell(f"{name} {shape}", result)
+        for shape in cut(case, case.steps, tokens):
+            measured["steps"] += [measure_step(case, shape)]
+        for shape in cut(case, case.errors, tokens):
+            measured["errors"] += measure_errors(case, shape)
+        if here() == "cuda":
+            measured["cold_start"] = attempt(partial(cold_start, name))
+        tell(f"{name}: decode steps, errors, first call", result)
+    return result
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What of ours failed, one line each; a peer may."""
+    """What of ours failed, one line each; a peer may, and torch.compile."""
     found = []
     for name, measured in result["mechanisms"].items():
         records = [{"name": OURS, "shape": "first call", **(measured["cold_start"] or {})}, *measured["errors"]]
         records += [*measured["runs"], *measured["steps"]]
-        ours = [one for one in records if one["name"] in (OURS, PYTORCH) and "failed" in one]
-        found += [f"{name} {one['shape']}, {one['name']}: {one['failed']}" for one in ours]
+        ours = [one for one in records if one["name"].startswith(OURS) and not one["name"].endswith(COMPILED)]
+        found += [f"{name} {one['shape']}, {one['name']}: {one['failed']}" for one in ours if "failed" in one]
     return found
 
 
@@ -63,9 +75,10 @@ def cut(case: Case, shapes: tuple[Shape, ...], tokens: int | None) -> list[Shape
     return list(dict.fromkeys(case.shorten(shape, tokens) if tokens else shape for shape in shapes))
 
 
-def backends(case: Case) -> dict[str, str]:
-    """Name of a contender -> backend of our op."""
-    names = {"triton": OURS, "torch": PYTORCH}
+def backends(case: Case, shape: Shape) -> dict[str, str]:
+    """Name of a contender -> backend of our op. Kernels that multiply fp32 in less are named by what they do."""
+    products = f", {case.precision}" * bool(case.precision and shape.dtype == "float32")
+    names = {"triton": OURS + products, "torch": PYTORCH}
     return {names[backend]: backend for backend in case.backends if backend == "torch" or here() == "cuda"}
 
 
@@ -85,17 +98,24 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def contenders(case: Case, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
     """Name -> forward pass, [B,T,H,D]."""
     out: dict[str, Run] = {}
-    for name, backend in backends(case).items():
+    for name, backend in backends(case, shape).items():
         few = case.torch_tokens >= shape.B * shape.T
         if few or backend != "torch":
             out |= {name: partial(case.op, inputs, shape, backend), **case.peers(inputs, shape, backend)}
     if not shape.causal and here() == "cuda" and PYTORCH in out:
         torch.compiler.reset()  # earlier shapes count: past a limit torch runs what it has not compiled
-        out[f"{PYTORCH}, compiled"] = torch.compile(out[PYTORCH])
+        out[PYTORCH + COMPILED] = torch.compile(out[PYTORCH])
     out |= softmax(inputs, shape)
     if here() == "cuda" and importlib.util.find_spec("fla"):
-        out |= case.fla(inputs, shape)
+        try:
+            out |= case.fla(inputs, shape)
+        except ImportError as error:  # another version, or something that it needs
+            out["fla"] = partial(_raise, error)
     return out
+
+
+def _raise(error: Exception) -> Tensor:
+    raise error
 
 
 def measure_shape(case: Case, shape: Shape, ceilings: dict[str, float]) -> list[dict[str, Any]]:
@@ -116,7 +136,7 @@ def measure_shape(case: Case, shape: Shape, ceilings: dict[str, float]) -> list[
 @torch.no_grad()
 def _forward(forward: Run, before: int) -> dict[str, Any]:
     forward()
-    return {"forward": timed(forward), "forward_mib": peak_mib(forward, before)}
+    return {"forward": queued(forward), "forward_mib": peak_mib(forward, before)}
 
 
 def _both(
@@ -128,19 +148,31 @@ def _both(
         torch.autograd.grad(forward(), inputs, do, allow_unused=True)
 
     both()
-    record: dict[str, Any] = {"both": timed(both), "both_mib": peak_mib(both, before)}
+    record: dict[str, Any] = {"both": queued(both), "both_mib": peak_mib(both, before)}
+    # Each input read once, each output written once; backward reads them again with do and writes gradients.
+    given = sum(x.nbytes for x in inputs)
+    moved = {"forward": given + do.nbytes, "both": 3 * given + 2 * do.nbytes}
     if name.startswith("softmax"):  # torch's counter does not know grouped heads
         flops = softmax_flops(shape)
+    elif name.startswith("fla") or name.endswith(COMPILED):  # nor others' kernels, nor all of what inductor makes
+        flops = {"forward": 0, "both": 0}
     else:
-        with FlopCounterMode(display=False) as counter:
-            both()
-        flops = counter.get_total_flops()
-    # Each input read once, each output written once; backward reads them again with do and writes gradients.
-    moved = 3 * (sum(x.nbytes for x in inputs) + do.nbytes)
-    record["tflop_s"], record["tb_s"] = (x / record["both"]["ms"] / 1e9 for x in (flops, moved))
-    record["tflop_share"] = record["tflop_s"] / ceilings["bf16_tflop_s"]
-    record["tb_share"] = record["tb_s"] / ceilings["copy_tb_s"]
+        flops = {"forward": _flops(torch.no_grad()(forward)), "both": _flops(both)}
+    products = "bf16" if shape.dtype != "float32" else "tf32" if name.endswith("tf32") else "fp32"
+    fastest = ceilings[f"{products}_tflop_s"]
+    record["tflop_s"], record["tb_s"] = (x["both"] / record["both"]["ms"] / 1e9 for x in (flops, moved))
+    record["tflop_share"], record["tb_share"] = record["tflop_s"] / fastest, record["tb_s"] / ceilings["copy_tb_s"]
+    if flops["both"]:
+        record["roofline_ms"] = {
+            part: max(moved[part] / ceilings["copy_tb_s"], flops[part] / fastest) / 1e9 for part in moved
+        }
     return record
+
+
+def _flops(run: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
 
 
 # ---------------------------------------------------------------- the first call
@@ -173,25 +205,37 @@ def first_call(name: str) -> float:
 
 
 def measure_errors(case: Case, shape: Shape) -> list[dict[str, Any]]:
-    """Relative error |x - ref| / |ref| of the output and each gradient against the PyTorch path in float64."""
+    """Relative error |x - ref| / |ref| of the output and each gradient against the PyTorch path in float64: of our op,
+    and of its variants among the peers."""
+    ops: dict[str, Callable[[list[Tensor]], Tensor]] = {}
+    for name, backend in backends(case, shape).items():
+        ops[name] = partial(case.op, shape=shape, backend=backend)
+        variants = [n for n in case.peers(case.inputs(shape, here()), shape, backend) if n.startswith(OURS)]
+        ops |= {variant: partial(_variant, case, shape, backend, variant) for variant in variants}
     return [
-        {"shape": str(shape), "name": name} | attempt(partial(_errors, case, shape, backend))
-        for name, backend in backends(case).items()
+        {"shape": str(shape), "name": name} | attempt(partial(_errors, case, shape, op)) for name, op in ops.items()
     ]
 
 
-def _errors(case: Case, shape: Shape, backend: str) -> dict[str, Any]:
+def _variant(case: Case, shape: Shape, backend: str, name: str, inputs: list[Tensor]) -> Tensor:
+    return case.peers(inputs, shape, backend)[name]()
+
+
+def _errors(case: Case, shape: Shape, op: Callable[[list[Tensor]], Tensor]) -> dict[str, Any]:
     inputs = case.inputs(shape, here())
     do = torch.randn_like(inputs[0])
-    exact = _outputs(case, [x.double() for x in inputs], do.double(), shape, "torch")
-    found = _outputs(case, inputs, do, shape, backend)
+    reference = partial(case.op, shape=shape, backend="torch")
+    exact = _outputs(case, shape, reference, [x.double() for x in inputs], do.double())
+    found = _outputs(case, shape, op, inputs, do)
     return {"errors": {name: float((found[name].double() - x).norm() / x.norm()) for name, x in exact.items()}}
 
 
-def _outputs(case: Case, inputs: list[Tensor], do: Tensor, shape: Shape, backend: str) -> dict[str, Tensor]:
+def _outputs(
+    case: Case, shape: Shape, op: Callable[[list[Tensor]], Tensor], inputs: list[Tensor], do: Tensor
+) -> dict[str, Tensor]:
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    o = case.op(leaves, shape, backend)
-    names = ("o", *(f"d{name}" for name in case.names))
+    o = op(leaves)
+    names = ("o", *(f"d{name}" for name in case.named(shape)))
     return dict(zip(names, (o.detach(), *torch.autograd.grad(o, leaves, do)), strict=True))
 
 
@@ -201,7 +245,7 @@ def _outputs(case: Case, inputs: list[Tensor], do: Tensor, shape: Shape, backend
 def measure_step(case: Case, shape: Shape) -> dict[str, Any]:
     """One decode step of one layer against a copy of the bytes of its state, in CUDA graphs that rotate through
     several states, so that none is found in the cache."""
-    name, backend = next(iter(backends(case).items()))
+    name, backend = next(iter(backends(case, shape).items()))
     return {"shape": str(shape), "name": name} | attempt(partial(_step, case, shape, backend))
 
 

@@ -20,6 +20,9 @@ from .errors import LinearizeError, did_you_mean
 
 Run = Callable[[], Tensor]
 
+# Contenders of ours; what else of them there is starts with the first.
+OURS, PYTORCH, COMPILED = "linearize", "linearize, PyTorch path", ", compiled"
+
 
 class Shape(NamedTuple):
     """B sequences of T tokens, H query heads over Hkv key heads of D channels, M slots or blocks where there are any.
@@ -68,6 +71,12 @@ class Case:
     torch_tokens: ClassVar[int] = 16384
     # Those of the op, on a GPU.
     backends: ClassVar[tuple[str, ...]] = ("triton", "torch")
+    # What the kernels' products of fp32 are, where they have less than fp32.
+    precision: ClassVar[str] = ""
+
+    def named(self, shape: Shape) -> tuple[str, ...]:
+        """`names`, where they do not depend on the shape."""
+        return self.names
 
     def inputs(self, shape: Shape, device: str) -> list[Tensor]:
         """Random q [B,T,H,D], k and v [B,T,Hkv,D], and what else the op takes, as a model would give them."""
@@ -78,7 +87,8 @@ class Case:
         raise NotImplementedError
 
     def peers(self, inputs: list[Tensor], shape: Shape, backend: str) -> dict[str, Run]:
-        """Name -> forward pass of what else of this package it is to be compared with."""
+        """Name -> forward pass of what else of this package it is to be compared with. The name of a variant of the
+        op, whose errors are measured too, starts with OURS."""
         return {}
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
@@ -125,9 +135,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, shape: Shape, kernels: list[SDPBacken
         return scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=grouped).transpose(1, 2)
 
 
-def softmax_flops(shape: Shape) -> int:
-    """Of forward and backward: seven products of T x T x D, half of each where it is causal."""
-    return (7 if shape.causal else 14) * shape.B * shape.H * shape.T**2 * shape.D
+def softmax_flops(shape: Shape) -> dict[str, int]:
+    """Of forward, two products of T x T x D, and of both, seven; half of each where it is causal."""
+    product = (1 if shape.causal else 2) * shape.B * shape.H * shape.T**2 * shape.D
+    return {"forward": 2 * product, "both": 7 * product}
 
 
 def case_names() -> list[str]:

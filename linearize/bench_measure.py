@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import transformers
 
 # Of repeated runs, for each number.
 SECONDS = 0.4
+# At most, in which the CPU may get ahead of the device.
+AHEAD = 0.06
 
 
 def here() -> str:
@@ -57,18 +60,45 @@ def timed(run: Callable[[], Any], share: float = 1.0, warm: int = 3, least: int 
     run()
     wait()
     count = max(least, min(200, round(share * SECONDS / (time.perf_counter() - begun))))
-    times = sorted(_on_gpu(run, count) if here() == "cuda" else _on_cpu(run, count))
+    return _middle(_on_gpu(run, count)[0] if here() == "cuda" else _on_cpu(run, count))
+
+
+def queued(run: Callable[[], Any]) -> dict[str, float]:
+    """As `timed`, with runs queued while the device is kept busy, so that it never waits: its own time, and `host`, the
+    ms that the CPU takes to queue one run. On a CPU there is no queue, and no `host`."""
+    if here() == "cpu":
+        return timed(run)
+    for _ in range(3):
+        run()
+    wait()
+    begun = time.perf_counter()
+    run()
+    wait()
+    once = time.perf_counter() - begun
+    # More than about a thousand kernels do not fit the queue.
+    count = max(7, min(50, round(SECONDS / 2 / once)))
+    torch.cuda._sleep(round(2e9 * min(AHEAD, count * once)))  # cycles
+    times, hosts = _on_gpu(run, count)
+    return _middle(times) | {"host": sorted(hosts[:5])[2]}
+
+
+def _middle(times: list[float]) -> dict[str, float]:
+    times, count = sorted(times), len(times)
     return {"ms": times[count // 2], "low": times[count // 4], "high": times[3 * count // 4]}
 
 
-def _on_gpu(run: Callable[[], Any], count: int) -> list[float]:
+def _on_gpu(run: Callable[[], Any], count: int) -> tuple[list[float], list[float]]:
+    """Of each run: the device's ms, and those that the CPU took to queue it."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    hosts = []
     for start, end in events:
+        begun = time.perf_counter()
         start.record()
         run()
         end.record()
+        hosts.append(1e3 * (time.perf_counter() - begun))
     wait()
-    return [start.elapsed_time(end) for start, end in events]
+    return [start.elapsed_time(end) for start, end in events], hosts
 
 
 def _on_cpu(run: Callable[[], Any], count: int) -> list[float]:
@@ -98,14 +128,24 @@ def peak_mib(run: Callable[[], Any], before: int) -> float | None:
 
 
 def measure_ceilings() -> dict[str, float]:
-    """What this device does at best: bytes per second of a copy, flop per second of a bf16 product."""
+    """What this device does at best: bytes per second of a copy, flop per second of a product of bf16, of fp32 with its
+    factors rounded to tf32 (where the device has that), and of fp32."""
     device = here()
     numbers, side = (2**29, 8192) if device == "cuda" else (2**24, 512)
     x = torch.randn(numbers, device=device)
     y = torch.empty_like(x)
-    copied = 2 * x.nbytes / timed(lambda: y.copy_(x))["ms"] / 1e9
-    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
-    return {"copy_tb_s": copied, "bf16_tflop_s": 2 * side**3 / timed(lambda: a @ b)["ms"] / 1e9}
+    found = {"copy_tb_s": 2 * x.nbytes / timed(lambda: y.copy_(x))["ms"] / 1e9}
+    a, b = (torch.randn(side, side, device=device) for _ in range(2))
+    kept = torch.get_float32_matmul_precision()
+    for name, dtype, precision in (
+        ("bf16", torch.bfloat16, kept),
+        ("tf32", torch.float32, "high"),
+        ("fp32", torch.float32, "highest"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        found[f"{name}_tflop_s"] = 2 * side**3 / timed(partial(torch.mm, a.to(dtype), b.to(dtype)))["ms"] / 1e9
+    torch.set_float32_matmul_precision(kept)
+    return found
 
 
 def captured_us(runs: list[Callable[[], Any]]) -> float:

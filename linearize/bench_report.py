@@ -9,19 +9,34 @@ from typing import Any
 
 from .errors import Exit, LinearizeError
 
+# Of a run: forward alone; forward and backward.
+PARTS = ("forward", "both")
+
 
 def markdown(result: dict[str, Any]) -> str:
     """The result as the tables of docs/performance.md."""
-    lines = ["; ".join(f"{key} {value}" for key, value in result["machine"].items()), ""]
-    ceilings = result["ceilings"]
-    lines += [
-        f"Ceilings measured in the same run: copy {ceilings['copy_tb_s']:.2f} TB/s, "
-        f"bf16 product {ceilings['bf16_tflop_s']:.3g} TFLOP/s."
-    ]
+    lines = [*overview(result)]
     for name, measured in result["mechanisms"].items():
-        lines += ["", f"### {name}", *_first_call(measured["cold_start"]), *_runs(measured["runs"])]
-        lines += [*_errors(measured["errors"]), *_steps(measured["steps"])]
+        lines += ["", f"### {name}", *tables(measured)]
     return "\n".join(lines)
+
+
+def tables(measured: dict[str, Any]) -> Iterator[str]:
+    """Of one mechanism: the first call, times, errors, decode steps."""
+    yield from _first_call(measured["cold_start"])
+    yield from _runs(measured["runs"])
+    yield from _errors(measured["errors"])
+    yield from _steps(measured["steps"])
+
+
+def overview(result: dict[str, Any]) -> Iterator[str]:
+    """The machine, and ours beside flash-linear-attention."""
+    ceilings = result["ceilings"]
+    products = ", ".join(f"{name} {ceilings[f'{name}_tflop_s']:.3g}" for name in ("bf16", "tf32", "fp32"))
+    yield "; ".join(f"{key} {value}" for key, value in result["machine"].items())
+    yield ""
+    yield f"Ceilings measured in the same run: copy {ceilings['copy_tb_s']:.2f} TB/s, TFLOP/s of a product {products}."
+    yield from _beside_fla(result["mechanisms"])
 
 
 def _first_call(record: dict[str, Any] | None) -> Iterator[str]:
@@ -34,20 +49,55 @@ def _table(*columns: str) -> Iterator[str]:
     yield from ("", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|")
 
 
+def _beside_fla(mechanisms: dict[str, Any]) -> Iterator[str]:
+    rows = []
+    for mechanism, measured in mechanisms.items():
+        for run in measured["runs"]:
+            if run["name"].startswith("fla"):
+                ours = _ours(measured["runs"], run)
+                peaks = ours.get("both_mib"), run.get("both_mib")
+                share = f"{peaks[0] / peaks[1]:.0%}" if all(peaks) else ""
+                rows += [_row([mechanism, run["shape"], run["name"], *_ratios(ours, run), share], 6)]
+    if rows:
+        yield from _table("mechanism", "shape", "beside", "times faster forward", "forward + backward", "of its memory")
+        yield from rows
+
+
+def _ours(records: list[dict[str, Any]], other: dict[str, Any]) -> dict[str, Any]:
+    """The first contender at the shape of another."""
+    return next(record for record in records if record["shape"] == other["shape"])
+
+
+def _ratios(ours: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """How many times as long the other takes, forward and both; empty where one was not measured."""
+    measured = [part in ours and part in other for part in PARTS]
+    return [f"{other[p]['ms'] / ours[p]['ms']:.2f}" if has else "" for p, has in zip(PARTS, measured, strict=True)]
+
+
 def _runs(records: list[dict[str, Any]]) -> Iterator[str]:
-    yield from _table("shape", "kernel", "forward ms", "forward + backward ms", "peak MiB f, f+b", "TFLOP/s", "TB/s")
+    columns = ("forward ms", "forward + backward ms", "peak MiB", "TFLOP/s", "TB/s", "times the roofline", "CPU ms")
+    yield from _table("shape", "kernel", *columns, "times linearize's time")
     for run in records:
-        cells = [run["shape"], run["name"]]
-        cells += [_time(run["forward"])] if "forward" in run else []
-        cells += [_time(run["both"])] if "both" in run else []
-        if "failed" in run:
-            cells += [run["failed"]]
-        else:
-            peaks = ("" if run[key] is None else f"{run[key]:.0f}" for key in ("forward_mib", "both_mib"))
-            # A kernel that torch does not know has no operations to count.
-            rate = f"{run['tflop_s']:.3g} ({run['tflop_share']:.0%})" if run["tflop_s"] else ""
-            cells += [", ".join(filter(None, peaks)), rate, f"{run['tb_s']:.3g} ({run['tb_share']:.0%})"]
-        yield _row(cells, 7)
+        cells = [run["shape"], run["name"], *(_time(run[part]) for part in PARTS if part in run)]
+        cells += [run["failed"]] if "failed" in run else _rates(run)
+        ours = _ours(records, run)
+        beside = [] if run is ours else filter(None, _ratios(ours, run))
+        yield _row([*cells, *[""] * (9 - len(cells)), ", ".join(beside)], 10)
+    for run in records:
+        if run["name"].endswith(" alone") and "both" in run:
+            ours = _ours(records, run)
+            costs = (f"{ours[part]['ms'] / run[part]['ms'] - 1:+.1%}" for part in PARTS if part in ours)
+            yield from ("", f"{run['shape']}, its time beside {run['name']}: {', '.join(costs)}.")
+
+
+def _rates(run: dict[str, Any]) -> list[str]:
+    peaks = ("" if run[key] is None else f"{run[key]:.0f}" for key in ("forward_mib", "both_mib"))
+    # A kernel that torch does not know has no operations to count.
+    rate = f"{run['tflop_s']:.3g} ({run['tflop_share']:.0%})" if run["tflop_s"] else ""
+    cells = [", ".join(filter(None, peaks)), rate, f"{run['tb_s']:.3g} ({run['tb_share']:.0%})"]
+    least = run.get("roofline_ms")
+    cells += [", ".join(f"{run[part]['ms'] / least[part]:.1f}" for part in PARTS) if least else ""]
+    return [*cells, ", ".join(f"{run[part]['host']:.2f}" for part in PARTS if "host" in run[part])]
 
 
 def _time(record: dict[str, float]) -> str:
@@ -62,7 +112,8 @@ def _errors(records: list[dict[str, Any]]) -> Iterator[str]:
     names = list(dict.fromkeys(name for record in records for name in record.get("errors", ())))
     yield from _table("relative error against float64", "path", *names)
     for record in records:
-        values = [f"{value:.1e}" for value in record["errors"].values()] if "errors" in record else [record["failed"]]
+        errors = {name: f"{value:.1e}" for name, value in record.get("errors", {}).items()}
+        values = [record["failed"]] if "failed" in record else [errors.get(name, "") for name in names]
         yield _row([record["shape"], record["name"], *values], 2 + len(names))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import sys
+import types
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import transformers
 from conftest import TOLERANCE, Command, relative_error
 from models import Zoo
 
+from benchmarks import kernel_tables
 from linearize import bench, bench_measure, bench_model, bench_report, bench_vision
 from linearize.bench_case import case_names, load_case
 from linearize.errors import Exit
@@ -47,8 +50,8 @@ def test_a_case_is_measured(linearize: Command, name: str) -> None:
     assert runs["linearize, PyTorch path"]["tflop_s"] > 0
     assert len(measured["steps"]) == len({case.shorten(shape, 16) for shape in case.steps})
     assert all(step["us"] > 0 for step in measured["steps"])
-    for record in measured["errors"]:
-        assert list(record["errors"]) == ["o", *(f"d{name}" for name in case.names)]
+    for record, shape in zip(measured["errors"], bench.cut(case, case.errors, 16), strict=True):
+        assert list(record["errors"]) == ["o", *(f"d{name}" for name in case.named(shape))]
         assert max(record["errors"].values()) < (1e-5 if "f32" in record["shape"].split(" gates")[0] else 2e-2)
 
 
@@ -95,6 +98,145 @@ def test_what_fails_leaves_the_rest_of_the_table(linearize: Command, monkeypatch
     code, out, err = linearize("bench", "kernels", "--mechanism", "la", "--tokens", 8)
     assert code == Exit.CHECK_FAILED
     assert "la B1 T8" in err
+
+
+def test_the_result_is_kept_while_it_grows(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kept = tmp_path / "result.json"
+    arguments = ("bench", "kernels", "--mechanism", "retnet, la", "--tokens", 8, "--save", kept)
+    code, _, err = linearize(*arguments)
+    assert code == 0, err
+    assert "retnet B1 T8 H16 D128 bf16" in err
+    whole = json.loads(kept.read_text())
+    assert list(whole["mechanisms"]) == ["retnet", "la"]
+    monkeypatch.setattr(bench, "measure_errors", stop)
+    assert linearize(*arguments)[0] == Exit.INTERRUPTED
+    cut = json.loads(kept.read_text())
+    assert list(cut["mechanisms"]) == ["retnet"]
+    assert len(cut["mechanisms"]["retnet"]["runs"]) == len(whole["mechanisms"]["retnet"]["runs"])
+    page = "A\n<!-- kernels all -->\n<!-- end -->\nB\n<!-- kernels la -->\nold\n<!-- end -->\n<!-- kernels gsa -->\nC\n"
+    filled = kernel_tables.fill(page + "<!-- end -->\n", whole)
+    assert "A\n<!-- kernels all -->\n\ndevice CPU" in filled
+    assert "old" not in filled
+    assert "| B1 T8 H16 D128 bf16 | linearize, PyTorch path |" in filled.split("kernels la")[1]
+    assert filled.endswith("\n<!-- kernels gsa -->\nC\n<!-- end -->\n")
+    assert kernel_tables.fill(filled, whole) == filled
+
+
+def test_contenders_are_compared() -> None:
+    def run(name: str, shape: str, forward: float, both: float, **others: Any) -> dict[str, Any]:
+        times = {
+            part: {"ms": ms, "low": ms, "high": ms, "host": 0.1}
+            for part, ms in zip(bench_report.PARTS, (forward, both), strict=True)
+        }
+        rates = {"tflop_s": 1.0, "tflop_share": 0.1, "tb_s": 1.0, "tb_share": 0.2}
+        return {"name": name, "shape": shape, **times, "forward_mib": 1.0, "both_mib": both, **rates, **others}
+
+    least = {"forward": 0.5, "both": 1.0}
+    runs = [
+        run("linearize", "S", 1.0, 2.0, roofline_ms=least),
+        run("gla alone", "S", 0.8, 1.6),
+        run("fla chunk_gla", "S", 3.0, 5.0),
+        {"name": "fla other", "shape": "S", "forward": run("", "", 4.0, 0.0)["forward"], "failed": "refused"},
+    ]
+    empty = {"cold_start": None, "errors": [], "steps": []}
+    ceilings = dict.fromkeys(("copy_tb_s", "bf16_tflop_s", "tf32_tflop_s", "fp32_tflop_s"), 1.0)
+    told = bench_report.markdown({"machine": {}, "ceilings": ceilings, "mechanisms": {"sla": {"runs": runs, **empty}}})
+    assert "| sla | S | fla chunk_gla | 3.00 | 2.50 | 40% |" in told
+    assert "| sla | S | fla other | 4.00 |  |  |" in told
+    assert "| 2.0, 2.0 | 0.10, 0.10 |  |\n" in told  # twice the roofline, ours beside itself
+    assert "S, its time beside gla alone: +25.0%, +25.0%." in told
+    assert "| S | fla other | 4.000 (4.000-4.000) | refused |  |  |  |  |  | 4.00 |" in told
+
+
+def test_products_of_fp32_have_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = load_case("la")
+    half, full = case.shapes[:2]
+    inputs = case.inputs(case.shorten(full, 8), "cpu")
+    monkeypatch.setattr(bench, "here", lambda: "cuda")
+    assert list(bench.backends(case, half)) == ["linearize", "linearize, PyTorch path"]
+    assert list(bench.backends(case, full)) == ["linearize, tf32", "linearize, PyTorch path"]
+    assert list(case.peers(inputs, full, "triton")) == ["linearize, ieee"]
+    assert not case.peers(inputs, half, "triton")
+    failed = {"name": "linearize, ieee", "shape": "S", "failed": "why"}
+    measured = {
+        "cold_start": None,
+        "errors": [failed],
+        "runs": [failed | {"name": "linearize, PyTorch path, compiled"}],
+    }
+    assert bench.failures({"mechanisms": {"la": {**measured, "steps": []}}}) == ["la S, linearize, ieee: why"]
+
+
+def fake_fla(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
+    for name, content in {"": {}, "ops": {}, "ops.common": {}, **modules}.items():
+        module = types.ModuleType(f"fla.{name}".rstrip("."))
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_a_peer_that_refuses_is_also_measured_without_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk_o = types.SimpleNamespace(TRITON_ABOVE_3_7_1=False)
+
+    def peer(q: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor]:
+        if not chunk_o.TRITON_ABOVE_3_7_1:
+            raise RuntimeError("see #640")
+        return (q,)
+
+    known = {"IS_NVIDIA_HOPPER": True, "TRITON_ABOVE_3_4_0": True, "TRITON_ABOVE_3_7_1": False}
+    modules = {
+        "utils": known,
+        "ops.common": {"chunk_o": chunk_o},
+        "ops.gated_delta_rule": {"chunk_gated_delta_rule": peer},
+    }
+    fake_fla(monkeypatch, **modules)
+    monkeypatch.setattr(sys.modules["fla"], "utils", types.SimpleNamespace(**known), raising=False)
+    case = load_case("gdn")
+    inputs = case.inputs(case.shorten(case.shapes[0], 8), "cpu")
+    for _ in range(2):  # the second shape's check stands again
+        checked, unchecked = case.fla(inputs, case.shapes[0]).values()
+        with pytest.raises(RuntimeError, match="#640"):
+            checked()
+        assert unchecked() is inputs[0]
+
+
+def test_a_peer_that_cannot_be_imported_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_fla(monkeypatch, **{"ops.retention": {}})
+    monkeypatch.setattr(bench, "here", lambda: "cuda")
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: True)
+    case = load_case("retnet")
+    found = bench.contenders(case, case.inputs(case.shorten(case.shapes[0], 8), "cpu"), case.shapes[0])
+    with pytest.raises(ImportError, match="chunk_retention"):
+        found["fla"]()
+
+
+def test_the_queue_is_kept_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of which a run takes 2 ms, the CPU 1 ms to queue it."""
+    clock = {"cpu": 0.0, "device": 0.0}
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = max(clock.values())
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1e3 * (other.at - self.at)
+
+    def work(cpu: float, device: float) -> None:
+        clock["cpu"] += cpu
+        clock["device"] = max(clock.values()) + device
+
+    monkeypatch.setattr(bench_measure, "here", lambda: "cuda")
+    monkeypatch.setattr(bench_measure, "wait", lambda: clock.update(cpu=max(clock.values())))
+    monkeypatch.setattr(bench_measure.time, "perf_counter", lambda: clock["cpu"])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: work(0.0, cycles / 2e9), raising=False)
+    monkeypatch.setattr(bench_measure, "SECONDS", 0.4)
+    found = bench_measure.queued(lambda: work(1e-3, 2e-4))
+    assert found == pytest.approx({"ms": 0.2, "low": 0.2, "high": 0.2, "host": 1.0})
 
 
 # ---------------------------------------------------------------- model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,24 @@ class GDN(Case):
         return gdn(*inputs, backend=backend)[0]
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
+        """With triton 3.4 to 3.7.0 on Hopper it refuses to go backward, since gradients would be wrong (its issue
+        #640): there also without that check."""
+        from fla import utils
+        from fla.ops.common import chunk_o
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         q, k, v, g, beta = inputs
-        return {"fla chunk_gated_delta_rule": lambda: chunk_gated_delta_rule(q, k, v, g, beta.to(q.dtype))[0]}
+
+        def run(checked: bool) -> Tensor:
+            chunk_o.TRITON_ABOVE_3_7_1 = utils.TRITON_ABOVE_3_7_1 if checked else True
+            return chunk_gated_delta_rule(q, k, v, g, beta.to(q.dtype))[0]
+
+        name = "fla chunk_gated_delta_rule"
+        refused = utils.IS_NVIDIA_HOPPER and utils.TRITON_ABOVE_3_4_0 and not utils.TRITON_ABOVE_3_7_1
+        runs: dict[str, Run] = {name: partial(run, True)}
+        if refused:
+            runs[f"{name}, its check taken out"] = partial(run, False)
+        return runs
 
     def state(self, shape: Shape, device: str) -> DeltaState:
         return DeltaState(torch.randn(shape.B, shape.Hkv, shape.D, shape.D, device=device))

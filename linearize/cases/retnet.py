@@ -27,6 +27,7 @@ class Retention(Case):
     shapes = (shape(8, 2048), shape(1, 16384))
     errors = tuple(shape(2, 1024, dtype=dtype) for dtype in ("bfloat16", "float16", "float32"))
     steps = (shape(64, 1), shape(1, 1))
+    precision = "tf32"
 
     def inputs(self, shape: Shape, device: str) -> list[Tensor]:
         return random_qkv(shape, device)

@@ -19,9 +19,14 @@ def shape(base: str, B: int = 8, T: int = 2048, **others: Any) -> Shape:
 
 class SLA(Case):
     shapes = (shape("gla"), shape("gdn"), shape("retnet"))
-    errors = tuple(shape("gla", 2, 1024, dtype=dtype) for dtype in ("bfloat16", "float16", "float32"))
+    errors = (
+        *(shape("gla", 2, 1024, dtype=dtype) for dtype in ("bfloat16", "float16", "float32")),
+        *(shape(base, 2, 1024) for base in ("gdn", "retnet")),
+    )
     steps = (shape("gla", 64, 1), shape("gla", 1, 1))
-    names = ("q", "k", "v", "g", "read_scores", "write_scores")
+
+    def named(self, shape: Shape) -> tuple[str, ...]:
+        return (*load_case(shape.base).names, "read_scores", "write_scores")
 
     def inputs(self, shape: Shape, device: str) -> list[Tensor]:
         own = load_case(shape.base).inputs(shape, device)
@@ -49,6 +54,5 @@ class SLA(Case):
 
 def _named(inputs: list[Tensor], shape: Shape) -> dict[str, Any]:
     """What the base takes, and the scores where they are given."""
-    names = [*load_case(shape.base).names, "read_scores", "write_scores"]
-    named = dict(zip(names, inputs, strict=False))
+    named = dict(zip(SLA().named(shape), inputs, strict=False))
     return named | {"log_decay": log_decay(shape.Hkv, inputs[0].device)} if shape.base == "retnet" else named

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..output import Json, print_json
+from ..output import Json, finite, print_json, say
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
 
 @bench.command("kernels")
 def bench_kernels(
-    mechanism: Annotated[str, typer.Option(help="Measure this mechanism's kernels only.")] = "all",
+    mechanism: Annotated[str, typer.Option(help="Measure the kernels of these mechanisms only: la,gla.")] = "all",
     tokens: Annotated[int | None, typer.Option(min=1, help="Cut every shape to at most this many tokens.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the result in this JSON file, from the first row on.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Also draw the times into this PNG.")] = None,
     as_json: Json = False,
 ) -> None:
     """Each mechanism beside PyTorch, scaled dot product attention and, where installed, flash-linear-attention."""
+    from ..atomic import write_atomically
     from ..bench import bench_kernels as measure
     from ..bench import failures
     from ..bench_report import check_plot, markdown, plot
     from ..errors import Exit, LinearizeError
 
+    def tell(measured: str, result: dict[str, Any]) -> None:
+        say(measured)
+        if save is not None:
+            write_atomically(save, json.dumps(finite(result)))
+
     if picture is not None:
         check_plot()
-    result = measure(mechanism, tokens)
+    result = measure(mechanism, tokens, tell)
     if as_json:
         print_json(result)
     else:
