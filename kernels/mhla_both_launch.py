@@ -14,6 +14,7 @@ from torch import Tensor
 from .launch import dense, entry, launch, scratch, strides
 from .mhla_both import back_kernel, give_kernel, product_kernel, read_kernel, turn_kernel
 from .mhla_launch import configure, fill
+from .mhla_torch import GUARD
 from .mhla_triton import summary_kernel
 from .mhla_triton_bwd import pairs_kernel
 
@@ -99,10 +100,10 @@ class Problem:
     def summaries(self) -> Tensor:
         return self.new(self.R, self.E, self.N, self.X)
 
-    def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Room for a result; zeros where tokens without a place get none."""
+    def result(self, *shape: int, dtype: torch.dtype, nothing: float = 0.0) -> Tensor:
+        """Room for a result; `nothing` where tokens without a place get none."""
         out = self.new(self.B, self.T, *shape, dtype=dtype)
-        return out if self.call.covered else out.zero_()
+        return out if self.call.covered else out.fill_(nothing)
 
     def mixed(self, S: Tensor, reverse: bool = False) -> Tensor:
         """What each block reads of all, [R,E,N,X]."""
@@ -146,7 +147,9 @@ def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
         *x.counts, x.E, 1, x.X, TABLE=True, KIND=0,
     )  # fmt: skip
     P = x.mixed(S)
-    o, g = x.result(x.H, x.DV, dtype=x.v.dtype), x.new(x.B, x.T, x.H) if x.call.normalise else x.new(0)
+    o, g = x.result(x.H, x.DV, dtype=x.v.dtype), x.new(0)
+    if x.call.normalise:
+        g = x.result(x.H, dtype=torch.float32, nothing=GUARD)
     x.over_tokens(
         read_kernel, x.config.read, x.of_queries, x.q, table, P, o, g, *x.q.stride()[1:3], *x.counts, x.H, x.E, x.X
     )

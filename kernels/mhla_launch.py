@@ -84,6 +84,12 @@ def constants(c: Config, M: int, D: int, DV: int, *, normalise: bool, table: boo
     }
 
 
+def exceeds_grid(rows: int) -> str:
+    """Why the kernels cannot run for so many rows of heads, each of a document where both sides are seen; empty when
+    they can."""
+    return f"{rows} rows of heads exceed a GPU's grid of 65535" if rows > 65535 else ""
+
+
 @torch.compiler.assume_constant_result
 def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, M: int, causal: bool) -> str:
     """Why the kernels cannot take such inputs; empty when they can."""

@@ -70,6 +70,23 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
         mhla_grid(q, k, k, w, place_line(q, 4, 4, (0, 0), None, None), backend="triton")
 
 
+def test_more_rows_of_heads_than_a_grid_has_are_refused() -> None:
+    from linearize_kernels.mhla import mhla, mhla_grid
+    from linearize_kernels.mhla_places import place_line
+
+    q, k, w = torch.rand(1, 4, 2, 16), torch.rand(1, 4, 1, 16), torch.rand(1, 2, 2)
+    rows = [y.expand(32768, -1, -1, -1) for y in (q, k, k)]
+    places = place_line(q, 2, 2, (0, 0), None, None)
+    for many in (torch.zeros(32768, 2), torch.zeros(1, 2 * 65536)):  # rows, and documents of a row
+        with pytest.raises(ValueError, match="65536 rows of heads exceed a GPU's grid"):
+            mhla_grid(q, k, k, w, places._replace(number=many), backend="triton")
+    with pytest.raises(ValueError, match="65536 rows of heads exceed a GPU's grid"):
+        mhla(*rows, w, backend="triton")
+    sequences = torch.arange(32769, dtype=torch.int32)
+    with pytest.raises(ValueError, match="65536 rows of heads exceed a GPU's grid"):
+        mhla(q, k, k, w, cu_seqlens=sequences.clamp(max=4), backend="triton")
+
+
 # ---------------------------------------------------------------- compiled for real, without a GPU
 
 KERNELS = ("summary_kernel", "output_kernel", "query_kernel", "key_kernel", "value_kernel", "pairs_kernel",
@@ -151,7 +168,7 @@ def results(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
         o, g, state = mix_causal(q, k, v, w, C, bool(normalise), padding, segments, cu, None, backend)
         out = dict(state._asdict().items())
     # Gradients arrive at the mass too, through the window.
-    mass = torch.where(torch.ones_like(g, dtype=torch.bool) if padding is None else padding[..., None], g, 1.0).log()
+    mass = g.log()
     torch.manual_seed(1)
     loss = (o.double() * torch.randn(o.shape).double()).sum() + (mass.double() * torch.randn(g.shape).double()).sum()
     return {
