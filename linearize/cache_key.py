@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .documents import SUFFIXES, Source, rows_of
-from .errors import Exit, LinearizeError, did_you_mean
+from .errors import Exit, LinearizeError, absent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,6 @@ def _digest(file: Path) -> str:
         with file.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except FileNotFoundError as error:
-        siblings = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise LinearizeError(f"no such file: {file}.{did_you_mean(file.name, siblings)}") from error
+        raise absent(file) from error
     except OSError as error:
         raise LinearizeError(f"cannot read {file}: {error}", Exit.RESOURCE) from error

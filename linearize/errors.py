@@ -54,6 +54,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {written[near[0]]!r}?" if near else ""
 
 
+def absent(path: Path, what: str = "no such file:") -> LinearizeError:
+    """What to say of a file or folder that is not there (exit 2), with the nearest name beside it."""
+    siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    return LinearizeError(f"{what} {path}.{did_you_mean(path.name, siblings)}")
+
+
 def reason_of(error: BaseException) -> str:
     """The first line of an error, the second too where the first announces it; else its name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

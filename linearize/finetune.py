@@ -18,11 +18,12 @@ from .convert import convert, plan_conversion
 from .demo import model_folder
 from .errors import Exit, LinearizeError, did_you_mean
 from .export import meta_model, save_final
+from .generate import load_tokenizer
 from .hub import check_access, push_saved
 from .recipe import Recipe
 from .runs import Run, processes
 from .runtime import Say, check_runtime, make_accelerator, stage_steps
-from .samples import tokens_per_sample
+from .samples import kind_of, tokens_per_sample
 from .session import Finetuner, check_model
 from .source import open_source
 from .trainable import Student
@@ -117,8 +118,11 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
         run.start(versions())
         return
     plan, source, natives = plan_base(recipe)
-    run.start(versions())
     trust = recipe.model.trust_remote_code
+    check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
+    if kind_of(model) != "images":
+        load_tokenizer(source.folder, trust)
+    run.start(versions())
     convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
 
 

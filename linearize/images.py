@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .documents import open_dataset
-from .errors import Exit, LinearizeError, did_you_mean
+from .errors import Exit, LinearizeError, absent, did_you_mean
 from .losses import IGNORED
 from .recipe_data import ArraySource, DatasetSource, ImageSource
 
@@ -130,8 +130,7 @@ def find_images(source: ImageSource | ArraySource | DatasetSource, start: Path) 
 def from_folder(folder: Path) -> Labelled:
     """A folder with one folder per class; images that lie in it directly have no class."""
     if not folder.is_dir():
-        siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        raise LinearizeError(f"no folder {folder}.{did_you_mean(folder.name, siblings)}")
+        raise absent(folder, "no folder")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     labels = [path.relative_to(folder).parts[0] if path.parent != folder else None for path in files]
     return Labelled(files, labels, str(folder))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Tag, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, ValidationInfo, field_validator
 
 from .errors import did_you_mean
-from .recipe_types import Count, Listed, Strict, Text
+from .recipe_types import Count, Listed, Strict, Text, as_list
 from .recipe_yaml import shown
 
 
@@ -27,7 +27,10 @@ def _array_file(name: str) -> str:
 
 
 class FileSource(Strict):
-    files: Listed[Annotated[str, AfterValidator(_data_file)]]
+    files: Annotated[
+        Listed[Annotated[str, AfterValidator(_data_file)]],
+        BeforeValidator(as_list, json_schema_input_type=str | list[str]),
+    ]
     """.txt or .jsonl; relative paths start at the recipe's folder."""
 
 
@@ -84,6 +87,12 @@ SOURCES: dict[str, type[Strict]] = {
 def holds_images(source: Any) -> bool:
     """Whether a source is one of images."""
     return isinstance(source, ImageSource | ArraySource) or getattr(source, "image_key", None) is not None
+
+
+def local_names(source: Any) -> tuple[str, ...]:
+    """The files and folders that a source names, as the recipe has them."""
+    names: tuple[str, ...] = getattr(source, "files", ())
+    return names + tuple(getattr(source, key) for key in ("images", "arrays") if hasattr(source, key))
 
 
 def _source_tag(value: Any) -> str | None:

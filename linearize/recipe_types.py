@@ -40,7 +40,8 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """A list of one where there is only its entry."""
     return [value] if isinstance(value, str) else value
 
 
@@ -48,7 +49,7 @@ T = TypeVar("T")
 Listed = Annotated[tuple[T, ...], Field(strict=False, min_length=1)]  # strict would refuse YAML's lists
 Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[
-    tuple[Text, ...], Field(strict=False), BeforeValidator(_as_list, json_schema_input_type=str | list[str])
+    tuple[Text, ...], Field(strict=False), BeforeValidator(as_list, json_schema_input_type=str | list[str])
 ]
 Count = Annotated[int, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -61,12 +62,12 @@ TransferPart = Literal["new", "lora"]
 Parts = Annotated[
     Listed[Part],
     AfterValidator(_distinct),
-    BeforeValidator(_as_list, json_schema_input_type=Part | list[Part]),
+    BeforeValidator(as_list, json_schema_input_type=Part | list[Part]),
 ]
 TransferParts = Annotated[
     Listed[TransferPart],
     AfterValidator(_distinct),
-    BeforeValidator(_as_list, json_schema_input_type=TransferPart | list[TransferPart]),
+    BeforeValidator(as_list, json_schema_input_type=TransferPart | list[TransferPart]),
 ]
 
 

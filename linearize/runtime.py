@@ -78,7 +78,7 @@ def to_source(source: Any, text_key: str, folder: Path) -> Source:
     """A recipe's source of text, with relative files starting at the recipe's folder."""
     values = source.model_dump(exclude={"image_key", "label_key"})
     if "files" in values:
-        values["files"] = tuple(folder / name for name in values["files"])
+        values["files"] = tuple(folder / Path(name).expanduser() for name in values["files"])
     return Source(**values, text_key=text_key)
 
 

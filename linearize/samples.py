@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from .data import Blocks, build_blocks
-from .errors import Exit, LinearizeError
+from .errors import Exit, LinearizeError, absent
 from .generate import load_tokenizer
 from .images import Images, find_images
 from .losses import IGNORED, next_token_targets
 from .masked import MaskedBlocks
-from .recipe_data import Data, Pack, holds_images
+from .recipe_data import Data, ImageSource, Pack, holds_images, local_names
 from .runtime import to_source
 
 Batch = dict[str, Tensor]
@@ -108,20 +108,32 @@ def open_samples(
     seed: int,
     max_tokens: int | None,
 ) -> Samples:
-    """The samples of a recipe's source for this model; relative files begin at `start`, packed text is kept in `cache`.
-
-    Raises LinearizeError (exit 3) for text that meets a vision model, images any other, and by `check_trains`.
+    """The samples of a recipe's source for this model, which `check_source` let pass; relative files begin at `start`,
+    packed text is kept in `cache`.
     """
     kind = kind_of(model)
-    check_trains(model, kind)
-    if holds_images(source) != (kind == "images"):
-        needs = "images: FOLDER, arrays: FILE.npz, or path with image_key" if kind == "images" else "text"
-        raise LinearizeError(f"data: {type(model).__name__} takes {needs}", Exit.INCOMPATIBLE)
     if kind == "images":
         return Images(find_images(source, start), processor, model.config)
     text = to_source(source, pack.text_key, start)
     blocks = build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=max_tokens)
     return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)
+
+
+def check_source(source: Any, model: Any, start: Path, where: str) -> None:
+    """Refuse the data `where` in a recipe: text for a model of images, images for another (exit 3), or what is not
+    there (exit 2); and by `check_trains`."""
+    kind = kind_of(model)
+    check_trains(model, kind)
+    if holds_images(source) != (kind == "images"):
+        found, due = ("text", "images") if kind == "images" else ("images", "text")
+        instead = "images: FOLDER, arrays: FILE.npz, or path and image_key" if kind == "images" else "files, or path"
+        raise LinearizeError(
+            f"{where} holds {found}, and {type(model).__name__} learns from {due}: give {instead}", Exit.INCOMPATIBLE
+        )
+    what = "no folder" if isinstance(source, ImageSource) else "no such file:"
+    for path in (start / Path(name).expanduser() for name in local_names(source)):
+        if not path.exists():
+            raise absent(path, what)
 
 
 def check_trains(model: Any, kind: Kind) -> None:

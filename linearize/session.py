@@ -18,7 +18,7 @@ from .loop import StageLoop, seed_for
 from .recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
 from .runs import Position, Run, read_position
 from .runtime import Say, make_schedule, stage_steps
-from .samples import Samples, check_vocabulary, collate, has_head, kind_of, open_processor, open_samples
+from .samples import Samples, check_source, check_vocabulary, collate, has_head, kind_of, open_processor, open_samples
 from .sharding import reshard, shard, whole
 from .stages import Calibration, error_scale, listen
 from .trainable import Student, check_targets
@@ -272,13 +272,18 @@ class Finetuner:
 
 
 def check_model(model: Any, recipe: Recipe) -> None:
-    """Refuse (exit 3) what the model cannot do, before anything is trained."""
-    for stage in recipe.stages:
+    """Refuse (exit 3) what the model cannot do, and data that it cannot learn from; `model` may be without weights."""
+    for number, stage in enumerate(recipe.stages):
         if stage.lora is not None:
             check_targets(model, stage.lora.target)
         if isinstance(stage, FeatureCosine) == has_head(model) and not isinstance(stage, AttentionTransfer):
             what, other = ("has a head", "logit_kl or sft") if has_head(model) else ("has no head", "feature_cosine")
             raise LinearizeError(f"{stage.name}: {type(model).__name__} {what}; use {other}", Exit.INCOMPATIBLE)
+        for split in ("train", "eval"):
+            source = getattr(recipe.data_for(stage), split)
+            if source is not None:
+                own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
+                check_source(source, model, recipe.folder, f"{own}data.{split}")
     if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise LinearizeError(
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import save_source
 from training import byte_tokenizer
 from transformers import (
     AutoModelForImageClassification,
@@ -51,6 +52,7 @@ def place(tmp_path: Path) -> Path:
     # Weights of that size make attention sharp, and what a linear layer changes large.
     sharp = Dinov2Config(**SMALL, initializer_range=0.3, layerscale_value=1.0)
     Dinov2Model(sharp).save_pretrained(tmp_path / "dino")
+    save_source(tmp_path / "llama")
     return tmp_path
 
 
@@ -120,16 +122,34 @@ def test_a_model_without_a_head_learns_its_teachers_features(place: Path) -> Non
     [
         ("vit", FEATURES, None, "has a head; use logit_kl"),
         ("dino", KL, None, "has no head; use feature_cosine"),
-        ("vit", KL, {"train": {"files": ["a.txt"]}}, "takes images: FOLDER"),
+        ("vit", KL, {"train": {"files": ["a.txt"]}}, r"^data.train holds text, .* learns from images: give images: F"),
+        ("vit", KL | {"data": {"eval": {"demo": "heldout"}}}, None, r"^stages\[0\].data.eval holds text"),
+        ("llama", KL, {"train": {"images": "photos"}}, "holds images, .*LlamaForCausalLM learns from text: give files"),
+        ("vit", KL, {"train": {"arrays": "trian.npz"}}, "no such file: .*Did you mean 'train.npz'"),
+        ("vit", KL, {"train": {"images": "photo"}}, "no folder .*Did you mean 'photos'"),
+        ("llama", KL, {"train": {"files": "b.txt"}}, "no such file: .*Did you mean 'a.txt'"),
+        ("llama", KL, {"train": {"files": "a.txt"}}, "no tokenizer can be loaded"),
     ],
 )
-def test_what_a_model_cannot_learn_is_refused(
-    place: Path, base: str, stage: dict[str, Any], data: dict[str, Any] | None, message: str
+def test_what_a_model_cannot_learn_is_refused_before_it_is_converted(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    base: str,
+    stage: dict[str, Any],
+    data: dict[str, Any] | None,
+    message: str,
 ) -> None:
+    monkeypatch.setattr("linearize.finetune.convert", lambda *arguments, **named: pytest.fail("converts"))
     (place / "a.txt").write_text("text")
+    (place / "photos").mkdir()
+    recipe = recipe_of(place, base, [stage], data)
     with pytest.raises(LinearizeError, match=message) as refused:
-        finetune(recipe_of(place, base, [stage], data))
-    assert refused.value.code == Exit.INCOMPATIBLE
+        finetune(recipe)
+    assert refused.value.code == (Exit.USAGE if "Did you mean" in message else Exit.INCOMPATIBLE)
+    assert not (place / f"run-{base}").exists()
+    if "tokenizer" not in message:
+        with pytest.raises(LinearizeError, match=message):
+            dry_run(recipe, print)
 
 
 def test_a_dry_run_counts_images(place: Path) -> None:

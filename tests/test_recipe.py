@@ -103,6 +103,12 @@ def test_layers_have_one_spelling(tmp_path: Path, text: str) -> None:
     assert recipe.convert.keep_softmax == "7,15"
 
 
+def test_one_file_needs_no_list(tmp_path: Path) -> None:
+    recipe = load(tmp_path, edited("demo: train", "files: a.txt"))
+    assert recipe.data.train.files == ("a.txt",)
+    assert recipe.resolved()["data"]["train"] == {"files": ["a.txt"]}
+
+
 def test_yaml_is_the_core_schema(tmp_path: Path) -> None:
     options = "{a: 1e-3, b: no, c: 2024-01-01, d: '5', e: 0x10, f: ~, g: TRUE, h: 12:30, i: -1.5E+2}"
     (tmp_path / "r.yaml").write_text(options)

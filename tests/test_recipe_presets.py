@@ -207,7 +207,7 @@ def test_every_mistake_of_every_file_is_told(linearize: Command, tmp_path: Path)
     line = {key: number for number, row in enumerate(text.splitlines(), 1) for key in ("seed", "slots") if key in row}
     told = err.splitlines()
     assert told[0] == f"{good}: fine"
-    assert told[1].startswith(f"{bad}:{line['seed']}:7 seed: must be a whole number")
+    assert told[1].startswith(f"error: {bad}:{line['seed']}:7 seed: must be a whole number")
     assert told[2].startswith(f"{bad}:")
     assert "needs exactly one of tokens" in told[2]
     assert told[3] == "gsa-t2r: fine"

@@ -21,8 +21,8 @@ from linearize import export
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.loop import StageLoop
-from linearize.recipe_data import FileSource, Pack
-from linearize.samples import open_processor, open_samples
+from linearize.recipe_data import FileSource
+from linearize.samples import check_source, open_processor
 from linearize.session import Finetuner
 
 STAGES = [
@@ -232,9 +232,8 @@ def test_models_without_data_of_their_kind_are_refused(tmp_path: Path, name: str
     small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1} if name.startswith("Bart") else sizes
     with torch.device("meta"):
         model = getattr(transformers, name)(getattr(transformers, name).config_class(**small))
-    arguments = {"start": tmp_path, "sft": False, "seed": 0, "max_tokens": None}
     with pytest.raises(LinearizeError, match=said) as caught:
-        open_samples(FileSource(files=("a.txt",)), Pack(), model, None, tmp_path, **arguments)
+        check_source(FileSource(files=("a.txt",)), model, tmp_path, "data.train")
     assert caught.value.code == Exit.INCOMPATIBLE
 
 

@@ -73,8 +73,7 @@ def validate(
     if as_json:
         print_json({"mistakes": mistakes})
     for file, lines in mistakes.items():
-        for line in lines or [f"{file}: fine"]:
-            say(line)
+        say("error: " + "\n".join(lines) if lines else f"{file}: fine")
     if any(mistakes.values()):
         raise typer.Exit(int(Exit.USAGE))
 
