@@ -201,6 +201,16 @@ class MultiHeadLinearAttention(Mixer):
             return "windows have too few tokens for blocks of their own; choose la or saga"
         return super().obstacle(site)
 
+    @classmethod
+    def idle(cls, site: Site, flat: bool) -> dict[str, str]:
+        if site.causal:
+            return dict.fromkeys(("frames", "rows", "columns"), "causal attention has blocks of block_size tokens")
+        found = dict.fromkeys(("block_size", "by_distance"), "attention here is not causal")
+        if site.grid == "line":
+            return found | dict.fromkeys(("frames", "rows", "columns"), "tokens on a line are cut into `blocks`")
+        found |= {"blocks": "tokens on a grid are cut into frames x rows x columns"}
+        return found | ({"frames": "images have no frames"} if flat else {})
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -171,6 +171,11 @@ class Mixer(nn.Module):
         """Why this mechanism does not fit where a site's tokens lie, as the end of a sentence; None where it does."""
         return f"its grid is not known: {site.grid_from}" if cls.geometric and site.grid == "unknown" else None
 
+    @classmethod
+    def idle(cls, site: Site, flat: bool) -> dict[str, str]:
+        """Options of no effect at a site, and why; `flat`: its tokens lie on a grid of rows and columns alone."""
+        return {}
+
     def reset_parameters(self) -> None:
         """Write the initial value of every parameter, through `transformers.initialization` (flag-aware).
 

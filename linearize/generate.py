@@ -73,7 +73,7 @@ def device_memory() -> Iterator[None]:
 
 
 def check_request(prompt: str, sampling: Sampling) -> None:
-    """Raise LinearizeError (exit 2) for a prompt or a temperature that no model can take."""
+    """Raise LinearizeError (exit 2) for a prompt or a temperature that no model can take, and a top_p of no effect."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -82,6 +82,9 @@ def check_request(prompt: str, sampling: Sampling) -> None:
         raise LinearizeError(
             f"--temperature {sampling.temperature:g}: give 0 for the likeliest token, or >= {LOWEST:g}"
         )
+    if sampling.temperature == 0 and sampling.top_p != 1:
+        said = f"--top-p {sampling.top_p:g} is for sampling, and --temperature 0 takes the likeliest token"
+        raise LinearizeError(f"{said}. Add --temperature 1, or leave out --top-p")
 
 
 @device_memory()

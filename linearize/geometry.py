@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-LINE: dict[str, Any] = {"grid": "line", "grid_from": "", "prefix": 0, "suffix": 0}
+LINE: dict[str, Any] = {"grid": "line", "grid_from": "", "prefix": 0, "suffix": 0, "flat": False}
 # Functions that choose or reorder tokens.
 MOVING = {"gather", "index_select", "take_along_dim"}
 
@@ -77,16 +77,18 @@ class Follow(TorchFunctionMode):
                 return
 
     def place(self, shape: tuple[int, ...], module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a Site for a module that is called with the arguments `given` on x of `shape` [B,T,..]."""
+        """The fields of a Site for a module that is called with the arguments `given` on x of `shape` [B,T,..], and
+        `flat`: whether its tokens lie on a grid of rows and columns alone."""
         if not takes_images(self.inputs):
             return LINE
         B, T = shape[:2]
         patches, rows = self.patches, len(self.inputs["pixel_values"])
         height, width = given.get("height"), given.get("width")
         if isinstance(height, int) and isinstance(width, int) and height * width <= T:
-            return {**LINE, "grid": "arguments", "prefix": T - height * width}
+            return {**LINE, "grid": "arguments", "prefix": T - height * width, "flat": True}
         if patches and not patches.moved and rows == B and patches.prefix + patches.count + patches.suffix == T:
-            return {"grid": "patches", "grid_from": patches.path, "prefix": patches.prefix, "suffix": patches.suffix}
+            around = {"prefix": patches.prefix, "suffix": patches.suffix}
+            return {"grid": "patches", "grid_from": patches.path, **around, "flat": len(patches.size) == 2}
         text = self.inputs.get("input_ids")
         if text is not None and tuple(text.shape) == (B, T):
             return LINE

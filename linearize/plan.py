@@ -191,6 +191,14 @@ def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
         )
 
 
+def check_idle(found: Found, steps: tuple[Step, ...], given: dict[str, Any]) -> None:
+    """Raise LinearizeError (exit 2) for an option that was given and has no effect at any site."""
+    for option, value in given.items():
+        reasons = [load_mechanism(s.mechanism).idle(s.site, s.site.path in found.flat).get(option) for s in steps]
+        if all(reasons):
+            raise LinearizeError(f"{option}={value} has no effect in this model: {reasons[0]}. Leave it out")
+
+
 def some(names: list[str]) -> str:
     """The first three of `names`, and whether there are more."""
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")

@@ -48,12 +48,14 @@ class Found:
 
     `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away.
     `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
+    `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone.
     """
 
     sites: tuple[Site, ...]
     others: tuple[Other, ...]
     reads_masks: bool = False
     fixed_rotation: tuple[str, ...] = ()
+    flat: frozenset[str] = frozenset()
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -106,6 +108,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         )
     slots = _cache_slots(config)
     free = {record["path"] for record in run.records if record.pop("rotation")}
+    flat = frozenset(record["path"] for record in run.records if record.pop("flat"))
     sites: list[Site] = []
     unfit: list[Other] = []
     for number, record in enumerate(run.records):
@@ -119,7 +122,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     if not sites:
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
     fixed = {site.path for site in sites} - free if _rotates(run, config) else set()
-    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)))
+    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat)
 
 
 def _rotates(run: Run, config: PreTrainedConfig) -> bool:

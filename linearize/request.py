@@ -8,7 +8,7 @@ from typing import Any
 
 from .drops import check_losses
 from .errors import LinearizeError
-from .plan import Plan, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps
+from .plan import Plan, check_idle, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps
 from .probe import Found
 from .source import DTYPES, Source
 
@@ -54,6 +54,7 @@ class Request:
         target = stored if self.dtype == "keep" else self.dtype
         steps = make_steps(chosen, self.mechanism, self.options or {}, item_bytes(target))
         check_rotation(found, steps)
+        check_idle(found, steps, self.options or {})
         new = sum(step.new_parameters for step in steps)
         rewritten = numbers if pickled or target != stored else 0
         return Plan(

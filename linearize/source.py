@@ -70,13 +70,17 @@ class Source:
 def open_source(model: str, revision: str | None, *, weights: bool = True) -> Source:
     """The checkpoint in folder `model`, else the Hub repo of that name (downloaded; only its config if not `weights`).
 
-    Raises LinearizeError: 3 for what is no usable checkpoint, 4 for unreadable files, 5 for the Hub.
+    Raises LinearizeError: 2 for a revision of a folder, 3 for what is no usable checkpoint, 4 for unreadable files, 5
+    for the Hub.
     """
     folder = Path(os.path.expanduser(model))
     try:
         if os.path.isfile(folder):
             raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
         local = _is_folder(folder)
+        if local and revision is not None:
+            said = f"{model} is a folder here, and a revision ({revision}) is a branch, tag or commit on the Hub"
+            raise LinearizeError(f"{said}. Leave it out, or give the Hub's user/repo")
         if not local:
             folder, revision = download(model, revision, weights)
         config = _read_config(folder)

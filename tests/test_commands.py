@@ -174,6 +174,8 @@ def test_weights_go_where_and_how_they_should(folder: Path) -> None:
         (["--temperature", "-1"], Exit.USAGE, "--temperature"),
         (["--top-p", "1.5"], Exit.USAGE, "--top-p"),
         (["--top-p", "nan"], Exit.USAGE, "--top-p"),
+        (["--top-p", "0.9"], Exit.USAGE, "--top-p 0.9 is for sampling, and --temperature 0 takes the likeliest token"),
+        (["--revision", "main"], Exit.USAGE, "is a folder here, and a revision (main) is a branch, tag or commit"),
         (["--temperature", "1e-40"], Exit.USAGE, "--temperature 1e-40: give 0 for the likeliest token, or >= 1e-06"),
         (["--temperature", "nan"], Exit.USAGE, "--temperature"),
         (["--temperature", "inf"], Exit.USAGE, "--temperature inf: give 0"),

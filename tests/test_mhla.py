@@ -347,6 +347,35 @@ def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str)
         mixer(**options)
 
 
+@pytest.mark.parametrize(
+    ("site", "flat", "idle"),
+    [
+        ({}, False, {"frames", "rows", "columns"}),
+        ({"causal": False}, False, {"frames", "rows", "columns", "block_size", "by_distance"}),
+        ({"causal": False, "grid": "patches"}, False, {"blocks", "block_size", "by_distance"}),
+        ({"causal": False, "grid": "arguments"}, True, {"blocks", "block_size", "by_distance", "frames"}),
+    ],
+)
+def test_options_without_effect_change_nothing(site: dict[str, Any], flat: bool, idle: set[str]) -> None:
+    """And are those that a conversion refuses; any other changes the weights, or what is computed."""
+    changed = {"blocks": 4, "block_size": 16, "frames": 2, "rows": 3, "columns": 3, "by_distance": True}
+
+    def result(**options: Any) -> Any:
+        torch.manual_seed(0)
+        m, causal = mixer(**site, **options), site.get("causal", True)
+        size = (6, 6) if flat else (2, 3, 6)
+        grid = Grid(size) if "grid" in site else None
+        return m.block_logits.shape, call(m, 36, causal=causal, grid=grid)
+
+    assert set(mixer(**site).idle(mixer(**site).site, flat)) == idle
+    shape, plain = result()
+    if flat:
+        changed.pop("frames")  # adds weights that no token meets, and moves the start of the others
+    for name, value in changed.items():
+        other, found = result(**{name: value})
+        assert (torch.equal(found, plain) and other == shape) == (name in idle), name
+
+
 def test_a_grid_of_one_block_is_refused() -> None:
     with pytest.raises(LinearizeError, match="one block is plain linear attention"):
         mixer(causal=False, grid="patches", rows=1, columns=1)

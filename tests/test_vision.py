@@ -335,6 +335,31 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, name: str, mechani
     assert re.search(message, reason(tmp_path, name, mechanism))
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("ViTForImageClassification", {"frames": "3"}, "frames=3 has no effect in this model: images have no frames"),
+        ("PvtV2ForImageClassification", {"frames": "3"}, "images have no frames"),
+        ("ViTForImageClassification", {"rows": "2", "blocks": "8"}, "blocks=8 has no effect .* frames x rows x col"),
+        ("VideoMAEForVideoClassification", {"frames": "3"}, None),
+        ("BertForMaskedLM", {"rows": "3"}, "rows=3 has no effect in this model: tokens on a line are cut into `bl"),
+        ("llama", {"columns": "3"}, "columns=3 has no effect in this model: causal attention has blocks of block_size"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    tmp_path: Path, name: str, options: dict[str, str], said: str | None
+) -> None:
+    config = small_config(name)
+    config.architectures = [name] if name[0].isupper() else None
+    config.save_pretrained(tmp_path)
+    if said is None:
+        assert plan_conversion(str(tmp_path), "mhla", weights=False, options=options)[0].steps
+        return
+    with pytest.raises(LinearizeError, match=said) as refused:
+        plan_conversion(str(tmp_path), "mhla", weights=False, options=options)
+    assert refused.value.code == Exit.USAGE
+
+
 def test_stages_that_pool_their_queries_are_named(tmp_path: Path) -> None:
     small_model("HieraForImageClassification").save_pretrained(tmp_path)
     plan = plan_conversion(str(tmp_path), "la")[0]

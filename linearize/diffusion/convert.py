@@ -193,8 +193,10 @@ def probe_parts(parts: list[Part]) -> Found:
     """The sites of all parts, numbered on from part to part, their paths with the name of the part before."""
     sites: list[Any] = []
     others: list[Other] = []
+    flat: set[str] = set()
     for part in parts:
         found, start = probe(part), len(sites)
         sites += [dataclasses.replace(s, path=part.prefix + s.path, layer=start + s.layer) for s in found.sites]
         others += [dataclasses.replace(other, path=part.prefix + other.path) for other in found.others]
-    return Found(tuple(sites), tuple(others))
+        flat |= {part.prefix + path for path in found.flat}
+    return Found(tuple(sites), tuple(others), flat=frozenset(flat))
