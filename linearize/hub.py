@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SECRET, Exit, LinearizeError
-from .hub_errors import hub_errors
+from .hub_errors import hub_errors, unreached
 
 Say = Callable[[str], None]
 
@@ -33,7 +33,6 @@ def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str
 
     Raises LinearizeError: 3 for a name that is no repository's, 5 for what the Hub refuses.
     """
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     from .source import ADAPTER_CONFIG, SMALL_FILES, weight_files
@@ -46,17 +45,40 @@ def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str
             )
             # A * also stands for a slash: code in folders would run when transformers loads a loop of generation.
             patterns = [*wanted, "README.md"]
-            folder = Path(
-                snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*.py"])
-            )
+            away = unanswered(model, revision)
+            folder = snapshot(model, away, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*.py"])
             for names in weight_files(folder) if weights else ():
                 # Of that commit, whatever the branch has become meanwhile.
-                snapshot_download(model, revision=folder.name, allow_patterns=names)
+                snapshot(model, away, revision=folder.name, allow_patterns=names)
                 if all((folder / name).exists() for name in names):
                     break
     except HFValidationError as error:
         raise LinearizeError(f"no such folder {model!r}, and it is no Hub id (user/repo)", Exit.INCOMPATIBLE) from error
     return folder, folder.name
+
+
+def unanswered(model: str, revision: str | None) -> Exception | None:
+    """Why the Hub gives no answer in time, None where it does; `snapshot_download` would wait without an end."""
+    from huggingface_hub import HfApi, constants
+
+    try:
+        HfApi().model_info(model, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:
+        return error if unreached(error) else None  # a refusal meets snapshot_download too, which may have a copy
+    return None
+
+
+def snapshot(model: str, away: Exception | None, **wanted: Any) -> Path:
+    """`snapshot_download`; of a Hub that is `away` what lies in the cache, and where nothing does, that error."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=away is not None, **wanted))
+    except LocalEntryNotFoundError:
+        if away is None:
+            raise
+        raise away from away.__cause__
 
 
 # ---------------------------------------------------------------- pushing

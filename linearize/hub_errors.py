@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from .errors import Exit, LinearizeError
+from .errors import Exit, LinearizeError, reason_of
 
 
 @contextlib.contextmanager
@@ -26,22 +26,28 @@ def hub_errors(repo: str, absent: str, offline: str, revision: str | None = None
         answers = [e for e in chain if isinstance(e, errors.HfHubHTTPError | errors.LocalTokenNotFoundError)]
         if answers:
             said = _answer(answers[-1], repo, absent, revision)
-        elif not any(map(_unreached, chain)):
+        elif not any(map(unreached, chain)):
             raise
         elif constants.HF_HUB_OFFLINE:
             said = offline
         else:
-            said = f"{constants.ENDPOINT} cannot be reached ({type(chain[-1]).__name__}) for {repo!r}{absent}. "
-            said += "Try again: what arrived is not sent twice"
+            said = f"{constants.ENDPOINT} cannot be reached ({_shortly(chain[-1])}) for {repo!r}{absent}. Check the "
+            said += "network and its proxy (HTTPS_PROXY, HF_ENDPOINT), and run this again: what has arrived stays"
         raise LinearizeError(said, Exit.HUB) from error
 
 
-def _unreached(error: BaseException) -> bool:
+def unreached(error: BaseException) -> bool:
     """Whether it says that the Hub did not answer: an error of the network, or of a cache that lacks something."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     network = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2", "hf_xet")
     return network or isinstance(error, LocalEntryNotFoundError | ConnectionError)
+
+
+def _shortly(error: BaseException) -> str:
+    """The kind of an error, and what it says of itself if anything."""
+    name, text = type(error).__name__, reason_of(error)
+    return name if text == name else f"{name}: {text}"
 
 
 def _answer(error: Any, repo: str, absent: str, revision: str | None) -> str:

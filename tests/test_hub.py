@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -300,7 +302,7 @@ def test_a_push_needs_the_hub(hub: Hub, folder: Path, unverified: None, monkeypa
     assert "offline: nothing can be pushed" in refused(Exit.HUB, lambda: push(upload))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", nowhere())
-    assert "cannot be reached (ConnectError)" in refused(Exit.HUB, lambda: push(upload))
+    assert "cannot be reached (ConnectError: " in refused(Exit.HUB, lambda: push(upload))
 
 
 def nowhere() -> str:
@@ -508,7 +510,9 @@ def test_a_cached_source_needs_no_hub(hub: Hub, tmp_path: Path, monkeypatch: pyt
 
     leave()
     said = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))
-    assert {"offline": "Fetch it once: hf download user/base", "unreachable": "cannot be reached"}[away] in said
+    assert {"offline": "Fetch it once: hf download user/base", "unreachable": "cannot be reached (ConnectError: "}[
+        away
+    ] in said
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     plan = plan_conversion("user/base", "gsa", weights=False)[0]
@@ -522,6 +526,21 @@ def test_a_cached_source_needs_no_hub(hub: Hub, tmp_path: Path, monkeypatch: pyt
     asked = len(hub.requests)
     assert plan_conversion("user/base", "gsa")[0] == plan
     assert len(hub.requests) == asked
+
+
+def test_a_silent_hub_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a firewall that drops what it does not let through."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+        end = threading.Timer(5, silent.shutdown, [socket.SHUT_RDWR])
+        end.start()
+        began = time.monotonic()
+        assert "cannot be reached (ReadTimeout: " in refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))
+        assert time.monotonic() - began < 4
+        end.cancel()
 
 
 @pytest.mark.parametrize(
