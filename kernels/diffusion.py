@@ -153,6 +153,9 @@ class Linearized:
         """Raises NotImplementedError: the mixers are in the processors, and would be gone without a word."""
         raise NotImplementedError("other attention processors would take the mixers out; teacher() computes softmax")
 
+    # What enable_xformers_memory_efficient_attention calls on a pipeline's models, and those on all of their modules.
+    set_use_memory_efficient_attention_xformers = set_attn_processor
+
 
 def linearized(native: Any, mechanisms: Mapping[str, type[Mixer]], readers: Mapping[str, Any], code: str) -> Any:
     """The class `Linearized<native>`: its config also has `linearize`, which modules have which mixer.

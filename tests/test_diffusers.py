@@ -419,6 +419,9 @@ def test_what_a_linear_layer_cannot_do_is_refused(sources: dict[str, Path], tmp_
         model.enable_parallelism(config=None)
     with pytest.raises(NotImplementedError, match="would take the mixers out"):
         model.set_attn_processor(model.blocks[0].attn2.processor)
+    for made in (model, diffusers.DiffusionPipeline.from_pretrained(tmp_path / "linear", trust_remote_code=True)):
+        with pytest.raises(NotImplementedError, match="would take the mixers out"):
+            made.enable_xformers_memory_efficient_attention()
     attention = model.blocks[0].attn1
     with pytest.raises(RuntimeError, match="with a mask"):
         attention(torch.zeros(1, 4, 24), None, torch.ones(4, 4), None)
@@ -509,6 +512,7 @@ def cut(folder: Path) -> None:
 MISTAKES: dict[str, tuple[Callable[[Path], Any], list[str], int, str]] = {
     "mechanism": (lambda f: None, ["--to", "gsa"], 3, "bidirectional; 'gsa' is not. Choose la or mhla or saga"),
     "option": (lambda f: None, ["--set", "blokcs=3"], 2, "Did you mean 'blocks'"),
+    "images": (lambda f: None, ["--set", "frames=2"], 2, "images have no frames"),
     "layers": (lambda f: None, ["--layers", "2"], 2, "has 2 layers (0-1)"),
     "dtype": (lambda f: None, ["--dtype", "int8"], 2, "choose keep, float64"),
     "consent": (lambda f: None, ["--allow-drop", "alibi"], 2, "drops nothing of its softmax"),
