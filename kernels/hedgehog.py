@@ -27,8 +27,9 @@ LARGEST = 128
 
 
 def fits(y: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels take y [B,T,H,D] and weights [H,D,D]."""
-    return not unavailable(y.device, y.dtype) and weight.dtype != torch.float64 and 16 <= y.shape[-1] <= LARGEST
+    """Whether the kernels take y [B,T,H,D] and weights [H,D,D]; of other dtypes they would multiply what differs."""
+    known = weight.dtype in (y.dtype, torch.float32)
+    return not unavailable(y.device, y.dtype) and known and 16 <= y.shape[-1] <= LARGEST
 
 
 # ---------------------------------------------------------------- kernels

@@ -10,7 +10,7 @@ from conftest import TOLERANCE, relative_error
 from triton_tools import gradients, interpreted
 
 from linearize_kernels.features import Features
-from linearize_kernels.hedgehog import hedgehog_op
+from linearize_kernels.hedgehog import fits, hedgehog_op
 
 SHAPES = [(2, 5, 3, 16), (1, 150, 2, 24)]
 HALF, FULL = torch.float16, torch.float32
@@ -36,6 +36,17 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, weights: torch.dtype) -> 
 @pytest.mark.parametrize(("dtype", "weights"), [(FULL, FULL), (HALF, FULL), (HALF, HALF)], ids=str)
 def test_kernels_compute_what_pytorch_does(shape: tuple[int, ...], dtype: torch.dtype, weights: torch.dtype) -> None:
     assert interpreted(mapped, shape, dtype, weights) < TOLERANCE[dtype]
+
+
+def taken(dtype: torch.dtype, weights: torch.dtype) -> bool:
+    return fits(torch.zeros(1, 5, 2, 16, dtype=dtype), torch.zeros(2, 16, 16, dtype=weights))
+
+
+@pytest.mark.parametrize("dtype", [FULL, HALF, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [FULL, HALF, torch.bfloat16, torch.float64], ids=str)
+def test_kernels_take_weights_in_the_dtype_of_y_or_in_fp32(dtype: torch.dtype, weights: torch.dtype) -> None:
+    """A product of fp32 and bf16 does not compile, as of a q that was rotated in fp32 in a model in bf16."""
+    assert interpreted(taken, dtype, weights) == (weights in (dtype, FULL))
 
 
 def check_operator() -> None:
