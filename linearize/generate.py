@@ -139,11 +139,14 @@ def _load_native(source: Source, dtype: Any, trust_remote_code: bool) -> Any:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer of a model folder. Raises LinearizeError (exit 3) when there is none."""
+    """The tokenizer of a model folder. Raises LinearizeError (exit 3) when there is none, or only by untrusted code."""
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, TypeError) as error:
+        if not trust_remote_code and "trust_remote_code=True" in str(error):
+            said = f"the tokenizer of {folder} has code of its own. Read it, then pass --trust-remote-code"
+            raise LinearizeError(f"{said} (in a recipe, model.trust_remote_code: true)", Exit.INCOMPATIBLE) from error
         raise LinearizeError(
             f"no tokenizer can be loaded from {folder}: {reason_of(error)}. Copy the source's tokenizer files there",
             Exit.INCOMPATIBLE,

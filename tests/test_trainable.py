@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from linearize import export
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
+from linearize.generate import load_tokenizer
 from linearize.loop import StageLoop
 from linearize.recipe_data import FileSource
 from linearize.samples import check_source, open_processor
@@ -217,6 +219,9 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
     with pytest.raises(LinearizeError, match="no tokenizer can be loaded") as caught:
         open_processor(tmp_path, "masked")
     assert caught.value.code == Exit.INCOMPATIBLE
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    with pytest.raises(LinearizeError, match=r"has code of its own\\. Read it, then pass --trust-remote-code"):
+        load_tokenizer(tmp_path, False)
 
 
 @pytest.mark.parametrize(
