@@ -220,7 +220,7 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
         open_processor(tmp_path, "masked")
     assert caught.value.code == Exit.INCOMPATIBLE
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
-    with pytest.raises(LinearizeError, match=r"has code of its own\\. Read it, then pass --trust-remote-code"):
+    with pytest.raises(LinearizeError, match=r"has code of its own\. Read it, then pass --trust-remote-code"):
         load_tokenizer(tmp_path, False)
 
 
