@@ -141,7 +141,13 @@ class Mixer(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any = None
     ) -> tuple[Tensor, Any]:
-        """`mix`, and the exact window beside it where there is one; same arguments and results."""
+        """`mix`, and the exact window beside it where there is one; same arguments and results.
+
+        Raises ValueError for a call to both sides of what looks back only.
+        """
+        if not layout.causal and q.shape[1] > 1 and not (self.bidirectional and self.near is None):
+            what = "its window" if self.bidirectional else self.title
+            raise ValueError(f"{self.site.path}: called as attention to both sides, and {what} looks back only")
         q, k, v = as_autocast(q, k, v)
         far, near = (state, None) if self.near is None or state is None else state
         o, mass, far = self._far(q, k, v, x, layout, far)

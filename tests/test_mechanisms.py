@@ -320,14 +320,18 @@ def test_no_bit_of_the_past_depends_on_the_future(name: str, variant: str) -> No
 
 
 @every_variant
-def test_bidirectional_mechanisms_see_both_sides(name: str, variant: str) -> None:
+def test_it_sees_both_sides_or_says_that_it_looks_back(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
     assert mixer.causal or mixer.bidirectional
-    if mixer.bidirectional:
-        inputs = tokens(mixer.site, 70)
+    inputs = tokens(mixer.site, 70)
+    if mixer.bidirectional and mixer.near is None:
         whole, _ = mix(mixer, inputs, causal=False)
         changed: Any = tuple(torch.cat([y[:, :-1], -y[:, -1:]], 1) for y in inputs)
         assert not torch.equal(mix(mixer, changed, causal=False)[0][:, 0], whole[:, 0])
+    else:
+        with pytest.raises(ValueError, match=r"^a: called as attention to both sides, and .* looks back only"):
+            mix(mixer, inputs, causal=False)
+        assert mix(mixer, cut(inputs, 0, 1), causal=False)[0].isfinite().all()
 
 
 # ---------------------------------------------------------------- numerics
