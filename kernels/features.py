@@ -72,9 +72,9 @@ class Features(nn.Module):
                 init.zeros_(weight)
 
     def forward(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
-        """Features [B,T,heads,size] of queries or keys y [B,T,heads,D]: in fp32, or in y's dtype from a kernel."""
+        """Features [B,T,heads,size] of queries or keys y [B,T,heads,D], as `featured`; in y's dtype from a kernel."""
         weight: Any = getattr(self, f"{role}_map", None)
         bias = getattr(self, f"{role}_bias", None)
         if self.kind == "hedgehog" and fits(y, weight):
             return hedgehog_op(y, weight, self.scale**0.5)
-        return featured(y.float(), self.kind, self.scale, weight, bias)
+        return featured(y, self.kind, self.scale, weight, bias)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, resolve_options
+from linearize_kernels.features import featured
 from linearize_kernels.la import LAState, la, la_reference
 from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import Site
@@ -169,6 +170,13 @@ def test_learned_features_are_positive_with_products_of_about_one(features: str)
     assert (phi >= 0).all()
     products = torch.einsum("bthd,bihd->bhti", phi, phi).mean()
     assert 0.1 < float(products) < 10.0
+
+
+@pytest.mark.parametrize("features", ["hedgehog", "relu"])
+def test_features_of_float64_are_as_exact(features: str) -> None:
+    m, y = mixer(features=features).double(), torch.randn(2, 9, 4, 8, dtype=torch.float64)
+    weights = [getattr(m.features, f"query_{part}", None) for part in ("map", "bias")]
+    assert torch.equal(m.feature_map(y, "query"), featured(y, features, m.site.scale, *weights))
 
 
 def test_hedgehog_starts_as_published_where_attention_is_causal() -> None:
