@@ -115,6 +115,10 @@ def changed_code(folder: Path, plan: Plan) -> Iterator[str]:
         yield ADAPTER_CONFIG
     for path in folder.glob("*.json"):
         with contextlib.suppress(ValueError, AttributeError):
-            asked = json.loads(path.read_text("utf-8")).get("auto_map")
-            if asked != (auto_map(natives) if path.name == "config.json" else None):
+            said = json.loads(path.read_text("utf-8"))
+            if path.name == "config.json":
+                named = said.get("auto_map") != auto_map(natives)
+            else:  # processor_config.json has those of its parts one level down
+                named = any(part.get("auto_map") for part in (said, *said.values()) if isinstance(part, dict))
+            if named:
                 yield path.name
