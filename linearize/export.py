@@ -88,6 +88,8 @@ def meta_model(
         if planned is not None:
             plan, source, natives = planned
             folder = Path(scratch)
+            for path in source.folder.glob("*.py"):  # a source's own code, which ours imports
+                shutil.copyfile(path, folder / path.name)
             for name, text in code_files(plan, natives).items():
                 (folder / name).write_text(text, "utf-8")
             checkpoint.write_json(folder / "config.json", checkpoint.converted_config(source.config, plan, natives))
@@ -152,9 +154,9 @@ def finish_adapters(student: Student, folder: Path | None) -> set[str]:
 
 
 def copy_rest(base: Path, folder: Path) -> None:
-    """Everything but weights, hidden files, and adapters of an earlier run."""
+    """Everything but weights, hidden files, adapters of an earlier run, and the run itself where it is in the base."""
     for path in sorted(base.iterdir()):
-        if path.name.startswith(".") or path.name == "adapter":
+        if path.name.startswith(".") or path.name == "adapter" or path.resolve() in folder.parents:
             continue
         if path.is_dir():
             shutil.copytree(path, folder / path.name)

@@ -59,7 +59,7 @@ def finetune(
         report = run.report(layers, complete)
         if complete and accelerator.is_main_process:
             run.write_report(report)
-            save_final(tuner.whole_student(), base_folder(recipe, run), run.final, recipe, report, say)
+            save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say)
             if recipe.finish.push is not None:
                 report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
         accelerator.wait_for_everyone()

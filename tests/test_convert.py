@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from linearize.checkpoint import MANIFEST
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
+from linearize.export import meta_model
 from linearize.mechanisms import build_mixer
 from linearize.output import ranges
 from linearize.plan import Plan, choose_layers
@@ -671,6 +672,11 @@ def test_a_source_with_its_own_code(tmp_path: Path) -> None:
     with pytest.raises(LinearizeError, match="ships its own code") as caught:
         plan_conversion(str(source), "gsa")
     assert caught.value.code == Exit.INCOMPATIBLE
+    planned = plan_conversion(str(source), "gsa", layers=HYBRID, trust_remote_code=True)
+    assert (
+        meta_model(None, planned, None, True).num_parameters()
+        == planned[0].new_parameters + small_model("llama").num_parameters()
+    )
     folder = convert_folder(source, tmp_path / "linear", HYBRID, trust_remote_code=True, level="full")
     for path in source.iterdir():
         path.unlink()  # the result stands alone

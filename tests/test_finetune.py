@@ -24,6 +24,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.loop import StageLoop
 from linearize.runs import Run
 from linearize.runtime import make_schedule
+from linearize.source import open_source
 
 EVAL = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
 CHAT = {"train": {"files": ["chat.jsonl"]}, "pack": {"seq_len": T}}
@@ -285,6 +286,23 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert not any(noise in err for noise in ("Loading weights", "it/s", "Warning", "%|"))
 
 
+def test_a_base_is_opened_once_and_may_be_the_working_directory(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A branch of the Hub may move while a run goes on."""
+    folder, opened = shutil.copytree(base(root, "llama"), tmp_path / "base"), []
+
+    def once(*arguments: Any) -> Any:
+        opened.append(arguments)
+        return open_source(*arguments)
+
+    monkeypatch.setattr("linearize.finetune.open_source", once)
+    monkeypatch.chdir(folder)
+    report = train(make_recipe(tmp_path, Path(), stage("logit_kl", steps=1), output_dir="runs/x"))
+    final = {path.name for path in Path(report["output"]).iterdir()}
+    assert (final, len(opened)) == ({path.name for path in base(root, "llama").iterdir()}, 1)
+
+
 # ---------------------------------------------------------------- dry run
 
 
@@ -409,7 +427,7 @@ def test_a_base_that_is_not_converted(root: Path, tmp_path: Path, capsys: pytest
         assert "add a convert section" in refusal(capsys, recipe, *arguments, code=Exit.INCOMPATIBLE)
 
 
-@pytest.mark.parametrize("change", ["other", "more", "auto_map", "tokenizer"])
+@pytest.mark.parametrize("change", ["other", "more", "auto_map", "tokenizer", "processor"])
 def test_foreign_code_runs_only_when_trusted(
     change: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,6 +436,9 @@ def test_foreign_code_runs_only_when_trusted(
         path = folder / ("seam.py" if change == "other" else "extra.py")
         with path.open("a") as file:
             file.write("\n# changed\n")
+    elif change == "processor":
+        own = {"auto_map": {"AutoImageProcessor": "someone/else--own.Processor"}}
+        (folder / "processor_config.json").write_text(json.dumps({"image_processor": own}))
     else:
         name = "config.json" if change == "auto_map" else "tokenizer_config.json"
         values = json.loads((folder / name).read_text())
