@@ -94,8 +94,11 @@ def as_picture(image: Any, where: str) -> Any:
 def class_numbers(found: Labelled, config: Any) -> list[int]:
     """The model's number of each image's class: by its name in the config, else in alphabetical order.
 
-    Raises LinearizeError for classes that the model does not have.
+    `config` None: the model has no head, and nothing to do with classes. Raises LinearizeError for classes that the
+    model does not have.
     """
+    if config is None:
+        return [IGNORED] * len(found)
     numbers = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
     count = getattr(config, "num_labels", 0)
     names = sorted({label for label in found.labels if isinstance(label, str)})
@@ -108,7 +111,9 @@ def class_numbers(found: Labelled, config: Any) -> list[int]:
             f"{did_you_mean(unknown[0], numbers)}",
             Exit.INCOMPATIBLE,
         )
-    labels = [numbers[x] if isinstance(x, str) else IGNORED if x is None else int(x) for x in found.labels]
+    # A number below 0 stands for none, as where a dataset keeps its classes to itself.
+    known = [numbers[x] if isinstance(x, str) else -1 if x is None else int(x) for x in found.labels]
+    labels = [number if number >= 0 else IGNORED for number in known]
     if labels and max(labels) >= count:
         last = f"the model's last is {count - 1}"
         raise LinearizeError(f"{found.where} has class {max(labels)}, {last}", Exit.INCOMPATIBLE)
@@ -179,5 +184,5 @@ def from_dataset(source: DatasetSource) -> Labelled:
     if source.label_key is not None:
         labels = dataset[source.label_key]
         names = getattr(dataset.features[source.label_key], "names", None)
-        labels = [names[label] for label in labels] if names else list(labels)
+        labels = [names[x] if names and x is not None and x >= 0 else x for x in labels]
     return Labelled(_Column(dataset, source.image_key), labels, source.path)

@@ -40,18 +40,34 @@ def has_head(model: Any) -> bool:
     return not type(model).__name__.removesuffix("LMHeadModel").endswith("Model")
 
 
-def forward(model: Any, batch: Batch) -> Tensor:
-    """Logits [B,T,V] of text, [B,1,K] of images; of a model without a head its last hidden states [B,T,hidden].
+def run(model: Any, batch: Batch) -> Any:
+    """What one pass of a model puts out.
 
     Packed text has no mask and no cache: transformers then keeps documents apart by their positions.
     """
     inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if name in batch}
     if "position_ids" in batch:
         inputs["use_cache"] = False
-    out = model(**inputs)
-    if not hasattr(out, "logits"):
+    return model(**inputs)
+
+
+def forward(model: Any, batch: Batch) -> Tensor:
+    """Logits [B,T,V] of text, [B,1,K] of images; of a model without a head its last hidden states [B,T,hidden].
+
+    Raises LinearizeError (exit 3) for a head of another kind.
+    """
+    out = run(model, batch)
+    if not hasattr(out, "logits") and hasattr(out, "last_hidden_state"):
         return out.last_hidden_state
-    return out.logits[:, None] if "pixel_values" in batch else out.logits
+    if "pixel_values" not in batch:
+        return out.logits
+    if getattr(out, "logits", batch["pixel_values"]).ndim != 2:
+        raise LinearizeError(
+            f"{type(model).__name__} puts out no classes of whole images, and finetune learns and scores no other "
+            "labels. Of its stages choose attention_transfer, without data.eval",
+            Exit.INCOMPATIBLE,
+        )
+    return out.logits[:, None]
 
 
 def targets(batch: Batch) -> Tensor:
@@ -113,7 +129,7 @@ def open_samples(
     """
     kind = kind_of(model)
     if kind == "images":
-        return Images(find_images(source, start), processor, model.config)
+        return Images(find_images(source, start), processor, model.config if has_head(model) else None)
     text = to_source(source, pack.text_key, start)
     blocks = build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=max_tokens)
     return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)

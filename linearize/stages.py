@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .losses import cosine_distance, cross_entropy, logit_kl, relative_mse
 from .recipe import AttentionTransfer, FeatureCosine, LogitKL, Stage
-from .samples import Batch, forward, real_tokens, targets
+from .samples import Batch, forward, real_tokens, run, targets
 from .trainable import Student
 
 Inputs = tuple[Tensor, ...]
@@ -132,7 +132,7 @@ def transfer_loss(
 def listen(student: Student, listener: Listener, batch: Batch) -> None:
     """One pass of the teacher (source weights, adapters and dropout off) during which `listener` hears each layer."""
     with student.teacher_state(), student.model.transferring(listener):
-        forward(student.model, batch)
+        run(student.model, batch)
 
 
 def end_to_end_loss(

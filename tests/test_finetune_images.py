@@ -20,6 +20,7 @@ from transformers import (
     Dinov2Model,
     ViTConfig,
     ViTForImageClassification,
+    ViTForMaskedImageModeling,
 )
 
 from linearize.errors import Exit, LinearizeError
@@ -53,6 +54,8 @@ def place(tmp_path: Path) -> Path:
     sharp = Dinov2Config(**SMALL, initializer_range=0.3, layerscale_value=1.0)
     Dinov2Model(sharp).save_pretrained(tmp_path / "dino")
     save_source(tmp_path / "llama")
+    masked = ViTConfig(**SMALL, intermediate_size=32, encoder_stride=4)
+    ViTForMaskedImageModeling(masked).save_pretrained(tmp_path / "patches")
     return tmp_path
 
 
@@ -150,6 +153,14 @@ def test_what_a_model_cannot_learn_is_refused_before_it_is_converted(
     if "tokenizer" not in message:
         with pytest.raises(LinearizeError, match=message):
             dry_run(recipe, print)
+
+
+@pytest.mark.usefixtures("unverified")
+def test_a_model_with_a_head_of_another_kind_transfers_attention(place: Path) -> None:
+    with pytest.raises(LinearizeError, match=r"puts out no classes of whole images, .* choose attention_transfer"):
+        finetune(recipe_of(place, "patches", [TRANSFER]))
+    report = finetune(recipe_of(place, "patches", [TRANSFER], {"train": {"arrays": "train.npz"}}), resume="never")
+    assert (Path(report["output"]).name, report["stages"]) == ("final", [])
 
 
 def test_a_dry_run_counts_images(place: Path) -> None:

@@ -91,6 +91,22 @@ def test_a_dataset_with_columns_of_images_and_of_classes(tmp_path: Path) -> None
         find_images(DatasetSource(path=str(tmp_path), image_key="imgs"), Path())
 
 
+def test_a_number_below_0_is_no_class(tmp_path: Path) -> None:
+    """As datasets have it where classes are kept secret."""
+    features = Features({"img": ImageFeature(), "kind": ClassLabel(names=["bee", "ant"])})
+    rows = {"img": [picture(5)] * 3, "kind": [-1, None, 0]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    found = find_images(DatasetSource(path=str(tmp_path), image_key="img", label_key="kind"), Path())
+    assert Images(found, PROCESSOR, CONFIG).labels == [-100, -100, 1]
+    ready = arrays(tmp_path, images=np.zeros((2, 3, 8, 8), np.float32), labels=np.array([-1, 1]))
+    assert Images(find_images(ready, Path()), None, CONFIG).labels == [-100, 1]
+
+
+def test_a_model_without_a_head_has_no_classes_to_fit(folder: Path) -> None:
+    found = find_images(ImageSource(images=str(folder)), Path())
+    assert Images(found, PROCESSOR, None).labels == [-100] * 3
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
