@@ -57,8 +57,12 @@ def shard(model: Any, accelerator: Accelerator, trained: list[nn.Parameter]) -> 
     """Shard a model in place, from the CPU to the device a layer at a time; some stage needs gradients of `trained`.
 
     FSDP looks in its first forward pass, and never again, which weights have gradients, and of what dtype: of one in
-    each layer, so `trained` come as float32 masters where precision is mixed. That pass is here.
+    each layer, so `trained` come as float32 masters where precision is mixed. That pass is here. Raises LinearizeError
+    (exit 3) for a model that writes no text, whose input embedding accelerate shards twice.
     """
+    if not model.can_generate():
+        said = f"FSDP of {type(model).__name__}, which writes no text, is not supported: launch without --use_fsdp"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)

@@ -15,11 +15,13 @@ import torch
 from conftest import relative_error
 from forks import Done, Forks, Task
 from training import AT, T, base, make_recipe, metrics, stage, tensors, train, write_recipe
+from transformers import ViTConfig, ViTModel
 
 from linearize.errors import Exit, LinearizeError
 from linearize.export import load_converted
 from linearize.loop import StageLoop
 from linearize.runs import Run
+from linearize.sharding import shard
 from linearize.trainable import Student
 
 DATA = {"train": {"files": ["chat.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
@@ -189,6 +191,11 @@ def test_fsdp_settings_that_are_refused(
         train(make_recipe(tmp_path, model, stage("logit_kl"), runtime={"device": "cpu", **runtime}))
     assert caught.value.code == Exit.INCOMPATIBLE
     assert not (tmp_path / "run").exists()
+
+
+def test_fsdp_is_for_models_that_write_text() -> None:
+    with pytest.raises(LinearizeError, match="FSDP of ViTModel, which writes no text, is not supported"):
+        shard(ViTModel(ViTConfig(hidden_size=4, num_hidden_layers=0, num_attention_heads=1)), None, [])
 
 
 def test_a_folder_has_one_command_at_a_time(model: Path, tmp_path: Path) -> None:
