@@ -15,7 +15,7 @@ from typing import Any
 
 from .checkpoint import INDEX, MANIFEST
 from .errors import Exit, LinearizeError
-from .plan import some
+from .plan import Plan, some
 from .shards import in_parallel, read_bytes, read_tensor, sha256
 from .source import DTYPES, Entry, open_source, read_header
 from .trust import changed_code, plan_of, refuse_code
@@ -57,9 +57,9 @@ def verify_folder(
 
         return verify.verify_folder(Path(model), strict=strict, trust_remote_code=trust_remote_code)
     folder = Path(model) if Path(model).is_dir() else open_source(model, revision).folder
-    config = read_linearized_config(folder)
+    plan = read_config_plan(folder)
     if not trust_remote_code:
-        refuse_code(folder, changed_code(folder, plan_of(config)))
+        refuse_code(folder, changed_code(folder, plan))
     checks = [
         attempt("files", lambda: check_files(folder)),
         attempt("index", lambda: check_index(folder)),
@@ -85,8 +85,8 @@ def attempt(name: str, work: Callable[[], tuple[str, str]]) -> Check:
         return Check(name, "failed", f"{type(error).__name__}: {error}")
 
 
-def read_linearized_config(folder: Path) -> dict[str, Any]:
-    """config.json of a linearized model; raises LinearizeError (exit 3) that says what the folder is instead."""
+def read_config_plan(folder: Path) -> Plan:
+    """The plan in config.json of a linearized model; raises LinearizeError (exit 3) that says what is there instead."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text("utf-8"))
@@ -100,7 +100,11 @@ def read_linearized_config(folder: Path) -> dict[str, Any]:
             f"converted: nothing to verify. Convert it first: linearize convert {folder} --to gsa",
             Exit.INCOMPATIBLE,
         )
-    return config
+    try:
+        return plan_of(config)
+    except (LookupError, TypeError, AttributeError) as error:
+        said = f"{path}: its plan is damaged ({type(error).__name__}: {error}). Convert or download the model again"
+        raise LinearizeError(said, Exit.INCOMPATIBLE) from error
 
 
 # ---------------------------------------------------------------- what is on disk

@@ -290,6 +290,10 @@ def test_a_model_with_softmax_is_named(tmp_path: Path) -> None:
     assert code == Exit.INCOMPATIBLE
     assert "LlamaForCausalLM (llama)" in found["error"]
     assert "linearize convert" in found["error"]
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "linearize": {"layers": [{}]}}))
+    code, found = verify(str(tmp_path / "source"))
+    assert (code, "its plan is damaged (KeyError: 'site')" in found["error"]) == (Exit.INCOMPATIBLE, True)
     (tmp_path / "empty").mkdir()
     code, found = verify(str(tmp_path / "empty"))
     assert code == Exit.INCOMPATIBLE
