@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +189,15 @@ def _index_names(index: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
     names = sorted(set(weight_map.values()))
+    check_names(index, names)
+    return names
+
+
+def check_names(index: Path, names: Iterable[str]) -> None:
+    """Raise LinearizeError (exit 3) unless what an index names lies beside it."""
     for name in names:
         if Path(name).name != name or name in ("", ".."):
             raise LinearizeError(f"{index}: {name!r} leaves the folder", Exit.INCOMPATIBLE)
-    return names
 
 
 def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:

@@ -532,6 +532,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], list[str], int, str]] = {
         "holds FluxTransformer2DModel (transformer), AutoencoderKL (vae); of diffusers, linearize converts DiT",
     ),
     "link": (lambda f: (f / "x").symlink_to(f / "vae"), [], 3, "x is a link to"),
+    "index": (lambda f: edit(f / "model_index.json", **{"../x": ["x", "Y"]}), [], 3, "'../x' leaves the folder"),
     "token": (lambda f: edit(f / "model_index.json", key="hf_" + "a" * 34), [], 3, "access token"),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from ..plan import DIFFUSERS, Plan, some
 from ..probe import Found, Other
 from ..recording import quiet
 from ..request import Request
-from ..source import Source, find_shards, read_header, read_json
+from ..source import Source, check_names, find_shards, read_header, read_json
 from ..verify import Level
 from .latents import INPUTS
 from .probe import Part, build, probe
@@ -123,6 +123,7 @@ def open_parts(folder: Path, diffusers: Any, weights: bool) -> tuple[Source, lis
     Raises LinearizeError (exit 3) for a folder without such, and for what cannot be used.
     """
     index = read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+    check_names(folder / INDEX_FILE, index)
     names = [n for n, e in index.items() if isinstance(e, list) and (folder / n / "config.json").exists()]
     kinds, parts = {}, []
     for name in names if index else [""]:
