@@ -323,7 +323,7 @@ def test_a_row_of_padding_and_an_empty_sequence_change_nothing() -> None:
         ({"g": torch.zeros(2, 8, 3, 16)}, "state heads, and those query heads"),
         ({"k": torch.zeros(2, 8, 4, 8), "v": torch.zeros(2, 8, 4, 6)}, "key heads must divide state heads"),
         ({"padding": torch.ones(2, 9, dtype=torch.bool)}, r"padding must be \[B,T\]"),
-        ({"segments": torch.ones(8)}, r"segments must be \[B,T\]"),
+        ({"segments": torch.ones(2)}, r"segments must be \[B,T\]"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens needs B=1"),
     ],
 )
