@@ -6,6 +6,7 @@ nothing is learned, and `valid`, which counts what a loss without labels is a me
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,12 +41,15 @@ def has_head(model: Any) -> bool:
     return not type(model).__name__.removesuffix("LMHeadModel").endswith("Model")
 
 
-def run(model: Any, batch: Batch) -> Any:
+def run(model: Any, batch: Batch, *, head: bool = True) -> Any:
     """What one pass of a model puts out.
 
-    Packed text has no mask and no cache: transformers then keeps documents apart by their positions.
+    Packed text has no mask and no cache: transformers then keeps documents apart by their positions. Without `head`
+    the logits are those of the last token alone where the model can leave out the others.
     """
     inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if name in batch}
+    if not head and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        inputs["logits_to_keep"] = 1
     if "position_ids" in batch:
         inputs["use_cache"] = False
     return model(**inputs)

@@ -132,7 +132,7 @@ def transfer_loss(
 def listen(student: Student, listener: Listener, batch: Batch) -> None:
     """One pass of the teacher (source weights, adapters and dropout off) during which `listener` hears each layer."""
     with student.teacher_state(), student.model.transferring(listener):
-        run(student.model, batch)
+        run(student.model, batch, head=False)
 
 
 def end_to_end_loss(

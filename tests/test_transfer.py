@@ -13,6 +13,8 @@ from conftest import TOLERANCE, relative_error
 from models import ARCHITECTURES, HYBRID, Zoo, logits, small_model, tokens
 from torch import Tensor, nn
 
+from linearize.stages import listen
+from linearize.trainable import Student
 from linearize_kernels.seam import mixers_of
 
 EXACT = TOLERANCE[torch.float32]
@@ -224,3 +226,12 @@ def test_nothing_is_left_behind(zoo: Zoo) -> None:
     assert all(not mixer.calls and mixer.transfer is None for mixer in mixers_of(model).values())
     assert all(module.training for module in model.modules())
     assert torch.equal(logits(model.eval(), ids), expected)
+
+
+def test_listening_makes_logits_of_one_token_alone(zoo: Zoo) -> None:
+    model, ids, seen = zoo.model("llama"), tokens(2, 9), []
+    model.get_output_embeddings().register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+    recorder = Recorder(lambda loss: None)
+    listen(Student(model), recorder, {"input_ids": ids, "position_ids": torch.arange(9).expand(2, -1)})  # type: ignore[arg-type]
+    assert seen == [1]
+    assert sorted(recorder.heard) == sorted(mixer.site.layer for mixer in mixers_of(model).values())
