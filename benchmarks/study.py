@@ -67,7 +67,8 @@ class Variant:
 
 
 HYBRID = "4,7"  # layers that keep softmax: benchmarks.layers on the teacher
-SLOTS = {"slots": 128, "gate_heads": "query"}
+# Slots that take turns hold the last tokens; the others need no short half-life.
+SLOTS = {"slots": 128, "gate_heads": "query", "half_life_min": 32, "clock": 112}
 NEAR = {"window": 64, "sink": 1}
 ONE_LOSS = {"kl": 0.0, "ce": 1.0, "transfer": 0.0}
 
