@@ -1,4 +1,5 @@
-"""Linear attention and retention on a GPU beside softmax (SDPA) on the same inputs: time and peak memory.
+"""What `linearize bench kernels` does not show of linear attention and retention on a GPU: learned slopes, unit vectors
+found in the kernels, and gates as they are given, without SLA's softmax. Time and peak memory.
 
 python -m benchmarks.linear
 """
@@ -10,8 +11,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from linearize.bench_measure import peak_mib
 from linearize_kernels.la import la
@@ -46,36 +45,21 @@ def show(name: str, run: Run, leaves: list[Tensor], do: Tensor) -> None:
     print(f"{name:32} {forward:8.3f} {median_ms(both):8.3f} ms {memory:7.0f} {peak_mib(both, 0):7.0f} MiB", flush=True)
 
 
-def inputs(B: int, T: int, H: int, D: int, dtype: torch.dtype, unit: bool = True) -> tuple[list[Tensor], Tensor]:
+def inputs(B: int, T: int, H: int, D: int) -> tuple[list[Tensor], Tensor]:
     torch.manual_seed(0)
-    q, k, v, do = (torch.randn(B, T, H, D, device="cuda") for _ in range(4))
-    if unit:
-        q, k = normalize(q, dim=-1), normalize(k, dim=-1)
-    return [x.to(dtype).requires_grad_() for x in (q, k, v)], do.to(dtype)
-
-
-def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    backend = SDPBackend.EFFICIENT_ATTENTION if q.dtype == torch.float32 else SDPBackend.FLASH_ATTENTION
-    with sdpa_kernel([backend]):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    *leaves, do = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    return [x.requires_grad_() for x in leaves], do
 
 
 def main() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        x, do = inputs(4, 10_000, 16, 128, dtype)
-        show(f"la {dtype}", lambda x=x: la(*x, backend="triton")[0], x, do)
-        show(f"softmax {dtype}", lambda x=x: softmax(*x), x, do)
-    x, do = inputs(8, 2048, 16, 128, torch.bfloat16, unit=False)
+    x, do = inputs(8, 2048, 16, 128)
     decay = torch.log1p(-torch.exp2(-5.0 - torch.arange(16, device="cuda")))
     show("retnet", lambda: retnet(*x, log_decay=decay)[0], x, do)
     gates = [torch.rand(8, 2048, 16, device="cuda").requires_grad_() for _ in range(2)]
     gated = {"read_gate": gates[0], "write_gate": gates[1]}
     show("retnet, both gates", lambda: retnet(*x, log_decay=decay, **gated)[0], [*x, *gates], do)
-    for B, T, H, D in ((32, 4096, 6, 64), (16, 6400, 3, 64), (1, 31500, 12, 128)):
-        y, dy = inputs(B, T, H, D, torch.bfloat16)
-        show(f"la both ways B{B} T{T} H{H} D{D}", lambda y=y: la(*y, causal=False)[0], y, dy)
-    x, do = inputs(4, 10_000, 16, 128, torch.bfloat16, unit=False)
+    x, do = inputs(4, 10_000, 16, 128)
+    show("la", lambda: la(*x)[0], x, do)
     slopes = [torch.full((16,), value, device="cuda").requires_grad_() for value in (1.0, 0.9)]
     show("la, a and b learned", lambda: la(*x, a=slopes[0], b=slopes[1])[0], [*x, *slopes], do)
     show("la, unit vectors", lambda: la(*x, unit=True)[0], x, do)

@@ -155,7 +155,8 @@ def _la_triton(
         return o, g, LAState(*after)
     if segments is not None:
         segments = numbered(segments).int()
-    o, g, _, _, last = chunked_op(q, k, v, a, b, None, None, None, 1.0, unit, precision, segments, padding, cu, first)
+    inputs = q, k, v, a, b, None, None, None, 1.0, unit, precision
+    o, g, _, _, last, _, _ = chunked_op(*inputs, segments, padding, cu, first)
     S, z, u, _ = last.split([D * DV, D, DV, 4], -1)
     n = state.tokens
     count = n + cu.diff() if cu is not None else _count(n, padding, segments, (q.shape[0], q.shape[1]))

@@ -1,13 +1,13 @@
 """Linear attention where every token sees all others, on the GPU: the normalised kernel f(x) = a + b x of la.py.
 
-    sums    per stretch: its part of S = sum k v^T, z = sum k, u = sum v, n (linear_states.py)
+    scan    per stretch: its part of S = sum k v^T, z = sum k, u = sum v, n (linear_states.py)
     total   over the stretches, in order
     read    o_i = (b S^T q_i + a u) / g_i, g_i = b z.q_i + a n
 
 Backwards, with delta_i = o_i.do_i - g_i dg_i:
 
     read    dq_i = b/g_i (S do_i - delta_i z)
-    sums, total    R = sum b/g_i q_i do_i^T, r = -sum b/g_i delta_i q_i, y = sum a/g_i do_i
+    scan, total    R = sum b/g_i q_i do_i^T, r = -sum b/g_i delta_i q_i, y = sum a/g_i do_i
     read    dk_j = R v_j + r        dv_j = R^T k_j + y
 
 Each input is read once or twice, each output written once; sums are deterministic.
@@ -22,13 +22,11 @@ from .tiles import as_operand, jit, tl
 
 
 @jit
-def total_kernel(p_S, p_total, N: int, E, W: tl.constexpr, BW: tl.constexpr, REVERSE: tl.constexpr):
+def total_kernel(p_S, p_total, N: int, E, W: tl.constexpr, BW: tl.constexpr):
     """Sum over what `sums` found for each row, in order. Grid (blocks of BW, B*E)."""
     i_b, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
     o_w = tl.program_id(0) * BW + tl.arange(0, BW)
-    p_S += (i_b * (N + 1) * E + i_e) * W + o_w
-    if not REVERSE:
-        p_S += E * W
+    p_S += (i_b * N * E + i_e) * W + o_w
     b_S = tl.zeros([BW], tl.float32)
     for _ in range(N):
         b_S += tl.load(p_S, mask=o_w < W, other=0.0)
@@ -61,7 +59,7 @@ def times(b_x, b_high, b_low, SPLIT: tl.constexpr, PREC: tl.constexpr):
 
 
 @jit
-def read_kernel(p_x, p_own, p_other, p_out, p_S, p_g, p_delta, p_dg, p_along, p_a, p_b, p_rq, p_real,
+def read_kernel(p_x, p_own, p_other, p_out, p_S, p_g, p_rg, p_delta, p_dg, p_along, p_a, p_b, p_rq, p_real,
                 s_xb, s_xt, s_xh, s_wb, s_wt, s_wh, s_vb, s_vt, s_vh, T: int, L, H, E, ROLE: tl.constexpr,
                 UNIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, X: tl.constexpr,
                 Z: tl.constexpr, BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
@@ -69,7 +67,7 @@ def read_kernel(p_x, p_own, p_other, p_out, p_S, p_g, p_delta, p_dg, p_along, p_
                 PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """L rows of x times the state of all tokens: ROLE as in linear_triton.py. Grid (stretches * blocks, B * heads).
 
-    `own`: what the output is the gradient of; `other`: o for DQ, which also stores delta and with AUX q.dq.
+    `own`: what the output is the gradient of; `other`: o for DQ, which also stores 1/g, delta and with AUX q.dq.
     """
     BACK: tl.constexpr = ROLE == "dk" or ROLE == "dv"
     blocks: tl.constexpr = tl.cdiv(Z, BZ)
@@ -105,6 +103,7 @@ def read_kernel(p_x, p_own, p_other, p_out, p_S, p_g, p_delta, p_dg, p_along, p_
         b_x = rows(p_x + i_c * s_xt, o_c, o_x, s_xt, m_r, X)
         b_o = times(b_x, b_high, b_low, SPLIT, PREC)
         p_n = token + (i_c + o_c) * heads
+        p_h = (i_b * heads + i_h) * T + i_t + i_c + o_c
         if ROLE == "out":
             b_den = tl.sum(b_x.to(tl.float32) * b_k[None, :], 1)
         if ROLE == "out":
@@ -113,7 +112,7 @@ def read_kernel(p_x, p_own, p_other, p_out, p_S, p_g, p_delta, p_dg, p_along, p_
                 b_o *= b_r[:, None]
                 b_den *= b_r
                 if i_z == 0:
-                    tl.store(p_rq + p_n, b_r, mask=m_c)
+                    tl.store(p_rq + p_h, b_r, mask=m_c)
             b_den = b * b_den + a * n
             b_den = tl.where(tl.abs(b_den) < GUARD, tl.where(b_den < 0.0, -GUARD, GUARD), b_den)
             b_o = (b * b_o + a * b_u[None, :]) / b_den[:, None]
@@ -127,10 +126,11 @@ def read_kernel(p_x, p_own, p_other, p_out, p_S, p_g, p_delta, p_dg, p_along, p_
                 b_d -= b_g * tl.load(p_dg + p_n, mask=m_c, other=0.0)
             b_d = tl.where(tl.abs(b_g) > GUARD, b_d, 0.0)
             if i_z == 0:
-                tl.store(p_delta + p_n, b_d, mask=m_c)
+                tl.store(p_delta + p_h, b_d, mask=m_c)
+                tl.store(p_rg + p_h, tl.where(m_r, 1.0 / b_g, 0.0), mask=m_c)
             b_o = (b_o - b_d[:, None] * b_u[None, :]) * tl.where(m_r, b / b_g, 0.0)[:, None]
             if UNIT:
-                b_r = tl.load(p_rq + p_n, mask=m_c, other=0.0)
+                b_r = tl.load(p_rq + p_h, mask=m_c, other=0.0)
         elif ROLE == "dv":
             if UNIT:
                 b_r = tl.rsqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1) + 1e-12)

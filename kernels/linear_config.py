@@ -28,14 +28,18 @@ class Config(NamedTuple):
 
     out: Tiles
     gradients: Tiles
-    sums: Tiles
-    # Where every token sees all others.
+    # `block` are columns of the state; so many rows.
+    scan: Tiles
+    scan_rows: int
+    # The scan leaves a state every so many tokens, a multiple of all chunks; a program looks at `keys` at a time.
+    stretch: int
+    keys: int
+    # bf16: factors that the scan computes for gradients go in as two parts. Memories are outputs: theirs always do.
+    split_sums: bool
+    # Where every token sees all others; bf16: the state is read as two parts, 16 bits of it.
     sums_both: Tiles
     read: Tiles
     programs_both: int
-    # A row is cut into stretches until so many programs run.
-    programs: int
-    # bf16: a state is read as two parts, 16 bits of it.
     split_out: bool
     split_gradients: bool
     precision: str
@@ -44,9 +48,10 @@ class Config(NamedTuple):
 # (capability, wider head dim, dtype, normalised) -> what differs from `safe`. Measured: one H200.
 SHIPPED: dict[tuple[tuple[int, int], int, torch.dtype, bool], dict[str, Any]] = {
     ((9, 0), 128, torch.bfloat16, True): {
-        "out": Tiles(128, 64, 8, 2),
-        "gradients": Tiles(64, 64, 4, 2),
-        "sums": Tiles(64, 128, 4, 3),
+        "out": Tiles(64, 128, 4, 2),
+        "gradients": Tiles(64, 128, 4, 2),
+        "scan": Tiles(128, 64, 4, 3),
+        "split_sums": False,
         "sums_both": Tiles(64, 128, 4, 3),
         "read": Tiles(64, 128, 4, 3),
     },
@@ -55,13 +60,16 @@ SHIPPED: dict[tuple[tuple[int, int], int, torch.dtype, bool], dict[str, Any]] = 
         "read": Tiles(64, 64, 4, 3),
     },
     ((9, 0), 128, torch.bfloat16, False): {
-        "out": Tiles(64, 64, 4, 2),
-        "gradients": Tiles(32, 64, 4, 3),
-        "sums": Tiles(64, 128, 4, 3),
+        "out": Tiles(64, 128, 4, 2),
+        "gradients": Tiles(64, 128, 4, 2),
+        "scan": Tiles(64, 64, 4, 3),
+        "stretch": 128,
+        "split_sums": False,
     },
     ((9, 0), 128, torch.float32, True): {
-        "out": Tiles(64, 64, 8, 1),
+        "out": Tiles(64, 64, 4, 1),
         "gradients": Tiles(64, 64, 4, 1),
+        "scan": Tiles(32, 64, 4, 3),
     },
 }
 
@@ -72,14 +80,14 @@ def configure(q: Tensor, v: Tensor, precision: str, normalised: bool) -> Config:
     if q.dtype != torch.float32 or not q.is_cuda:
         return config
     if precision == "ieee":  # without tensor cores small tiles are as good
-        config = config._replace(out=config.sums, gradients=config.sums)
+        config = config._replace(out=config.scan, gradients=config.scan)
     return config._replace(precision=precision)
 
 
 def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, normalised: bool) -> Config:
     if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
         small = Tiles(16, 16, 4, 1)
-        return Config(small, small, small, small, small._replace(block=64), 6, 16, True, True, "ieee")
+        return Config(small, small, small, 16, 48, 16, True, small, small._replace(block=64), 6, True, True, "ieee")
     properties = torch.cuda.get_device_properties(device)
     # A property that torch has and its type stub has not.
     shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
@@ -122,7 +130,7 @@ def safe(shared: int, processors: int, wide: int, dtype: torch.dtype) -> Config:
     tiles = fitting[0]
     read = tiles._replace(block=wide if wide <= 128 else 64)
     # fp16 and its sums: three bf16 products carry 16 bits of each factor.
-    return Config(tiles, tiles, tiles, tiles, read, 4 * processors, processors, False, True, "bf16x3")
+    return Config(tiles, tiles, tiles, columns, 256, 64, True, tiles, read, 4 * processors, False, True, "bf16x3")
 
 
 def shared_bytes(tiles: Tiles, wide: int, item: int) -> int:

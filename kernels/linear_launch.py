@@ -14,7 +14,7 @@ from .arguments import use_kernels
 from .launch import Layout, dense, entry, interpreted, launch, lay_out, scratch, strides, width
 from .linear_both import read_kernel, total_kernel
 from .linear_config import Tiles, configure, obstacle
-from .linear_states import carry_kernel, delta_kernel, step_kernel, sums_kernel
+from .linear_states import delta_kernel, lengths_kernel, scan_kernel, step_kernel
 from .linear_triton import gradients_kernel, out_kernel
 from .tiles import triton
 
@@ -97,21 +97,17 @@ class Problem:
         slopes: Any = [None if x is None else x.float().contiguous() for x in (call.a, call.b)]
         self.a, self.b = slopes
         self.lam = None if call.log_decay is None else call.log_decay.float().contiguous()
-        self.read, self.write = (None if x is None else x.contiguous() for x in (call.read, call.write))
+        self.read, self.write = call.read, call.write
         self.first = None if call.first is None else call.first.float().contiguous()
         self.real = None if call.padding is None else call.padding.contiguous().view(torch.uint8)
         self.segments = call.segments
         self.rows = self.B if call.cu is None else call.cu.shape[0] - 1
-        # Every kernel cuts rows into the same stretches.
         self.layout, self.L = self._cut()
-        self.cut = self.layout.chunks > 1 or call.cu is not None
+        self.slots = self.layout.slots if call.cu is not None else self.B * self.layout.chunks
 
     def _cut(self) -> tuple[Layout, int]:
-        c = self.config
-        L = self.pieces(
-            self.H * -(-self.DV // c.out.block), c.programs, max(c.out.chunk, c.gradients.chunk, c.sums.chunk)
-        )
-        return lay_out(self.q, self.call.cu, L), L
+        """The scan leaves a state every L tokens."""
+        return lay_out(self.q, self.call.cu, self.config.stretch), self.config.stretch
 
     def pieces(self, alone: int, wanted: int, step: int) -> int:
         """Tokens of a stretch, a multiple of `step`: `wanted` programs run, where a row's stretch takes `alone`."""
@@ -121,10 +117,23 @@ class Problem:
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return scratch(self.q, *shape, dtype=dtype)
 
-    def states(self) -> Tensor:
-        return self.new(self.layout.slots, self.E, self.W)
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Of every stretch: S in the dtype that products take [slots,E,D*Dv], and z, u, n [slots,E,D+Dv+4]."""
+        kind = torch.bfloat16 if self.q.dtype == torch.bfloat16 else torch.float32
+        S = self.new(self.slots, self.E, self.D * self.DV, dtype=kind)
+        return S, self.new(self.slots, self.E, self.D + self.DV + 4 if self.normalised else 0)
 
-    def constants(self, tiles: Tiles, split: bool) -> dict[str, Any]:
+    @property
+    def places(self) -> Tensor | None:
+        """Real tokens up to each, where decays count them."""
+        if self.call.padding is None or self.lam is None:
+            return None
+        return self.call.padding.cumsum(1, dtype=torch.int32)
+
+    def gates(self, *gates: Tensor | None) -> tuple[int, ...]:
+        return tuple(step for gate in gates for step in ((0, 0, 0) if gate is None else gate.stride()))
+
+    def constants(self, tiles: Tiles, split: bool = False) -> dict[str, Any]:
         """The constexpr arguments of the kernels."""
         call, wide = self.call, [width(x) for x in (self.D, self.DV)]
         return {
@@ -137,6 +146,7 @@ class Problem:
             "BDV": wide[1],
             "BZ": min(tiles.block, max(wide)),
             "C": tiles.chunk,
+            "K": min(tiles.chunk, self.config.keys),
             "G": self.H // self.E,
             "DECAY": self.lam is not None,
             "READ": self.read is not None,
@@ -152,63 +162,65 @@ class Problem:
             "num_warps": tiles.warps,
         }
 
+    def enters(self, first: Tensor | None) -> bool:
+        """Whether a state can enter a stretch."""
+        return first is not None or self.layout.chunks > 1 or self.call.cu is not None
+
     @property
     def sizes(self) -> tuple[int, ...]:
         return self.T, self.layout.chunks, self.L, self.H, self.E, self.E // self.Hkv
 
 
-def carried(
-    x: Problem, added: Tensor, keep: Tensor | None, first: Tensor | None, last: Tensor | None, back: bool
-) -> None:
-    """Run `carry_kernel` over `added` in place."""
-    BW = 256
+def scan(x: Problem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tuple[Any, ...],
+         lengths: tuple[Tensor, Tensor], first: Tensor | None, last: Tensor | None, back: bool,
+         states: tuple[Tensor, Tensor] | None = None) -> None:  # fmt: skip
+    """Run `scan_kernel`: into `states` and `last`; without states every stretch for itself."""
+    c = x.constants(tiles, x.config.split_sums or not back)
+    BX = min(x.config.scan_rows, c["BD"])
+    BZ, gate, cut = min(tiles.block, c["BDV"]), x.read if back else x.write, states is None
+    grid = (-(-x.D // BX) * -(-x.DV // BZ), x.layout.rows * x.E, x.layout.chunks if cut else 1)
+    c |= {"BX": BX, "BZ": BZ, "R": min(16, tiles.chunk), "CUT": cut}
     launch(
-        carry_kernel, (-(-x.W // BW), x.layout.rows * x.E), added, keep, first, last, x.layout.per_row,
-        x.layout.chunks, x.E, call=x.number, num_warps=2, W=x.W, BW=BW, REVERSE=back, KEEP=keep is not None,
-        VARLEN=x.layout.per_row is not None, START=first is not None, LAST=last is not None,
+        scan_kernel, grid, left, right, *(states or (None, None)), first, last, *coefficients, x.a, x.b, *lengths,
+        x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.layout.per_row, x.call.scale,
+        *strides(left, right), *x.gates(gate), *x.sizes, REVERSE=back, START=first is not None, LAST=last is not None,
+        **c,
     )  # fmt: skip
 
 
-def added(x: Problem, tiles: Tiles, S: Tensor, keep: Tensor | None, left: Tensor, right: Tensor, g: Tensor | None,
-          delta: Tensor | None, back: bool) -> None:  # fmt: skip
-    """Run `sums_kernel`: into S and `keep`."""
-    c = x.constants(tiles, x.config.split_gradients if back else x.config.split_out)
-    launch(
-        sums_kernel, (x.layout.chunks * -(-x.DV // c["BZ"]), x.B * x.E), left, right, S, keep, g, delta, x.a, x.b,
-        x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.call.scale, *strides(left, right), *x.sizes,
-        REVERSE=back, **c,
-    )  # fmt: skip
-
-
-def states_of(x: Problem, left: Tensor, right: Tensor, g: Tensor | None, delta: Tensor | None, first: Tensor | None,
-              last: Tensor | None, back: bool) -> Tensor:  # fmt: skip
-    """What enters every stretch (BACK: its gradient, from the right); what leaves the last one goes to `last`."""
-    S, flows = x.states(), x.lam is not None or x.segments is not None
-    keep = x.new(x.layout.slots, x.E) if flows else None
-    added(x, x.config.sums, S, keep, left, right, g, delta, back)
-    carried(x, S, keep, first, last, back)
-    return S
+def lengths(x: Problem) -> Tensor:
+    """Of k, inverse, where its unit vectors are wanted: [B,E,T]."""
+    r = x.new(x.B, x.E if x.call.unit else 0, x.T)
+    if x.call.unit:
+        launch(
+            lengths_kernel, (-(-x.T // 32), x.B * x.E), x.k, r, *strides(x.k), x.T, x.E, x.E // x.Hkv, call=x.number,
+            num_warps=4, D=x.D, BD=width(x.D), R=32,
+        )  # fmt: skip
+    return r
 
 
 def run_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv], g [B,T,H], inverse lengths of q and k, and the memories after the last token [rows,E,W]."""
+    """o [B,T,H,Dv], g [B,T,H], inverse lengths of q and k, the memories after the last token [rows,E,W]; and for the
+    backward pass the states that entered stretches."""
     x = Problem(number, Call(*inputs))
     o, last = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.new(x.rows, x.E, x.W)
     g = x.new(x.B, x.T, x.H if x.normalised else 0)
-    rq, rk = (x.new(x.B, x.T, heads if x.call.unit else 0) for heads in (x.H, x.E))
-    S = states_of(x, x.k, x.v, None, None, x.first, last, False) if x.cut else None
-    c = x.constants(x.config.out, x.config.split_out)
+    rq, rk = x.new(x.B, x.H if x.call.unit else 0, x.T), lengths(x)
+    S, n = x.states()
+    scan(x, x.config.scan, x.k, x.v, (None, None), (rq, rk), x.first, last, False, (S, n))
+    c = x.constants(x.config.out)
+    rows = -(-x.L // c["C"])
     launch(
-        out_kernel, (x.layout.chunks * -(-x.DV // c["BZ"]), x.B * x.H), x.q, x.k, x.v, o, x.first if S is None else S,
-        last, g, x.a, x.b, rq, rk, x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.call.scale,
-        *strides(x.q, x.k, x.v), *x.sizes, STATE=S is not None or x.first is not None, CUT=x.cut, **c,
+        out_kernel, (x.layout.chunks * rows * -(-x.DV // c["BZ"]), x.B * x.H), x.q, x.k, x.v, o, S, n, g, x.a, x.b, rq,
+        rk, x.lam, x.read, x.write, x.segments, x.real, x.places, x.layout.per_chunk, x.call.scale,
+        *strides(x.q, x.k, x.v), *x.gates(x.read, x.write), *x.sizes, STATE=x.enters(x.first), **c,
     )  # fmt: skip
-    return o, g, rq, rk, last
+    return o, g, rq, rk, last, S, n
 
 
 def run_backward(
     number: int, do: Tensor, slopes: bool, dg: Tensor | None, dlast: Tensor | None, o: Tensor, g: Tensor,
-    rq: Tensor, rk: Tensor, *inputs: Any,
+    rq: Tensor, rk: Tensor, S: Tensor, n: Tensor, *inputs: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k and v, with `slopes` the sum of q.dq [H], gradients of both gates and of the entering memories;
     empty tensors where there is nothing."""
@@ -216,33 +228,33 @@ def run_backward(
     dg = None if dg is None else dg.contiguous()
     tiles = x.config.gradients
     if x.call.unit:  # lengths want whole rows
-        wide = width(max(x.D, x.DV))
-        tiles = tiles._replace(block=wide, warps=8 if wide > 64 else tiles.warps, stages=1)
-    c = x.constants(tiles, x.config.split_gradients)
-    delta = None
+        tiles = tiles._replace(block=width(max(x.D, x.DV)))
+    c = x.constants(tiles)
+    rg = delta = None
     if x.normalised:
-        delta = x.new(x.B, x.T, x.H)
+        rg, delta = x.new(x.B, x.H, x.T), x.new(x.B, x.H, x.T)
         launch(
-            delta_kernel, (-(-x.T * x.H // 32), x.B), o, do, g, dg, delta, *strides(o, do), x.T, x.H, call=number,
-            num_warps=4, DV=x.DV, BV=c["BDV"], R=32, MASS=dg is not None, GUARD=GUARD,
+            delta_kernel, (-(-x.T // 32), x.B * x.H), o, do, g, dg, rg, delta, x.real, *strides(o, do), x.T, x.H,
+            call=number, num_warps=4, DV=x.DV, BV=c["BDV"], R=32, MASS=dg is not None, PADDED=x.real is not None,
+            GUARD=GUARD,
         )  # fmt: skip
-    enters = states_of(x, x.k, x.v, None, None, x.first, None, False) if x.cut else x.first
     dfirst = None if x.first is None else x.new(x.rows, x.E, x.W)
     dlast = None if dlast is None else dlast.float().contiguous()
-    dS = states_of(x, x.q, do, g, delta, dlast, dfirst, True) if x.cut else dlast
+    dS, dn = x.states()
+    scan(x, x.config.scan, x.q, do, (rg, delta), (rq, rk), dlast, dfirst, True, (dS, dn))
     shared = x.Hkv < x.E
     dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
     dk, dv = (x.new(x.B, x.T, x.E, n, dtype=torch.float32 if shared else x.q.dtype) for n in (x.D, x.DV))
-    blocks = -(-max(x.D, x.DV) // c["BZ"])
+    blocks, rows = -(-max(x.D, x.DV) // c["BZ"]), -(-x.L // c["C"])
     gates, blocks_d = x.read is not None or x.write is not None, -(-x.D // c["BZ"])
     aux = gates or slopes
     along = x.new(blocks_d * aux, x.B, x.T, x.H)
     dw = x.new(blocks_d * gates, x.B, x.T, x.E)
     launch(
-        gradients_kernel, (x.layout.chunks * blocks, x.B * x.H, 3), x.q, x.k, x.v, do, dq, dk, dv, along, dw, enters,
-        dS, dfirst, g, delta, x.a, x.b, rq, rk, x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.B,
-        x.call.scale, *strides(x.q, x.k, x.v, do), *x.sizes, FROM=0, CUT=x.cut, STATE=enters is not None,
-        LATER=dS is not None, FIRST=dfirst is not None and not x.cut, AUX=aux, **c,
+        gradients_kernel, (x.layout.chunks * rows * blocks * 3, x.B * x.H), x.q, x.k, x.v, do, dq, dk, dv, along, dw, S,
+        n, dS, dn, rg, delta, x.a, x.b, rq, rk, x.lam, x.read, x.write, x.segments, x.real, x.places,
+        x.layout.per_chunk, x.B, x.call.scale, *strides(x.q, x.k, x.v, do), *x.gates(x.read, x.write), *x.sizes,
+        STATE=x.enters(x.first), LATER=x.enters(dlast), AUX=aux, **c,
     )  # fmt: skip
     if shared:
         dk, dv = (y.unflatten(2, (x.Hkv, -1)).sum(3).to(x.q.dtype) for y in (dk, dv))
@@ -286,18 +298,19 @@ class BothProblem(Problem):
         L = self.pieces(self.E * -(-self.DV // c.sums_both.block), c.programs_both, c.sums_both.chunk)
         return lay_out(self.q, None, L), L
 
-    def total(self, left: Tensor, right: Tensor, g: Tensor | None, delta: Tensor | None, back: bool) -> Tensor:
+    def total(self, left: Tensor, right: Tensor, coefficients: tuple[Any, ...], lengths: Tensor, back: bool) -> Tensor:
         """The memory of all tokens [B,E,W], or BACK its gradient."""
-        S, out, BW = self.states(), self.new(self.B, self.E, self.W), 128
-        added(self, self.config.sums_both, S, None, left, right, g, delta, back)
+        S, out, BW = self.new(self.slots, self.E, self.W), self.new(self.B, self.E, self.W), 128
+        scan(self, self.config.sums_both, left, right, coefficients, (lengths, lengths), None, S, back)
         launch(
             total_kernel, (-(-self.W // BW), self.B * self.E), S, out, self.layout.chunks, self.E, call=self.number,
-            num_warps=1, W=self.W, BW=BW, REVERSE=back,
+            num_warps=1, W=self.W, BW=BW,
         )  # fmt: skip
         return out
 
-    def apply(self, role: str, x: Tensor, S: Tensor, own: Tensor, other: Tensor, g: Tensor, delta: Tensor | None,
-             dg: Tensor | None, along: Tensor | None, rq: Tensor, aux: bool = False) -> Tensor:  # fmt: skip
+    def apply(self, role: str, x: Tensor, S: Tensor, own: Tensor, other: Tensor, g: Tensor,
+              coefficients: tuple[Any, ...], dg: Tensor | None, along: Tensor | None, rq: Tensor,
+              aux: bool = False) -> Tensor:  # fmt: skip
         """Rows of x times S: o, dq, dk or dv."""
         tiles, back = self.config.read, role in ("dk", "dv")
         heads, X, Z = self.E if back else self.H, x.shape[3], own.shape[3]
@@ -308,9 +321,9 @@ class BothProblem(Problem):
         blocks = -(-Z // c["BZ"])
         L = self.pieces(heads * blocks, 4 * self.config.programs_both, tiles.chunk)
         launch(
-            read_kernel, (-(-self.T // L) * blocks, self.B * heads), x, own, other, out, S, g, delta, dg, along, self.a,
-            self.b, rq, self.real, *strides(x, own, other), self.T, L, self.H, self.E, MASS=dg is not None, AUX=aux,
-            **c,
+            read_kernel, (-(-self.T // L) * blocks, self.B * heads), x, own, other, out, S, g, *coefficients, dg, along,
+            self.a, self.b, rq, self.real, *strides(x, own, other), self.T, L, self.H, self.E, MASS=dg is not None,
+            AUX=aux, **c,
         )  # fmt: skip
         return out
 
@@ -318,10 +331,10 @@ class BothProblem(Problem):
 def run_both_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
     """o [B,T,H,Dv], g [B,T,H], inverse lengths of q, and the memory of all tokens [B,E,W]."""
     x = BothProblem(number, Both(*inputs))
-    g, rq = x.new(x.B, x.T, x.H), x.new(x.B, x.T, x.H if x.call.unit else 0)
-    S = x.total(x.k, x.v, None, None, False)
+    g, rq = x.new(x.B, x.T, x.H), x.new(x.B, x.H if x.call.unit else 0, x.T)
+    S = x.total(x.k, x.v, (None, None), lengths(x), False)
     # As far as shapes go, o is like v of its head.
-    return x.apply("out", x.q, S, x.v, x.v, g, None, None, None, rq), g, rq, S
+    return x.apply("out", x.q, S, x.v, x.v, g, (None, None), None, None, rq), g, rq, S
 
 
 def run_both_backward(
@@ -330,12 +343,12 @@ def run_both_backward(
     """Gradients of q, k and v, and with `slopes` the sum of q.dq [H]."""
     x, do = BothProblem(number, Both(*inputs)), dense(do)
     dg = None if dg is None else dg.contiguous()
-    delta = x.new(x.B, x.T, x.H)
+    coefficients = x.new(x.B, x.H, x.T), x.new(x.B, x.H, x.T)
     along = x.new(-(-x.D // x.config.read.block) * slopes, x.B, x.T, x.H)
-    dq = x.apply("dq", do, S, x.q, o, g, delta, dg, along, rq, slopes)
-    R = x.total(x.q, do, g, delta, True)
-    dk = x.apply("dk", x.v, R, x.k, x.k, g, None, None, None, rq)
-    dv = x.apply("dv", x.k, R, x.v, x.v, g, None, None, None, rq)
+    dq = x.apply("dq", do, S, x.q, o, g, coefficients, dg, along, rq, slopes)
+    R = x.total(x.q, do, coefficients, rq, True)
+    dk = x.apply("dk", x.v, R, x.k, x.k, g, coefficients, None, None, rq)
+    dv = x.apply("dv", x.k, R, x.v, x.v, g, coefficients, None, None, rq)
     return dq, dk, dv, along.sum((0, 1, 2)) if slopes else x.new(0)
 
 

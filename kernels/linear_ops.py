@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .launch import own_namespace
+from .linear_config import configure
 from .linear_launch import Both, Call, backward, both_backward, both_forward, forward, state_width, step
 
 NAMESPACE = own_namespace(__name__, "linear_forward")
@@ -19,7 +20,7 @@ INPUTS = (
     " bool unit, str precision, Tensor? segments, Tensor? padding, Tensor? cu, Tensor? first"
 )
 BOTH = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, bool unit, str precision, Tensor? padding"
-SAVED = "Tensor o, Tensor g, Tensor rq, Tensor rk"
+SAVED = "Tensor o, Tensor g, Tensor rq, Tensor rk, Tensor S, Tensor n"
 
 
 def _outputs(count: int) -> str:
@@ -30,7 +31,7 @@ def _register(name: str, function: Any, schema: str) -> Any:
     return torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=(), schema=schema)
 
 
-chunked_op = _register("linear_forward", forward, f"({INPUTS})" + _outputs(5))
+chunked_op = _register("linear_forward", forward, f"({INPUTS})" + _outputs(7))
 backward_op = _register(
     "linear_backward", backward, f"(Tensor do, bool slopes, Tensor? dg, Tensor? dlast, {SAVED}, {INPUTS})" + _outputs(7)
 )
@@ -61,14 +62,28 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     (B, T, H, D), DV, normalised = x.q.shape, x.v.shape[-1], x.a is not None
     E = x.k.shape[2] if x.log_decay is None else x.log_decay.shape[0]
     rows = B if x.cu is None else x.cu.shape[0] - 1
-    lengths = (_new(x.q, B, T, n if x.unit else 0) for n in (H, E))
+    lengths = (_new(x.q, B, n if x.unit else 0, T) for n in (H, E))
     last = _new(x.q, rows, E, state_width(D, DV, normalised))
-    return x.q.new_empty(B, T, H, DV), _new(x.q, B, T, H if normalised else 0), *lengths, last
+    stretch = configure(x.q, x.v, x.precision, normalised).stretch
+    slots = B * -(-T // stretch) if x.cu is None else T // stretch + 2 * rows
+    S = x.q.new_empty(slots, E, D * DV, dtype=torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32)
+    n = _new(x.q, slots, E, D + DV + 4 if normalised else 0)
+    return x.q.new_empty(B, T, H, DV), _new(x.q, B, T, H if normalised else 0), *lengths, last, S, n
 
 
 @backward_op.register_fake
 def _(
-    do: Tensor, slopes: bool, dg: Any, dlast: Any, o: Tensor, g: Tensor, rq: Tensor, rk: Tensor, *inputs: Any
+    do: Tensor,
+    slopes: bool,
+    dg: Any,
+    dlast: Any,
+    o: Tensor,
+    g: Tensor,
+    rq: Tensor,
+    rk: Tensor,
+    S: Tensor,
+    n: Tensor,
+    *inputs: Any,
 ) -> tuple[Tensor, ...]:
     x = Call(*inputs)
     return (
@@ -83,7 +98,7 @@ def _(
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     x = Both(*inputs)
     (B, T, H, D), E, DV = x.q.shape, x.k.shape[2], x.v.shape[-1]
-    lengths = _new(x.q, B, T, H if x.unit else 0)
+    lengths = _new(x.q, B, H if x.unit else 0, T)
     return x.q.new_empty(B, T, H, DV), _new(x.q, B, T, H), lengths, _new(x.q, B, E, state_width(D, DV, True))
 
 
@@ -112,16 +127,18 @@ TENSORS = tuple(name for name in Call._fields if name not in CONSTANTS)
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x = Call(*inputs)
     ctx.constants = {name: getattr(x, name) for name in CONSTANTS}
-    ctx.save_for_backward(*output[:4], *(getattr(x, name) for name in TENSORS))
+    ctx.save_for_backward(*output[:4], *output[5:], *(getattr(x, name) for name in TENSORS))
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, do: Any, dg: Any, drq: Any, drk: Any, dlast: Any) -> tuple[Tensor | None, ...]:
-    o, g, rq, rk, *tensors = ctx.saved_tensors
+def _differentiate(
+    ctx: Any, do: Any, dg: Any, drq: Any, drk: Any, dlast: Any, dS: Any, dn: Any
+) -> tuple[Tensor | None, ...]:
+    o, g, rq, rk, S, n, *tensors = ctx.saved_tensors
     x = Call(**dict(zip(TENSORS, tensors, strict=True)), **ctx.constants)
     do = torch.zeros_like(o) if do is None else do
     slopes, dg = any(ctx.needs_input_grad[3:5]), dg if x.a is not None else None
-    dq, dk, dv, along, *others = backward_op(do, slopes, dg, dlast, o, g, rq, rk, *x)
+    dq, dk, dv, along, *others = backward_op(do, slopes, dg, dlast, o, g, rq, rk, S, n, *x)
     ends = _slopes(x.a, x.b, along, g, dg) if slopes else (None, None)
     named = dict(zip(("q", "k", "v", "a", "b", "read", "write", "first"), (dq, dk, dv, *ends, *others), strict=True))
     return tuple(
@@ -164,9 +181,9 @@ def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **
     return B * T * H * (2 * C * (D + DV) + 4 * D * DV)
 
 
-def _backward_flops(do: Any, slopes: Any, dg: Any, dlast: Any, o: Any, g: Any, rq: Any, rk: Any, q: Any, k: Any, v: Any,
-                    *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:  # fmt: skip
+def _backward_flops(*inputs: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """2 C (3 D + 2 Dv) + 10 D Dv."""
+    q, _, v = inputs[10:13]
     (B, T, H, D), DV, C = q, v[-1], 64
     return B * T * H * (2 * C * (3 * D + 2 * DV) + 10 * D * DV)
 

@@ -7,145 +7,174 @@ Letters and the state's layout as in linear_triton.py.
 
 from __future__ import annotations
 
-from .linear_tiles import flow, given, given_left, numbers, rows, stretch
+from .linear_tiles import flow, given, given_left, numbers, rows
 from .tiles import jit, tl
 
 
 @jit
-def sums_kernel(p_l, p_r, p_S, p_keep, p_g, p_delta, p_a, p_b, p_lam, p_read, p_write, p_seg, p_real,
-                p_stretches, scale, s_lb, s_lt, s_lh, s_rb, s_rt, s_rh, T: int, N: int, L, H, E, SHARE,
-                REVERSE: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-                W: tl.constexpr, BD: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
-                DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, VARLEN: tl.constexpr,
-                SEGMENTS: tl.constexpr, PADDED: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """What one stretch adds to the state: from k and v, or REVERSE to its gradient from q and do. Grid (stretches *
-    blocks of BZ, B*E)."""
+def scan_kernel(p_l, p_r, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg,
+                p_real, p_stretches, p_rows, scale, s_lb, s_lt, s_lh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T: int,
+                N: int, L, H, E, SHARE, REVERSE: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr,
+                DV: tl.constexpr, BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
+                CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr,
+                WRITE: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, PADDED: tl.constexpr,
+                SPLIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """The state along a row, a block [BX,BZ] of it: l is k and r is v; or REVERSE its gradient, l is q and r is do.
+
+    Slot n gets what enters stretch n, or REVERSE the gradient of what leaves it. START: `first` holds the first value
+    (else 0); LAST: `last` gets the last one. Gates are the read gate in REVERSE, else the write gate. Grid (blocks,
+    rows * E). CUT: every stretch of L tokens for itself, with a slot of `last`; grid (.., .., stretches).
+    """
     HEADS: tl.constexpr = G if REVERSE else 1
-    WEIGHTED: tl.constexpr = UNIT or SEGMENTS or REVERSE or not NORM
+    GATED: tl.constexpr = READ if REVERSE else WRITE
+    WEIGHTED: tl.constexpr = UNIT or SEGMENTS or REVERSE or DECAY or GATED
+    W: tl.constexpr = D * DV + (D + DV + 4 if NORM else 0)
     blocks: tl.constexpr = tl.cdiv(DV, BZ)
-    i_z, i_s = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_b, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
-    i_t, size, slot = stretch(p_stretches, i_s, i_b, T, N, L, VARLEN)
-    if size <= 0:
-        return
-    o_c, o_d, o_z = tl.arange(0, C), tl.arange(0, BD), i_z * BZ + tl.arange(0, BZ)
+    i_z, i_x = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_row, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    i_b, i_t, size, slot, place = i_row, 0, T, i_row * N, i_row
+    if CUT:
+        i_t, place = (tl.program_id(2) * L).to(tl.int64), slot + tl.program_id(2)
+        size = tl.minimum(T - tl.program_id(2) * L, L)
+    if VARLEN:
+        i_b, slot = i_row * 0, tl.load(p_rows + 2 * i_row).to(tl.int64)
+        count = tl.load(p_rows + 2 * i_row + 1)
+        p_stretches += 3 * (slot - i_row)
+        i_t = tl.load(p_stretches, mask=count > 0, other=0).to(tl.int64)
+        size = tl.load(p_stretches + 3 * (count - 1), mask=count > 0, other=0)
+        size += tl.load(p_stretches + 3 * (count - 1) + 1, mask=count > 0, other=0) - i_t.to(tl.int32)
+    o_c, o_x, o_z = tl.arange(0, C), i_x * BX + tl.arange(0, BX), i_z * BZ + tl.arange(0, BZ)
     i_h, token = i_e * G, i_b * T + i_t
     i_in = i_h if REVERSE else i_e // SHARE
     p_l += i_b * s_lb + i_t * s_lt + i_in * s_lh
     p_r += i_b * s_rb + i_t * s_rt + i_in * s_rh
-    # [BD, BZ], [BZ], [BD]
-    b_S = tl.zeros([BD, BZ], tl.float32)
-    b_u = tl.zeros([BZ], tl.float32)
-    b_k = tl.zeros([BD], tl.float32)
-    n, lam, through = 0.0, 0.0, 1.0
+    own_q, own_e = (i_b * H + i_h) * T + i_t, (i_b * E + i_e) * T + i_t
+    if READ and REVERSE:
+        p_read += i_b * s_gb + i_t * s_gt + i_h * s_gh
+    if WRITE and not REVERSE:
+        p_write += i_b * s_gb + i_t * s_gt + i_e * s_gh
+    o_S, m_S = o_x[:, None] * DV + o_z[None, :], (o_x < D)[:, None] & (o_z < DV)[None, :]
+    # [BX, BZ]; sums over tokens keep R partial ones, so that threads add what is theirs: [R, BX], [R, BZ].
+    b_S = tl.zeros([BX, BZ], tl.float32)
+    b_k = tl.zeros([R, BX], tl.float32)
+    b_u = tl.zeros([R, BZ], tl.float32)
+    n, lam = 0.0, 0.0
+    if START:
+        p_first += (i_row * E + i_e) * W
+        b_S += tl.load(p_first + o_S, mask=m_S, other=0.0)
+        if NORM:
+            m_R = tl.arange(0, R)[:, None] == 0
+            b_k += tl.load(p_first + D * DV + o_x[None, :], mask=m_R & (o_x < D)[None, :], other=0.0)
+            b_u += tl.load(p_first + (D * DV + D) + o_z[None, :], mask=m_R & (o_z < DV)[None, :], other=0.0)
+            n += tl.load(p_first + (D * DV + D + DV))
     if DECAY:
         lam = tl.load(p_lam + i_e) * 1.4426950408889634
-    count = tl.cdiv(size, C)
-    for i_n in tl.range(0, count, num_stages=STAGES):
+    chunks = tl.cdiv(size, C)
+    for i_n in tl.range(0, chunks, num_stages=STAGES):
         i_c = i_n * C
         if REVERSE:
-            i_c = (count - 1 - i_n) * C
-        m_c, _, b_write, keep, _, _ = flow(
-            p_seg, p_real, i_b * T, lam, o_c, i_t + i_c, size - i_c, C, DECAY, SEGMENTS, PADDED, REVERSE
+            i_c = (chunks - 1 - i_n) * C
+        at = i_c % L == 0
+        if REVERSE:
+            at = (i_c + C) % L == 0 or i_n == 0
+        if not CUT and at:
+            p_at = (slot + i_c // L) * E + i_e
+            tl.store(p_S + p_at * (D * DV) + o_S, b_S.to(p_S.dtype.element_ty), mask=m_S)
+            if NORM:
+                p_at *= D + DV + 4
+                if i_z == 0:
+                    tl.store(p_n + p_at + o_x, tl.sum(b_k, 0), mask=o_x < D)
+                if i_x == 0:
+                    tl.store(p_n + p_at + D + o_z, tl.sum(b_u, 0), mask=o_z < DV)
+                    tl.store(p_n + p_at + (D + DV) + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 0, n, 0.0))
+        m_c, b_write, keep = flow(
+            p_seg, p_real, token - i_t, lam, o_c, i_t + i_c, size - i_c, C, DECAY, SEGMENTS, PADDED, REVERSE
         )
         if DECAY or SEGMENTS:
-            through *= keep
             b_S *= keep
             b_u *= keep
             b_k *= keep
             n *= keep
         for i_g in range(HEADS):
-            b_l = rows(p_l + i_c * s_lt + i_g * s_lh, o_c, o_d, s_lt, m_c, D)
+            b_l = rows(p_l + i_c * s_lt + i_g * s_lh, o_c, o_x, s_lt, m_c, D)
             b_r = rows(p_r + i_c * s_rt + i_g * s_rh, o_c, o_z, s_rt, m_c, DV)
-            p_rows_h = (token + i_c) * H + i_h + i_g
             b_cs = b_write
             if NORM:
                 b_cu = b_write
-                b_sign = 1.0
+                b_ck = b_write
                 if REVERSE:
                     a, b = tl.load(p_a + i_h + i_g), tl.load(p_b + i_h + i_g)
-                    b_n = tl.where(m_c, 1.0 / tl.load(p_g + p_rows_h + o_c * H, mask=m_c, other=1.0), 0.0)
-                    b_sign = -numbers(p_delta + p_rows_h, o_c, H, m_c)
-                    b_cs, b_cu = b_write * b_n * b, a * b_n * b_write
-                if UNIT:
-                    b_cs *= tl.rsqrt(tl.sum(b_l.to(tl.float32) * b_l.to(tl.float32), 1) + 1e-12)
-                b_u += tl.sum(b_r.to(tl.float32) * b_cu[:, None], 0)
-                b_k += tl.sum(b_l.to(tl.float32) * (b_cs * b_sign)[:, None], 0)
+                    b_n = numbers(p_rg + own_q + i_g * T + i_c, o_c, 1, m_c) * b_write
+                    b_cs, b_cu = b_n * b, b_n * a
+                    if UNIT:
+                        b_cs *= numbers(p_rq + own_q + i_g * T + i_c, o_c, 1, m_c)
+                    b_ck = -b_cs * numbers(p_delta + own_q + i_g * T + i_c, o_c, 1, m_c)
+                elif UNIT:
+                    b_cs *= numbers(p_rk + own_e + i_c, o_c, 1, m_c)
+                    b_ck = b_cs
+                b_lf, b_rf = b_l.to(tl.float32), b_r.to(tl.float32)
+                if WEIGHTED:
+                    b_lf *= b_ck[:, None]
+                    b_rf *= b_cu[:, None]
+                b_k += tl.sum(tl.reshape(b_lf, [C // R, R, BX]), 0)
+                b_u += tl.sum(tl.reshape(b_rf, [C // R, R, BZ]), 0)
                 if not REVERSE:  # a count has no gradient
                     n += tl.sum(b_write, 0)
             elif REVERSE:
                 b_cs *= scale
                 if READ:
-                    b_cs *= numbers(p_read + p_rows_h, o_c, H, m_c)
+                    b_cs *= numbers(p_read + i_c * s_gt + i_g * s_gh, o_c, s_gt, m_c)
             elif WRITE:
-                b_cs *= numbers(p_write + (token + i_c) * E + i_e, o_c, E, m_c)
+                b_cs *= numbers(p_write + i_c * s_gt, o_c, s_gt, m_c)
             if WEIGHTED:
-                b_S = given_left(tl.trans(b_l), b_r.to(tl.float32) * b_cs[:, None], b_S, True, PREC)
+                b_S = given_left(tl.trans(b_l), b_r.to(tl.float32) * b_cs[:, None], b_S, SPLIT, PREC)
             else:
                 b_S = given(tl.trans(b_l), b_r, b_S, PREC)
-    if DECAY or SEGMENTS:
-        tl.store(p_keep + slot * E + i_e, through)
-    p_S += (slot * E + i_e) * W
-    if not REVERSE:
-        p_S += E * W
-    tl.store(p_S + o_d[:, None] * DV + o_z[None, :], b_S, mask=(o_d < D)[:, None] & (o_z < DV)[None, :])
-    if NORM:
-        tl.store(p_S + (D * DV + D) + o_z, b_u, mask=o_z < DV)
-        if i_z == 0:
-            tl.store(p_S + D * DV + o_d, b_k, mask=o_d < D)
-            tl.store(p_S + (D * DV + D + DV) + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 0, n, 0.0))
-
-
-@jit
-def carry_kernel(p_S, p_keep, p_first, p_last, p_rows, N: int, E, W: tl.constexpr, BW: tl.constexpr,
-                 REVERSE: tl.constexpr, KEEP: tl.constexpr, VARLEN: tl.constexpr, START: tl.constexpr,
-                 LAST: tl.constexpr):  # fmt: skip
-    """S_{n+1} = keep_n S_n + added_n over the stretches of a row, in place, or REVERSE. Grid (blocks of BW, rows*E).
-
-    Forward finds added_n in slot n + 1, REVERSE in slot n. START: `first` holds the first value (else 0); LAST: the
-    last one also goes to `last`.
-    """
-    i_r, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
-    if VARLEN:
-        slot, count = tl.load(p_rows + 2 * i_r).to(tl.int64), tl.load(p_rows + 2 * i_r + 1)
-    else:
-        slot, count = i_r * (N + 1), N
-    o_w = tl.program_id(0) * BW + tl.arange(0, BW)
-    m_w = o_w < W
-    b_S = tl.zeros([BW], tl.float32)
-    if START:
-        b_S += tl.load(p_first + (i_r * E + i_e) * W + o_w, mask=m_w, other=0.0)
-    if REVERSE:
-        slot += count
-    tl.store(p_S + (slot * E + i_e) * W + o_w, b_S, mask=m_w)
-    for _ in range(count):
-        if REVERSE:
-            slot -= 1
-        if KEEP:
-            b_S *= tl.load(p_keep + slot * E + i_e)
-        if not REVERSE:
-            slot += 1
-        b_S += tl.load(p_S + (slot * E + i_e) * W + o_w, mask=m_w, other=0.0)
-        tl.store(p_S + (slot * E + i_e) * W + o_w, b_S, mask=m_w)
     if LAST:
-        tl.store(p_last + (i_r * E + i_e) * W + o_w, b_S, mask=m_w)
+        p_last += (place * E + i_e) * W
+        tl.store(p_last + o_S, b_S, mask=m_S)
+        if NORM:
+            if i_z == 0:
+                tl.store(p_last + D * DV + o_x, tl.sum(b_k, 0), mask=o_x < D)
+            if i_x == 0:
+                tl.store(p_last + (D * DV + D) + o_z, tl.sum(b_u, 0), mask=o_z < DV)
+                if REVERSE:
+                    n = 0.0
+                tl.store(p_last + (D * DV + D + DV) + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 0, n, 0.0))
 
 
 @jit
-def delta_kernel(p_o, p_do, p_g, p_dg, p_delta, s_ob, s_ot, s_oh, s_db, s_dt, s_dh, T: int, H, DV: tl.constexpr,
-                 BV: tl.constexpr, R: tl.constexpr, MASS: tl.constexpr, GUARD: tl.constexpr):  # fmt: skip
-    """o_t.do_t - g_t dg_t [B,T,H], 0 where the normaliser was guarded: there it is a constant. Grid (T*H/R, B)."""
-    i_b = tl.program_id(1).to(tl.int64)
-    o_r, o_v = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, BV)
-    o_t, o_h, m_t = (o_r // H).to(tl.int64), o_r % H, o_r < T * H
-    m_v = m_t[:, None] & (o_v < DV)[None, :]
-    b_o = tl.load(p_o + i_b * s_ob + (o_t * s_ot + o_h * s_oh)[:, None] + o_v[None, :], mask=m_v, other=0.0)
-    b_do = tl.load(p_do + i_b * s_db + (o_t * s_dt + o_h * s_dh)[:, None] + o_v[None, :], mask=m_v, other=0.0)
-    b_g = tl.load(p_g + i_b * T * H + o_r, mask=m_t, other=1.0)
+def lengths_kernel(p_x, p_r, s_xb, s_xt, s_xh, T: int, E, SHARE, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr):
+    """Inverse lengths of rows, [B,E,T]. Grid (T/R, B*E)."""
+    i_b, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    o_t, o_d = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, BD)
+    m_x, o_l = (o_t < T)[:, None] & (o_d < D)[None, :], o_t.to(tl.int64)[:, None] * s_xt
+    b_x = tl.load(p_x + i_b * s_xb + i_e // SHARE * s_xh + o_l + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+    tl.store(p_r + (i_b * E + i_e) * T + o_t, tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-12), mask=o_t < T)
+
+
+@jit
+def delta_kernel(p_o, p_do, p_g, p_dg, p_rg, p_delta, p_real, s_ob, s_ot, s_oh, s_db, s_dt, s_dh, T: int, H,
+                 DV: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, MASS: tl.constexpr, PADDED: tl.constexpr,
+                 GUARD: tl.constexpr):  # fmt: skip
+    """1/g_t, 0 at padding, and o_t.do_t - g_t dg_t, 0 where the normaliser was guarded: there it is a constant; both
+    [B,H,T]. Grid (T/R, B*H)."""
+    i_b, i_h = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
+    o_t, o_v = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, BV)
+    m_t = o_t < T
+    m_v, o_t = m_t[:, None] & (o_v < DV)[None, :], o_t.to(tl.int64)
+    b_o = tl.load(p_o + i_b * s_ob + i_h * s_oh + (o_t * s_ot)[:, None] + o_v[None, :], mask=m_v, other=0.0)
+    b_do = tl.load(p_do + i_b * s_db + i_h * s_dh + (o_t * s_dt)[:, None] + o_v[None, :], mask=m_v, other=0.0)
+    at, there = (i_b * T + o_t) * H + i_h, (i_b * H + i_h) * T + o_t
+    b_g = tl.load(p_g + at, mask=m_t, other=1.0)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     if MASS:
-        b_delta -= b_g * tl.load(p_dg + i_b * T * H + o_r, mask=m_t, other=0.0)
-    tl.store(p_delta + i_b * T * H + o_r, tl.where(tl.abs(b_g) > GUARD, b_delta, 0.0), mask=m_t)
+        b_delta -= b_g * tl.load(p_dg + at, mask=m_t, other=0.0)
+    b_r = 1.0 / b_g
+    if PADDED:
+        b_r = tl.where(tl.load(p_real + i_b * T + o_t, mask=m_t, other=0) != 0, b_r, 0.0)
+    tl.store(p_rg + there, b_r, mask=m_t)
+    tl.store(p_delta + there, tl.where(tl.abs(b_g) > GUARD, b_delta, 0.0), mask=m_t)
 
 
 @jit

@@ -122,7 +122,7 @@ def _retnet_triton(
         return o.to(dtype), RetNetState(S)
     if segments is not None:
         segments = numbered(segments).int()
-    o, *_, S = chunked_op(*inputs, precision, segments, padding, cu, None if S is None else S.flatten(2))
+    o, _, _, _, S, *_ = chunked_op(*inputs, precision, segments, padding, cu, None if S is None else S.flatten(2))
     return o.to(dtype), RetNetState(S.unflatten(-1, sizes))
 
 

@@ -23,7 +23,7 @@ from triton_tools import (
 # Largest error over the largest reference value.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3}
 
-# group -> cases; unset sizes are B1 T40 H2 Hkv1 D16 Dv16. `of` la, unless another; stretches are 64 tokens here
+# group -> cases; unset sizes are B1 T40 H2 Hkv1 D16 Dv16. `of` la, unless another; stretches are 48 tokens here
 CASES: dict[str, list[dict[str, Any]]] = {
     "lengths": [{"T": T} for T in (1, 2, 15, 16, 17, 150)],
     "heads_and_sizes": [
@@ -79,60 +79,73 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
 
 def constants(config: Any, tiles: Any, D: int, **changes: bool) -> dict[str, Any]:
     normalised = changes.get("NORM", True)
-    flags = ("NORM", "UNIT", "STATE", "CUT", "LATER", "AUX", "DECAY", "READ", "WRITE", "REVERSE")
-    off = ("FIRST", "MASS", "VARLEN", "SEGMENTS", "PADDED")
-    none = dict.fromkeys(("p_seg", "p_real", "p_stretches"))
+    on = ("NORM", "UNIT", "STATE", "LATER", "AUX", "REVERSE", "START", "LAST")
+    off = ("VARLEN", "SEGMENTS", "PADDED", "CUT")
+    none = dict.fromkeys(("p_seg", "p_real", "p_place", "p_stretches", "p_rows"))
     return {
         **none,
-        **dict.fromkeys(flags, True),
+        **dict.fromkeys(on, True),
         **dict.fromkeys(off, False),
-        "DECAY": not normalised,
-        "READ": not normalised,
-        "WRITE": not normalised,
+        **dict.fromkeys(("DECAY", "READ", "WRITE"), not normalised),
         **changes,
         "SHARE": 1,
-        "FROM": 0,
         "D": D,
         "DV": D,
-        "W": D * D + (2 * D + 4 if normalised else 0),
         "BD": D,
         "BDV": D,
+        "BX": min(config.scan_rows, D),
         "BZ": min(tiles.block, D),
         "C": tiles.chunk,
+        "K": min(tiles.chunk, config.keys),
+        "R": 16,
         "G": 1,
         "GUARD": 1e-6,
-        "SPLIT": config.split_gradients,
+        "SPLIT": config.split_sums,
         "PREC": config.precision,
         "STAGES": tiles.stages,
     }
 
 
-HALF = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv", "p_l", "p_r", "p_x", "p_own", "p_other", "p_out")
+HALF = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv", "p_l", "p_r", "p_S", "p_dS")
 KINDS = dict.fromkeys(HALF, "*bf16") | {"scale": "fp32"}
+# kernel -> whose tiles it has
+TILES = {"out_kernel": "out", "gradients_kernel": "gradients", "scan_kernel": "scan"}
+
+
+def compiled(name: str, capability: int, config: Any, D: int, **flags: bool) -> Any:
+    from linearize_kernels import linear_states, linear_triton
+
+    kernel, tiles = getattr(linear_triton, name, None) or getattr(linear_states, name), getattr(config, TILES[name])
+    return compile_kernel(kernel, capability, constants(config, tiles, D, **flags), KINDS, tiles.warps)
 
 
 @pytest.mark.parametrize("normalised", [True, False], ids=["la", "retnet"])
-@pytest.mark.parametrize("name", ["out_kernel", "gradients_kernel", "sums_kernel"])
+@pytest.mark.parametrize("name", TILES)
 def test_no_product_takes_the_transpose_of_a_product(name: str, normalised: bool) -> None:
-    from linearize_kernels import linear_states, linear_triton
     from linearize_kernels.linear_config import choose
 
     config = choose((9, 0), 227 * 1024, 132, 64, 64, torch.bfloat16, normalised)
-    kernel = getattr(linear_triton, name, None) or getattr(linear_states, name)
-    flags = {"NORM": normalised, "UNIT": False}
-    assert transposed_products(compile_kernel(kernel, 90, constants(config, config.out, 64, **flags), KINDS, 4)) == []
+    assert transposed_products(compiled(name, 90, config, 64, NORM=normalised, UNIT=False)) == []
 
 
+def test_chunks_fill_the_stretches_of_every_configuration() -> None:
+    from linearize_kernels.linear_config import SHIPPED, choose
+
+    for capability, D, dtype, normalised in [*SHIPPED, ((8, 0), 256, torch.float32, True)]:
+        config = choose(capability, 227 * 1024, 132, D, D, dtype, normalised)
+        for tiles in (config.out, config.gradients):
+            assert config.stretch % tiles.chunk == 0
+            assert tiles.chunk % min(tiles.chunk, config.keys) == 0
+        assert config.stretch % config.scan.chunk == 0
+
+
+@pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize(("budget", "D"), [(48, 64), (100, 128), (227, 128)])
-def test_safe_configurations_fit_their_budget(budget: int, D: int) -> None:
+def test_safe_configurations_fit_their_budget(budget: int, D: int, name: str) -> None:
     from linearize_kernels.linear_config import choose
-    from linearize_kernels.linear_triton import gradients_kernel
 
     config = choose((8, 7), budget * 1024, 100, D, D, torch.bfloat16, True)
-    tiles = config.gradients
-    made = compile_kernel(
-        gradients_kernel, 90 if budget > 164 else 80, constants(config, tiles, D, UNIT=False), KINDS, tiles.warps
-    )
+    made = compiled(name, 90 if budget > 164 else 80, config, D, UNIT=False)
     assert made.metadata.shared <= budget * 1024, config
 
 
