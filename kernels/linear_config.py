@@ -6,6 +6,7 @@ Nothing is tuned at run time.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,9 @@ class Config(NamedTuple):
     keys: int
     # bf16: factors that the scan computes for gradients go in as two parts. Memories are outputs: theirs always do.
     split_sums: bool
+    # Without a normaliser the scan makes the output, too, where it runs so many programs.
+    walk: Tiles
+    walk_from: float
     # Where every token sees all others; bf16: the state is read as two parts, 16 bits of it.
     sums_both: Tiles
     read: Tiles
@@ -65,6 +69,8 @@ SHIPPED: dict[tuple[tuple[int, int], int, torch.dtype, bool], dict[str, Any]] = 
         "scan": Tiles(64, 64, 4, 3),
         "stretch": 128,
         "split_sums": False,
+        "walk": Tiles(64, 64, 4, 2),
+        "walk_from": 128,
     },
     ((9, 0), 128, torch.float32, True): {
         "out": Tiles(64, 64, 4, 1),
@@ -87,7 +93,8 @@ def configure(q: Tensor, v: Tensor, precision: str, normalised: bool) -> Config:
 def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, normalised: bool) -> Config:
     if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
         small = Tiles(16, 16, 4, 1)
-        return Config(small, small, small, 16, 48, 16, True, small, small._replace(block=64), 6, True, True, "ieee")
+        scan = small, 16, 48, 16, True, small, 5
+        return Config(small, small, *scan, small, small._replace(block=64), 6, True, True, "ieee")
     properties = torch.cuda.get_device_properties(device)
     # A property that torch has and its type stub has not.
     shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
@@ -130,7 +137,8 @@ def safe(shared: int, processors: int, wide: int, dtype: torch.dtype) -> Config:
     tiles = fitting[0]
     read = tiles._replace(block=wide if wide <= 128 else 64)
     # fp16 and its sums: three bf16 products carry 16 bits of each factor.
-    return Config(tiles, tiles, tiles, columns, 256, 64, True, tiles, read, 4 * processors, False, True, "bf16x3")
+    scan = tiles, columns, 256, 64, True, tiles, math.inf
+    return Config(tiles, tiles, *scan, tiles, read, 4 * processors, False, True, "bf16x3")
 
 
 def shared_bytes(tiles: Tiles, wide: int, item: int) -> int:

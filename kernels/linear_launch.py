@@ -124,6 +124,12 @@ class Problem:
         return S, self.new(self.slots, self.E, self.D + self.DV + 4 if self.normalised else 0)
 
     @property
+    def walks(self) -> bool:
+        """Whether the scan makes the output on its way: where the heads alone fill the GPU."""
+        programs = self.layout.rows * self.H * -(-self.DV // self.config.walk.block)
+        return not self.normalised and programs >= self.config.walk_from
+
+    @property
     def places(self) -> Tensor | None:
         """Real tokens up to each, where decays count them."""
         if self.call.padding is None or self.lam is None:
@@ -173,18 +179,19 @@ class Problem:
 
 def scan(x: Problem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tuple[Any, ...],
          lengths: tuple[Tensor, Tensor], first: Tensor | None, last: Tensor | None, back: bool,
-         states: tuple[Tensor, Tensor] | None = None) -> None:  # fmt: skip
-    """Run `scan_kernel`: into `states` and `last`; without states every stretch for itself."""
+         states: tuple[Tensor, Tensor] | None = None, o: Tensor | None = None) -> None:  # fmt: skip
+    """Run `scan_kernel`: into `states` and `last`, and `o` if wanted; without states every stretch for itself."""
     c = x.constants(tiles, x.config.split_sums or not back)
-    BX = min(x.config.scan_rows, c["BD"])
+    BX = c["BD"] if o is not None else min(x.config.scan_rows, c["BD"])
     BZ, gate, cut = min(tiles.block, c["BDV"]), x.read if back else x.write, states is None
-    grid = (-(-x.D // BX) * -(-x.DV // BZ), x.layout.rows * x.E, x.layout.chunks if cut else 1)
-    c |= {"BX": BX, "BZ": BZ, "R": min(16, tiles.chunk), "CUT": cut}
+    heads = x.E if o is None else x.H
+    grid = (-(-x.D // BX) * -(-x.DV // BZ), x.layout.rows * heads, x.layout.chunks if cut else 1)
+    c |= {"BX": BX, "BZ": BZ, "R": min(16, tiles.chunk), "CUT": cut, "OUT": o is not None}
     launch(
-        scan_kernel, grid, left, right, *(states or (None, None)), first, last, *coefficients, x.a, x.b, *lengths,
-        x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.layout.per_row, x.call.scale,
-        *strides(left, right), *x.gates(gate), *x.sizes, REVERSE=back, START=first is not None, LAST=last is not None,
-        **c,
+        scan_kernel, grid, left, right, x.q, o, *(states or (None, None)), first, last, *coefficients, x.a, x.b,
+        *lengths, x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.layout.per_row, x.call.scale,
+        *strides(left, right, x.q), *x.gates(gate, x.read), *x.sizes, REVERSE=back, START=first is not None,
+        LAST=last is not None, **c,
     )  # fmt: skip
 
 
@@ -207,6 +214,9 @@ def run_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
     g = x.new(x.B, x.T, x.H if x.normalised else 0)
     rq, rk = x.new(x.B, x.H if x.call.unit else 0, x.T), lengths(x)
     S, n = x.states()
+    if x.walks:
+        scan(x, x.config.walk, x.k, x.v, (None, None), (rq, rk), x.first, last, False, (S, n), o)
+        return o, g, rq, rk, last, S, n
     scan(x, x.config.scan, x.k, x.v, (None, None), (rq, rk), x.first, last, False, (S, n))
     c = x.constants(x.config.out)
     rows = -(-x.L // c["C"])

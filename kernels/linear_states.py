@@ -7,15 +7,16 @@ Letters and the state's layout as in linear_triton.py.
 
 from __future__ import annotations
 
-from .linear_tiles import flow, given, given_left, numbers, rows
-from .tiles import jit, tl
+from .linear_tiles import flow, given, given_left, given_right, numbers, pairs, rows
+from .tiles import jit, load_each, tl
 
 
 @jit
-def scan_kernel(p_l, p_r, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg,
-                p_real, p_stretches, p_rows, scale, s_lb, s_lt, s_lh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T: int,
-                N: int, L, H, E, SHARE, REVERSE: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr,
-                DV: tl.constexpr, BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
+def scan_kernel(p_l, p_r, p_q, p_o, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_rq, p_rk, p_lam, p_read,
+                p_write, p_seg, p_real, p_stretches, p_rows, scale, s_lb, s_lt, s_lh, s_rb, s_rt, s_rh, s_qb, s_qt,
+                s_qh, s_gb, s_gt, s_gh, s_ab, s_at, s_ah, T: int, N: int, L, H, E, SHARE, REVERSE: tl.constexpr,
+                NORM: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BX: tl.constexpr,
+                BZ: tl.constexpr, C: tl.constexpr, R: tl.constexpr, G: tl.constexpr, OUT: tl.constexpr,
                 CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr,
                 WRITE: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, PADDED: tl.constexpr,
                 SPLIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
@@ -24,6 +25,9 @@ def scan_kernel(p_l, p_r, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_
     Slot n gets what enters stretch n, or REVERSE the gradient of what leaves it. START: `first` holds the first value
     (else 0); LAST: `last` gets the last one. Gates are the read gate in REVERSE, else the write gate. Grid (blocks,
     rows * E). CUT: every stretch of L tokens for itself, with a slot of `last`; grid (.., .., stretches).
+
+    OUT, forwards without a normaliser: every query head walks for itself and makes its output as it goes, BX columns of
+    q hold all of them, and the first head of a memory stores its states. Grid (blocks, rows * H).
     """
     HEADS: tl.constexpr = G if REVERSE else 1
     GATED: tl.constexpr = READ if REVERSE else WRITE
@@ -32,6 +36,10 @@ def scan_kernel(p_l, p_r, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_
     blocks: tl.constexpr = tl.cdiv(DV, BZ)
     i_z, i_x = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_row, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    i_q, leads = i_e * G, True
+    if OUT:
+        i_row, i_q = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
+        i_e, leads = i_q // G, i_q % G == 0
     i_b, i_t, size, slot, place = i_row, 0, T, i_row * N, i_row
     if CUT:
         i_t, place = (tl.program_id(2) * L).to(tl.int64), slot + tl.program_id(2)
@@ -53,6 +61,11 @@ def scan_kernel(p_l, p_r, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_
         p_read += i_b * s_gb + i_t * s_gt + i_h * s_gh
     if WRITE and not REVERSE:
         p_write += i_b * s_gb + i_t * s_gt + i_e * s_gh
+    if OUT:
+        p_q += i_b * s_qb + i_t * s_qt + i_q * s_qh
+        p_o += (token * H + i_q) * DV
+        if READ:
+            p_read += i_b * s_ab + i_t * s_at + i_q * s_ah
     o_S, m_S = o_x[:, None] * DV + o_z[None, :], (o_x < D)[:, None] & (o_z < DV)[None, :]
     # [BX, BZ]; sums over tokens keep R partial ones, so that threads add what is theirs: [R, BX], [R, BZ].
     b_S = tl.zeros([BX, BZ], tl.float32)
@@ -69,15 +82,26 @@ def scan_kernel(p_l, p_r, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_
             n += tl.load(p_first + (D * DV + D + DV))
     if DECAY:
         lam = tl.load(p_lam + i_e) * 1.4426950408889634
+    # Gates are loaded a chunk ahead: nothing hides how late those of the chunk itself would be.
+    if WRITE and not REVERSE:
+        b_next = load_each(p_write, o_c, s_gt, o_c < size)
+    if READ and OUT:
+        b_read_next = load_each(p_read, o_c, s_at, o_c < size)
     chunks = tl.cdiv(size, C)
     for i_n in tl.range(0, chunks, num_stages=STAGES):
         i_c = i_n * C
         if REVERSE:
             i_c = (chunks - 1 - i_n) * C
+        if WRITE and not REVERSE:
+            b_gate = b_next
+            b_next = load_each(p_write + (i_c + C) * s_gt, o_c, s_gt, o_c < size - i_c - C)
+        if READ and OUT:
+            b_read = b_read_next
+            b_read_next = load_each(p_read + (i_c + C) * s_at, o_c, s_at, o_c < size - i_c - C)
         at = i_c % L == 0
         if REVERSE:
             at = (i_c + C) % L == 0 or i_n == 0
-        if not CUT and at:
+        if p_S is not None and at and leads:
             p_at = (slot + i_c // L) * E + i_e
             tl.store(p_S + p_at * (D * DV) + o_S, b_S.to(p_S.dtype.element_ty), mask=m_S)
             if NORM:
@@ -87,9 +111,12 @@ def scan_kernel(p_l, p_r, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_
                 if i_x == 0:
                     tl.store(p_n + p_at + D + o_z, tl.sum(b_u, 0), mask=o_z < DV)
                     tl.store(p_n + p_at + (D + DV) + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 0, n, 0.0))
-        m_c, b_write, keep = flow(
+        m_c, b_see, b_write, keep, b_seg, b_place = flow(
             p_seg, p_real, token - i_t, lam, o_c, i_t + i_c, size - i_c, C, DECAY, SEGMENTS, PADDED, REVERSE
         )
+        if OUT:
+            b_q = rows(p_q + i_c * s_qt, o_c, o_x, s_qt, m_c, D)
+            b_o = given_left(b_q, b_S, tl.zeros([C, BZ], tl.float32), False, PREC) * b_see[:, None]
         if DECAY or SEGMENTS:
             b_S *= keep
             b_u *= keep
@@ -125,14 +152,28 @@ def scan_kernel(p_l, p_r, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_
                 if READ:
                     b_cs *= numbers(p_read + i_c * s_gt + i_g * s_gh, o_c, s_gt, m_c)
             elif WRITE:
-                b_cs *= numbers(p_write + i_c * s_gt, o_c, s_gt, m_c)
+                b_cs = tl.where(m_c, b_cs * b_gate, 0.0)
+            if OUT:
+                b_w = given(b_q, tl.trans(b_l), tl.zeros([C, C], tl.float32), PREC)
+                if WRITE:
+                    b_w *= b_gate[None, :]
+                b_o = given_right(pairs(b_w, m_c, b_seg, b_place, lam, o_c, DECAY, SEGMENTS), b_r, b_o, PREC)
+                b_r_out = tl.full([C], scale, tl.float32)
+                if READ:
+                    b_r_out *= b_read
+                if PADDED:
+                    b_r_out = tl.where(m_c, b_r_out, 0.0)
+                m_o = (i_c + o_c < size)[:, None] & (o_z < DV)[None, :]
+                o_o = (i_c + o_c)[:, None] * (H * DV) + o_z[None, :]
+                tl.store(p_o + o_o, (b_o * b_r_out[:, None]).to(p_o.dtype.element_ty), mask=m_o)
             if WEIGHTED:
                 b_S = given_left(tl.trans(b_l), b_r.to(tl.float32) * b_cs[:, None], b_S, SPLIT, PREC)
             else:
                 b_S = given(tl.trans(b_l), b_r, b_S, PREC)
     if LAST:
         p_last += (place * E + i_e) * W
-        tl.store(p_last + o_S, b_S, mask=m_S)
+        if leads:
+            tl.store(p_last + o_S, b_S, mask=m_S)
         if NORM:
             if i_z == 0:
                 tl.store(p_last + D * DV + o_x, tl.sum(b_k, 0), mask=o_x < D)

@@ -89,33 +89,48 @@ def numbers(p_x, o_c, s_t, m_c):
 @jit
 def flow(p_seg, p_real, row, lam, o_c, i_t, left, C: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
          PADDED: tl.constexpr, REVERSE: tl.constexpr):  # fmt: skip
-    """Of the chunk at token i_t of the row that begins at `row`: real tokens [C]; how much of each comes through to the
-    state that leaves, REVERSE to the left [C]; and how much of the state that enters."""
+    """Of the chunk at token i_t of the row that begins at `row`: real tokens [C]; how much of the state each row sees
+    [C], each writes [C], and the chunk leaves; the document of each token and its place among the real ones, [C]."""
     m_c = o_c < left
     last = tl.minimum(left, C) - 1
+    b_seg = o_c * 0
     b_place = (o_c + 1).to(tl.float32)
     if PADDED:
         m_c = m_c & (tl.load(p_real + row + i_t + o_c, mask=m_c, other=0) != 0)
         b_place = tl.cumsum(m_c.to(tl.float32), 0)
-    b_write = m_c.to(tl.float32)
+    b_see = m_c.to(tl.float32)
+    b_write = b_see
     keep = 1.0
     if DECAY:
         total = tl.max(tl.where(o_c <= last, b_place, 0.0), 0)
         keep = tl.exp2(lam * total)
+        b_start, b_end = tl.exp2(lam * b_place), tl.exp2(tl.minimum(lam * (total - b_place), 0.0))
         if REVERSE:
-            b_write *= tl.exp2(lam * b_place)
+            b_see, b_write = b_see * b_end, b_write * b_start
         else:
-            b_write *= tl.exp2(tl.minimum(lam * (total - b_place), 0.0))
+            b_see, b_write = b_see * b_start, b_write * b_end
     if SEGMENTS:
         p_seg += row
         b_seg = tl.load(p_seg + i_t + tl.minimum(o_c, last))
         entered, leaves = tl.load(p_seg + tl.maximum(i_t - 1, 0)), tl.load(p_seg + i_t + last)
         if REVERSE:
-            b_write = tl.where(b_seg == entered, b_write, 0.0)
+            b_see, b_write = tl.where(b_seg == leaves, b_see, 0.0), tl.where(b_seg == entered, b_write, 0.0)
         else:
-            b_write = tl.where(b_seg == leaves, b_write, 0.0)
+            b_see, b_write = tl.where(b_seg == entered, b_see, 0.0), tl.where(b_seg == leaves, b_write, 0.0)
         keep = tl.where(entered == leaves, keep, 0.0)
-    return m_c, b_write, keep
+    return m_c, b_see, b_write, keep, b_seg, b_place
+
+
+@jit
+def pairs(b_w, m_c, b_seg, b_place, lam, o_c, DECAY: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Weights [C,C] as far as column j comes through to row i."""
+    m_w = (o_c[:, None] >= o_c[None, :]) & m_c[None, :]
+    if SEGMENTS:
+        m_w = m_w & (b_seg[:, None] == b_seg[None, :])
+    if DECAY:
+        b_far = tl.abs(b_place[:, None] - b_place[None, :])
+        b_w *= tl.exp2(lam * b_far)
+    return tl.where(m_w, b_w, 0.0)
 
 
 @jit

@@ -48,6 +48,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"of": "retnet", "padding": "left", "B": 2, "gates": True, "state": True},
         {"of": "retnet", "cu": [0, 1, 1, 36, 120], "T": 120, "state": True, "gates": True},
     ],
+    # Enough heads that the scan makes the output (5 programs are enough here).
+    "retnet_walks": [
+        {"of": "retnet", "segments": 9, "T": 33, "B": 2, "H": 4, "E": 2, "gates": True, "state": True},
+        {"of": "retnet", "padding": "left", "T": 33, "B": 2, "H": 4, "gates": True, "state": True},
+        {"of": "retnet", "dtype": "float16", "T": 33, "B": 2, "H": 4},
+    ],
     "steps": [
         {"step": True, "T": 1},
         {"step": True, "T": 1, "unit": True, "B": 2, "H": 4, "padding": "left", "D": 20, "DV": 24},
@@ -80,7 +86,7 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
 def constants(config: Any, tiles: Any, D: int, **changes: bool) -> dict[str, Any]:
     normalised = changes.get("NORM", True)
     on = ("NORM", "UNIT", "STATE", "LATER", "AUX", "REVERSE", "START", "LAST")
-    off = ("VARLEN", "SEGMENTS", "PADDED", "CUT")
+    off = ("VARLEN", "SEGMENTS", "PADDED", "CUT", "OUT")
     none = dict.fromkeys(("p_seg", "p_real", "p_place", "p_stretches", "p_rows"))
     return {
         **none,
