@@ -10,7 +10,7 @@ Letters as in gla.py; b is in units of log 2. `BK`, `BV` are widths of blocks of
 
 from __future__ import annotations
 
-from .tiles import chunk, jit, load_rows, parts, tl
+from .tiles import chunk, jit, load_each, load_rows, parts, tl
 
 
 @jit
@@ -35,6 +35,12 @@ def load_gate(p_r, o_c, s_r, size):
     if p_r is not None:
         b_r = tl.load(p_r + o_c * s_r, mask=o_c < size, other=0.0).to(tl.float32)
     return b_r
+
+
+@jit
+def gate_ahead(p_r, o_t, s_r, T):
+    """The gates of tokens o_t of a row, 0 outside of it."""
+    return load_each(p_r, o_t, s_r, (o_t >= 0) & (o_t < T))
 
 
 @jit

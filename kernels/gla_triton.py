@@ -12,7 +12,7 @@ consecutive slots, the last one idle. Read and write gates multiply the rows of 
 
 from __future__ import annotations
 
-from .gla_tiles import cast, columns, exact, load_gate, load_scaled, place, running_sums
+from .gla_tiles import cast, columns, exact, gate_ahead, load_gate, load_scaled, place, running_sums
 from .gsa_tiles import block_level, block_split, load_sums, reference
 from .tiles import dot, dot_given_right, jit, load_rows, segment_flow, store_rows, tl
 
@@ -49,6 +49,14 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
     b_S = tl.zeros([BK, BV], tl.float32)
     if p_S0 is not None:
         b_S += load_rows(p_S0 + memory, o_k, o_v, DV, D, DV)
+    step = -C if REVERSE else C
+    if p_r is not None:
+        p_r += i_b * T * heads + i_r
+        if G == 1:
+            start = (count - 1).to(tl.int32) * C if REVERSE else 0
+            if VARLEN:
+                start += tl.load(p_chunks, mask=count > 0, other=0)
+            b_ahead = gate_ahead(p_r, start + o_c, heads, T)
     for j in range(0, count):
         i_n = j
         if REVERSE:
@@ -58,6 +66,10 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
         else:
             i_t = (i_n * C).to(tl.int64)
             size = tl.minimum(T - i_n * C, C)
+        # A gate of the chunk itself would come too late: where a memory has one query head, it comes a chunk ahead.
+        if p_r is not None and G == 1:
+            b_gate = b_ahead
+            b_ahead = gate_ahead(p_r, i_t.to(tl.int32) + step + o_c, heads, T)
         store_rows(p_S + ((first + i_n).to(tl.int64) * E + i_e) * (D * DV), b_S, o_k, o_v, DV, D, DV)
         # [BK, C]: the product below may not take the transpose of what comes out of another
         o_b, m_b = columns(o_c, o_k, s_g, size, D)
@@ -78,11 +90,13 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
             b_decay = tl.where(entered == leaves, b_decay, 0.0)
         b_S *= b_decay[:, None]
         for i_g in tl.static_range(0, G):
-            o_x, m_x = columns(o_c, o_k, s_xt, size, D)
-            b_x = tl.load(p_x + i_t * s_xt + i_g * s_xh + o_x, mask=m_x, other=0.0).to(tl.float32) * scale * b_w
+            b_scale = scale
             if p_r is not None:
-                p_gate = p_r + (i_b * T + i_t) * heads + i_r + i_g
-                b_x *= load_gate(p_gate, o_c, heads, size)[None, :]
+                if G > 1:
+                    b_gate = load_gate(p_r + i_g + i_t * heads, o_c, heads, size)
+                b_scale *= tl.where(o_c < size, b_gate, 0.0)[None, :]
+            o_x, m_x = columns(o_c, o_k, s_xt, size, D)
+            b_x = tl.load(p_x + i_t * s_xt + i_g * s_xh + o_x, mask=m_x, other=0.0).to(tl.float32) * b_scale * b_w
             b_x, b_x_low = cast(b_x, PREC)
             b_y = exact(load_rows(p_y + i_t * s_yt + i_g * s_yh, o_c, o_v, s_yt, size, DV), PREC)
             b_S += dot_given_right(b_x, b_x_low, b_y, PREC)

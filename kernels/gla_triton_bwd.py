@@ -82,43 +82,42 @@ def key_chunk(p_q, s_qt, s_qh, p_k, s_kt, p_v, s_vt, p_do, s_ot, s_oh, p_rq, p_r
     if STRONG:
         b_ref, b_ref_key = b_mid * 0.0, b_end
         level = block_level(p_b, o_c, o_k, s_g, size, D, LEVELS, RANGE)
-    b_rk = load_gate(p_rk, o_c, E, size)
+    # What a gate and the scale make of a row is one factor of it.
+    own_k, own_q = 1.0, scale
+    if p_rk is not None:
+        b_rk = load_gate(p_rk, o_c, E, size)
+        own_k *= b_rk[:, None]
     # [C, BK], [BK]
     b_dk, b_db, b_tail = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
     for i_g in tl.static_range(0, G):
-        b_rq = tl.where(o_c < size, 1.0, 0.0)
         if p_rq is not None:
             b_rq = load_gate(p_rq + i_g, o_c, H, size)
+            own_q = scale * b_rq[:, None]
         # Queries first, then keys: together they need more registers than there are.
         b_x, b_A, _ = value_loop(p_do + i_g * s_oh, s_ot, p_v, s_vt, p_S, p_S, b_ref, o_c, o_k, size, D, DV, C, BK, BV,
                                  True, False, PREC)  # fmt: skip
         if SEGMENTS:
             b_x = tl.where(m_enter[:, None], b_x, 0.0)
-        b_k, b_b = load_scaled(p_k, o_c, o_k, s_kt, size, 1.0, D), load_sums(p_b, o_c, o_k, s_g, size, D)
-        if p_rk is not None:
-            b_k *= b_rk[:, None]
+        b_k, b_b = load_scaled(p_k, o_c, o_k, s_kt, size, own_k, D), load_sums(p_b, o_c, o_k, s_g, size, D)
         b_x = inside(b_x, tl.where(m_seen, b_A, 0.0), b_k, b_b - b_ref[None, :], b_ref_key[None, :] - b_b, p_b, level,
                      o_c, o_k, s_g, size, D, LEVELS, RANGE, STRONG, False, PREC)  # fmt: skip
         b_q = load_scaled(p_q + i_g * s_qh, o_c, o_k, s_qt, size, scale, D)
+        b_flow = b_q * b_x
         if p_rq is not None:
-            tl.store(p_drq + i_g + o_c * H, tl.sum(b_q * b_x, 1), mask=o_c < size)
-            b_x *= b_rq[:, None]
-        b_db += b_q * b_x
-        store_rows(p_dq + i_g * D, b_x * scale, o_c, o_k, H * D, size, D)
+            tl.store(p_drq + i_g + o_c * H, tl.sum(b_flow, 1), mask=o_c < size)
+            b_flow *= b_rq[:, None]
+        b_db += b_flow
+        store_rows(p_dq + i_g * D, b_x * own_q, o_c, o_k, H * D, size, D)
 
-        b_x, b_A, b_flow = value_loop(p_v, s_vt, p_do + i_g * s_oh, s_ot, p_dS, p_S, b_end - b_ref_key, o_c, o_k, size,
-                                      D, DV, C, BK, BV, i_g == 0, i_g == 0, PREC)  # fmt: skip
+        b_x, b_A, b_states = value_loop(p_v, s_vt, p_do + i_g * s_oh, s_ot, p_dS, p_S, b_end - b_ref_key, o_c, o_k,
+                                        size, D, DV, C, BK, BV, i_g == 0, i_g == 0, PREC)  # fmt: skip
         b_b = load_sums(p_b, o_c, o_k, s_g, size, D)
         if i_g == 0:
             if SEGMENTS:
                 b_x = tl.where(m_leave[:, None], b_x, 0.0)
-            b_k = load_scaled(p_k, o_c, o_k, s_kt, size, 1.0, D) * tl.exp2(b_ref_key[None, :] - b_b)
-            if p_rk is not None:
-                b_k *= b_rk[:, None]
-            b_tail = b_flow * tl.exp2(b_end) * keeps + tl.sum(b_k * b_x, 0)
-        b_q = load_scaled(p_q + i_g * s_qh, o_c, o_k, s_qt, size, scale, D)
-        if p_rq is not None:
-            b_q *= b_rq[:, None]
+            b_k = load_scaled(p_k, o_c, o_k, s_kt, size, own_k, D) * tl.exp2(b_ref_key[None, :] - b_b)
+            b_tail = b_states * tl.exp2(b_end) * keeps + tl.sum(b_k * b_x, 0)
+        b_q = load_scaled(p_q + i_g * s_qh, o_c, o_k, s_qt, size, own_q, D)
         b_dk += inside(b_x, tl.where(m_seen_by, b_A, 0.0), b_q, b_ref_key[None, :] - b_b, b_b - b_ref[None, :], p_b,
                        level, o_c, o_k, s_g, size, D, LEVELS, RANGE, STRONG, True, PREC)  # fmt: skip
     b_k = load_scaled(p_k, o_c, o_k, s_kt, size, 1.0, D)

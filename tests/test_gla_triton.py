@@ -34,6 +34,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "gates": [
         {"heads": True, "B": 2, "H": 4, "E": 2, "D": 20, "state": True},
+        {"heads": True, "H": 2, "E": 2, "cu": [0, 1, 1, 71], "T": 71},
         {"gate": 40.0},
         {"gate": 40.0, "segments": 7, "H": 4, "E": 2, "heads": True},
         # All of dg cancels.
