@@ -123,12 +123,13 @@ def output_kernel(p_q, p_k, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, p_S, 
     b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, False)
     b_decay *= load_tokens(p_beta + place, o_c, E, size)[None, :]
     for i_g in range(G):
-        b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + (i_q + i_g) * s_qh, o_c, o_d, s_qt, size, D)
-        b_P, b_P_low = parts(dot_given(b_q, tl.trans(b_k), PREC) * b_decay, b_k.dtype == tl.bfloat16)
-        b_o = b_start[:, None] * dot_given(b_q, b_S, PREC) + dot_given_right(b_P, b_P_low, b_e, PREC)
+        # Gates come with everything else, here and below: behind a product they would be waited for.
         b_scale = tl.full([C], scale, tl.float32)
         if READ:
             b_scale *= load_tokens(p_gate + row + i_q + i_g, o_c, H, size)
+        b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + (i_q + i_g) * s_qh, o_c, o_d, s_qt, size, D)
+        b_P, b_P_low = parts(dot_given(b_q, tl.trans(b_k), PREC) * b_decay, b_k.dtype == tl.bfloat16)
+        b_o = b_start[:, None] * dot_given(b_q, b_S, PREC) + dot_given_right(b_P, b_P_low, b_e, PREC)
         store_rows(p_o + (row + i_q + i_g) * DV, b_o * b_scale[:, None], o_c, o_v, H * DV, size, DV)
 
 

@@ -25,7 +25,19 @@ from .gdn_tiles import (
     store_parts,
     store_state,
 )
-from .tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
+from .tiles import (
+    dot,
+    dot_given,
+    dot_given_left,
+    dot_given_right,
+    jit,
+    load_each,
+    load_rows,
+    parts,
+    segment_flow,
+    store_rows,
+    tl,
+)
 
 
 @jit
@@ -43,11 +55,13 @@ def local_kernel(p_q, p_k, p_do, p_gate, p_seg, p_chunks, p_b, p_b_low, p_du, sc
     b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, True) * scale
     b_du = tl.zeros([C, BV], tl.float32)
     for i_g in range(G):
+        if READ:
+            b_gate = load_each(p_gate + row + i_q + i_g, o_c, H, o_c < size)
         b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + (i_q + i_g) * s_qh, o_c, o_d, s_qt, size, D)
         b_do = load_rows(p_do + i_b * s_ob + i_t * s_ot + (i_q + i_g) * s_oh, o_c, o_v, s_ot, size, DV)
         b_P = dot_given(b_k, tl.trans(b_q), PREC) * b_decay
         if READ:
-            b_P *= load_tokens(p_gate + row + i_q + i_g, o_c, H, size)[None, :]
+            b_P *= b_gate[None, :]
         b_P, b_P_low = parts(b_P, b_k.dtype == tl.bfloat16)
         b_du += dot_given_right(b_P, b_P_low, b_do, PREC)
     store_rows(p_du + place * DV, b_du, o_c, o_v, E * DV, size, DV)
@@ -92,11 +106,12 @@ def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_lo
         b_dx, b_dx_low = parts(b_dx * -b_start[:, None], b_k.dtype == tl.bfloat16)
         b_dS = b_dS * through + dot_given_left(tl.trans(b_k), b_dx, b_dx_low, PREC)
         for i_g in range(G):
+            b_read = b_start * scale
+            if READ:
+                b_read *= load_each(p_gate + row + i_g, o_c, H, o_c < size)
             b_q = load_rows(p_q + i_t * s_qt + i_g * s_qh, o_c, o_d, s_qt, size, D)
             b_do = load_rows(p_do + i_t * s_ot + i_g * s_oh, o_c, o_v, s_ot, size, DV).to(tl.float32)
-            b_do *= b_start[:, None] * scale
-            if READ:
-                b_do *= load_tokens(p_gate + row + i_g, o_c, H, size)[:, None]
+            b_do *= b_read[:, None]
             b_do, b_do_low = parts(b_do, b_k.dtype == tl.bfloat16)
             b_dS += dot_given_left(tl.trans(b_q), b_do, b_do_low, PREC)
     if LAST:
@@ -124,6 +139,8 @@ def query_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, 
     b_S = load_state(p_S + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
     for i in range(G):
         i_g = i_q + i
+        if READ:
+            b_gate = load_tokens(p_gate + row + i_g, o_c, H, size)
         b_do = load_rows(p_do + i_b * s_ob + i_t * s_ot + i_g * s_oh, o_c, o_v, s_ot, size, DV)
         b_R, b_R_low = parts(
             dot_given_left(b_do, tl.trans(b_e), tl.trans(b_e_low), PREC) * b_decay, b_e.dtype == tl.bfloat16
@@ -134,7 +151,7 @@ def query_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, 
         b_dread = tl.sum(b_dq * b_q.to(tl.float32), 1)
         tl.store(p_dread + i_part * s_part + row + i_g + o_c * H, b_dread, mask=o_c < size)
         if READ:
-            b_dq *= load_tokens(p_gate + row + i_g, o_c, H, size)[:, None]
+            b_dq *= b_gate[:, None]
         store_rows(p_dq + (row + i_g) * D, b_dq, o_c, o_d, H * D, size, D)
 
 
@@ -170,14 +187,16 @@ def key_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, p_
     b_e, b_e_low = load_parts(p_e + place * DV, p_e_low + place * DV, o_c, o_v, E * DV, size, DV)
     b_dx, b_dx_low = load_parts(p_dx + place * DV, p_dx_low + place * DV, o_c, o_v, E * DV, size, DV)
     if i_part == 0:
+        if WRITE:
+            b_gate = load_each(p_write + place, o_c, E, o_c < size)
+            b_v = load_rows(p_v + i_b * s_vb + i_t * s_vt + i_e // SHARE * s_vh, o_c, o_v, s_vt, size, DV)
         b_dv = whole(b_dx, b_dx_low)
         b_dbeta = tl.sum(whole(b_e, b_e_low) * b_dv, 1) / tl.maximum(b_beta, 8e-28)
         tl.store(p_dbeta + place + o_c * E, b_dbeta.to(p_dbeta.dtype.element_ty), mask=o_c < size)
         if WRITE:
-            b_v = load_rows(p_v + i_b * s_vb + i_t * s_vt + i_e // SHARE * s_vh, o_c, o_v, s_vt, size, DV)
             b_dw = tl.sum(b_v.to(tl.float32) * b_dv, 1)
             tl.store(p_dwrite + place + o_c * E, b_dw.to(p_dwrite.dtype.element_ty), mask=o_c < size)
-            b_dv *= load_tokens(p_write + place, o_c, E, size)[:, None]
+            b_dv *= b_gate[:, None]
             store_rows(p_dv + place * DV, b_dv, o_c, o_v, E * DV, size, DV)
     # [C, C]: X, how it weighs on b through k k^T, and Y
     m_own = o_c[:, None] == o_c[None, :]
@@ -201,11 +220,12 @@ def key_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, p_
     tail += tl.sum(b_write * b_k.to(tl.float32))
     for i in range(G):
         i_g = i_q + i
+        b_read = tl.full([C], scale, tl.float32)
+        if READ:
+            b_read *= load_each(p_read + row + i_g, o_c, H, o_c < size)
         b_do = load_rows(p_do + i_b * s_ob + i_t * s_ot + i_g * s_oh, o_c, o_v, s_ot, size, DV)
         b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + i_g * s_qh, o_c, o_d, s_qt, size, D)
-        b_R = dot_given_right(b_e, b_e_low, tl.trans(b_do), PREC) * b_decay * scale
-        if READ:
-            b_R *= load_tokens(p_read + row + i_g, o_c, H, size)[None, :]
+        b_R = dot_given_right(b_e, b_e_low, tl.trans(b_do), PREC) * (b_decay * b_read[None, :])
         b_R, b_R_low = parts(b_R, b_e.dtype == tl.bfloat16)
         b_write += dot_given_right(b_R, b_R_low, b_q, PREC)
     b_db -= tl.sum(b_write * b_k.to(tl.float32), 1)
