@@ -156,7 +156,7 @@ def _la_triton(
     if segments is not None:
         segments = numbered(segments).int()
     inputs = q, k, v, a, b, None, None, None, 1.0, unit, precision
-    o, g, _, _, last, _, _ = chunked_op(*inputs, segments, padding, cu, first)
+    o, g, _, _, last, _, _ = chunked_op(*inputs, segments, padding, cu, first, wants_gradients(q, k, v, a, b, first))
     S, z, u, _ = last.split([D * DV, D, DV, 4], -1)
     n = state.tokens
     count = n + cu.diff() if cu is not None else _count(n, padding, segments, (q.shape[0], q.shape[1]))

@@ -69,8 +69,8 @@ SHIPPED: dict[tuple[tuple[int, int], int, torch.dtype, bool], dict[str, Any]] = 
         "scan": Tiles(64, 64, 4, 3),
         "stretch": 128,
         "split_sums": False,
-        "walk": Tiles(64, 64, 4, 2),
-        "walk_from": 128,
+        "walk": Tiles(32, 64, 4, 3),
+        "walk_from": 256,
     },
     ((9, 0), 128, torch.float32, True): {
         "out": Tiles(64, 64, 4, 1),

@@ -59,7 +59,8 @@ def runs_on(q: Tensor, v: Tensor, heads: int) -> str:
 
 
 class Call(NamedTuple):
-    """The arguments of the forward operator. a, b [H]: normalised. Else log_decay [E] or none, and gates."""
+    """The arguments of the forward operator. a, b [H]: normalised. Else log_decay [E] or none, and gates. `keep`: a
+    backward pass will want the states."""
 
     q: Tensor
     k: Tensor
@@ -76,6 +77,7 @@ class Call(NamedTuple):
     padding: Tensor | None
     cu: Tensor | None
     first: Tensor | None
+    keep: bool
 
 
 def state_width(D: int, DV: int, normalised: bool) -> int:
@@ -117,11 +119,11 @@ class Problem:
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return scratch(self.q, *shape, dtype=dtype)
 
-    def states(self) -> tuple[Tensor, Tensor]:
-        """Of every stretch: S in the dtype that products take [slots,E,D*Dv], and z, u, n [slots,E,D+Dv+4]."""
+    def states(self, slots: int) -> tuple[Tensor, Tensor]:
+        """Of so many stretches: S in the dtype that products take [slots,E,D*Dv], and z, u, n [slots,E,D+Dv+4]."""
         kind = torch.bfloat16 if self.q.dtype == torch.bfloat16 else torch.float32
-        S = self.new(self.slots, self.E, self.D * self.DV, dtype=kind)
-        return S, self.new(self.slots, self.E, self.D + self.DV + 4 if self.normalised else 0)
+        S = self.new(slots, self.E, self.D * self.DV, dtype=kind)
+        return S, self.new(slots, self.E, self.D + self.DV + 4 if self.normalised else 0)
 
     @property
     def walks(self) -> bool:
@@ -179,7 +181,7 @@ class Problem:
 
 def scan(x: Problem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tuple[Any, ...],
          lengths: tuple[Tensor, Tensor], first: Tensor | None, last: Tensor | None, back: bool,
-         states: tuple[Tensor, Tensor] | None = None, o: Tensor | None = None) -> None:  # fmt: skip
+         states: tuple[Tensor | None, Tensor | None] | None = None, o: Tensor | None = None) -> None:  # fmt: skip
     """Run `scan_kernel`: into `states` and `last`, and `o` if wanted; without states every stretch for itself."""
     c = x.constants(tiles, x.config.split_sums or not back)
     BX = c["BD"] if o is not None else min(x.config.scan_rows, c["BD"])
@@ -207,16 +209,17 @@ def lengths(x: Problem) -> Tensor:
 
 
 def run_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv], g [B,T,H], inverse lengths of q and k, the memories after the last token [rows,E,W]; and for the
-    backward pass the states that entered stretches."""
+    """o [B,T,H,Dv], g [B,T,H], inverse lengths of q and k, the memories after the last token [rows,E,W]; and, if the
+    backward pass wants them, the states that entered stretches."""
     x = Problem(number, Call(*inputs))
     o, last = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.new(x.rows, x.E, x.W)
     g = x.new(x.B, x.T, x.H if x.normalised else 0)
     rq, rk = x.new(x.B, x.H if x.call.unit else 0, x.T), lengths(x)
-    S, n = x.states()
     if x.walks:
-        scan(x, x.config.walk, x.k, x.v, (None, None), (rq, rk), x.first, last, False, (S, n), o)
-        return o, g, rq, rk, last, S, n
+        states = x.states(x.slots) if x.call.keep else (None, None)
+        scan(x, x.config.walk, x.k, x.v, (None, None), (rq, rk), x.first, last, False, states, o)
+        return o, g, rq, rk, last, *(states if x.call.keep else x.states(0))
+    S, n = x.states(x.slots)
     scan(x, x.config.scan, x.k, x.v, (None, None), (rq, rk), x.first, last, False, (S, n))
     c = x.constants(x.config.out)
     rows = -(-x.L // c["C"])
@@ -225,7 +228,7 @@ def run_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
         rk, x.lam, x.read, x.write, x.segments, x.real, x.places, x.layout.per_chunk, x.call.scale,
         *strides(x.q, x.k, x.v), *x.gates(x.read, x.write), *x.sizes, STATE=x.enters(x.first), **c,
     )  # fmt: skip
-    return o, g, rq, rk, last, S, n
+    return o, g, rq, rk, last, *((S, n) if x.call.keep else x.states(0))
 
 
 def run_backward(
@@ -250,7 +253,7 @@ def run_backward(
         )  # fmt: skip
     dfirst = None if x.first is None else x.new(x.rows, x.E, x.W)
     dlast = None if dlast is None else dlast.float().contiguous()
-    dS, dn = x.states()
+    dS, dn = x.states(x.slots)
     scan(x, x.config.scan, x.q, do, (rg, delta), (rq, rk), dlast, dfirst, True, (dS, dn))
     shared = x.Hkv < x.E
     dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
@@ -298,10 +301,8 @@ class BothProblem(Problem):
     """A call where every token sees all others."""
 
     def __init__(self, number: int, x: Both) -> None:
-        super().__init__(
-            number,
-            Call(x.q, x.k, x.v, x.a, x.b, None, None, None, 1.0, x.unit, x.precision, None, x.padding, None, None),
-        )
+        call = *x[:5], None, None, None, 1.0, x.unit, x.precision, None, x.padding, None, None, True
+        super().__init__(number, Call(*call))
 
     def _cut(self) -> tuple[Layout, int]:
         c = self.config

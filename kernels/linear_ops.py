@@ -17,7 +17,7 @@ NAMESPACE = own_namespace(__name__, "linear_forward")
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? a, Tensor? b, Tensor? log_decay, Tensor? read, Tensor? write, float scale,"
-    " bool unit, str precision, Tensor? segments, Tensor? padding, Tensor? cu, Tensor? first"
+    " bool unit, str precision, Tensor? segments, Tensor? padding, Tensor? cu, Tensor? first, bool keep"
 )
 BOTH = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, bool unit, str precision, Tensor? padding"
 SAVED = "Tensor o, Tensor g, Tensor rq, Tensor rk, Tensor S, Tensor n"
@@ -65,7 +65,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     lengths = (_new(x.q, B, n if x.unit else 0, T) for n in (H, E))
     last = _new(x.q, rows, E, state_width(D, DV, normalised))
     stretch = configure(x.q, x.v, x.precision, normalised).stretch
-    slots = B * -(-T // stretch) if x.cu is None else T // stretch + 2 * rows
+    slots = (B * -(-T // stretch) if x.cu is None else T // stretch + 2 * rows) if x.keep else 0
     S = x.q.new_empty(slots, E, D * DV, dtype=torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32)
     n = _new(x.q, slots, E, D + DV + 4 if normalised else 0)
     return x.q.new_empty(B, T, H, DV), _new(x.q, B, T, H if normalised else 0), *lengths, last, S, n
@@ -120,7 +120,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 # ---------------------------------------------------------------- gradients
 
 
-CONSTANTS = ("scale", "unit", "precision")
+CONSTANTS = ("scale", "unit", "precision", "keep")
 TENSORS = tuple(name for name in Call._fields if name not in CONSTANTS)
 
 

@@ -122,7 +122,8 @@ def _retnet_triton(
         return o.to(dtype), RetNetState(S)
     if segments is not None:
         segments = numbered(segments).int()
-    o, _, _, _, S, *_ = chunked_op(*inputs, precision, segments, padding, cu, None if S is None else S.flatten(2))
+    keep, first = wants_gradients(q, k, v, read, write, S), None if S is None else S.flatten(2)
+    o, _, _, _, S, *_ = chunked_op(*inputs, precision, segments, padding, cu, first, keep)
     return o.to(dtype), RetNetState(S.unflatten(-1, sizes))
 
 

@@ -32,6 +32,10 @@ CASES: list[dict[str, Any]] = [
     {"mass": True, "unit": True, "factor": 2.2},
     {"of": "both", "mass": True},
     {"special": "zero", "unit": True},
+    # Enough heads that retention's scan makes the output.
+    *({"of": "retnet", "B": 4, "T": 300, "H": 32, "Hkv": n, "D": 128, "DV": 128, "state": True} for n in (32, 16)),
+    {"of": "retnet", "B": 4, "T": 300, "H": 32, "D": 128, "DV": 128, "padding": "left", "gates": True, "factor": 2},
+    {"of": "retnet", "B": 4, "T": 300, "H": 32, "D": 128, "DV": 128, "segments": 37},
     # Several stretches.
     *({"of": of, "T": 700, "D": 128, "DV": 128, "H": 4, "Hkv": 1} for of in ("la", "retnet")),
     *({"of": of, "T": 700, "D": 128, "DV": 128, "padding": "left", "gates": True} for of in ("la", "retnet")),

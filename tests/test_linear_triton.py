@@ -33,7 +33,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "half_precision": [{"dtype": "float16"}, {"of": "retnet", "dtype": "float16"}, {"of": "both", "dtype": "float16"}],
     "unit_vectors": [{"unit": True, "D": 20, "DV": 24, "state": True}, {"unit": True, "T": 99, "special": "zero"}],
-    "states": [{"state": True}, {"state": True, "B": 2, "T": 66, "Hkv": 2}, {"state": True, "T": 1}],
+    "states": [
+        {"state": True},
+        {"state": True, "B": 2, "T": 66, "Hkv": 2},
+        {"state": True, "T": 1},
+        {"T": 99, "frozen": True},
+    ],
     "segments": [{"segments": 9, "B": 2}, {"segments": 33, "T": 99, "state": True}],
     "sequences": [{"cu": [0, 1, 1, 36, 120], "T": 120, "state": True}],
     "padding": [{"padding": "each", "B": 3, "state": True}],
@@ -53,6 +58,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"of": "retnet", "segments": 9, "T": 33, "B": 2, "H": 4, "E": 2, "gates": True, "state": True},
         {"of": "retnet", "padding": "left", "T": 33, "B": 2, "H": 4, "gates": True, "state": True},
         {"of": "retnet", "dtype": "float16", "T": 33, "B": 2, "H": 4},
+        {"of": "retnet", "T": 33, "B": 2, "H": 4, "gates": True, "frozen": True},
     ],
     "steps": [
         {"step": True, "T": 1},
@@ -223,7 +229,7 @@ def run_retnet(
 def results(case: dict[str, Any], made: dict[str, Any], backend: str, exact: bool) -> dict[str, Tensor]:
     """Outputs, last states and every gradient; `exact`: in float64."""
     run = run_retnet if case.get("of") == "retnet" else run_la
-    learns = not case.get("step")
+    learns = not case.get("step") and not case.get("frozen")
     leaves = {n: (y.double() if exact else y).clone().requires_grad_(learns) for n, y in made["leaves"].items()}
     out = run(case, leaves, made, backend)
     if learns:
@@ -249,7 +255,7 @@ def check_operators() -> None:
     made = build({"T": 9, "state": True})["leaves"]
     q, k, v, a, b, S, z, u = (y.requires_grad_() for y in made.values())
     first = torch.cat([S.flatten(2), z, u, torch.ones(1, 1, 4)], -1).detach().requires_grad_()
-    rest = (None, None, None, 1.0, False, "ieee", None, None, None, first)
+    rest = (None, None, None, 1.0, False, "ieee", None, None, None, first, True)
     torch.library.opcheck(chunked_op, (q, k, v, a, b, *rest))
     torch.library.opcheck(both_op, (q, k, v, a, b, True, "ieee", None))
     one = [y[:, :1].detach() for y in (q, k, v)]
