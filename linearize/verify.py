@@ -113,6 +113,11 @@ print("loaded", flush=True)
 torch.save(outputs(model.float().eval()), sys.argv[2])
 """
 
+# Where a container finds its limit of memory: version 2 of control groups, and 1.
+CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 REFUSED = ("linearize", "linearize_kernels", "triton", "peft")
 
 
@@ -145,15 +150,23 @@ def numbers(folders: Iterable[Path]) -> int:
     return sum(math.prod(entry.shape) for shard in shards for entry in read_header(shard).values())
 
 
-def free_memory() -> int:
-    """Bytes that a new process can take without swapping."""
-    try:
+def free_memory() -> float:
+    """Bytes that a new process can take without swapping, or being killed where a container has a limit."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+                machine = int(line.split()[1]) * 1024
+    return min(machine, *(_left(*group) for group in CGROUPS))
+
+
+def _left(folder: Path, limit: str, used: str, cached: str) -> float:
+    """What a control group's limit leaves, pages of files not counted as `used`; infinite without a limit."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is none
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        room, taken = (int((folder / name).read_text()) for name in (limit, used))
+        return room - taken + int(counts[cached])
+    return math.inf
 
 
 def check_keys(folder: Path) -> int:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from linearize import behaviours, checks
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.verify import result_of, started
+from linearize.verify import CGROUPS, free_memory, result_of, started
 
 LIMIT = checks.LIMITS["float32"]
 SOURCE_SHARD = "model-source-00001-of-00001.safetensors"
@@ -276,6 +276,21 @@ def test_a_child_says_whether_it_came_to_load() -> None:
     }.items():
         with started([sys.executable, "-c", code], {}) as child, pytest.raises(LinearizeError, match=words):
             result_of(child)
+
+
+@pytest.mark.parametrize("group", CGROUPS, ids=["2", "1"])
+def test_a_containers_limit_of_memory_counts(
+    group: tuple[Path, str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, limit, used, cached = group
+    monkeypatch.setattr("linearize.verify.CGROUPS", ((tmp_path, limit, used, cached),))
+    unlimited = free_memory()
+    (tmp_path / "memory.stat").write_text(f"anon 500\n{cached} 200\n")
+    (tmp_path / used).write_text("700\n")
+    (tmp_path / limit).write_text("1000\n")
+    assert free_memory() == 500
+    (tmp_path / limit).write_text("max\n")
+    assert free_memory() > 0.5 * unlimited
 
 
 def test_json_has_null_for_what_is_not_finite(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
