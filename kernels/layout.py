@@ -10,6 +10,7 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
@@ -154,14 +155,16 @@ def note_patches(convolution: Any, args: tuple[Any, ...], output: Tensor) -> Non
 
 
 def document_numbers(positions: Tensor, padding: Tensor | None) -> Tensor:
-    """A document starts where the position does not go on from the token before, both of them real: [B,T] int64.
+    """A document starts where the position does not go on from the real token before: [B,T] int64.
 
-    The positions of padding are filler (left padding counts 0, 0, 0, 1, ..), hence the second condition.
+    The positions of padding are filler (left padding counts 0, 0, 0, 1, ..).
     """
-    starts = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
-    if padding is not None:
-        starts = starts & padding & torch.cat([padding[:, :1], padding[:, :-1]], 1)
-    return starts.long().cumsum(-1)
+    if padding is None:
+        return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).long().cumsum(-1)
+    place = torch.arange(positions.shape[1], device=positions.device)
+    last = F.pad(torch.where(padding, place, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
+    due = positions.expand_as(last).gather(1, last.clamp_min(0)) + 1
+    return (padding & (last >= 0) & (positions != due)).long().cumsum(-1)
 
 
 def token_padding(mask: Tensor, B: int, T: int, seen: int) -> Tensor:

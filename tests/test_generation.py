@@ -169,6 +169,17 @@ def test_packed_documents_are_separate(zoo: Zoo, name: str, layers: str) -> None
     assert relative_error(logits(model, ids, **packed(ids)), each_document(model, ids)) < EXACT
 
 
+def test_padding_between_packed_documents_joins_none(zoo: Zoo) -> None:
+    """A 4D mask says which tokens are real; positions restart after padding, which has any itself."""
+    model, ids = zoo.model("llama"), tokens(1, sum(LENGTHS))
+    places, real = packed(ids)["position_ids"].clone(), torch.ones(1, sum(LENGTHS), dtype=torch.bool)
+    real[0, 5:8], places[0, 5:8], real[0, 12:14], places[0, 12:14] = False, 1, False, 1
+    places[0, 14:20] -= 2
+    found = logits(model, ids, attention_mask=torch.diag_embed(real)[:, None], position_ids=places)[real]
+    documents = [ids[:, :5], torch.cat([ids[:, 8:12], ids[:, 14:20]], 1), ids[:, 20:]]
+    assert relative_error(found, torch.cat([logits(model, part)[0] for part in documents])) < EXACT
+
+
 def test_packed_documents_by_their_bounds(zoo: Zoo) -> None:
     model, ids = zoo.model("llama"), tokens(1, sum(LENGTHS))
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
