@@ -180,10 +180,11 @@ def constant_state(model: Any, ids: Tensor) -> str:
 
 
 def held_bytes(value: Any) -> int:
-    """Bytes of the tensors in a value."""
+    """Bytes of the tensors in a value, single numbers not counted."""
     if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(held_bytes, value)) if isinstance(value, (tuple, list)) else 0
+        return value.nbytes if value.ndim else 0
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return sum(map(held_bytes, parts))
 
 
 def loads_without_trust(folder: str) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from linearize_kernels.seam import evaluating
 
+from .behaviours import held_bytes
 from .cache_key import fingerprint
 from .data import Blocks, build_blocks
 from .errors import Exit, LinearizeError
@@ -137,16 +136,7 @@ def predictions(student: Any, teacher: Any, blocks: Blocks, max_tokens: int, bat
 
 @torch.no_grad()
 def state_bytes(model: Any, tokens: int) -> int:
-    """Bytes that a cache holds for one sequence of so many tokens, keys and values of softmax layers included."""
+    """Bytes that a cache holds for one sequence of so many tokens, in layers of every kind."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     layers = model(input_ids=ids, use_cache=True).past_key_values.layers
-    held = (layer.state if hasattr(layer, "state") else (layer.keys, layer.values) for layer in layers)
-    return sum(part.numel() * part.element_size() for part in _tensors(tuple(held)))
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    """Those of a state, which may hold other states."""
-    if isinstance(state, Tensor):
-        yield state
-    for part in state if isinstance(state, tuple) else ():
-        yield from _tensors(part)
+    return sum(held_bytes(held) for layer in layers for held in vars(layer).values())

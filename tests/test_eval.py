@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from conftest import Command
@@ -17,6 +18,7 @@ from torch import Tensor
 from training import base, byte_tokenizer, stage, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from linearize.compare import state_bytes
 from linearize.demo import model_folder
 from linearize.errors import Exit
 from linearize.export import load_converted
@@ -222,6 +224,14 @@ def test_the_state_is_what_the_cache_holds(linearize: Command, folder: Path) -> 
         assert told[tokens]["student"] == own[tokens] + row * tokens
     half = measured(linearize, folder, "--dtype", "bfloat16")["state"][0]
     assert half["teacher"] == told[448]["teacher"] // 2
+
+
+def test_layers_that_were_linear_before_count_too() -> None:
+    model = architectures.small_model("qwen3_next").eval()
+    config = model.config
+    row = 2 * config.num_key_value_heads * config.head_dim * 4 * config.layer_types.count("full_attention")
+    sizes = [state_bytes(model, tokens) for tokens in (12, 24)]
+    assert sizes[0] > 12 * row == sizes[1] - sizes[0]
 
 
 # ---------------------------------------------------------------- refusals
