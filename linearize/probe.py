@@ -55,7 +55,7 @@ class Found:
     others: tuple[Other, ...]
     reads_masks: bool = False
     fixed_rotation: tuple[str, ...] = ()
-    flat: frozenset[str] = frozenset()
+    flat: tuple[str, ...] = ()
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -108,7 +108,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         )
     slots = _cache_slots(config)
     free = {record["path"] for record in run.records if record.pop("rotation")}
-    flat = frozenset(record["path"] for record in run.records if record.pop("flat"))
+    flat = tuple(record["path"] for record in run.records if record.pop("flat"))
     sites: list[Site] = []
     unfit: list[Other] = []
     for number, record in enumerate(run.records):

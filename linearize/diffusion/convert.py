@@ -194,10 +194,10 @@ def probe_parts(parts: list[Part]) -> Found:
     """The sites of all parts, numbered on from part to part, their paths with the name of the part before."""
     sites: list[Any] = []
     others: list[Other] = []
-    flat: set[str] = set()
+    flat: list[str] = []
     for part in parts:
         found, start = probe(part), len(sites)
         sites += [dataclasses.replace(s, path=part.prefix + s.path, layer=start + s.layer) for s in found.sites]
         others += [dataclasses.replace(other, path=part.prefix + other.path) for other in found.others]
-        flat |= {part.prefix + path for path in found.flat}
-    return Found(tuple(sites), tuple(others), flat=frozenset(flat))
+        flat += [part.prefix + path for path in found.flat]
+    return Found(tuple(sites), tuple(others), flat=tuple(flat))

@@ -115,7 +115,7 @@ def probe(part: Part) -> Found:
     sites = [_site(n, path, natives[path], one, *patches[0]) for n, (path, one) in enumerate(recorders.items())]
     kept = "reads what it is given beside the latents, and stays softmax"
     others = [Other(None, p, type(natives[p]).__name__, kept) for p in natives if p not in recorders]
-    flat = frozenset(site.path for site in sites if len(patches[0][1]) == 2)
+    flat = tuple(site.path for site in sites if len(patches[0][1]) == 2)
     return Found(tuple(sites), tuple(others), flat=flat)
 
 
