@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from .output import percent, ranges, size
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """The console for human text."""
-    return Console(stderr=True, highlight=False)
+    """The console for human text, in which brackets are brackets: paths and messages may have some."""
+    return Console(stderr=True, highlight=False, markup=False)
 
 
 def short(count: float) -> str:
@@ -68,7 +68,7 @@ def plan_table(plan: Plan) -> None:
     for other in plan.others:
         out.print(f"stays as it is: {other}")
     for note in plan.notes:
-        out.print(f"[yellow]dropped[/yellow] {note}")
+        out.print(Text("dropped", "yellow"), note)
 
 
 def alike(rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, ...]]:
@@ -190,8 +190,7 @@ def checks_table(title: str, checks: list[Check]) -> None:
     colours = {"passed": "green", "failed": "red", "warning": "yellow", "skipped": "yellow"}
     for check in checks:
         numbers = ["" if value is None else f"{value:.1e}" for value in (check.difference, check.limit)]
-        result = f"[{colours[check.status]}]{check.status}[/]"
-        table.add_row(check.name, result, *numbers, escape(check.detail))
+        table.add_row(check.name, Text(check.status, colours[check.status]), *numbers, check.detail)
     console().print(table)
 
 

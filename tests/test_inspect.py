@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from architectures import small_config
 from models import Zoo
+from rich.panel import Panel
 
 from linearize import mechanisms
+from linearize.checks import Check
 from linearize.convert import plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.inspection import inspect_model
-from linearize.show import plan_table
+from linearize.show import checks_table, console, plan_table
 
 
 def config_only(folder: Path, model_type: str, **changes: object) -> Path:
@@ -102,6 +104,14 @@ def test_long_names_leave_room_for_the_numbers(tmp_path: Path, capsys: pytest.Ca
     for part in ("layers", "new params", "state", f"{plan.steps[0].new_parameters:,}", "KV cache", "softmax"):
         assert part in said
     assert (said.count("x"), said.count("y")) >= (60, 40)
+
+
+def test_brackets_in_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor in what a model writes: the demo shows Python side by side."""
+    checks_table("old[i]", [Check("reload", "failed", "raises KeyError: '[/INST]'")])
+    console().print(Panel("for i in x: y[i]"))
+    said = capsys.readouterr().err
+    assert all(part in said for part in ("old[i]", "failed", "[/INST]", "y[i]"))
 
 
 def test_the_command_prints_tables_and_json(zoo: Zoo) -> None:
