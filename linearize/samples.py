@@ -18,6 +18,7 @@ from .data import Blocks, build_blocks
 from .errors import Exit, LinearizeError, absent
 from .generate import load_tokenizer
 from .images import Images, find_images
+from .inputs import make_inputs
 from .losses import IGNORED, next_token_targets
 from .masked import MaskedBlocks
 from .recipe_data import Data, ImageSource, Pack, holds_images, local_names
@@ -157,12 +158,17 @@ def check_source(source: Any, model: Any, start: Path, where: str) -> None:
 
 
 def check_trains(model: Any, kind: Kind) -> None:
-    """Refuse (exit 3) a model that is no model of images, of one text, or of masked text."""
+    """Refuse (exit 3) a model that is no model of single images, of one text, or of masked text."""
     name, instead = type(model).__name__, "Train its mixers in a loop of your own: they are ordinary parameters"
+    inputs = make_inputs(model, 1, 4)
     if kind != "images" and model.main_input_name != "input_ids":
         said = f"{name} takes {model.main_input_name}, and finetune has data of text and of images alone"
     elif kind != "images" and model.config.is_encoder_decoder:
         said = f"{name} reads one text and writes another, and finetune has data of single texts alone"
+    elif [*inputs] != [model.main_input_name]:
+        said = f"{name} takes {' and '.join(inputs)} together, and finetune has data of one of them alone"
+    elif kind == "images" and inputs["pixel_values"].ndim != 4:
+        said = f"{name} takes films, and finetune has data of text and of images alone"
     elif kind == "masked" and has_head(model) and model.get_output_embeddings() is None:
         said = f"{name} predicts no tokens, and of text finetune has no other labels"
         instead = "Convert the model with its head for masked tokens, or without a head (feature_cosine)"

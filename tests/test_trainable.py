@@ -229,12 +229,16 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
     [
         ("HubertModel", "HubertModel takes input_values"),
         ("BartForConditionalGeneration", "reads one text and writes another"),
+        ("VideoMAEForVideoClassification", "takes films, and finetune has data of text and of images alone"),
+        ("Siglip2VisionModel", "takes pixel_values and pixel_attention_mask and spatial_shapes together"),
+        ("CLIPModel", "takes input_ids and pixel_values together"),
         ("CamembertForSequenceClassification", "predicts no tokens, .* its head for masked tokens, or without a head"),
     ],
 )
 def test_models_without_data_of_their_kind_are_refused(tmp_path: Path, name: str, said: str) -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_size": 16}
     small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1} if name.startswith("Bart") else sizes
+    small = {"text_config": sizes, "vision_config": sizes} if name.startswith("CLIP") else small
     with torch.device("meta"):
         model = getattr(transformers, name)(getattr(transformers, name).config_class(**small))
     with pytest.raises(LinearizeError, match=said) as caught:
