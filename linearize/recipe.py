@@ -234,7 +234,11 @@ def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> st
         value = value if kind == "literal_error" else value[keys[-1]]
         near = did_you_mean(str(value), choices)
         return f"must be {' | '.join(choices)}, not {shown(value)}{near and '.' + near}"
-    return str(context.get("error") or error["msg"])
+    said = str(context.get("error") or error["msg"])
+    if kind == "rule" and isinstance(value, dict) and len(given := [key for key in value if key in SOURCES]) > 1:
+        # As of a preset's `path` with an override of `files`.
+        said += f", not {' and '.join(given)}. Replace it whole: {dotted(keys)}={{{given[-1]}: ...}}"
+    return said
 
 
 def per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:
