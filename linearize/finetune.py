@@ -27,7 +27,7 @@ from .samples import kind_of, tokens_per_sample
 from .session import Finetuner, check_model
 from .source import open_source
 from .trainable import Student
-from .trust import read_plan
+from .trust import read_plan, trained_before
 
 
 def finetune(
@@ -133,6 +133,8 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None) -> list[dict
     folder = converted_base(recipe) if planned is None else None
     model = meta_model(folder, planned, None if wide else torch.float32, recipe.model.trust_remote_code)
     check_model(model, recipe)
+    if folder is not None and (note := trained_before(folder)):
+        say(note)
     student = Student(model)
     rows = []
     for stage in recipe.stages:

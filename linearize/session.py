@@ -22,6 +22,7 @@ from .samples import Samples, check_source, check_vocabulary, collate, has_head,
 from .sharding import reshard, shard, whole
 from .stages import Calibration, error_scale, listen
 from .trainable import Student, check_targets
+from .trust import trained_before
 from .zero import partition, read_config
 
 # Enough for two digits of a mean over tokens, and cheap beside a stage.
@@ -52,6 +53,8 @@ class Finetuner:
         self.base = folder
         self.model = self.open_model()
         check_model(self.model, self.recipe)
+        if note := trained_before(folder):
+            self.say(note)
         self.student = Student(self.model)
         if self.sharded:
             self.shard()

@@ -76,6 +76,19 @@ def read_plan(folder: Path) -> Plan:
         ) from error
 
 
+def trained_before(folder: Path) -> str:
+    """What to note of a base of which an earlier run trained the source's own weights; empty for any other."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        recipe = json.loads((folder / checkpoint.MANIFEST).read_text("utf-8"))["recipe"]
+        parts = {"mixer", "all", *(["lora"] if recipe["finish"]["merge_lora"] else [])}
+        stages = [stage["name"] for stage in recipe["stages"] if parts & set(stage["train"])]
+        if stages:
+            how = f"as {', '.join(stages)} trained them, and the teacher is softmax on those"
+            instead = "To distil further towards the source itself, put all stages into one recipe"
+            return f"note: {folder} has the source's weights {how}. {instead}"
+    return ""
+
+
 def saved_again(folder: Path) -> Plan | None:
     """`plan_of` a linearized model that save_pretrained wrote; None for any other folder."""
     if (folder / checkpoint.MANIFEST).exists():

@@ -19,6 +19,7 @@ from training import BASES, T, base, byte_tokenizer, make_recipe, metrics, same,
 from transformers import AutoTokenizer
 
 from linearize import cli
+from linearize import finetune as story
 from linearize.demo import model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.loop import StageLoop
@@ -338,6 +339,20 @@ def test_dry_run_of_a_converted_base(root: Path, tmp_path: Path, capsys: pytest.
     (row,) = dry_run(capsys, recipe)
     assert row["teacher_copy_bytes"] == 0
     assert row["steps"] == 4
+
+
+def test_a_teacher_that_was_trained_is_told(root: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    for parts in (["new"], ["new", "lora"], ["new", "lora", "mixer"]):
+        place = tmp_path / str(len(parts))
+        story.finetune(make_recipe(place, base(root, "llama"), stage("logit_kl", parts, steps=1)), say=said.append)
+        assert not [line for line in said if "the teacher is softmax" in line]
+        story.dry_run(make_recipe(place / "again", place / "run" / "final", stage("logit_kl")), said.append)
+        told = [line for line in said if "as logit_kl trained them, and the teacher is softmax" in line]
+        assert bool(told) == (len(parts) > 1)
+        said.clear()
+    story.finetune(make_recipe(place / "most", place / "run" / "final", stage("logit_kl", steps=1)), say=said.append)
+    assert any("the teacher is softmax" in line for line in said)
 
 
 # ---------------------------------------------------------------- bad input
