@@ -116,7 +116,7 @@ def _documents(
     held = torch.arange(W, device=device) >= W - count[:, None]
     changed = F.pad(own[:, 1:] != own[:, :-1], (1, 0))
     begin = torch.where(changed, torch.arange(shape[1], device=device), -count[:, None]).cummax(1).values
-    return torch.cat([torch.where(held, own[:, :1].clamp_min(0), -1), own], 1), begin
+    return torch.cat([torch.where(held, own[:, :1], -1), own], 1), begin
 
 
 def _blocks(
