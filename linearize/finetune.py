@@ -84,12 +84,12 @@ def base_folder(recipe: Recipe, run: Run) -> Path:
     return run.converted if recipe.convert is not None else converted_base(recipe)
 
 
-def converted_base(recipe: Recipe) -> Path:
-    """The folder of a base that was converted before; from the Hub when there is none here.
+def converted_base(recipe: Recipe, *, weights: bool = True) -> Path:
+    """The folder of a base that was converted before; from the Hub, with its `weights`, when there is none here.
 
     Raises LinearizeError (exit 3) for a base that linearize did not write.
     """
-    folder = open_source(base_path(recipe), recipe.model.revision).folder
+    folder = open_source(base_path(recipe), recipe.model.revision, weights=weights).folder
     read_plan(folder)
     return folder
 
@@ -130,7 +130,7 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None) -> list[dict
     """What each stage would do, from the config alone: parameters, steps, tokens, bytes of teacher copies."""
     wide = check_runtime(recipe) != "no"
     planned = plan_base(recipe, weights=False)
-    folder = converted_base(recipe) if planned is None else None
+    folder = converted_base(recipe, weights=False) if planned is None else None
     model = meta_model(folder, planned, None if wide else torch.float32, recipe.model.trust_remote_code)
     check_model(model, recipe)
     if folder is not None and (note := trained_before(folder)):

@@ -35,14 +35,14 @@ def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str
     """
     from huggingface_hub.errors import HFValidationError
 
+    from .atomic import MANIFEST
     from .source import ADAPTER_CONFIG, SMALL_FILES, weight_files
 
     offline = f"no such folder {model!r}, and offline no such model is cached. Fetch it once: hf download {model}"
     try:
         with hub_errors(model, " and there is no such folder", offline, revision):
-            wanted = (
-                SMALL_FILES if weights else ("config.json", "model_index.json", ADAPTER_CONFIG, "*.py", "*.index.json")
-            )
+            few = ("config.json", "model_index.json", ADAPTER_CONFIG, MANIFEST, "*.py", "*.index.json")
+            wanted = SMALL_FILES if weights else few
             # A * also stands for a slash: code in folders would run when transformers loads a loop of generation.
             patterns = [*wanted, "README.md"]
             away = unanswered(model, revision)

@@ -293,9 +293,9 @@ def test_a_base_is_opened_once_and_may_be_the_working_directory(
     """A branch of the Hub may move while a run goes on."""
     folder, opened = shutil.copytree(base(root, "llama"), tmp_path / "base"), []
 
-    def once(*arguments: Any) -> Any:
+    def once(*arguments: Any, **named: Any) -> Any:
         opened.append(arguments)
-        return open_source(*arguments)
+        return open_source(*arguments, **named)
 
     monkeypatch.setattr("linearize.finetune.open_source", once)
     monkeypatch.chdir(folder)

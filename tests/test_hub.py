@@ -29,6 +29,7 @@ from linearize.atomic import MANIFEST
 from linearize.checkpoint import MIXER_SHARD
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
+from linearize.finetune import dry_run
 from linearize.hub import plan_push, push
 from linearize.recipe import load_recipe
 
@@ -460,6 +461,15 @@ def test_a_dry_run_fetches_no_weights(hub: Hub, tmp_path: Path) -> None:
     put_source(hub, tmp_path / "adapted", "user/adapted", **{"adapter_config.json": b"{}"})
     message = refused(Exit.INCOMPATIBLE, lambda: plan_conversion("user/adapted", "gsa", weights=False))
     assert "Merge the adapter first" in message
+
+
+def test_a_dry_run_of_a_converted_base_fetches_no_weights(hub: Hub, root: Path, tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in base(root, "llama").iterdir()}
+    hub.repos.setdefault("user/linear", Repo()).commit(files)
+    recipe = write_recipe(tmp_path, Path("user/linear"), stage("logit_kl"))
+    (row,) = dry_run(load_recipe(recipe), print)
+    assert row["parameters"] > 0
+    assert source_weights(hub) == set()
 
 
 def test_pickled_weights_are_fetched_where_there_are_no_others(hub: Hub, tmp_path: Path) -> None:
