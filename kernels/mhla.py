@@ -34,7 +34,7 @@ from .arguments import Backend
 from .features import Features
 from .layout import TokenLayout
 from .mhla_paths import mix_both_ways, mix_causal
-from .mhla_places import Places, place_grid, place_line
+from .mhla_places import Places, number_of_blocks, place_grid, place_line
 from .mhla_torch import GUARD, MHLAState
 from .mixer import Bounds, Mixer, Site, check_power_of_two
 from .norm import give_size, head_norm
@@ -264,8 +264,8 @@ class MultiHeadLinearAttention(Mixer):
                 if self.site.causal:  # a decoder told to look both ways: what it has is weights by distance
                     index = torch.arange(self.blocks, device=q.device)
                     w = w[:, -1, (index[:, None] - index).abs()]
-                places = self._places(q, layout)
-                o, g = mix_both_ways(q, k, v, w, places, self.normalised)
+                places, K = self._places(q, layout)
+                o, g = mix_both_ways(q, k, v, w[:, :K, :K], places, self.normalised)
         if self.norm == "head":
             o = head_norm(o, self.norm_weight)
         return o, g, state
@@ -278,13 +278,14 @@ class MultiHeadLinearAttention(Mixer):
         o, _, state = self._mixed(*call)
         return o, state
 
-    def _places(self, x: Tensor, layout: TokenLayout) -> Places:
-        """The blocks of tokens x [B,T,..] that see both sides."""
+    def _places(self, x: Tensor, layout: TokenLayout) -> tuple[Places, int]:
+        """The blocks of tokens x [B,T,..] that see both sides, and how many a document has."""
         padding, segments, _, grid = layout
         if grid is not None and len(grid.size) > 1:
-            return place_grid(grid, self.layout, x, padding, segments)
+            return place_grid(grid, self.layout, x, padding, segments), number_of_blocks(grid, self.layout)
         outside = (0, 0) if grid is None else (grid.prefix, grid.suffix)
-        return place_line(x, self.blocks, self.blocks + (not self.site.causal), outside, padding, segments)
+        K = self.blocks + (not self.site.causal and sum(outside) > 0)
+        return place_line(x, self.blocks, K, outside, padding, segments), K
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         Y = self.site.value_dim + self.normalised

@@ -158,6 +158,11 @@ def place_groups(block: Tensor, K: int, longest: int, padding: Tensor | None, se
     return _scattered(real, group.clamp(max=N - 1), rank, document, N, longest, B)._replace(covered=padding is None)
 
 
+def number_of_blocks(grid: Grid, blocks: tuple[int, int, int]) -> int:
+    """Blocks of a document: those of the grid, and one more where tokens are before or after it."""
+    return math.prod(blocks) + (grid.prefix + grid.suffix > 0)
+
+
 @functools.lru_cache(maxsize=64)
 def grid_layout(grid: Grid, blocks: tuple[int, int, int], device: torch.device) -> tuple[Tensor, int]:
     """The block of each token of a grid of up to three axes [T], and the tokens of the largest block."""
@@ -171,20 +176,19 @@ def grid_layout(grid: Grid, blocks: tuple[int, int, int], device: torch.device) 
 @functools.lru_cache(maxsize=64)
 def _whole_grid(grid: Grid, blocks: tuple[int, int, int], B: int, device: torch.device) -> Places:
     block, longest = grid_layout(grid, blocks, device)
-    return place_groups(block.expand(B, -1), blocks[0] * blocks[1] * blocks[2] + 1, longest, None, None)
+    return place_groups(block.expand(B, -1), number_of_blocks(grid, blocks), longest, None, None)
 
 
 def place_grid(
     grid: Grid, blocks: tuple[int, int, int], x: Tensor, padding: Tensor | None = None, segments: Tensor | None = None
 ) -> Places:
-    """Places of the tokens x [B,T,..] of a grid cut into `blocks` along its axes, and one block of tokens without a
-    place; remembered for grids without padding and segments."""
+    """Places of the tokens x [B,T,..] of a grid cut into `blocks` along its axes, and one block of tokens that the grid
+    has around it, if any; remembered for grids without padding and segments."""
     if padding is None and segments is None and not torch.compiler.is_compiling():
         with torch.inference_mode(False):  # what is remembered there serves no later training
             return _whole_grid(grid, blocks, x.shape[0], x.device)
     block, longest = grid_layout(grid, blocks, x.device)
-    M = blocks[0] * blocks[1] * blocks[2]
-    return place_groups(block.expand(x.shape[0], -1), M + 1, longest, padding, segments)
+    return place_groups(block.expand(x.shape[0], -1), number_of_blocks(grid, blocks), longest, padding, segments)
 
 
 def place_line(

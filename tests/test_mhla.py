@@ -14,7 +14,14 @@ from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, resolve_options
 from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.mhla import mhla, mhla_grid, mhla_reference
-from linearize_kernels.mhla_places import Places, grid_layout, line_blocks, place_grid, place_line
+from linearize_kernels.mhla_places import (
+    Places,
+    grid_layout,
+    line_blocks,
+    number_of_blocks,
+    place_grid,
+    place_line,
+)
 from linearize_kernels.mhla_torch import MHLAState
 from linearize_kernels.mixer import Site
 
@@ -228,7 +235,7 @@ def test_features_that_are_zero_read_nothing() -> None:
 @pytest.mark.parametrize("regions", [False, True], ids=["one", "regions"])
 def test_grids_are_their_definition_with_all_gradients(grid: Grid, blocks: Any, padded: bool, regions: bool) -> None:
     T, (block, _) = grid.tokens, grid_layout(grid, blocks, torch.device("cpu"))
-    leaves = [y.requires_grad_() for y in (*inputs(T), weights(blocks[0] * blocks[1] * blocks[2] + 1))]
+    leaves = [y.requires_grad_() for y in (*inputs(T), weights(number_of_blocks(grid, blocks)))]
     own = block.expand(2, -1)
     layout: Any = {"padding": holes(T) if padded else None, "segments": torch.randint(3, (2, T)) if regions else None}
     places = place_grid(grid, blocks, leaves[0], **layout)
@@ -238,7 +245,7 @@ def test_grids_are_their_definition_with_all_gradients(grid: Grid, blocks: Any, 
 
 
 def test_a_grid_first_met_in_inference_mode_trains_later() -> None:
-    leaves = [y.requires_grad_() for y in (*inputs(42), weights(5))]
+    leaves = [y.requires_grad_() for y in (*inputs(42), weights(4))]
 
     def run() -> torch.Tensor:
         return mhla_grid(*leaves, place_grid(Grid((6, 7)), (1, 2, 2), leaves[0]))

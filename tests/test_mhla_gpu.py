@@ -12,7 +12,7 @@ from gpu_errors import checked, masks
 
 from linearize_kernels.layout import Grid
 from linearize_kernels.mhla import mhla, mhla_grid
-from linearize_kernels.mhla_places import place_grid, place_line
+from linearize_kernels.mhla_places import number_of_blocks, place_grid, place_line
 
 BASE: dict[str, Any] = {
     "B": 2, "T": 300, "H": 4, "E": 2, "F": 64, "D": 64, "M": 8, "C": 64, "dtype": "bfloat16", "normalise": True,
@@ -35,7 +35,9 @@ CASES: list[dict[str, Any]] = [
     *({"size": size, "blocks": b} for size, b in (([300], [1, 1, 8]), ([15, 20], [1, 4, 4]), ([5, 6, 10], [3, 2, 5]))),
     *({"size": [15, 20], "blocks": [1, 4, 4], **more} for more in ({"D": 128, "F": 256}, {"dtype": "float32"},
       {"normalise": False}, {"padding": True}, {"segments": 150}, {"dtype": "float16", "H": 6, "E": 6})),
-    {"size": [40, 40], "T": 1600, "blocks": [1, 2, 2]},
+    {"size": [15, 20], "blocks": [1, 4, 4], "outside": [1, 2], "T": 303},
+    *({"size": [40, 40], "T": 1600, "blocks": [1, n, n]} for n in (2, 8, 10)),
+    *({"size": [40, 40], "T": 1600, "blocks": [1, n, n], "D": 128, "F": 128} for n in (4, 10)),
 ]  # fmt: skip
 
 
@@ -52,13 +54,13 @@ def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any], tor
     arguments: dict[str, Any] = {"normalise": c["normalise"], **masks(c)}
     M = c["M"]
     if "size" in c:
-        M = c["blocks"][0] * c["blocks"][1] * c["blocks"][2]
+        grid, blocks = Grid(tuple(c["size"]), *c.get("outside", ())), tuple(c["blocks"])
+        M = number_of_blocks(grid, blocks)
         padding, segments = arguments.pop("padding", None), arguments.pop("segments", None)
         if len(c["size"]) == 1:
-            arguments["places"] = place_line(q, M, M + 1, (0, 0), padding, segments)
+            arguments["places"] = place_line(q, M, M, (0, 0), padding, segments)
         else:
-            arguments["places"] = place_grid(Grid(tuple(c["size"])), tuple(c["blocks"]), q, padding, segments)
-        M += 1
+            arguments["places"] = place_grid(grid, blocks, q, padding, segments)
     else:
         arguments["block_size"] = c["C"]
     w = torch.rand(E, M, M, device="cuda") + 0.05

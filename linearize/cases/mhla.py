@@ -53,8 +53,7 @@ class MHLA(Case):
     def inputs(self, shape: Shape, device: str) -> list[Tensor]:
         """Positive features, and weights of pairs of blocks around one."""
         q, k, v = random_qkv(shape, device)
-        M = shape.M if shape.causal else shape.M + 1
-        w = torch.rand(shape.Hkv, M, M, device=device) + 0.5
+        w = torch.rand(shape.Hkv, shape.M, shape.M, device=device) + 0.5
         return [q.abs(), k.abs(), v, w.to(getattr(torch, shape.gates))]
 
     def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
