@@ -85,8 +85,7 @@ def constants(c: Config, M: int, D: int, DV: int, *, normalise: bool, table: boo
 
 
 def exceeds_grid(rows: int) -> str:
-    """Why the kernels cannot run for so many rows of heads, each of a document where both sides are seen; empty when
-    they can."""
+    """Why the causal kernels cannot run for so many rows of heads; empty when they can."""
     return f"{rows} rows of heads exceed a GPU's grid of 65535" if rows > 65535 else ""
 
 
@@ -205,7 +204,7 @@ class Problem:
         pairs = self.new(splits, rows, count, self.Q * self.Q)
         old = self.new(splits, rows, self.groups, self.Q)
         self.launch(
-            pairs_kernel, (count, rows, splits), D, S, far, pairs, old, self.N, self.X, each, BX=32,
+            pairs_kernel, (rows * count, splits), D, S, far, pairs, old, self.N, self.X, each, count, BX=32,
             KEEP=far is not None, CAUSAL=True,
         )  # fmt: skip
         pairs, old = (y.sum(0) if splits > 1 else y for y in (pairs, old))

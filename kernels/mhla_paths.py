@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Backend, check_shapes, use_kernels, wants_gradients
+from .mhla_both_launch import exceeds_offsets
 from .mhla_launch import exceeds_grid, runs_on
 from .mhla_ops import grid_op, mhla_op, step_op
 from .mhla_places import Places, place_rows, place_sequences
@@ -57,7 +58,8 @@ def mix_causal(
         )
         return *divided(sums, normalise, padding, v.dtype), last
     rows = q.shape[2] * (q.shape[0] if cu is None else cu.shape[0] - 1)
-    triton = _use_triton(backend, q, v, w, True, state, rows)
+    obstacle = exceeds_grid(rows) if state is None else "a state goes in"
+    triton = _use_triton(backend, q, v, w, True, obstacle)
     if triton and padding is None and segments is None and cu is None:
         inputs = q.to(v.dtype), k.to(v.dtype), v, w.float()
         o, g, _, past, old, current, mixed = mhla_op(*inputs, None, None, None, C, normalise)
@@ -85,8 +87,7 @@ def mix_both_ways(
     if places.number.shape[1] % m.shape[-1]:
         raise ValueError(f"weights are {tuple(m.shape)}, but documents have {places.number.shape[1]} blocks in all")
     dtype = torch.promote_types(v.dtype, torch.float32)
-    (R, N), (E, K, _) = places.number.shape, m.shape
-    if _use_triton(backend, q, v, m, False, None, R * max(q.shape[2], E * (N // K))):
+    if _use_triton(backend, q, v, m, False, exceeds_offsets(q, k, v)):
         assert places.table is not None
         inputs = q.to(v.dtype), k.to(v.dtype), v, m.float()
         o, g, *_ = grid_op(*inputs, places.table, places.size, places.covered, normalise)
@@ -108,20 +109,15 @@ def check_weights(E: int, weights: Tensor) -> None:
 # ---------------------------------------------------------------- Triton kernels
 
 
-def _use_triton(
-    backend: Backend, q: Tensor, v: Tensor, w: Tensor, causal: bool, state: MHLAState | None, rows: int
-) -> bool:
-    if backend == "torch" or (state is not None and backend == "auto"):
-        return False
-    obstacle = "a state goes in" if state is not None else exceeds_grid(rows)
-    obstacle = obstacle or runs_on(v.device, v.dtype, q.shape[-1], v.shape[-1], w.shape[-1], causal)
-    return use_kernels(backend, obstacle)
+def _use_triton(backend: Backend, q: Tensor, v: Tensor, w: Tensor, causal: bool, obstacle: str) -> bool:
+    reason = obstacle or runs_on(v.device, v.dtype, q.shape[-1], v.shape[-1], w.shape[-1], causal)
+    return use_kernels(backend, reason)
 
 
 def _steps_on(backend: Backend, q: Tensor, k: Tensor, v: Tensor, w: Tensor, state: MHLAState) -> bool:
     """Whether the step kernel takes these: it has no gradient."""
-    rows = k.shape[0] * k.shape[2]
-    return not wants_gradients(q, k, v, w, *state[:4]) and _use_triton(backend, q, v, w, True, None, rows)
+    obstacle = exceeds_grid(k.shape[0] * k.shape[2])
+    return not wants_gradients(q, k, v, w, *state[:4]) and _use_triton(backend, q, v, w, True, obstacle)
 
 
 def _step(

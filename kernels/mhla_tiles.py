@@ -11,7 +11,7 @@ Letters: as in mhla.py and mhla_torch.py.
 
 from __future__ import annotations
 
-from .tiles import jit, tl
+from .tiles import dot, jit, parts, tl
 
 
 @jit
@@ -81,3 +81,19 @@ def pair_weights(p_w, b_i, b_di, b_j, b_dj, M: tl.constexpr):
     """w[min(i, M-1), min(i-j, M-1)], 0 unless j is an earlier block of i's document; i and j broadcast."""
     o_w = tl.minimum(tl.maximum(b_i, 0), M - 1) * M + tl.minimum(tl.maximum(b_i - b_j, 0), M - 1)
     return tl.load(p_w + o_w, mask=(b_i > b_j) & (b_di == b_dj) & (b_di >= 0), other=0.0)
+
+
+@jit
+def operands(b_x, PREC: tl.constexpr):
+    """fp32 x as `times` takes it: in two parts, or as it is, twice."""
+    return parts(b_x, PREC == "bf16x3")
+
+
+@jit
+def times(b_x, b_x_low, b_y, b_y_low, b_z, PREC: tl.constexpr):
+    """x @ y + z. Triton's own bf16x3 keeps three products apart, and cleans each of NaN: more registers."""
+    if PREC == "bf16x3":
+        b_z = dot(b_x, b_x_low, b_y, b_y_low, PREC, b_z)
+    else:
+        b_z = tl.dot(b_x, b_y, b_z, input_precision=PREC)
+    return b_z

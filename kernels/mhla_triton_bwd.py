@@ -21,7 +21,17 @@ dA = tril(w' v'^T) inside a block:
 
 from __future__ import annotations
 
-from .mhla_tiles import block_numbers, load_summary, load_tile, locate, own_weight, store_tile, tile_tokens
+from .mhla_tiles import (
+    block_numbers,
+    load_summary,
+    load_tile,
+    locate,
+    operands,
+    own_weight,
+    store_tile,
+    tile_tokens,
+    times,
+)
 from .tiles import dot_given, dot_given_left, dot_given_right, jit, parts, tl
 
 
@@ -145,24 +155,25 @@ def value_kernel(p_q, p_k, p_v, p_do, p_r, p_u, p_w, p_table, p_number, p_R, p_d
 
 
 @jit
-def pairs_kernel(p_D, p_S, p_far, p_pairs, p_old, N: int, X, XS, Q: tl.constexpr, BX: tl.constexpr,
+def pairs_kernel(p_D, p_S, p_far, p_pairs, p_old, N: int, X, XS, count, Q: tl.constexpr, BX: tl.constexpr,
                  CAUSAL: tl.constexpr, KEEP: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
-    """<D_i, S_j> for pairs of groups, over XS of the X numbers: [X/XS,rows,pairs,Q,Q]. Grid (pairs, rows, X/XS).
+    """<D_i, S_j> for pairs of groups, over XS of the X numbers: [X/XS,rows,pairs,Q,Q]. Grid (rows * pairs, X/XS).
 
     CAUSAL: each group with itself and with the one before, and <D_i, older> [X/XS,rows,groups,Q]; else all with all.
     """
+    i_row, i_c, groups = tl.program_id(0) // count, tl.program_id(0) % count, tl.cdiv(N, Q)
     if CAUSAL:
-        i_s, i_p = tl.program_id(0) // 2, tl.program_id(0) // 2 - tl.program_id(0) % 2
+        i_s, i_p = i_c // 2, i_c // 2 - i_c % 2
     else:
-        i_s, i_p = tl.program_id(0) // tl.cdiv(N, Q), tl.program_id(0) % tl.cdiv(N, Q)
+        i_s, i_p = i_c // groups, i_c % groups
     if i_p < 0:
         return
-    base, cell = tl.program_id(1).to(tl.int64) * N * X, tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    base, cell = i_row.to(tl.int64) * N * X, tl.program_id(1) * (tl.num_programs(0) // count) + i_row
     o_i, o_j = i_s * Q + tl.arange(0, Q), i_p * Q + tl.arange(0, Q)
     b_pairs = tl.zeros([Q, Q], tl.float32)
     b_old = tl.zeros([Q], tl.float32)
-    stop = tl.minimum(X, (tl.program_id(2) + 1) * XS)
-    for i_x in range(tl.program_id(2) * XS, stop, BX):
+    stop = tl.minimum(X, (tl.program_id(1) + 1) * XS)
+    for i_x in range(tl.program_id(1) * XS, stop, BX):
         o_x = i_x + tl.arange(0, BX)
         m_x = (o_x < stop)[None, :]
         b_D = tl.load(
@@ -171,14 +182,16 @@ def pairs_kernel(p_D, p_S, p_far, p_pairs, p_old, N: int, X, XS, Q: tl.constexpr
         b_S = tl.load(
             p_S + base + o_j.to(tl.int64)[:, None] * X + o_x[None, :], mask=(o_j < N)[:, None] & m_x, other=0.0
         )
-        b_pairs = tl.dot(b_D, tl.trans(b_S), b_pairs, input_precision=PREC)
+        b_high, b_low = operands(b_D, PREC)
+        b_S, b_S_low = operands(b_S, PREC)
+        b_pairs = times(b_high, b_low, tl.trans(b_S), tl.trans(b_S_low), b_pairs, PREC)
         if KEEP:
-            p_row = p_far + (tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // 2) + i_s) * X
+            p_row = p_far + (i_row.to(tl.int64) * groups + i_s) * X
             b_old += tl.sum(b_D * tl.load(p_row + o_x, mask=o_x < stop, other=0.0)[None, :], 1)
-    p_pairs += (cell.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * Q * Q
+    p_pairs += (cell.to(tl.int64) * count + i_c) * Q * Q
     tl.store(p_pairs + tl.arange(0, Q)[:, None] * Q + tl.arange(0, Q)[None, :], b_pairs)
     if CAUSAL:
-        o_old = (cell * (tl.num_programs(0) // 2) + i_s) * Q + tl.arange(0, Q)
+        o_old = (cell * groups + i_s) * Q + tl.arange(0, Q)
         tl.store(p_old + o_old, b_old, mask=o_i // Q == i_p)
 
 

@@ -27,7 +27,7 @@ TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
 CASES: dict[str, list[dict[str, Any]]] = {
     "lengths": [{"T": T} for T in (2, 16, 17)],
     "heads_and_sizes": [{"B": 2, "H": 4, "E": 2}, {"H": 3, "F": 40, "DV": 24}, {"M": 2}, {"M": 18}, {"C": 32}],
-    "far": [{"T": 600, "H": 1}],
+    "far": [{"T": 600, "E": 2}],
     "half_precision": [{"dtype": "float16"}, {"dtype": "float16", "size": [5, 8], "blocks": [1, 2, 2]}],
     "segments": [{"segments": 9, "B": 2}, {"segments": 35, "T": 100, "H": 1, "padding": "left", "B": 2}],
     "many_groups_of_documents": [{"segments": 290, "T": 620, "H": 1}],
@@ -43,8 +43,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"size": [5, 8], "blocks": [1, 2, 2]},
         {"size": [5, 7], "blocks": [1, 2, 3], "outside": [1, 2], "T": 38, "H": 4, "E": 2, "F": 20, "DV": 24},
         {"size": [2, 4, 5], "blocks": [2, 2, 2], "normalise": False},
-        {"size": [5, 8], "blocks": [1, 2, 2], "padding": "right", "segments": 20, "B": 2},
+        {"size": [5, 8], "blocks": [1, 2, 2], "padding": "right", "segments": 20, "B": 2, "E": 2, "F": 40, "DV": 40},
         {"size": [6, 12], "blocks": [1, 6, 6], "T": 72},
+        {"size": [9, 8], "blocks": [1, 9, 8], "T": 72},
+        {"size": [8, 10], "blocks": [1, 1, 2], "T": 80, "B": 2, "F": 20},
     ],
 }
 
@@ -70,16 +72,16 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
         mhla_grid(q, k, k, w, place_line(q, 4, 4, (0, 0), None, None), backend="triton")
 
 
-def test_more_rows_of_heads_than_a_grid_has_are_refused() -> None:
+def test_more_than_the_kernels_count_is_refused() -> None:
     from linearize_kernels.mhla import mhla, mhla_grid
     from linearize_kernels.mhla_places import place_line
 
     q, k, w = torch.rand(1, 4, 2, 16), torch.rand(1, 4, 1, 16), torch.rand(1, 2, 2)
     rows = [y.expand(32768, -1, -1, -1) for y in (q, k, k)]
     places = place_line(q, 2, 2, (0, 0), None, None)
-    for many in (torch.zeros(32768, 2), torch.zeros(1, 2 * 65536)):  # rows, and documents of a row
-        with pytest.raises(ValueError, match="65536 rows of heads exceed a GPU's grid"):
-            mhla_grid(q, k, k, w, places._replace(number=many), backend="triton")
+    long = [y[:, :1].expand(-1, 1 << 26, -1, -1) for y in (q, k, k)]
+    with pytest.raises(ValueError, match="67108864 tokens of 32 numbers exceed 32 bits"):
+        mhla_grid(*long, w, places, backend="triton")
     with pytest.raises(ValueError, match="65536 rows of heads exceed a GPU's grid"):
         mhla(*rows, w, backend="triton")
     sequences = torch.arange(32769, dtype=torch.int32)
@@ -90,7 +92,7 @@ def test_more_rows_of_heads_than_a_grid_has_are_refused() -> None:
 # ---------------------------------------------------------------- compiled for real, without a GPU
 
 KERNELS = ("summary_kernel", "output_kernel", "query_kernel", "key_kernel", "value_kernel", "pairs_kernel",
-           "back_kernel", "give_kernel")  # fmt: skip
+           "back_kernel", "give_kernel", "sum_kernel", "turn_kernel")  # fmt: skip
 
 
 def compiled(name: str, capability: int, config: Any, F: int, M: int) -> Any:
@@ -102,6 +104,7 @@ def compiled(name: str, capability: int, config: Any, F: int, M: int) -> Any:
     both = hasattr(mhla_both, name)
     values = constants(config, M, F, F, normalise=True, table=False)
     values |= {"KIND": 2, "REVERSE": True, "KEEP": False, "PREV": True, "CAUSAL": True, "BACK": True, "MASS": False}
+    values |= {"G": 2, "BN": 32}
     values |= dict.fromkeys(("p_number", "p_document", "p_far", "p_dg"))
     values |= {} if both else {"p_table": None}
     half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv", "p_x", "p_y")
