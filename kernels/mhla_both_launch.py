@@ -45,21 +45,27 @@ class Config(NamedTuple):
 # (capability, F and Dv above 64) -> what differs from the safe ones for bf16. Measured: one H200.
 SHIPPED: dict[tuple[tuple[int, int], bool], dict[str, Any]] = {
     ((9, 0), False): {
-        "sum": Tiles(64, 64, 8, 3),
-        "read": Tiles(64, 64, 4, 2),
-        "back": Tiles(64, 64, 4, 2, 168),
-        "give": Tiles(64, 64, 4, 2),
+        "sum": Tiles(64, 64, 4, 3),
+        "read": Tiles(64, 64, 4, 3),
+        "back": Tiles(64, 64, 4, 3, 168),
+        "give": Tiles(64, 64, 4),
     },
     ((9, 0), True): {
         "sum": Tiles(64, 128, 8, 2),
-        "read": Tiles(64, 128, 8, 2),
-        "back": Tiles(64, 128, 8, 2),
+        "read": Tiles(64, 128, 4, 3),
+        "back": Tiles(64, 128, 8, 3),
         "give": Tiles(64, 128, 4),
     },
 }
 # The same for `product` and `pairs`, by the blocks of a document that they are for.
+MANY: dict[str, Any] = {"product": (64, 32, 128, 4, 3), "pairs": (64, 32, 4, 2)}
 SHIPPED_MIXES: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
-    (9, 0): {16: {"pairs": (16, 64, 1, 2)}, 32: {"pairs": (32, 32, 1, 2)}, 64: {"pairs": (64, 32, 4, 2)}},
+    (9, 0): {
+        16: {"product": (16, 16, 64, 1, 1), "pairs": (16, 32, 1, 3)},
+        32: {"pairs": (32, 32, 1, 2)},
+        64: MANY,
+        256: MANY,
+    },
 }
 
 
