@@ -134,7 +134,11 @@ def open_samples(
     """
     kind = kind_of(model)
     if kind == "images":
-        return Images(find_images(source, start), processor, model.config if has_head(model) else None)
+        images = Images(find_images(source, start), processor, model.config if has_head(model) else None)
+        if sft and set(images.labels) == {IGNORED}:
+            said = f"{images.found.where} names no class of an image, and sft learns and scores nothing else"
+            raise LinearizeError(f"{said}. Give a folder for each class, labels or label_key, or choose logit_kl")
+        return images
     text = to_source(source, pack.text_key, start)
     blocks = build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=max_tokens)
     return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)

@@ -163,6 +163,13 @@ def test_a_model_with_a_head_of_another_kind_transfers_attention(place: Path) ->
     assert (Path(report["output"]).name, report["stages"]) == ("final", [])
 
 
+@pytest.mark.usefixtures("unverified")
+def test_sft_needs_classes(place: Path) -> None:
+    np.savez(place / "bare.npz", images=np.zeros((8, 3, 16, 16), np.float32))
+    with pytest.raises(LinearizeError, match=r"bare\.npz names no class of an image, and sft learns"):
+        finetune(recipe_of(place, "vit", [SFT], {"train": {"arrays": "bare.npz"}}))
+
+
 def test_a_dry_run_counts_images(place: Path) -> None:
     (row,) = dry_run(recipe_of(place, "vit", [KL | {"steps": 7}]), print)
     assert row["tokens"] == 7 * 4
