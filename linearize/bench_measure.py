@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import platform
 import time
@@ -112,6 +113,7 @@ def _on_cpu(run: Callable[[], Any], count: int) -> list[float]:
 
 def allocated() -> int:
     """Bytes of GPU memory held by tensors; 0 on a CPU."""
+    gc.collect()  # or cycles of compiled code give back later what is counted now
     return torch.cuda.memory_allocated() if here() == "cuda" else 0
 
 
