@@ -42,6 +42,7 @@ def tiny(preset: Preset, folder: Path) -> list[str]:
     recipe = load_recipe(preset.path, ["model.base=demo"])
     assert recipe.convert is not None
     small = ["convert.options.slots=8"] if recipe.convert.mechanism == "gsa" else []
+    small += ["convert.options.clock=6"] if recipe.convert.options.get("clock", 0) > 8 else []
     stages = recipe.stages
     return [
         f"model.base={folder / 'source'}",
