@@ -122,11 +122,7 @@ def line_blocks(x: Tensor, M: int, padding: Tensor | None, segments: Tensor | No
         position, length = counted.cumsum(1) - counted, counted.sum(1, keepdim=True)
     else:
         document, documents = _by_value(segments)
-        own = F.one_hot(document, documents) * counted[..., None]
-        position, length = (
-            (y.expand_as(own)).gather(2, document[..., None])[..., 0]
-            for y in (own.cumsum(1) - own, own.sum(1, keepdim=True))
-        )
+        position, length = _rank(torch.where(counted > 0, document, documents))
     return torch.where(inside, position * M // length.clamp_min(1), M)
 
 
@@ -135,6 +131,15 @@ def _by_value(segments: Tensor) -> tuple[Tensor, int]:
     wherever they are."""
     values, document = segments.unique(return_inverse=True)
     return document, len(values)
+
+
+def _rank(group: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens of a group stand before each in its row, and how many the group has there; all [B,T] int64."""
+    ordered, order = group.sort(dim=1, stable=True)
+    first, after = (torch.searchsorted(ordered, ordered, right=right) for right in (False, True))
+    rank = torch.arange(group.shape[1], device=group.device) - first
+    before, size = (torch.zeros_like(order).scatter(1, order, y) for y in (rank, after - first))
+    return before, size
 
 
 def grid_blocks(size: tuple[int, int, int], blocks: tuple[int, int, int], outside: tuple[int, int]) -> Tensor:
@@ -147,15 +152,13 @@ def grid_blocks(size: tuple[int, int, int], blocks: tuple[int, int, int], outsid
 
 def place_groups(block: Tensor, K: int, longest: int, padding: Tensor | None, segments: Tensor | None) -> Places:
     """The tokens of each of K blocks [B,T] side by side, none of more than `longest`; documents have their own."""
-    B, T = block.shape
     real = torch.ones_like(block, dtype=torch.bool) if padding is None else padding
     document, documents = (torch.zeros_like(block), 1) if segments is None else _by_value(segments)
     N = K * documents
     group = torch.where(real, document * K + block, N)
-    ordered, order = group.sort(dim=1, stable=True)
-    rank = torch.arange(T, device=block.device) - torch.searchsorted(ordered, ordered)
-    rank = torch.zeros_like(rank).scatter(1, order, rank)
-    return _scattered(real, group.clamp(max=N - 1), rank, document, N, longest, B)._replace(covered=padding is None)
+    rank, _ = _rank(group)
+    places = _scattered(real, group.clamp(max=N - 1), rank, document, N, longest, len(block))
+    return places._replace(covered=padding is None)
 
 
 def number_of_blocks(grid: Grid, blocks: tuple[int, int, int]) -> int:
