@@ -7,31 +7,15 @@ python -m benchmarks.linear
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from linearize.bench_measure import peak_mib
+from linearize.bench_measure import peak_mib, queued
 from linearize_kernels.la import la
 from linearize_kernels.retnet import retnet
 
 Run = Callable[[], Tensor]
-
-
-def median_ms(run: Callable[[], object], times: int = 10) -> float:
-    """Of queued runs, after two that are not counted."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
-    torch.cuda._sleep(20_000_000)  # meanwhile the CPU queues them all
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in pairwise(events))[times // 2]
 
 
 def show(name: str, run: Run, leaves: list[Tensor], do: Tensor) -> None:
@@ -41,8 +25,9 @@ def show(name: str, run: Run, leaves: list[Tensor], do: Tensor) -> None:
         torch.autograd.grad(run(), leaves, do)
 
     with torch.no_grad():
-        forward, memory = median_ms(run), peak_mib(run, 0)
-    print(f"{name:32} {forward:8.3f} {median_ms(both):8.3f} ms {memory:7.0f} {peak_mib(both, 0):7.0f} MiB", flush=True)
+        forward, memory = queued(run)["ms"], peak_mib(run, 0)
+    ms, peak = queued(both)["ms"], peak_mib(both, 0)
+    print(f"{name:32} {forward:8.3f} {ms:8.3f} ms {memory:7.0f} {peak:7.0f} MiB", flush=True)
 
 
 def inputs(B: int, T: int, H: int, D: int) -> tuple[list[Tensor], Tensor]:

@@ -150,13 +150,14 @@ def _la_triton(
         o, g, *_ = both_op(q, k, v, a, b, unit, precision, padding)
         return o, g, state
     assert state is not None
-    if q.shape[1] == 1 and segments is None and cu is None and not wants_gradients(q, k, v, a, b, *state[:3]):
+    keep = wants_gradients(q, k, v, a, b, *state[:3])
+    if q.shape[1] == 1 and segments is None and cu is None and not keep:
         o, g, *after = step_op(q, k, v, a, b, None, None, None, 1.0, unit, padding, *state)
         return o, g, LAState(*after)
     if segments is not None:
         segments = numbered(segments).int()
     inputs = q, k, v, a, b, None, None, None, 1.0, unit, precision
-    o, g, _, _, last, _, _ = chunked_op(*inputs, segments, padding, cu, first, wants_gradients(q, k, v, a, b, first))
+    o, g, _, _, last, _, _ = chunked_op(*inputs, segments, padding, cu, first, keep)
     S, z, u, _ = last.split([D * DV, D, DV, 4], -1)
     n = state.tokens
     count = n + cu.diff() if cu is not None else _count(n, padding, segments, (q.shape[0], q.shape[1]))

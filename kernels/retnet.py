@@ -115,14 +115,14 @@ def _retnet_triton(
     dtype, sizes = q.dtype, (q.shape[-1], v.shape[-1])
     q, k = q.to(v.dtype), k.to(v.dtype)
     S = None if state is None else state.memory
-    inputs = q, k, v, None, None, log_decay, read, write, scale, False
-    if q.shape[1] == 1 and segments is None and cu is None and not wants_gradients(q, k, v, read, write, S):
+    inputs, keep = (q, k, v, None, None, log_decay, read, write, scale, False), wants_gradients(q, k, v, read, write, S)
+    if q.shape[1] == 1 and segments is None and cu is None and not keep:
         S = fresh_state(q, k, v, log_decay).memory if S is None else S
         o, _, S, *_ = step_op(*inputs, padding, S, None, None, None)
         return o.to(dtype), RetNetState(S)
     if segments is not None:
         segments = numbered(segments).int()
-    keep, first = wants_gradients(q, k, v, read, write, S), None if S is None else S.flatten(2)
+    first = None if S is None else S.flatten(2)
     o, _, _, _, S, *_ = chunked_op(*inputs, precision, segments, padding, cu, first, keep)
     return o.to(dtype), RetNetState(S.unflatten(-1, sizes))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .documents import open_dataset
 from .errors import Exit, LinearizeError, absent, did_you_mean
 from .losses import IGNORED
-from .recipe_data import ArraySource, DatasetSource, ImageSource
+from .recipe_data import ArraySource, DatasetSource, ImageSource, local_paths
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
@@ -126,9 +126,9 @@ def class_numbers(found: Labelled, config: Any) -> list[int]:
 def find_images(source: ImageSource | ArraySource | DatasetSource, start: Path) -> Labelled:
     """The images of a recipe's source; relative paths begin at `start`. Raises LinearizeError for what is not there."""
     if isinstance(source, ImageSource):
-        return from_folder(start / Path(source.images).expanduser())
+        return from_folder(*local_paths(source, start))
     if isinstance(source, ArraySource):
-        return from_arrays(start / Path(source.arrays).expanduser())
+        return from_arrays(*local_paths(source, start))
     return from_dataset(source)
 
 

@@ -89,10 +89,11 @@ def holds_images(source: Any) -> bool:
     return isinstance(source, ImageSource | ArraySource) or getattr(source, "image_key", None) is not None
 
 
-def local_names(source: Any) -> tuple[str, ...]:
-    """The files and folders that a source names, as the recipe has them."""
+def local_paths(source: Any, start: Path) -> tuple[Path, ...]:
+    """The files, or the one folder, that a source names; relative ones begin at `start`, ~ is the user's folder."""
     names: tuple[str, ...] = getattr(source, "files", ())
-    return names + tuple(getattr(source, key) for key in ("images", "arrays") if hasattr(source, key))
+    names += tuple(getattr(source, key) for key in ("images", "arrays") if hasattr(source, key))
+    return tuple(start / Path(name).expanduser() for name in names)
 
 
 def _source_tag(value: Any) -> str | None:

@@ -18,6 +18,7 @@ from transformers import get_scheduler
 from .data import Source
 from .errors import Exit, LinearizeError
 from .recipe import Recipe, Stage
+from .recipe_data import local_paths
 from .sharding import read_plugin
 from .zero import read_config
 
@@ -78,7 +79,7 @@ def to_source(source: Any, text_key: str, folder: Path) -> Source:
     """A recipe's source of text, with relative files starting at the recipe's folder."""
     values = source.model_dump(exclude={"image_key", "label_key"})
     if "files" in values:
-        values["files"] = tuple(folder / Path(name).expanduser() for name in values["files"])
+        values["files"] = local_paths(source, folder)
     return Source(**values, text_key=text_key)
 
 

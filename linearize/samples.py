@@ -21,7 +21,7 @@ from .images import Images, find_images
 from .inputs import make_inputs
 from .losses import IGNORED, next_token_targets
 from .masked import MaskedBlocks
-from .recipe_data import Data, ImageSource, Pack, holds_images, local_names
+from .recipe_data import Data, ImageSource, Pack, holds_images, local_paths
 from .runtime import to_source
 
 Batch = dict[str, Tensor]
@@ -156,7 +156,7 @@ def check_source(source: Any, model: Any, start: Path, where: str) -> None:
             f"{where} holds {found}, and {type(model).__name__} learns from {due}: give {instead}", Exit.INCOMPATIBLE
         )
     what = "no folder" if isinstance(source, ImageSource) else "no such file:"
-    for path in (start / Path(name).expanduser() for name in local_names(source)):
+    for path in local_paths(source, start):
         if not path.exists():
             raise absent(path, what)
 
