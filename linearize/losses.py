@@ -61,6 +61,9 @@ def cross_entropy(
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}")
     weight = _weight(targets != IGNORED, num_tokens, logits)
+    if chunk is None and losses_triton.fits(logits):
+        fused: Tensor = _FusedCrossEntropy.apply(logits, targets, weight)
+        return fused
     loss: Tensor = _CrossEntropy.apply(logits, targets, weight, chunk or _default_chunk(logits))
     return loss
 
@@ -108,7 +111,7 @@ class _FusedKL(torch.autograd.Function):
         kl, *norms = losses_triton.kl_rows(student, teacher, weight, tau)
         ctx.save_for_backward(student, teacher, weight, *norms)
         ctx.tau = tau
-        return tau**2 * _weighted_sum(kl, weight)
+        return tau**2 * (kl * weight).sum()
 
     @staticmethod
     @once_differentiable
@@ -144,6 +147,23 @@ class _LogitKL(torch.autograd.Function):
             difference -= _log_probs(teacher[..., part], lse_t, ctx.tau).exp_()
             grad[..., part] = difference.mul_(factor).masked_fill_(factor == 0, 0.0)
         return grad, None, None, None, None
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """`_CrossEntropy` by the kernels of losses_triton.py."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        logits, targets, weight = (x.contiguous() for x in (logits, targets, weight))
+        loss, lse = losses_triton.nll_rows(logits, targets, weight)
+        ctx.save_for_backward(logits, targets, weight, lse)
+        return (loss * weight).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, weight, lse = ctx.saved_tensors
+        return losses_triton.nll_gradient(logits, targets, grad_output * weight, lse), None, None
 
 
 class _CrossEntropy(torch.autograd.Function):

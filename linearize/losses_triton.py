@@ -1,6 +1,6 @@
-"""Logit KL in one read of both logits and one write of the gradient, where PyTorch takes some twenty passes over them.
+"""Logit KL and cross entropy: the logits read once each way, the gradient written once; PyTorch takes many passes.
 
-A program owns one token. It reads its two rows twice, for log-normalisers and then for the divergence; the second time
+A program owns one token. KL reads its two rows twice, for log-normalisers and then for the divergence; the second time
 they are in the cache. `losses.py` has the formulas; here R tokens, V vocabulary, c = 1 / temperature.
 
 Forward and backward in bf16 on an NVIDIA H200, torch 2.11, triton 3.6, 2026-11-21 (`python tests/test_losses_triton.py
@@ -21,9 +21,23 @@ LOWEST = -1e30  # stands for the maximum of no entry: less -inf would be nan
 WARPS = 8
 
 
-def fits(student: Tensor, teacher: Tensor) -> bool:
+def fits(*logits: Tensor) -> bool:
     """Whether the kernels can take such logits."""
-    return not unavailable(student.device, student.dtype) and student.dtype == teacher.dtype
+    return not unavailable(logits[0].device, logits[0].dtype) and all(x.dtype == logits[0].dtype for x in logits)
+
+
+@jit
+def counted(b_top, b_sum, b_x):
+    """A place's largest logit so far and its sum of exp(x - largest), with one more logit x."""
+    b_higher = tl.maximum(b_top, b_x)
+    return b_higher, b_sum * tl.exp(b_top - b_higher) + tl.exp(b_x - b_higher)
+
+
+@jit
+def normaliser(b_top, b_sum):
+    """log sum exp over all places that `counted` kept."""
+    most = tl.max(b_top, 0)
+    return most + tl.log(tl.sum(b_sum * tl.exp(b_top - most), 0))
 
 
 @jit
@@ -38,13 +52,9 @@ def rows_kernel(student, teacher, weight, kl, lse_s, lse_t, V, c, LOW: tl.conste
             own = start + places < V
             s = tl.load(student + row * V + start + places, mask=own, other=-float("inf")).to(tl.float32) * c
             t = tl.load(teacher + row * V + start + places, mask=own, other=-float("inf")).to(tl.float32) * c
-            higher_s, higher_t = tl.maximum(top_s, s), tl.maximum(top_t, t)
-            sum_s = sum_s * tl.exp(top_s - higher_s) + tl.exp(s - higher_s)
-            sum_t = sum_t * tl.exp(top_t - higher_t) + tl.exp(t - higher_t)
-            top_s, top_t = higher_s, higher_t
-        most_s, most_t = tl.max(top_s, 0), tl.max(top_t, 0)
-        norm_s = most_s + tl.log(tl.sum(sum_s * tl.exp(top_s - most_s), 0))
-        norm_t = most_t + tl.log(tl.sum(sum_t * tl.exp(top_t - most_t), 0))
+            top_s, sum_s = counted(top_s, sum_s, s)
+            top_t, sum_t = counted(top_t, sum_t, t)
+        norm_s, norm_t = normaliser(top_s, sum_s), normaliser(top_t, sum_t)
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, V, BLOCK):
             own = start + places < V
@@ -74,6 +84,39 @@ def gradient_kernel(student, teacher, factor, lse_s, lse_t, grad, V, c, BLOCK: t
         tl.store(grad + row * V + place, tl.zeros([BLOCK], grad.dtype.element_ty), mask=own)
 
 
+@jit
+def nll_kernel(logits, targets, weight, loss, lse, V, LOW: tl.constexpr, BLOCK: tl.constexpr):
+    """loss, lse [R] fp32 of logits [R,V] and targets [R]; nan for a target outside the vocabulary, and where the weight
+    is 0 rows and targets may hold anything."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(weight + row) != 0:
+        places = tl.arange(0, BLOCK)
+        b_top, b_sum = tl.full([BLOCK], LOW, tl.float32), tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            own = start + places < V
+            x = tl.load(logits + row * V + start + places, mask=own, other=-float("inf")).to(tl.float32)
+            b_top, b_sum = counted(b_top, b_sum, x)
+        norm, target = normaliser(b_top, b_sum), tl.load(targets + row)
+        at_target = tl.load(logits + row * V + target, mask=(target >= 0) & (target < V), other=float("nan"))
+        tl.store(loss + row, norm - at_target.to(tl.float32))
+        tl.store(lse + row, norm)
+    else:
+        tl.store(loss + row, 0.0)
+
+
+@jit
+def nll_gradient_kernel(logits, targets, factor, lse, grad, V, BLOCK: tl.constexpr):
+    """grad = factor (p - 1 at the target), [R,V] in the dtype of the logits; 0 where factor [R] is."""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own, b_factor = place < V, tl.load(factor + row)
+    if b_factor != 0:
+        x = tl.load(logits + row * V + place, mask=own, other=0.0).to(tl.float32)
+        difference = tl.exp(x - tl.load(lse + row)) - (place == tl.load(targets + row)).to(tl.float32)
+        tl.store(grad + row * V + place, (b_factor * difference).to(grad.dtype.element_ty), mask=own)
+    else:
+        tl.store(grad + row * V + place, tl.zeros([BLOCK], grad.dtype.element_ty), mask=own)
+
+
 def _block(V: int) -> int:
     return int(min(4096, triton.next_power_of_2(V)))
 
@@ -96,5 +139,27 @@ def kl_gradient(student: Tensor, teacher: Tensor, factor: Tensor, lse_s: Tensor,
     with torch.cuda.device_of(student):
         gradient_kernel[(factor.numel(), triton.cdiv(V, block))](
             student, teacher, factor, lse_s, lse_t, grad, V, 1 / tau, BLOCK=block, num_warps=WARPS
+        )
+    return grad
+
+
+def nll_rows(logits: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p(target) [..] of each token and its normaliser, fp32, of contiguous logits [..,V]; 0 where weight is 0."""
+    V = logits.shape[-1]
+    loss, lse = (torch.empty_like(weight, dtype=torch.float32) for _ in range(2))
+    with torch.cuda.device_of(logits):
+        nll_kernel[(weight.numel(),)](
+            logits, targets, weight, loss, lse, V, LOW=LOWEST, BLOCK=_block(V), num_warps=WARPS
+        )
+    return loss, lse
+
+
+def nll_gradient(logits: Tensor, targets: Tensor, factor: Tensor, lse: Tensor) -> Tensor:
+    """factor (p - 1 at the target) for each token, [..,V]; factor [..] fp32."""
+    V, grad = logits.shape[-1], torch.empty_like(logits)
+    block = _block(V)
+    with torch.cuda.device_of(logits):
+        nll_gradient_kernel[(factor.numel(), triton.cdiv(V, block))](
+            logits, targets, factor, lse, grad, V, BLOCK=block, num_warps=WARPS
         )
     return grad
