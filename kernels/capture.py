@@ -167,6 +167,8 @@ class Capture(TorchFunctionMode):
         self, call: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor:
         """scaled_dot_product_attention: everything in one function."""
+        if query.shape[-2] != self.shape[1]:  # of other tokens than the module was given, as `product`
+            return call()
         found = self.kind(query, key, softmax=True)
         if attn_mask is not None:
             self.meet("add" if attn_mask.is_floating_point() else "where", attn_mask, found)

@@ -198,7 +198,7 @@ class MultiHeadLinearAttention(Mixer):
     @classmethod
     def obstacle(cls, site: Site) -> str | None:
         if site.grid == "window":
-            return "windows have too few tokens for blocks of their own; choose la or saga"
+            return "windows have too few tokens for blocks of their own"
         return super().obstacle(site)
 
     @classmethod

@@ -40,10 +40,10 @@ class Follow(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
         super().__init__()
-        self.inputs = inputs
+        self.inputs, self.images = inputs, images_of(inputs)
         self.patches: Patches | None = None
         self.hooks: list[Any] = []
-        if takes_images(inputs):
+        if self.images is not None:
             convolutions = ((p, m) for p, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d))
             for path, module in convolutions:
                 self.hooks.append(module.register_forward_hook(lambda m, a, out, path=path: self.made(path, out)))
@@ -79,10 +79,10 @@ class Follow(TorchFunctionMode):
     def place(self, shape: tuple[int, ...], module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         """The fields of a Site for a module that is called with the arguments `given` on x of `shape` [B,T,..], and
         `flat`: whether its tokens lie on a grid of rows and columns alone."""
-        if not takes_images(self.inputs):
+        if self.images is None:
             return LINE
         B, T = shape[:2]
-        patches, rows = self.patches, len(self.inputs["pixel_values"])
+        patches, rows = self.patches, len(self.images)
         height, width = given.get("height"), given.get("width")
         if isinstance(height, int) and isinstance(width, int) and height * width <= T:
             return {**LINE, "grid": "arguments", "prefix": T - height * width, "flat": True}
@@ -98,6 +98,11 @@ class Follow(TorchFunctionMode):
             return {**LINE, "grid": "window"}
         return {**LINE, "grid": "unknown", "grid_from": self.reason(T)}
 
+    def decodes(self, queries: int, config: Any) -> bool:
+        """Whether so many queries are a decoder's own tokens, which `make_inputs` gives fewer of than its encoder."""
+        own = self.inputs.get("decoder_input_ids")
+        return bool(getattr(config, "is_decoder", False)) if own is None else queries == own.shape[1]
+
     def reason(self, T: int) -> str:
         """Why nobody knows where tokens lie."""
         if "spatial_shapes" in self.inputs:
@@ -112,14 +117,15 @@ class Follow(TorchFunctionMode):
 
 def looks_back(said: bool | None, model: Any, where: dict[str, Any]) -> bool:
     """Whether attention sees no later token: what was `said` of it, else so on the line of a model that writes text,
-    and only there; `where` is from `place`.
+    and only there, but not among what a decoder reads; `where` is from `place`.
     """
     if said is None:
         writes = model.can_generate() or type(model.config) in AutoModelForCausalLM._model_mapping
-        return writes and where["grid"] == "line"
+        return writes and where["grid"] == "line" and not model.config.is_encoder_decoder
     return said
 
 
-def takes_images(inputs: dict[str, Tensor]) -> bool:
-    """Whether there are images among the inputs of a model."""
-    return "pixel_values" in inputs
+def images_of(inputs: dict[str, Tensor]) -> Tensor | None:
+    """The images among the inputs of a model; spectrograms [B,frames,bins] are such, waves [B,samples] are not."""
+    sound = inputs.get("input_values")
+    return sound if sound is not None and sound.ndim == 3 else inputs.get("pixel_values")

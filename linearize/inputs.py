@@ -45,6 +45,8 @@ def make_inputs(model: Any, B: int = 2, T: int = 24) -> dict[str, Tensor]:
     makers: dict[str, Any] = {"pixel_values": make_images, "input_features": make_features, "input_values": make_sound}
     inputs: dict[str, Tensor] = {}
     for name in takes(model):
+        if name not in (*makers, "input_ids", "decoder_input_ids"):
+            raise NotImplementedError(f"it takes {name}, and there is nothing of that kind to try it with")
         # A decoder gets fewer tokens than its encoder, so that attention to the encoder's shows.
         short = name == "decoder_input_ids" and T > 1
         made = makers[name](model, B) if name in makers else make_tokens(model, B, T - short)
@@ -108,8 +110,9 @@ def make_features(model: Any, B: int) -> Tensor:
 
 
 def make_sound(model: Any, B: int) -> Tensor:
-    """A quarter of a second at 16 kHz: [B,4000]."""
-    return noise(B, 4000)
+    """A quarter of a second at 16 kHz: [B,4000]; for a model of spectrograms one of its size, [B,frames,bins]."""
+    config = model.config
+    return noise(B, config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else noise(B, 4000)
 
 
 def noise(*shape: int) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from linearize_kernels.mixer import Site
 
-from .errors import Exit, LinearizeError
+from .errors import Exit, LinearizeError, reason_of
 from .recording import PROBE, Run, interface_calls, own_softmax, quiet
 
 # Words in the class names of modules that mix tokens, and what is said of one that ran outside the interface.
@@ -26,7 +26,7 @@ MIXING = ("Attention", "Attn", "Mixer", "Mamba", "SSM", "DeltaNet", "ShortConv",
 PLAIN_SLOTS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 NOT_ROUTED = "not softmax attention"
 # Names of numbers above 1, or switches, that make attention compute fewer keys than queries.
-REDUCTIONS = re.compile(r"(reduction_ratio|^linear_attention)$")
+REDUCTIONS = re.compile(r"(reduction_ratio|^sr_ratio|^linear_attention)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +100,12 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     others = _mixing_without_calls(run, calls)
     if not run.records:
         kinds = ", ".join(sorted({other.kind for other in others}))
+        own = "computes no softmax over keys of its own"
+        if isinstance(run.error, NotImplementedError):
+            own = f"what it computes itself has another form: {reason_of(run.error)}"
         raise LinearizeError(
             f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
-            "attention interface and computes no softmax over keys of its own. Attention-like modules seen: "
-            + (kinds or "none"),
+            f"attention interface and {own}. Attention-like modules seen: " + (kinds or "none"),
             Exit.INCOMPATIBLE,
         )
     slots = _cache_slots(config)
@@ -178,7 +180,7 @@ def _site(
 
     `two_sided`: the model is an encoder and a decoder.
     """
-    module, keys, queries = (record.pop(name) for name in ("module", "keys", "queries"))
+    module, keys, queries, denies = (record.pop(name) for name in ("module", "keys", "queries", "denies"))
     record["reduction"] = reduction_of(module)
     obstacle = None
     if keys != queries and not record["reduction"]:
@@ -189,6 +191,8 @@ def _site(
         obstacle = f"calls attention {calls[record['path']]} times in a forward pass, and one state cannot serve them"
     elif two_sided and record["causal"]:
         obstacle = "is in a decoder that reads an encoder"
+    elif denies:
+        obstacle = "is in a decoder, and says that it is not causal"
     layer = getattr(module, "layer_idx", None)
     layer = number if layer is None else int(layer)
     if obstacle is None and record["causal"] and layer < len(slots) and slots[layer] not in PLAIN_SLOTS:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as hf_logging
 
-from .geometry import Follow, looks_back, takes_images
+from .geometry import Follow, looks_back
 from .inputs import make_inputs, takes
 from .unrouted import softmax_calls
 
@@ -65,10 +65,10 @@ def interface_calls(config: PreTrainedConfig, model_class: type[PreTrainedModel]
     errors: list[Exception] = []
     try:
         run.model = build_on_meta(config, model_class, PROBE)
+        inputs = meta_inputs(run.model)
     except Exception as error:  # whatever the architecture raises, here and below
         return Run(error=error)
     _watch(run)
-    inputs = meta_inputs(run.model)
     square = _full_mask(len(inputs["input_ids"]), TOKENS, TOKENS) if [*inputs] == ["input_ids"] else None
     masks = (None,) if square is None else (square, torch.ones_like(inputs["input_ids"]), None)
     for mask in masks:
@@ -180,6 +180,8 @@ def _record(
     B, H, T, D = query.shape
     run, shape, given = module._linearize_run, module._linearize_shape, _bound(module)
     where, said = run.follow.place(shape or (B, T), module, given), kwargs.get("is_causal")
+    said = getattr(module, "is_causal", None) if said is None else said
+    decodes = run.follow.decodes(T, run.model.config)  # some decoders say no, and trust their mask
     run.records.append(
         {
             "module": module,
@@ -190,7 +192,8 @@ def _record(
             "key_dim": D,
             "value_dim": value.shape[-1],
             "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
-            "causal": looks_back(getattr(module, "is_causal", None) if said is None else said, run.model, where),
+            "causal": decodes or looks_back(said, run.model, where),
+            "denies": decodes and said is False,
             "extras": _extras(module, attention_mask, kwargs),
             "keys": key.shape[2],
             "queries": T,
@@ -216,7 +219,7 @@ def _extras(module: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
     if isinstance(mask, Tensor) and mask.is_floating_point():
         # With memory of its own: the module has added something to the mask that it was given. Images have no masks.
         added = isinstance(given, Tensor) and mask.untyped_storage()._cdata != given.untyped_storage()._cdata
-        names |= {"score_bias"} if added or takes_images(module._linearize_run.follow.inputs) else set()
+        names |= {"score_bias"} if added or module._linearize_run.follow.images is not None else set()
     return tuple(sorted(names))
 
 

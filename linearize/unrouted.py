@@ -46,16 +46,16 @@ def softmax_calls(model: PreTrainedModel, inputs: dict[str, Tensor], follow: Fol
         T = inputs["input_ids"].shape[1]
         masks.append({"attention_mask": torch.ones(1, 1, T, T, dtype=torch.bool, device="meta")})
     cache = {"use_cache": False} if model.can_generate() else {}
+    errors: list[RuntimeError] = []
     for mask in masks:
         running.clear()
         try:
             with Watch(model, running, follow) as watch, torch.no_grad():
                 model(**inputs, **mask, **cache)
             return watch.records
-        except RuntimeError:
-            if mask is masks[-1]:
-                raise
-    raise AssertionError("unreachable")
+        except RuntimeError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 @dataclasses.dataclass
@@ -120,10 +120,8 @@ class Watch(Capture):
         found.extras.add(next((argument for argument, its in arguments.items() if its == memory), unnamed))
 
     def said(self, module: Any, queries: int) -> bool | None:
-        """What a module says of whether it looks back, or else where it is: among a decoder's own tokens it does."""
-        text = self.follow.inputs.get("decoder_input_ids")
-        own = text is not None and queries == text.shape[1]
-        return getattr(module, "is_causal", own or getattr(self.model.config, "is_decoder", None))
+        """Whether a module looks back: among a decoder's own tokens it does, else by what it says."""
+        return self.follow.decodes(queries, self.model.config) or getattr(module, "is_causal", None)
 
     def record(self, found: Any, v: Tensor, softmax: Any) -> Tensor:
         """What `Capture` found: a record like those of the attention interface."""
@@ -142,6 +140,7 @@ class Watch(Capture):
                 "value_dim": v.shape[-1],
                 "scale": found.scale,
                 "causal": looks_back(self.said(module, q.shape[2]), self.model, where),
+                "denies": False,
                 "extras": tuple(sorted(found.extras - {"attention_mask"} | BIASES & _given(arguments))),
                 "keys": k.shape[2],
                 "queries": q.shape[2],

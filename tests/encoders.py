@@ -10,6 +10,7 @@ PYRAMID = {"num_encoder_blocks": 2, "hidden_sizes": [16, 32], "depths": [1, 2], 
 PYRAMID |= {"patch_sizes": [4, 2], "strides": [4, 2], "mlp_ratios": [2, 2], "sr_ratios": [2, 1]}
 OVERLAP = PYRAMID | {"patch_sizes": [7, 3], "decoder_hidden_size": 16}
 SOUND = {"max_source_positions": 20, "max_target_positions": 40, "num_mel_bins": 8, "init_std": 0.3}
+SPECTROGRAM = {"max_length": 32, "num_mel_bins": 16, "patch_size": 8, "frequency_stride": 4, "time_stride": 4}
 TEXT = {"is_decoder": False}
 
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,6 +36,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "VideoMAEForVideoClassification": ("videomae", {**PATCH, "num_frames": 4}),
     "WhisperForAudioClassification": ("whisper", SOUND),
     "WhisperForConditionalGeneration": ("whisper", SOUND),
+    "ASTForAudioClassification": ("audio-spectrogram-transformer", SPECTROGRAM),
     "BertForMaskedLM": ("bert", TEXT),
     "RobertaForMaskedLM": ("roberta", TEXT),
     "DistilBertForMaskedLM": ("distilbert", {}),

@@ -123,6 +123,7 @@ def test_families_convert_to_other_mechanisms(tmp_path: Path, mechanism: str, na
         ("PvtV2ForImageClassification", "arguments", 0, 0),
         ("SegformerForImageClassification", "arguments", 0, 0),
         ("WhisperForAudioClassification", "line", 0, 0),
+        ("ASTForAudioClassification", "patches", 2, 0),
         ("BertForMaskedLM", "line", 0, 0),
     ],
 )
@@ -151,6 +152,48 @@ def test_a_decoder_that_does_not_say_so_looks_back() -> None:
     config = transformers.LEDConfig(vocab_size=97, encoder_attention_heads=2, decoder_attention_heads=2, **sizes)
     with pytest.raises(LinearizeError, match=r"decoder.layers.0.self_attn is .* in a decoder that reads an encoder"):
         probe(config, transformers.LEDModel)
+
+
+@pytest.mark.parametrize("name", ["MoonshineModel", "NllbMoeModel"])
+def test_a_decoder_that_says_otherwise_looks_back(name: str) -> None:
+    """It says that its attention is not causal, and its mask that it is."""
+    head = getattr(transformers, name)
+    found = probe(small_config(head.config_class.model_type), head)
+    assert all(site.path.startswith("encoder.") for site in found.sites)
+    assert "is in a decoder that reads an encoder" in {other.reason for other in found.others}
+
+
+def test_a_decoder_alone_that_says_otherwise_is_refused() -> None:
+    config = small_config("bigbird_pegasus")
+    config.is_encoder_decoder = False
+    with pytest.raises(LinearizeError, match=r"decoder\.layers\.0\.self_attn is .* says that it is not causal"):
+        probe(config, transformers.BigBirdPegasusForCausalLM)
+
+
+def test_what_there_are_no_inputs_for_is_named() -> None:
+    config = transformers.VJEPA2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(LinearizeError, match=r"VJEPA2Model cannot be .* it takes pixel_values_videos") as refused:
+        probe(config, transformers.VJEPA2Model)
+    assert refused.value.code == Exit.INCOMPATIBLE
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (
+            "DebertaV2Model",
+            {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+            "what it computes itself has another form: scores go through gather .* seen: DisentangledSelfAttention",
+        ),
+        ("SamVisionModel", {}, "computes no softmax over keys of its own.* seen: SamVisionSdpaAttention"),
+    ],
+)
+def test_attention_of_another_form_is_named(name: str, changes: dict[str, Any], said: str) -> None:
+    head = getattr(transformers, name)
+    config = small_config(head.config_class.model_type)
+    config.update(changes)
+    with pytest.raises(LinearizeError, match="no attention found: " + name + ".*" + said):
+        probe(config, head)
 
 
 def test_a_class_token_of_the_last_stage_alone() -> None:
@@ -327,7 +370,7 @@ def reason(folder: Path, name: str, mechanism: str, **arguments: Any) -> str:
         ),
         ("ViTMAEModel", "saga", r"its tokens are shuffled or left out \(masked\).*Choose la"),
         ("HieraForImageClassification", "saga", r"its grid is not known: its \d+ tokens are not the .*Choose la"),
-        ("SwinForImageClassification", "mhla", r"does not fit 'mhla': windows have too few .* choose la or saga"),
+        ("SwinForImageClassification", "mhla", r"not fit 'mhla': windows have too few .* own\. Choose la or saga$"),
         ("SwinForImageClassification", "saga", r"score_bias at layers 0-3: .* Pass --allow-drop score_bias"),
     ],
 )
