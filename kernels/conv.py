@@ -10,6 +10,7 @@ Letters: B batch, T time, K taps, Y channels of a head.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .scan import numbered
@@ -27,11 +28,12 @@ def short_conv(
     dtype, y = y.dtype, y.to(torch.promote_types(y.dtype, torch.float32))
     tail = y.new_zeros(B, K - 1, *y.shape[2:]) if tail is None else tail
     document = torch.zeros(B, T, dtype=torch.long, device=y.device) if segments is None else numbered(segments)
-    order = None
+    order, final = None, document[:, -1:]
     if padding is not None:  # real tokens first, so that places count real tokens only
         order = padding.logical_not().long().argsort(dim=1, stable=True)
         y, document = y.take_along_dim(order[:, :, None, None], 1), document.take_along_dim(order, 1)
-    rows, owner = torch.cat([tail, y], 1), torch.cat([document[:, :1].expand(-1, K - 1), document], 1)
+    # The tail belongs to document 0, of which only padding may be left.
+    rows, owner = torch.cat([tail, y], 1), F.pad(document, (K - 1, 0))
     out = torch.zeros_like(y)
     for i in range(K):
         own = owner[:, i : i + T] == document
@@ -40,6 +42,5 @@ def short_conv(
         out = out.take_along_dim(order.argsort(1)[:, :, None, None], 1)
     end = torch.full((B, 1), T, device=y.device) if padding is None else padding.long().sum(1, keepdim=True)
     place = end + torch.arange(K - 1, device=y.device)
-    own = owner.take_along_dim(place, 1)
-    kept = (own == own[:, -1:])[:, :, None, None]
+    kept = (owner.take_along_dim(place, 1) == final)[:, :, None, None]
     return out.to(dtype), rows.take_along_dim(place[:, :, None, None], 1) * kept

@@ -234,7 +234,8 @@ class GatedDeltaNet(Mixer):
         init.constant_(self.strength.bias, math.log(self.write / (1.0 - self.write)))
         A, step = self._start()
         init.copy_(self.A_log, A.log().to(self.A_log))
-        init.copy_(self.decay.bias, step.expm1().log().to(self.decay.bias))
+        # Inverse of softplus; e^step itself overflows where half-lives are thousandths of a token.
+        init.copy_(self.decay.bias, (step + torch.log(-torch.expm1(-step))).to(self.decay.bias))
         if self.taps > 1:
             for weight in (self.query_taps, self.key_taps, self.value_taps):
                 identity = torch.zeros_like(weight)

@@ -88,6 +88,7 @@ def window_attention(
     if segments is not None:
         segments = numbered(segments)
     order: Tensor | None = None
+    final = None if segments is None else segments[:, -1:]
     if padding is not None:  # real tokens first, so that places count real tokens only
         order = padding.logical_not().long().argsort(dim=1, stable=True)
         q, k, v = (y.take_along_dim(order[:, :, None, None], 1) for y in (q, k, v))
@@ -99,7 +100,12 @@ def window_attention(
         back = order.argsort(1)
         o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
         o = o * padding[:, :, None, None]
-    return o, mass, _after(keys, values, begin, padding, W)
+    ring = _after(keys, values, begin, padding, W)
+    if padding is None or final is None:
+        return o, mass, ring
+    # A document may have begun with padding alone.
+    own = document.take_along_dim(padding.long().sum(1, keepdim=True) + W - 1, 1) == final
+    return o, mass, ring._replace(held=torch.where(own[:, 0], ring.held, 0))
 
 
 def _documents(
@@ -114,9 +120,10 @@ def _documents(
         real = torch.arange(shape[1], device=device) < padding.long().sum(1, keepdim=True)
         own = torch.where(real, own, -1)
     held = torch.arange(W, device=device) >= W - count[:, None]
-    changed = F.pad(own[:, 1:] != own[:, :-1], (1, 0))
+    # What came before belongs to document 0, of which only padding may be left.
+    changed = own > F.pad(own[:, :-1], (1, 0))
     begin = torch.where(changed, torch.arange(shape[1], device=device), -count[:, None]).cummax(1).values
-    return torch.cat([torch.where(held, own[:, :1], -1), own], 1), begin
+    return torch.cat([torch.where(held, 0, -1), own], 1), begin
 
 
 def _blocks(

@@ -163,6 +163,21 @@ def test_the_tail_carries_the_convolution_on() -> None:
     assert relative_error(fresh[:, 1:], short_conv(y[:, 1:], taps, None, None, None)[0]) < EXACT
 
 
+def test_the_tail_is_that_of_the_last_document_and_goes_to_the_first() -> None:
+    """Also where padding is all that the one has begun with, or the other ends with."""
+    y, taps = torch.randn(1, 12, 3, 5, dtype=torch.float64), torch.randn(3, 5, 4, dtype=torch.float64)
+    segments, padding = (torch.arange(12) // 4)[None], torch.ones(1, 12, dtype=torch.bool)
+    padding[0, [4, 7]] = False
+    cuts, tail, outputs = (slice(0, 5), slice(5, 7), slice(7, 12)), None, []
+    for cut in cuts:
+        out, tail = short_conv(y[:, cut], taps, tail, padding[:, cut], segments[:, cut])
+        outputs.append(out)
+    whole, last = short_conv(y, taps, None, padding, segments)
+    assert relative_error(torch.cat(outputs, 1)[padding], whole[padding]) < EXACT
+    assert tail is not None
+    assert torch.equal(tail, last)
+
+
 # ---------------------------------------------------------------- the mixer
 
 
@@ -173,6 +188,10 @@ def test_a_mixer_starts_with_the_half_lives_and_strength_asked_for() -> None:
     mixer.reset_parameters()
     g, beta = mixer.gates(torch.randn(1, 2, 24))
     assert relative_error(torch.log(torch.tensor(0.5)) / g[0, 1], torch.tensor([10.0, 100.0, 1000.0])) < 1e-4
+    strong: Any = build_mixer("gdn", site, resolve_options("gdn", options | {"half_life_min": 1e-4}))
+    strong.reset_parameters()
+    found = torch.log(torch.tensor(0.5)) / strong.gates(torch.randn(1, 2, 24))[0][0, 1, 0]
+    assert relative_error(found, torch.tensor(1e-4)) < 1e-4
     assert relative_error(beta, torch.full_like(beta, 0.2)) < 1e-6
 
 

@@ -137,6 +137,22 @@ def test_a_ring_forgets_the_documents_before_the_last(sink: int, padded: bool) -
     assert relative_error(torch.cat(outputs, 1), definition(q, k, v, 8, 0.3, padding, segments, sink)) < EXACT
 
 
+@pytest.mark.parametrize("sink", [0, 2])
+def test_a_document_may_begin_or_end_with_padding_where_a_state_is_handed_on(sink: int) -> None:
+    """The state is that of the row's last document and goes to its next first one, whoever has a real token there."""
+    q, k, v = inputs(30)
+    segments = torch.tensor([0] * 9 + [1] * 11 + [2] * 10).expand(2, -1)
+    padding = torch.ones(2, 30, dtype=torch.bool)
+    padding[0, 9:12] = padding[1, 18:20] = False  # the first tokens of one document, and the last
+    ring, outputs = None, []
+    for cut in (slice(0, 10), slice(10, 18), slice(18, 30)):
+        layout: dict[str, Any] = {"segments": segments[:, cut], "padding": padding[:, cut]}
+        sizes: dict[str, Any] = {"window": 8, "sink": sink, "scale": 0.3}
+        o, _, ring = window_attention(q[:, cut], k[:, cut], v[:, cut], **sizes, state=ring, **layout)
+        outputs.append(o)
+    assert relative_error(torch.cat(outputs, 1), definition(q, k, v, 8, 0.3, padding, segments, sink)) < EXACT
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_head_and_a_token_decide_how_much_comes_through(shared: bool) -> None:
     q, k, v = inputs(37)
