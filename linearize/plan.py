@@ -33,7 +33,7 @@ class Step:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax; `others` says
-    of other modules that mix tokens why they stay as they are. `reads_masks`: see `probe.Found`.
+    of other modules that mix tokens why they stay as they are. `reads_masks`, `held`: see `probe.Found`.
 
     `dtype` is that of the result; source weights are rewritten in it when `cast`, rewritten as safetensors when
     `pickled`, and else linked or copied byte for byte. `needed_bytes` is what is written anew.
@@ -53,6 +53,7 @@ class Plan:
     # Fields that were added since the first plans have defaults, for folders of before.
     others: tuple[str, ...] = ()
     reads_masks: bool = False
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def new_parameters(self) -> int:
@@ -81,7 +82,8 @@ class Plan:
         item = item_bytes(self.dtype)
 
         def kv(site: Site) -> int:
-            return tokens * site.kv_heads * (site.key_dim + site.value_dim) * item * site.causal
+            row = site.kv_heads * (site.key_dim + site.value_dim) * item * site.causal
+            return min(tokens, self.held.get(site.path, tokens)) * row
 
         kept = sum(kv(site) for site in self.kept)
         return {

@@ -48,7 +48,8 @@ class Found:
 
     `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away.
     `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
-    `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone.
+    `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone. `held` is how many tokens the
+    cache holds of sites that forget the others, by path.
     """
 
     sites: tuple[Site, ...]
@@ -56,6 +57,7 @@ class Found:
     reads_masks: bool = False
     fixed_rotation: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -119,12 +121,14 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
             sites.append(site)
         elif all(other.path != site.path for other in unfit):
             unfit.append(Other(site.layer, site.path, site.kind, reason))
+    windows = {n: slot.sliding_window for n, slot in enumerate(slots) if getattr(slot, "sliding_window", None)}
+    held = {site.path: windows[site.layer] - 1 for site in sites if site.causal and site.layer in windows}
     if len({site.layer for site in sites}) < len(sites):  # of two towers that count from 0
         sites = [dataclasses.replace(site, layer=number) for number, site in enumerate(sites)]
     if not sites:
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
     fixed = {site.path for site in sites} - free if _rotates(run, config) else set()
-    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat)
+    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat, held)
 
 
 def _rotates(run: Run, config: PreTrainedConfig) -> bool:
@@ -135,11 +139,11 @@ def _rotates(run: Run, config: PreTrainedConfig) -> bool:
     return any("Rotary" in type(part).__name__ for part in parts) or any(settings.get(key) for key in keys)
 
 
-def _cache_slots(config: PreTrainedConfig) -> list[str]:
-    """The classes of cache layers that generation will use, by layer; none where the config does not say."""
+def _cache_slots(config: PreTrainedConfig) -> list[Any]:
+    """The cache layers that generation will use, by layer; none where the config does not say."""
     try:
         with quiet():
-            return [type(layer).__name__ for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers]
+            return DynamicCache(config=config.get_text_config(decoder=True)).layers
     except Exception:  # a config that no cache is made for
         return []
 
@@ -174,7 +178,7 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def _site(
-    number: int, record: dict[str, Any], calls: Counter[str], slots: list[str], two_sided: bool
+    number: int, record: dict[str, Any], calls: Counter[str], slots: list[Any], two_sided: bool
 ) -> tuple[Site, str | None]:
     """The site of a recorded call, and what keeps it from becoming linear (None: nothing).
 
@@ -195,8 +199,9 @@ def _site(
         obstacle = "is in a decoder, and says that it is not causal"
     layer = getattr(module, "layer_idx", None)
     layer = number if layer is None else int(layer)
-    if obstacle is None and record["causal"] and layer < len(slots) and slots[layer] not in PLAIN_SLOTS:
-        obstacle = f"shares its slot of the cache ({slots[layer]}) with what a state does not replace"
+    slot = type(slots[layer]).__name__ if layer < len(slots) else ""
+    if obstacle is None and record["causal"] and slot not in ("", *PLAIN_SLOTS):
+        obstacle = f"shares its slot of the cache ({slot}) with what a state does not replace"
     return Site(layer=layer, kind=type(module).__name__, **record), obstacle
 
 

@@ -69,6 +69,7 @@ class Request:
             kept=tuple(kept),
             others=grouped(found.others),
             reads_masks=found.reads_masks,
+            held=found.held,
             source_bytes=source.bytes or numbers * item_bytes(stored),
             needed_bytes=(new + rewritten) * item_bytes(target),
         )

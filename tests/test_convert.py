@@ -102,6 +102,18 @@ def test_a_plan_says_what_changes_and_what_it_costs(shared: Path) -> None:
     assert (plan.dtype, plan.cast, plan.pickled) == ("float32", False, False)
 
 
+def test_a_plan_counts_what_caches_of_sliding_windows_hold(tmp_path: Path) -> None:
+    plan, _, _ = plan_conversion(str(save_source(tmp_path, "gemma2")), "la", layers="0,1")
+    model = small_model("gemma2")
+    cache = transformers.DynamicCache(config=model.config)
+    model(tokens(1, 20), past_key_values=cache)
+    sizes = [4 * (layer.keys.numel() + layer.values.numel()) for layer in cache.layers]
+    assert sizes[0] < sizes[1]
+    states = sum(step.state_bytes for step in plan.steps)
+    assert plan.cache_bytes(20) == {"source": sum(sizes), "converted": sum(sizes[2:]) + states}
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
 def test_a_cast_is_planned(shared: Path) -> None:
     plan, _, _ = plan_conversion(str(shared), "gsa", dtype="bfloat16")
     weights = sum(p.numel() for p in small_model("llama").parameters())
