@@ -29,7 +29,7 @@ from linearize.demo.train_teacher import loss_of
 from .study_text import LENGTH, VOCABULARY
 
 WARMUP = 200  # steps
-TIMED = 50  # steps after which the number of all steps is set
+EVERY = 20  # steps between looks at the clock, which wait for the device
 TAIL = 12.0  # seconds kept for evaluation and saving
 
 
@@ -87,6 +87,14 @@ def add_up(model: torch.nn.Module, extra: Tensor) -> Tensor:
     return flat[offset:]
 
 
+def share(passed: float, seconds: float, device: str) -> float:
+    """How much of the time is over: by the clock of the first process, so that all stop after the same step."""
+    gone = torch.tensor([passed / seconds], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.broadcast(gone, 0)
+    return gone.item()
+
+
 def load_tokens(path: Path, flag: Path, device: str) -> Tensor:
     while not flag.exists():
         time.sleep(0.2)
@@ -128,35 +136,26 @@ def train(arguments: argparse.Namespace, device: str, rank: int, world: int) -> 
         betas=(0.9, 0.95),
         fused=True,
     )
-    end = arguments.began + arguments.seconds - TAIL
-    steps, step, seen, began = 10**9, 0, 0, time.time()
-    curve = []
+    step, seen, gone, curve = 0, 0, 0.0, []
+    began, seconds = time.time(), arguments.began + arguments.seconds - TAIL - time.time()
     model.train()
-    while step < steps:
+    while gone < 1.0:
         for group in optimizer.param_groups:
-            group["lr"] = arguments.lr * min((step + 1) / WARMUP, 1.0 if steps == 10**9 else (steps - step) / steps)
+            group["lr"] = arguments.lr * min((step + 1) / WARMUP, 1.0 - gone)
         rows, length = lengths(arguments, step)
         loss = step_loss(model, {"input_ids": blocks(tokens, rows, length, generator)}, on_gpu)
         loss.backward()
-        late = torch.tensor([float(time.time() > end)], device=device)
-        mean_loss, late = add_up(model, torch.cat([loss.detach()[None], late]))
+        (mean_loss,) = add_up(model, loss.detach()[None])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         step, seen = step + 1, seen + rows * length * world
-        if step in (10, 10 + TIMED):
-            timed = torch.tensor([time.time()], dtype=torch.float64, device=device)  # also waits for the device
-            if dist.is_initialized():
-                dist.broadcast(timed, 0)
-            if step > 10:
-                steps = step + max(1, int((end - timed.item()) / ((timed.item() - began) / TIMED)))
-                say(rank, f"{steps} steps, {seen / step * TIMED / (timed.item() - began):,.0f} tokens/s")
-            began = timed.item()
+        if step % EVERY == 0:
+            mean_loss = mean_loss.item()  # waits for the device
+            gone = share(time.time() - began, seconds, device)
         if step % 100 == 0:
-            curve.append({"step": step, "tokens": seen, "loss": round(mean_loss.item(), 4)})
-            say(rank, f"{curve[-1]} {time.time() - arguments.began:.0f} s")
-            if late.item() > 0:
-                break
+            curve.append({"step": step, "tokens": seen, "loss": round(mean_loss, 4)})
+            say(rank, f"{curve[-1]} {seen / (time.time() - began):,.0f} tokens/s")
     facts = {"tokens": seen, "steps": step, "seconds": round(time.time() - arguments.began, 1), "curve": curve}
     return model, {**facts, "text_tokens": len(tokens), "gpus": world if on_gpu else 0}
 

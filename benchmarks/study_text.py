@@ -2,7 +2,8 @@
 
 The teacher, its students and the evaluation each have packages of their own: what a teacher knows by heart is a poor
 place to learn from it. `python -m benchmarks.study_text FOLDER` writes the tokenizer, the teacher's tokens, and the
-other documents as JSON lines.
+other documents as JSON lines. `pip install --no-deps --target MORE -r benchmarks/study_packages.txt` and `--also MORE`
+add packages that are read and never imported.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SPLITS: tuple[Split, ...] = ("heldout", "distil", "teacher")
 
 HELD_OUT = ("networkx", "xarray", "skimage", "flax", "rich", "aiohttp", "seaborn", "email", "asyncio", "unittest")
 DISTIL = ("transformers", "scipy", "sklearn", "statsmodels", "jax", "torch_geometric", "numba", "timm", "xml", "http")
+DISTIL += ("astropy", "sqlalchemy", "django", "mne", "twisted")
 # Copies of other packages, which would leak across the split; data in the shape of code.
 SKIPPED_FOLDERS = frozenset(
     {"_vendor", "vendor", "vendored", "_vendored", "extern", "externals", "third_party", "pytorch_lightning"}
@@ -50,9 +52,9 @@ def split_of(package: str) -> Split:
     return "heldout" if package in HELD_OUT else "distil" if package in DISTIL else "teacher"
 
 
-def paths() -> Iterator[tuple[str, Path]]:
+def paths(also: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
     """Every source file with its name, `package/...`; files beside packages have the package of their own stem."""
-    for root in roots():
+    for root in (*roots(), *also):
         for path in sorted(root.rglob("*.py")):
             parts = path.relative_to(root).parts
             if SKIPPED_FOLDERS.isdisjoint(parts):
@@ -81,13 +83,15 @@ def read(entry: tuple[str, Path]) -> Document | None:
     return None if table else Document(name, text)
 
 
-def documents(splits: tuple[Split, ...] = SPLITS, limit: int | None = None) -> dict[Split, list[Document]]:
+def documents(
+    splits: tuple[Split, ...] = SPLITS, limit: int | None = None, also: tuple[Path, ...] = ()
+) -> dict[Split, list[Document]]:
     """The documents of each split in an order by hash, every text once: in the first split that has it.
 
-    `limit` takes so many files of each split at most.
+    `limit` takes so many files of each split at most; `also` are further folders of packages.
     """
     chosen: dict[Split, list[tuple[str, Path]]] = {split: [] for split in splits}
-    for name, path in paths():
+    for name, path in paths(also):
         split = split_of(package_of(name))
         if split in chosen:
             chosen[split].append((name, path))
@@ -111,10 +115,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def prepare(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, limit: int | None = None) -> None:
+def prepare(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    limit: int | None = None,
+    also: tuple[Path, ...] = (),
+) -> None:
     """Write distil.jsonl, heldout.jsonl and, unless a tokenizer is given, it and its tokens; at last text.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    splits = documents(SPLITS if tokenizer is None else SPLITS[:2], limit)
+    splits = documents(SPLITS if tokenizer is None else SPLITS[:2], limit, also)
     facts: dict[str, object] = {}
     for split, found in splits.items():
         digest = hashlib.sha256("".join(document.text for document in found).encode()).hexdigest()[:16]
@@ -139,10 +148,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="a folder; without it one is trained")
+    parser.add_argument("--also", type=Path, action="append", default=[], help="a folder of further packages")
     parser.add_argument("--limit", type=int, help="files of each split at most, to try things out")
     arguments = parser.parse_args()
     given = arguments.tokenizer and PreTrainedTokenizerFast.from_pretrained(arguments.tokenizer)
-    prepare(arguments.folder, given, arguments.limit)
+    prepare(arguments.folder, given, arguments.limit, tuple(arguments.also))
 
 
 if __name__ == "__main__":
