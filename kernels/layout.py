@@ -7,15 +7,38 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils.import_utils import is_tracing
 
 # Whichever thread it was.
 LAST = -1
+
+Made = TypeVar("Made")
+# By tensor, the version of it and what was made of that; an entry goes when its tensor does.
+made_of: Any = WeakTensorKeyDictionary()
+
+
+def once(tensor: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
+    """What `make` gives, made once while `tensor` lives unchanged: all layers of a pass see the same documents.
+
+    It must follow from `tensor` and `key` alone, hold no reference to `tensor`, and be changed by nobody. None, graphs
+    that are being recorded and tensors that do not tell when they change make it anew.
+    """
+    if tensor is None or is_tracing(tensor) or tensor.is_inference() or torch.is_inference_mode_enabled():
+        return make()
+    version, made = made_of.get(tensor, (None, {}))
+    if version != tensor._version:
+        made = {}
+        made_of[tensor] = tensor._version, made
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def this_thread() -> int:
@@ -88,7 +111,8 @@ def token_layout(
     masked = mask is not None and mask.ndim == 2
     if positions is None or positions.ndim != 2 or masked or seen is not None or T == 1:
         return padding, None
-    return padding, document_numbers(positions, padding).expand(B, T)
+    alone = positions if padding is None else None
+    return padding, once(alone, ("documents", B, T), lambda: document_numbers(positions, padding).expand(B, T))
 
 
 def call_geometry(mixer: Any, x: Tensor, bound: dict[str, Any]) -> Geometry:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .layout import TokenLayout
+from .layout import TokenLayout, once
 from .norm import HeadNorm
 from .window import Window, WindowedState
 
@@ -291,6 +291,13 @@ def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | in
     `seen` (a number or [B]) is how many tokens the state has absorbed. Padding repeats the index of the token
     before it, so left padding does not shift a row.
     """
+    if padding is None and not isinstance(seen, Tensor):
+        return once(segments, ("positions", seen), lambda: _positions(None, segments, seen, shape))
+    return _positions(padding, segments, seen, shape)
+
+
+def _positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | int, shape: tuple[int, int]) -> Tensor:
+    """`positions`, worked out."""
     B, T = shape
     if padding is None:
         device = segments.device if segments is not None else seen.device if isinstance(seen, Tensor) else None

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layout import once
+
 # e^44 is the square root of fp32's largest number: a sum of products with one such factor stays finite.
 RANGE = 44.0
 # e^-30 is 0 beside the rounding of what it is added to; without a floor, b has no digits left after a strong gate.
@@ -85,7 +87,7 @@ class SegmentMasks(NamedTuple):
 
 def numbered(segments: Tensor) -> Tensor:
     """The documents of `segments` [B,T], from 0 by their changes: a number that comes back is another document."""
-    return F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)).cumsum(1)
+    return once(segments, "numbered", lambda: F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)).cumsum(1))
 
 
 def segment_masks(segments: Tensor, C: int) -> SegmentMasks:

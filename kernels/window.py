@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from .layout import TokenLayout
+from .layout import TokenLayout, once
 from .scan import numbered
 
 # From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
@@ -85,27 +85,69 @@ def window_attention(
     ring = empty_ring(k, v, sink + W) if state is None else state
     if T == 0:
         return q.new_zeros(B, 0, H, v.shape[-1]), q.new_zeros(B, 0, H, dtype=torch.float32), ring
-    if segments is not None:
-        segments = numbered(segments)
     order: Tensor | None = None
-    final = None if segments is None else segments[:, -1:]
     if padding is not None:  # real tokens first, so that places count real tokens only
         order = padding.logical_not().long().argsort(dim=1, stable=True)
         q, k, v = (y.take_along_dim(order[:, :, None, None], 1) for y in (q, k, v))
-        segments = None if segments is None else segments.take_along_dim(order, 1)
     keys, values = torch.cat([ring.keys, k], 1), torch.cat([ring.values, v], 1)  # [B,S+W+T,..]
-    document, begin = _documents(ring.held, padding, segments, W, (B, T))
-    o, mass = _blocks(q, keys, values, document, begin, W, scale)
+    shared = segments if state is None and padding is None else None
+    places = once(shared, ("window", W, sink), lambda: _places(ring.held, padding, segments, order, (sink, W, T)))
+    o, mass = _blocks(q, keys, values, places, W, scale)
     if order is not None and padding is not None:
         back = order.argsort(1)
         o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
         o = o * padding[:, :, None, None]
-    ring = _after(keys, values, begin, padding, W)
-    if padding is None or final is None:
-        return o, mass, ring
-    # A document may have begun with padding alone.
-    own = document.take_along_dim(padding.long().sum(1, keepdim=True) + W - 1, 1) == final
-    return o, mass, ring._replace(held=torch.where(own[:, 0], ring.held, 0))
+    return o, mass, places.state(keys, values)
+
+
+class _Places(NamedTuple):
+    """What follows from the documents alone; a place is among the state's S+W tokens and the T behind."""
+
+    hidden: Tensor  # [B,N,c,S+W+c] the query does not meet the key
+    rows: Tensor  # [B,1,1] the number of each row
+    sinks: Tensor  # [B,N,S] places of the first tokens of the document that each block begins in
+    last: Tensor  # [B,1,S+W] of what the state after the input holds
+    held: Tensor  # [B] how many tokens its document has then
+
+    def state(self, keys: Tensor, values: Tensor) -> Ring:
+        """The state after the input, from keys and values [B,S+W+T,..]."""
+        return Ring(keys[self.rows, self.last][:, 0], values[self.rows, self.last][:, 0], self.held)
+
+
+def _places(
+    count: Tensor, padding: Tensor | None, segments: Tensor | None, order: Tensor | None, sizes: tuple[int, int, int]
+) -> _Places:
+    """Where rows look whose state had `count` [B] tokens; `order` [B,T] puts real tokens first; `sizes` are S, W, T."""
+    (S, W, T), B, device = sizes, len(count), count.device
+    final: Tensor | None = None
+    if segments is not None:
+        segments = numbered(segments)
+        final = segments[:, -1:]
+        segments = segments if order is None else segments.take_along_dim(order, 1)
+    document, begin = _documents(count, padding, segments, W, (B, T))
+    # The state after the input is of the document of the last real token.
+    real: Any = T
+    own = begin[:, -1:]
+    if padding is not None:
+        real = padding.long().sum(1, keepdim=True)
+        own = begin.take_along_dim((real - 1).clamp_min(0), 1)
+    held = real - own
+    if padding is not None and final is not None:
+        # A document may have begun with padding alone.
+        held = torch.where(document.take_along_dim(real + W - 1, 1) == final, held, 0)
+    c = min(W, T)
+    tail = -T % c
+    document = F.pad(document, (0, tail), value=-1).unfold(1, W + c, c)  # [B,N,W+c]
+    visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, device)
+    # A token always sees itself, so that no row of padding is empty.
+    visible = visible | torch.eye(c, W + c, dtype=torch.bool, device=device).roll(W, 1)
+    # What is still among the last W must not count twice.
+    place = F.pad(torch.arange(T, device=device) - begin, (0, tail)).unflatten(1, (-1, c))
+    visible = torch.cat([place[..., None] - W >= torch.arange(S, device=device), visible], -1)
+    ending = (S + real + torch.arange(W, device=device)).expand(B, W)
+    last = torch.cat([_first(own, sizes), ending[:, None]], 2)
+    rows = torch.arange(B, device=device)[:, None, None]
+    return _Places(~visible, rows, _first(begin[:, ::c], sizes), last, held[:, 0])
 
 
 def _documents(
@@ -126,30 +168,28 @@ def _documents(
     return torch.cat([torch.where(held, 0, -1), own], 1), begin
 
 
-def _blocks(
-    q: Tensor, keys: Tensor, values: Tensor, document: Tensor, begin: Tensor, W: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _blocks(q: Tensor, keys: Tensor, values: Tensor, places: _Places, W: int, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of every query to the W tokens that end with itself and to the sink, and its log-normaliser."""
     T, Hkv = q.shape[1], keys.shape[2]
     c = min(W, T)
     S, tail = keys.shape[1] - W - T, -T % c
-    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(1, (-1, c)).unflatten(3, (Hkv, -1))  # [B,N,c,Hkv,G,D]
-    first = [_first(y, begin[:, ::c], S, W).movedim(2, -1) for y in (keys, values)]  # [B,N,Hkv,D,S]
-    last = [F.pad(y[:, S:], (0, 0, 0, 0, 0, tail)).unfold(1, W + c, c) for y in (keys, values)]  # [B,N,Hkv,D,W+c]
-    document = F.pad(document, (0, tail), value=-1).unfold(1, W + c, c)  # [B,N,W+c]
-    visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, q.device)
-    # A token always sees itself, so that no row of padding is empty.
-    visible = visible | torch.eye(c, W + c, dtype=torch.bool, device=q.device).roll(W, 1)
-    # What is still among the last W must not count twice.
-    place = F.pad(torch.arange(T, device=q.device) - begin, (0, tail)).unflatten(1, (-1, c))
-    visible = torch.cat([place[..., None] - W >= torch.arange(S, device=q.device), visible], -1)
-    keys, values = (torch.cat(y, -1) if S else y[1] for y in zip(first, last, strict=True))
+    q = _lengthened(q, tail).unflatten(1, (-1, c)).unflatten(3, (Hkv, -1))  # [B,N,c,Hkv,G,D]
+    last = [_lengthened(y[:, S:], tail).unfold(1, W + c, c) for y in (keys, values)]  # [B,N,Hkv,D,W+c]
+    if S:
+        first = [y[places.rows, places.sinks].movedim(2, -1) for y in (keys, values)]  # [B,N,Hkv,D,S]
+        last = [torch.cat(pair, -1) for pair in zip(first, last, strict=True)]
+    keys, values = last
     exact = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("bnckgd,bnkdw->bnckgw", scale * q.to(exact), keys.to(exact))
-    scores = scores.masked_fill(~visible[:, :, :, None, None], -torch.inf)
+    scores = scores.masked_fill(places.hidden[:, :, :, None, None], -torch.inf)
     weights, mass = _Softmax.apply(scores)  # mass [B,N,c,Hkv,G]
     o = torch.einsum("bnckgw,bnkdw->bnckgd", weights.to(values.dtype), values)
     return o.flatten(3, 4).flatten(1, 2)[:, :T], mass.flatten(3, 4).flatten(1, 2)[:, :T]
+
+
+def _lengthened(y: Tensor, tail: int) -> Tensor:
+    """y [B,T,..] and `tail` tokens of zeros; padding by nothing would copy."""
+    return F.pad(y, (0, 0, 0, 0, 0, tail)) if tail else y
 
 
 class _Softmax(torch.autograd.Function):
@@ -170,38 +210,20 @@ class _Softmax(torch.autograd.Function):
         return torch.addcmul(d_scores, weights, d_mass[..., None])
 
 
-def _first(y: Tensor, begin: Tensor, S: int, W: int) -> Tensor:
-    """The first S tokens [B,N,S,..] of documents that begin at `begin` [B,N], from y [B,S+W+T,..]; of a shorter one,
-    whatever follows.
+def _first(begin: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+    """The places of the first S tokens [B,N,S] of documents that begin at `begin` [B,N]; of a shorter one, of whatever
+    follows. `sizes` are S, W, T.
     """
-    count = torch.arange(S, device=y.device)
+    S, W, T = sizes
+    count = torch.arange(S, device=begin.device)
     place = begin[..., None] + count  # in the input; what came before it is in the state
-    place = torch.where(place < 0, count, S + W + place).clamp_max(y.shape[1] - 1)
-    return y[torch.arange(len(y), device=y.device)[:, None, None], place]
+    return torch.where(place < 0, count, S + W + place).clamp_max(S + W + T - 1)
 
 
 def _band(W: int, c: int, device: torch.device) -> Tensor:
     """Query r of a block sees its places r+1 .. r+W: [c,W+c] bool."""
     ahead = torch.arange(W + c, device=device) - torch.arange(c, device=device)[:, None]
     return (ahead >= 1) & (ahead <= W)
-
-
-def _after(keys: Tensor, values: Tensor, begin: Tensor, padding: Tensor | None, W: int) -> Ring:
-    """The state after the input: of the document of its last real token."""
-    T = begin.shape[1]
-    S = keys.shape[1] - W - T
-    if padding is None:
-        begin, held = begin[:, -1:], T - begin[:, -1:]
-        last = [y[:, S + T :] for y in (keys, values)]
-    else:
-        real = padding.long().sum(1, keepdim=True)
-        begin = begin.take_along_dim((real - 1).clamp_min(0), 1)
-        held = real - begin
-        place = S + real + torch.arange(W, device=real.device)  # [B,W]
-        last = [y.take_along_dim(place[:, :, None, None], 1) for y in (keys, values)]
-    first = [_first(y, begin, S, W)[:, 0] for y in (keys, values)]
-    keys, values = (torch.cat(pair, 1) for pair in zip(first, last, strict=True))
-    return Ring(keys, values, held[:, 0])
 
 
 class Window(nn.Module):

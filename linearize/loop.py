@@ -118,7 +118,7 @@ class StageLoop:
             last = number == len(micro) - 1
             with accelerator.no_sync(self.wrapped) if self.replicated and not last else contextlib.nullcontext():
                 losses.append(self._micro_batch(batch, tokens))
-        if not self.replicated:
+        if not self.replicated and accelerator.num_processes > 1:
             self._add_gradients()
         norm = float(accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.clip))
         shares = torch.stack(losses).sum()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from transformers import DynamicCache
 from linearize.convert import plan_conversion
 from linearize.errors import LinearizeError
 from linearize.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
-from linearize_kernels.layout import TokenLayout
+from linearize_kernels.layout import TokenLayout, token_layout
 from linearize_kernels.mixer import Site
 from linearize_kernels.window import Window, window_attention
 
@@ -65,6 +67,35 @@ def test_it_is_softmax_over_first_and_last_tokens(T: int, window: int, sink: int
     segments = None if document is None else document % 2  # a number that comes back is another document
     o, _, _ = window_attention(q, k, v, window=window, sink=sink, scale=0.3, padding=padding, segments=segments)
     assert relative_error(o, definition(q, k, v, window, 0.3, padding, document, sink)) < EXACT
+
+
+def test_documents_are_read_once_until_they_change() -> None:
+    given = {"position_ids": torch.arange(16).repeat(2, 1)}
+    document = (torch.arange(16) >= 8).long().repeat(2, 1)
+    q, k, v = (y.requires_grad_() for y in inputs(16))
+
+    def documents() -> Tensor:
+        _, segments = token_layout(None, (2, 16), None, given)
+        assert segments is not None
+        return segments
+
+    def near(segments: Tensor) -> Tensor:
+        return window_attention(q, k, v, window=6, sink=2, scale=0.3, segments=segments)[0]
+
+    kept = weakref.ref(documents())
+    assert documents() is kept()
+    near(documents())
+    given["position_ids"][:, 8:] -= 8
+    with torch.inference_mode():
+        near(document)
+    o = near(document)
+    o.sum().backward()  # which takes nothing that was made in inference
+    assert torch.equal(near(documents()), o)
+    assert relative_error(o.detach(), definition(q, k, v, 6, 0.3, None, document, 2).detach()) < EXACT
+    kept = weakref.ref(documents())
+    given.clear()
+    gc.collect()
+    assert kept() is None
 
 
 def test_gradients_are_those_of_softmax_and_of_its_normaliser() -> None:
