@@ -130,7 +130,8 @@ def outcome(model: Any, inputs: dict[str, Any], mask: Tensor | None = None) -> T
         given["use_cache"] = False
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)  # ViT-MAE chooses its tokens by chance
-        found = [value for value in model(**given).values() if isinstance(value, Tensor) and value.is_floating_point()]
+        values = [value if isinstance(value, tuple) else (value,) for value in model(**given).values()]
+    found = [part for part in sum(values, ()) if isinstance(part, Tensor) and part.is_floating_point()]
     if mask is not None:
         found = [value[mask.bool()] if value.shape[:2] == mask.shape else value for value in found]
     return torch.cat([value.float().flatten() for value in found])

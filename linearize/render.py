@@ -86,19 +86,22 @@ def auto_map(natives: Natives) -> dict[str, str]:
     config, head = natives.config.__name__, natives.head.__name__
     entries = {"AutoConfig": config, **dict.fromkeys(auto_names(natives.config, natives.head), head)}
     if len(natives.models) > 1:
-        entries["AutoModel"] = natives.models[0].__name__
+        entries.setdefault("AutoModel", natives.models[0].__name__)
     return {name: f"modeling_linearized.Linearized{own}" for name, own in entries.items()}
 
 
 def auto_names(config: Any, head: Any) -> list[str]:
-    """The Auto classes that load this class: for text that goes on the causal one alone, else all those for a task."""
+    """The Auto classes that load this class: for text that goes on the causal one alone, else all those for a task,
+    and AutoModel where there is none."""
     serving = []
     for name, auto in vars(transformers.models.auto.modeling_auto).items():
         found = getattr(auto, "_model_mapping", {}).get(config, ()) if name.startswith("AutoModel") else ()
         if head in (found if isinstance(found, tuple) else (found,)):
             serving.append(name)
-    if not serving or (head.can_generate() and not any("Seq2Seq" in name for name in serving)):
+    if head.can_generate() and not any("Seq2Seq" in name for name in serving):
         return ["AutoModelForCausalLM"]
+    if not serving:  # one with a projection, a backbone; of code that travels along, what writes text
+        return ["AutoModel" if getattr(transformers, head.__name__, None) is head else "AutoModelForCausalLM"]
     return [name for name in serving if name != "AutoModelForPreTraining"] or serving
 
 

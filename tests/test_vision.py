@@ -519,6 +519,27 @@ def test_an_image_classifier_works_in_a_pipeline(tmp_path: Path) -> None:
         assert relative_error(bare(pixels, output_hidden_states=True).hidden_states[-1], states[-1]) < EXACT
 
 
+@pytest.mark.parametrize(
+    ("name", "of", "output"),
+    [
+        ("CLIPVisionModelWithProjection", "CLIPVisionModel", "image_embeds"),
+        ("Dinov2Backbone", "Dinov2ForImageClassification", "feature_maps"),
+        ("SiglipTextModel", "siglip_text_model", "pooler_output"),
+    ],
+)
+def test_what_no_class_for_a_task_serves_is_loaded_by_automodel(
+    tmp_path: Path, name: str, of: str, output: str
+) -> None:
+    head = getattr(transformers, name)
+    head(small_config(of)).save_pretrained(tmp_path / "source")
+    model = converted(tmp_path, name)
+    assert model.config.auto_map["AutoModel"].endswith(f".Linearized{name}")
+    assert "AutoModelForCausalLM" not in model.config.auto_map
+    assert output in model(**make_inputs(model))
+    assert relative_error(outputs(noisy(model)), outputs(head.from_pretrained(tmp_path / "source"))) > 1e-3
+    assert "model = AutoModel.from" in (tmp_path / "linear" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["ViTForImageClassification", "ElectraForMaskedLM"])
 def test_copies_and_backends_compute_the_same(tmp_path: Path, name: str) -> None:
     model = noisy(converted(tmp_path, name))
