@@ -198,8 +198,9 @@ class GatedDeltaNet(Mixer):
         """`state_heads`: one memory per key head or per query head; `taps` of the causal convolution over q, k and v,
         which starts as the identity (1: none); `feature_map` of q and k (features.py, or swish) before they get length
         1; `value_act` on v; `rope`: keep the rotary embedding on q and k; `norm`: RMS norm of each head's output;
-        `output_gate`: swish(W x) multiplies the output; half-lives in tokens at the start, spread over the memories (0
-        as minimum: drawn as published); `write`: beta at the start; `gate_std` of W_a and W_b at the start.
+        `output_gate`: swish(W x) multiplies the output; `half_life_min` and `half_life_max` in tokens at the start,
+        spread over the memories (0 as minimum: drawn as published); `write`: beta at the start; `gate_std` of W_a and
+        W_b at the start; `chunk_size`: tokens of a chunk in PyTorch.
 
         Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
         """

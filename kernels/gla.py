@@ -178,9 +178,10 @@ class GatedLinearAttention(Mixer):
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
-        """`state_heads`: one memory per key head or per query head; `gate_rank` of W_2 W_1; half-lives in tokens, 0 as
-        minimum for zero biases; `gate_std` of W_2 at the start; `rope`: keep the rotary embedding on q and k;
-        `norm`: RMS norm of each head's output.
+        """`state_heads`: one memory per key head or per query head; `gate_rank` of W_2 W_1; `damping` of the gates, as
+        above; `half_life_min` and `half_life_max` at the start in tokens, 0 as minimum for zero biases; `gate_std` of
+        W_2 at the start; `feature_map` of q and k (features.py); `rope`: keep the rotary embedding on q and k; `norm`:
+        RMS norm of each head's output; `chunk_size`: tokens of a chunk in PyTorch.
 
         Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
         """

@@ -203,9 +203,10 @@ class GatedSlotAttention(Mixer):
         """`slots` M; `damping` tau; `gate_heads`: one memory per key head or per query head; `clock`: how many of
         the slots take turns, each written at every clock-th token, so that they hold the last `clock` tokens
         nearly exactly and a conversion starts near its source (-1: three quarters of the slots); `rope`: keep the
-        rotary embedding on q and k; `norm`: RMS norm of the output per head or over all heads; `unit_scale`: 1
-        instead of the architecture's factor on q.k; half-lives in tokens, 0 as minimum for
-        zero biases; `gate_std` of W_f at the start.
+        rotary embedding on q and k; `feature_map`, `value_act`, `output_act`: functions of q and k, of v, and of the
+        output before its norm; `norm`: RMS norm of the output per head or over all heads; `unit_scale`: 1 instead of
+        the architecture's factor on q.k; `half_life_min` and `half_life_max` at the start in tokens, 0 as minimum for
+        zero biases; `gate_std` of W_f at the start; `chunk_size`: tokens of a chunk in PyTorch.
 
         Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two.
         """

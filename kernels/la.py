@@ -295,7 +295,7 @@ class LinearAttention(Mixer):
         **near: int,
     ) -> None:
         """`features` of q and k; `slope`: how much of the weight depends on q.k, per head and learned unless
-        `learn_slope` is off; `rope`: keep the rotary embedding on q and k.
+        `learn_slope` is off; `rope`: keep the rotary embedding on q and k; `chunk_size`: tokens of a chunk in PyTorch.
 
         Raises ValueError when a learned slope starts at 0 or 1, where it has no gradient, or chunk_size is no power of
         two.

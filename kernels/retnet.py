@@ -190,7 +190,8 @@ class RetNet(Mixer):
         """`decay`: the paper's gamma = 1 - 2^(-5-h) for head h, or half-lives spread from `half_life_min` to
         `half_life_max` tokens, evenly in log scale (22 to 355 in the authors' code: gamma from 1 - 1/32 to 1 - 1/512);
         `state_heads`: one memory per key head or per query head; `feature_map` of q and k (features.py); `norm`: RMS
-        norm of each head's output; `rope`: keep the rotary embedding on q and k.
+        norm of each head's output; `rope`: keep the rotary embedding on q and k; `chunk_size`: tokens of a chunk in
+        PyTorch.
 
         Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
         """

@@ -224,6 +224,8 @@ def mechanism_table(one: dict[str, Any]) -> None:
         published = option["published"] if option["published"] != option["default"] else ""
         table.add_row(option["name"], values(option), str(option["default"]), str(published))
     out.print(table)
+    if any(option["published"] != option["default"] for option in one["options"]):
+        print("`--set faithful=true` starts from what is published.\n")
     print(one["options_about"])
 
 
