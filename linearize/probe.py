@@ -113,13 +113,14 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     slots = _cache_slots(config)
     free = {record["path"] for record in run.records if record.pop("rotation")}
     flat = tuple(record["path"] for record in run.records if record.pop("flat"))
+    calls -= _shared(run.records)
     sites: list[Site] = []
     unfit: list[Other] = []
     for number, record in enumerate(run.records):
         site, reason = _site(number, record, calls, slots, config.is_encoder_decoder)
-        if reason is None:
+        if not reason and all(other.path != site.path for other in sites):
             sites.append(site)
-        elif all(other.path != site.path for other in unfit):
+        elif reason and all(other.path != site.path for other in unfit):
             unfit.append(Other(site.layer, site.path, site.kind, reason))
     windows = {n: slot.sliding_window for n, slot in enumerate(slots) if getattr(slot, "sliding_window", None)}
     held = {site.path: windows[site.layer] - 1 for site in sites if site.causal and site.layer in windows}
@@ -203,6 +204,17 @@ def _site(
     if obstacle is None and record["causal"] and slot not in ("", *PLAIN_SLOTS):
         obstacle = f"shares its slot of the cache ({slot}) with what a state does not replace"
     return Site(layer=layer, kind=type(module).__name__, **record), obstacle
+
+
+def _shared(records: list[dict[str, Any]]) -> Counter[str]:
+    """Calls of modules that serve several layers, all in the same way and to both sides: one mixer, which has no state
+    there, serves them too."""
+    seen = ("causal", "keys", "queries", "grid", "prefix", "suffix", "extras")
+    ways: dict[str, set[Any]] = {}
+    for record in records:
+        ways.setdefault(record["path"], set()).add(tuple(record[name] for name in seen))
+    alike = {path for path, found in ways.items() if len(found) == 1 and not next(iter(found))[0]}
+    return Counter(record["path"] for record in records if record["path"] in alike)
 
 
 def reduction_of(module: nn.Module) -> tuple[str, ...]:

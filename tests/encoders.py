@@ -40,6 +40,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BertForMaskedLM": ("bert", TEXT),
     "RobertaForMaskedLM": ("roberta", TEXT),
     "DistilBertForMaskedLM": ("distilbert", {}),
+    "AlbertForMaskedLM": ("albert", {}),  # one layer four times
     "ElectraForMaskedLM": ("electra", TEXT),
     "ModernBertForMaskedLM": ("modernbert", {}),
     "LayoutLMForMaskedLM": ("layoutlm", {}),  # its attention does not say which way it looks

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.inputs import auto_class, make_inputs, outcome, outputs, taller
 from linearize.inspection import inspect_model
-from linearize.probe import model_class_of, probe
+from linearize.probe import _shared, model_class_of, probe
 from linearize_kernels.layout import TokenLayout, token_padding, window_regions
 from linearize_kernels.seam import mixers_of
 
@@ -168,6 +169,16 @@ def test_a_decoder_alone_that_says_otherwise_is_refused() -> None:
     config.is_encoder_decoder = False
     with pytest.raises(LinearizeError, match=r"decoder\.layers\.0\.self_attn is .* says that it is not causal"):
         probe(config, transformers.BigBirdPegasusForCausalLM)
+
+
+def test_layers_that_share_their_weights_share_a_mixer_where_it_keeps_no_state() -> None:
+    path = "albert.encoder.albert_layer_groups.0.albert_layers.0.attention"
+    for changes, shared in (({}, 4), ({"causal": True}, 0), ({"keys": 5}, 0)):
+        once = {"path": path, "causal": False, "keys": 8, "queries": 8, "grid": "line", "prefix": 0, "suffix": 0}
+        records = [once | {"extras": ()} | (changes if number < 2 else {}) for number in range(4)]
+        assert _shared(records) == Counter({path: shared} if shared else {})
+    found = probe(small_config("AlbertForMaskedLM"), transformers.AlbertForMaskedLM)
+    assert [site.path for site in found.sites] == [path]
 
 
 def test_what_there_are_no_inputs_for_is_named() -> None:
