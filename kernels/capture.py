@@ -90,11 +90,15 @@ def scores_of(value: Any) -> Scores | None:
     return getattr(value, "_linearize_scores", None) if isinstance(value, Tensor) else None
 
 
+class OtherForm(NotImplementedError):
+    """Attention that is no softmax(q k) v."""
+
+
 class Capture(TorchFunctionMode):
     """Finds softmax(q k) v among the functions called within, for B sequences of T tokens after `seen` cached ones.
 
     `compute`: scores and weights are real tensors, without gradients, and softmax's own answer can be had.
-    Raises NotImplementedError where attention has another form.
+    Raises OtherForm where attention is something else.
     """
 
     kind = Scores
@@ -140,7 +144,7 @@ class Capture(TorchFunctionMode):
             found.q, others = found.q * others[0], []  # a temperature for each head
         for other in others:
             if scores_of(other) or name not in ELEMENTWISE:
-                raise NotImplementedError(f"scores go through {name} with another tensor")
+                raise OtherForm(f"scores go through {name} with another tensor")
             self.meet(name, other, found)
         found.softmax = found.softmax or name == "softmax"
         same = name in SAME and "dtype" not in call.keywords
@@ -177,7 +181,7 @@ class Capture(TorchFunctionMode):
     def values(self, found: Any, v: Tensor, shape: torch.Size, call: functools.partial[Tensor]) -> Tensor:
         """Weights [..,T,S] times v [..,S,Dv] -> o [..,T,Dv]."""
         if not found.softmax:
-            raise NotImplementedError("scores meet values without a softmax")
+            raise OtherForm("scores meet values without a softmax")
         B, T = self.shape
         value = v.reshape(B, -1, *v.shape[-2:])
         o = self.attend(found, value, lambda: call().reshape(B, -1, T, v.shape[-1]).transpose(1, 2))

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from linearize_kernels.capture import OtherForm
 from linearize_kernels.mixer import Site
 
 from .errors import Exit, LinearizeError, reason_of
@@ -93,6 +94,8 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         # A KeyError of that name: the class looks its attention up in a table of its own.
         if run.error is None or (isinstance(obstacle, KeyError) and obstacle.args == (PROBE,)):
             obstacle = run.error
+        if isinstance(run.error, OtherForm):
+            obstacle = None
     if obstacle:
         raise LinearizeError(
             f"{model_class.__name__} cannot be probed on the meta device: {type(obstacle).__name__}: {obstacle}",
@@ -103,7 +106,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     if not run.records:
         kinds = ", ".join(sorted({other.kind for other in others}))
         own = "computes no softmax over keys of its own"
-        if isinstance(run.error, NotImplementedError):
+        if isinstance(run.error, OtherForm):
             own = f"what it computes itself has another form: {reason_of(run.error)}"
         raise LinearizeError(
             f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "

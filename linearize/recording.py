@@ -19,6 +19,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as hf_logging
 
+from linearize_kernels.capture import OtherForm
+
 from .geometry import Follow, looks_back
 from .inputs import make_inputs, takes
 from .unrouted import softmax_calls
@@ -32,14 +34,17 @@ ORDINARY |= {"layer_idx", "logits_to_keep", "return_dict"}
 
 
 def build_on_meta(
-    config: PreTrainedConfig, model_class: type[PreTrainedModel], implementation: str | None = None
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel],
+    implementation: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> PreTrainedModel:
     """The model of `config` without memory behind its weights."""
     config = type(config).from_dict(config.to_dict())
     config._attn_implementation = implementation
     with quiet(), torch.device("meta"):
         # bfloat16, because grouped expert products know no other dtype on the meta device.
-        return model_class._from_config(config, dtype=torch.bfloat16).eval()
+        return model_class._from_config(config, dtype=dtype).eval()
 
 
 @dataclasses.dataclass
@@ -131,17 +136,22 @@ class Enough(Exception):
 
 
 def own_softmax(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
-    """The same for attention that modules compute in code of their own."""
+    """The same for attention that modules compute in code of their own; some of it knows one dtype alone."""
     run = Run()
-    try:
-        run.model = build_on_meta(config, model_class)
-        _watch(run)
-        inputs = meta_inputs(run.model)
-        run.follow = Follow(run.model, inputs)
-        with quiet(), AsIfZero(), run.follow:
-            run.records += softmax_calls(run.model, inputs, run.follow)
-    except Exception as error:
-        run.error = error
+    for dtype in (torch.bfloat16, torch.float32):
+        run = Run()
+        try:
+            run.model = build_on_meta(config, model_class, dtype=dtype)
+            _watch(run)
+            inputs = meta_inputs(run.model)
+            run.follow = Follow(run.model, inputs)
+            with quiet(), AsIfZero(), run.follow:
+                run.records += softmax_calls(run.model, inputs, run.follow)
+            return run
+        except Exception as error:
+            run.error = error
+            if isinstance(error, OtherForm):
+                break
     return run
 
 

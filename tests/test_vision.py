@@ -34,6 +34,7 @@ BIASED = ("BeitForImageClassification", "SwinForImageClassification", "Swinv2For
 # Of these, every second layer is converted as well.
 HYBRIDS = ("ViTForImageClassification", "CLIPModel", "SwinForImageClassification", "SegformerForImageClassification")
 HYBRIDS += ("BertForMaskedLM", "WhisperForConditionalGeneration")
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 # One clean process serves several.
 SHARES = [[*ENCODERS][start::3] for start in range(3)]
 # Linear attention has nothing to do with the grid: those that differ in more than that.
@@ -191,9 +192,10 @@ def test_what_there_are_no_inputs_for_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
+        ("DebertaModel", RELATIVE, "what it computes itself has another form: scores go through gather"),
         (
             "DebertaV2Model",
-            {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+            RELATIVE,
             "what it computes itself has another form: scores go through gather .* seen: DisentangledSelfAttention",
         ),
         ("SamVisionModel", {}, "computes no softmax over keys of its own.* seen: SamVisionSdpaAttention"),
