@@ -69,7 +69,8 @@ def make_tokens(model: Any, B: int, T: int) -> Tensor:
 
 def make_images(model: Any, B: int) -> dict[str, Tensor]:
     """Images [B,C,height,width], films [B,frames,C,height,width], or patches [B,N,C*p*p] and the grid of each image."""
-    config = getattr(model.config, "vision_config", getattr(model.config, "image_config", model.config))
+    towers = (getattr(model.config, name, None) for name in ("vision_config", "image_config", "encoder"))
+    config = next((tower for tower in towers if tower is not None), model.config)
     channels, patch = getattr(config, "num_channels", 3), getattr(config, "patch_size", 16)
     if "spatial_shapes" in inspect.signature(model.forward).parameters:
         side = math.isqrt(config.num_patches)

@@ -25,7 +25,7 @@ from .recording import PROBE, Run, interface_calls, own_softmax, quiet
 # Words in the class names of modules that mix tokens, and what is said of one that ran outside the interface.
 MIXING = ("Attention", "Attn", "Mixer", "Mamba", "SSM", "DeltaNet", "ShortConv", "Recurrent", "LSTM", "Retention")
 PLAIN_SLOTS = ("DynamicLayer", "DynamicSlidingWindowLayer")
-NOT_ROUTED = "computes no softmax(q k) v over its tokens"
+NOT_ROUTED = "no softmax(q k) v over its tokens was seen in it"
 # Names of numbers above 1, or switches, that make attention compute fewer keys than queries.
 REDUCTIONS = re.compile(r"(reduction_ratio|^sr_ratio|^linear_attention)$")
 

@@ -62,7 +62,7 @@ def test_layers_that_are_linear_already_are_named_and_kept(tmp_path: Path) -> No
     assert [(other.layer, other.kind) for other in found.others] == [(n, "Qwen3NextGatedDeltaNet") for n in range(3)]
     plan = plan_conversion(str(folder), "gsa", weights=False)[0]
     assert [step.site.layer for step in plan.steps] == [3]
-    assert plan.others == ("Qwen3NextGatedDeltaNet in layers 0-2: computes no softmax(q k) v over its tokens",)
+    assert plan.others == ("Qwen3NextGatedDeltaNet in layers 0-2: no softmax(q k) v over its tokens was seen in it",)
     assert not plan.spec()["all_linear"]
     message = r"--layers 1,3: model\.layers\.1\.linear_attn is Qwen3NextGatedDeltaNet: .* layers 3$"
     with pytest.raises(LinearizeError, match=message) as caught:

@@ -182,6 +182,15 @@ def test_layers_that_share_their_weights_share_a_mixer_where_it_keeps_no_state()
     assert [site.path for site in found.sites] == [path]
 
 
+def test_an_encoder_of_images_before_a_decoder_of_text() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = transformers.ViTConfig(**sizes, image_size=48, patch_size=8)
+    text = transformers.BertConfig(vocab_size=97, **sizes, is_decoder=True, add_cross_attention=True)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(images, text)
+    (site,) = probe(config, transformers.VisionEncoderDecoderModel).sites
+    assert (site.path, site.grid, site.prefix) == ("encoder.layers.0.attention", "patches", 1)
+
+
 def test_what_there_are_no_inputs_for_is_named() -> None:
     config = transformers.VJEPA2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(LinearizeError, match=r"VJEPA2Model cannot be .* it takes pixel_values_videos") as refused:
