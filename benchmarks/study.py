@@ -66,7 +66,7 @@ class Variant:
     tokens: float | None = None  # in place of the share
 
 
-HYBRID = "4,7"  # layers that keep softmax: benchmarks.layers on the teacher
+HYBRID = "3,6"  # layers that keep softmax: benchmarks.layers on the teacher
 # Slots that take turns hold the last tokens; the others need no short half-life.
 SLOTS = {"slots": 128, "gate_heads": "query", "half_life_min": 32, "clock": 112}
 NEAR = {"window": 64, "sink": 1}
