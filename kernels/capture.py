@@ -29,6 +29,7 @@ from .layout import this_thread, token_padding
 PRODUCTS = {"matmul", "bmm", "baddbmm"}
 # These change nothing that is known of scores; on the meta device a division alone takes 150 us.
 SAME = {"mul", "div", "softmax", "dropout"}
+DEVICE = Tensor.device.__get__
 ELEMENTWISE = {"add", "sub", "mul", "div", "where", "masked_fill", "maximum", "minimum", "max", "min"}
 
 
@@ -112,6 +113,8 @@ class Capture(TorchFunctionMode):
         name, fused = getattr(function, "__name__", "").strip("_"), function is F.scaled_dot_product_attention
         if not (self.met or fused or name in PRODUCTS):
             return function(*args, **(kwargs or {}))
+        if function == DEVICE and (found := scores_of(args[0])):  # some masks are moved to where scores are
+            return found.q.device
         call = functools.partial(function, *args, **(kwargs or {}))
         given = [part for value in (*args, *call.keywords.values()) for part in _parts(value)]
         tensors = [value for value in given if isinstance(value, Tensor)]

@@ -7,6 +7,7 @@ name.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -98,10 +99,15 @@ class Follow(TorchFunctionMode):
             return {**LINE, "grid": "window"}
         return {**LINE, "grid": "unknown", "grid_from": self.reason(T)}
 
-    def decodes(self, queries: int, config: Any) -> bool:
+    def decodes(self, queries: int, model: Any) -> bool:
         """Whether so many queries are a decoder's own tokens, which `make_inputs` gives fewer of than its encoder."""
         own = self.inputs.get("decoder_input_ids")
-        return bool(getattr(config, "is_decoder", False)) if own is None else queries == own.shape[1]
+        if own is not None:
+            return queries == own.shape[1]
+        asked = inspect.signature(model.forward).parameters.get(
+            "is_decoder"
+        )  # BLIP's models of text, whatever they say
+        return bool(getattr(model.config, "is_decoder", False) if asked is None else asked.default)
 
     def reason(self, T: int) -> str:
         """Why nobody knows where tokens lie."""

@@ -191,7 +191,7 @@ def _record(
     run, shape, given = module._linearize_run, module._linearize_shape, _bound(module)
     where, said = run.follow.place(shape or (B, T), module, given), kwargs.get("is_causal")
     said = getattr(module, "is_causal", None) if said is None else said
-    decodes = run.follow.decodes(T, run.model.config)  # some decoders say no, and trust their mask
+    decodes = run.follow.decodes(T, run.model)  # some decoders say no, and trust their mask
     run.records.append(
         {
             "module": module,

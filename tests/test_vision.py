@@ -350,6 +350,21 @@ def test_padding_of_text_changes_nothing(tmp_path: Path, mechanism: str, backend
         assert relative_error(padded[0], model(input_ids=ids[:1]).logits[0]) < EXACT
 
 
+@pytest.mark.parametrize("name", ["BlipModel", "BlipTextModel"])
+def test_masks_that_are_moved_to_where_scores_are(tmp_path: Path, name: str) -> None:
+    head = getattr(transformers, name)
+    torch.manual_seed(11)
+    original = head(small_config(head.config_class.model_type)).eval()
+    original.save_pretrained(tmp_path / "source")
+    model = converted(tmp_path, name, "la")
+    for mixer in mixers_of(model).values():
+        mixer.forward = softmax(mixer)
+    given = make_inputs(original)
+    mask = torch.ones_like(given["input_ids"])
+    mask[1, 10:] = 0
+    assert relative_error(outcome(model, given, mask), outcome(original, given, mask)) < 10 * EXACT
+
+
 # ---------------------------------------------------------------- what is refused, and what is chosen
 
 
