@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoImageProcessor
 
@@ -112,9 +113,21 @@ def open_processor(folder: Path, kind: Kind) -> Any:
     if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
         return None
     try:
-        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
+        return _image_processor(folder)
     except ImportError as error:
         raise LinearizeError(f'images need: pip install "linearize[vision]" ({error})', Exit.RESOURCE) from error
+
+
+def _image_processor(folder: Path) -> Any:
+    """The image processor of a checkpoint; where transformers (5.17) wants torchvision to find it, by its own name."""
+    try:
+        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
+    except ImportError:
+        said, _ = transformers.ImageProcessingMixin.get_image_processor_dict(folder)
+        native = getattr(transformers, said.get("image_processor_type", ""), None)
+        if native is None:
+            raise
+        return native.from_pretrained(folder)
 
 
 def open_samples(

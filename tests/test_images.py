@@ -20,6 +20,7 @@ from linearize.images import Images, find_images
 from linearize.losses import cosine_distance
 from linearize.masked import MaskedBlocks
 from linearize.recipe_data import ArraySource, DatasetSource, ImageSource
+from linearize.samples import open_processor
 
 PROCESSOR = ViTImageProcessor(size={"height": 8, "width": 8})
 CONFIG = ViTConfig(id2label={0: "ant", 1: "bee"}, label2id={"ant": 0, "bee": 1})
@@ -141,6 +142,22 @@ def test_a_class_that_the_model_lacks_is_named(folder: Path) -> None:
 def test_pictures_need_the_checkpoints_processor(folder: Path) -> None:
     with pytest.raises(LinearizeError, match="no image processor"):
         Images(find_images(ImageSource(images=str(folder)), Path()), None, CONFIG)
+
+
+def test_a_processor_is_found_by_its_name_where_transformers_wants_torchvision_to_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As AutoImageProcessor of transformers 5.17 does."""
+
+    def wants(*arguments: Any, **named: Any) -> None:
+        raise ImportError("AutoImageProcessor requires the Torchvision library")
+
+    monkeypatch.setattr("linearize.samples.AutoImageProcessor", SimpleNamespace(from_pretrained=wants))
+    PROCESSOR.save_pretrained(tmp_path)
+    assert type(open_processor(tmp_path, "images")) is type(PROCESSOR)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(LinearizeError, match=r"images need: .*Torchvision"):
+        open_processor(tmp_path, "images")
 
 
 class _Blocks:
