@@ -1,7 +1,7 @@
 """Measure launch configurations of the GSA kernels on this GPU, for the table SHIPPED in kernels/gsa_config.py.
 
-    python benchmarks/tune_gsa.py --slots 64 --dim 128             # device time of each kernel, or of a decode step
-    python benchmarks/tune_gsa.py --slots 64 --dim 128 --only 3/8  # candidates 3, 11, ...: fill triton's cache first,
+    python -m benchmarks.tune_gsa --slots 64 --dim 128             # device time of each kernel, or of a decode step
+    python -m benchmarks.tune_gsa --slots 64 --dim 128 --only 3/8  # candidates 3, 11, ...: fill triton's cache first,
                                                                    # in 8 processes, then run without --only
 
 Nothing is written. A candidate changes fields of the configuration that ships; others stay.
@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from linearize.bench import load_case, measure_step
 from linearize.bench_case import Shape
 from linearize_kernels import gsa_config
 from linearize_kernels.gsa import gsa
+
+from .device_times import kernel_times
 
 CANDIDATES: list[dict[str, Any]] = [
     *({"chunk": chunk} for chunk in (64, 32)),
@@ -46,29 +48,18 @@ def main() -> None:
                 told = step.get("failed") or f"step {step['us']:.1f} us, {step['share_of_copy']:.0%} of a copy"
                 print(f"{change}: {told}", flush=True)
             else:
-                times = kernel_times(Shape(8, 2048, 16, 4, options.dim, options.slots))
+                times = kernel_times(both_ways(Shape(8, 2048, 16, 4, options.dim, options.slots)))
                 print(f"{change}: " + ", ".join(f"{name} {us:.0f}" for name, us in times.items()), flush=True)
         except Exception as error:  # a candidate may need more shared memory than there is
             print(f"{change}: {type(error).__name__}", flush=True)
     gsa_config.choose = chosen
 
 
-def kernel_times(shape: Shape, repeats: int = 5) -> dict[str, float]:
-    """Device time of all kernels and of each in a forward and backward, in µs."""
+def both_ways(shape: Shape) -> Callable[[], Any]:
+    """A forward and backward."""
     inputs = [x.requires_grad_() for x in load_case("gsa").inputs(shape, "cuda")]
     do = torch.randn_like(inputs[0])
-
-    def both() -> None:
-        torch.autograd.grad(gsa(*inputs, backend="triton")[0], inputs, do)
-
-    both()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(repeats):
-            both()
-        torch.cuda.synchronize()
-    times = {e.key: e.device_time_total / repeats for e in profiled.key_averages() if e.key.endswith("_kernel")}
-    return {"all": sum(times.values()), **times}
+    return lambda: torch.autograd.grad(gsa(*inputs, backend="triton")[0], inputs, do)
 
 
 if __name__ == "__main__":

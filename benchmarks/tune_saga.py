@@ -10,15 +10,18 @@ multiprocessor. Nothing is written.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from linearize.bench import load_case
 from linearize.bench_case import Shape
-from linearize.bench_measure import here, wait
+from linearize.bench_measure import here
 from linearize_kernels import launch, saga_launch
 from linearize_kernels.saga_launch import Config, Tiles
+
+from .device_times import kernel_times
 
 CANDIDATES = [Tiles(*sizes) for sizes in ((64, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 1), (128, 8, 2), (128, 8, 1))]
 PROGRAMS = (4, 16)
@@ -44,30 +47,19 @@ def main() -> None:
 
             saga_launch.configure = configure  # type: ignore[assignment]
             try:
-                times = kernel_times(shape)
+                times = kernel_times(both_ways(shape))
                 told = ", ".join(f"{name} {us:.0f}" for name, us in times.items())
             except Exception as error:  # a candidate may need more shared memory than there is
                 told = f"{type(error).__name__}: {str(error)[:80]}"
             print(f"{shape}, {tuple(tiles)}, programs {programs}: {told}", flush=True)
 
 
-def kernel_times(shape: Shape, repeats: int = 5) -> dict[str, float]:
-    """Device time of all kernels and of each in a forward and backward, in us."""
+def both_ways(shape: Shape) -> Callable[[], Any]:
+    """A forward and backward."""
     case = load_case("saga")
     inputs = [x.requires_grad_() for x in case.inputs(shape, here())]
     do = torch.randn_like(inputs[0])
-
-    def both() -> None:
-        torch.autograd.grad(case.op(inputs, shape, "triton"), inputs, do)
-
-    both()
-    wait()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(repeats):
-            both()
-        wait()
-    times = {e.key: e.device_time_total / repeats for e in profiled.key_averages() if e.key.endswith("_kernel")}
-    return {"all": sum(times.values()), **times}
+    return lambda: torch.autograd.grad(case.op(inputs, shape, "triton"), inputs, do)
 
 
 if __name__ == "__main__":
