@@ -6,6 +6,7 @@ nothing is learned, and `valid`, which counts what a loss without labels is a me
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from typing import Any, Literal
@@ -50,11 +51,17 @@ def run(model: Any, batch: Batch, *, head: bool = True) -> Any:
     the logits are those of the last token alone where the model can leave out the others.
     """
     inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if name in batch}
-    if not head and "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if not head and keeps_logits(type(model).forward):
         inputs["logits_to_keep"] = 1
     if "position_ids" in batch:
         inputs["use_cache"] = False
     return model(**inputs)
+
+
+@functools.cache
+def keeps_logits(code: Any) -> bool:
+    """Whether that forward of a model can leave out logits; asked in every step, and slow to find out."""
+    return "logits_to_keep" in inspect.signature(code).parameters
 
 
 def forward(model: Any, batch: Batch) -> Tensor:

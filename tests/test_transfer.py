@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from conftest import TOLERANCE, relative_error
 from models import ARCHITECTURES, HYBRID, Zoo, logits, small_model, tokens
 from torch import Tensor, nn
 
-from linearize.stages import listen
+from linearize import samples
+from linearize.stages import Listener, listen
 from linearize.trainable import Student
 from linearize_kernels.seam import mixers_of
 
@@ -235,3 +237,15 @@ def test_listening_makes_logits_of_one_token_alone(zoo: Zoo) -> None:
     listen(Student(model), recorder, {"input_ids": ids, "position_ids": torch.arange(9).expand(2, -1)})  # type: ignore[arg-type]
     assert seen == [1]
     assert sorted(recorder.heard) == sorted(mixer.site.layer for mixer in mixers_of(model).values())
+
+
+def test_a_step_does_not_read_the_signature_of_the_model_again(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    student = Student(zoo.model("llama", HYBRID))
+    batch = {"input_ids": tokens(1, 8)}
+    samples.keeps_logits.cache_clear()
+    read: list[Any] = []
+    known = inspect.signature
+    monkeypatch.setattr(samples.inspect, "signature", lambda code: read.append(code.__qualname__) or known(code))
+    for _ in range(2):
+        listen(student, Listener(student), batch)
+    assert sum(name.endswith("LlamaForCausalLM.forward") for name in read) == 1
