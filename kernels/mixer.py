@@ -94,10 +94,11 @@ class Mixer(nn.Module):
     published: ClassVar[dict[str, Any]] = {}
     # Mechanisms that its option `base` names: with **options in its signature, theirs become its own.
     bases: ClassVar[dict[str, type[Mixer]]] = {}
-    # Set by the seam: its attention function, the config that names the implementation, and the names of the
-    # positional arguments of the attention module.
+    # Set by the seam: its attention function, the config that names the implementation, what its model was told of
+    # places (noted.py), and the names of the positional arguments of the attention module.
     seam: Any
     switch: Any
+    noted: Any
     arguments: tuple[str, ...]
 
     def __init__(
@@ -125,6 +126,8 @@ class Mixer(nn.Module):
         self.near = Window(site.hidden, site.heads, window, sink, site.scale, self.normalised) if window else None
         # Whether `mix` gets q and k without rotary embedding; read by the seam before the attention module runs.
         self.drop_rope = not rope
+        # What the model was told of the places of its tokens, by thread; all mixers of a model share it.
+        self.noted: dict[int, dict[str, Any]] = {}
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
         # What the patch convolution of a site on `patches` notes, by thread.

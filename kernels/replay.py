@@ -34,6 +34,8 @@ PLAIN_STEPS = 2
 # Inputs that change from step to step; of the mask only the last column does.
 TENSORS = ("input_ids", "position_ids", "attention_mask")
 DEVICES = ("cuda",)
+# Files whose hooks do nothing that a recorded step would lack.
+OWN = ("seam", "noted", "modeling_utils")
 # The recorders of all calls of generate() that run now. While one records, other threads cannot draw random numbers.
 running: weakref.WeakSet[Replay] = weakref.WeakSet()
 # One for each GPU: cuBLAS keeps 32 MiB for every stream that it was recorded on.
@@ -70,7 +72,7 @@ class Replayed:
         hooks = [hook for m in modules for own in (m._forward_pre_hooks, m._forward_hooks) for hook in own.values()]
         return (
             # Gradient checkpointing leaves a hook of transformers' behind, of no effect here.
-            all(getattr(hook, "__module__", "").rpartition(".")[2] in ("seam", "modeling_utils") for hook in hooks)
+            all(getattr(hook, "__module__", "").rpartition(".")[2] in OWN for hook in hooks)
             and not any(hasattr(module, "_hf_hook") for module in modules)
             and all(p.device == model.device for p in model.parameters())
         )

@@ -25,13 +25,12 @@ from transformers import DynamicCache, PreTrainedModel
 from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
 from .layout import Geometry, call_geometry, call_layout, is_causal, reduce_keys, this_thread, watch_patches
 from .mixer import Mixer, Site
+from .noted import Noted, places_in
 from .replay import Replayed
 from .state import StateLayer, state_slot
 
 # What architectures call the cache among the arguments of an attention module.
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
-# Arguments that say where tokens and documents are.
-PLACE_NAMES = ("position_ids", "cu_seq_lens_q")
 
 
 # ---------------------------------------------------------------- one call of one attention module
@@ -44,6 +43,10 @@ class Call:
         self.x, self.slot, self.places, self.geometry = x, slot, places, geometry
         self.used = False
         self.teacher_output: Tensor | None = None
+
+    def told(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the attention function was told, else its module, else the model."""
+        return self.places | {name: value for name, value in kwargs.items() if value is not None}
 
 
 def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,8 +64,10 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         i for i in (bound.get("layer_idx"), getattr(module, "layer_idx", None), mixer.site.layer) if i is not None
     )
     slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
-    places = {name: bound[name] for name in PLACE_NAMES if name in bound}
     x = bound[hidden_name(mixer)]
+    # Images have positions, too, which say nothing of documents.
+    places = mixer.noted.told(x) if mixer.site.causal else {}
+    places = places | places_in(bound) if mixer.site.causal or not mixer.site.routed else {}
     mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
@@ -135,7 +140,7 @@ def seam(
     slot = call.slot
     seen = None if slot is None else slot.seen - q.shape[1]
     causal = is_causal(module, kwargs, mixer.site.causal)
-    layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)
+    layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
     o, state = mixer(q, k, v, call.x.to(q.device), layout, None if slot is None else slot.state)
     if slot is not None:
         slot.state = state
@@ -173,7 +178,8 @@ def transfer(
             return target
         query, key, value = query.detach(), key.detach(), value.detach()
     causal = is_causal(module, kwargs, mixer.site.causal)
-    layout = call_layout(call.geometry, causal, attention_mask, (query.shape[0], query.shape[2]), None, kwargs)
+    shape = query.shape[0], query.shape[2]
+    layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         o, _ = mixer(*inputs, layout)
@@ -218,7 +224,7 @@ def attach(
     `capture` serves modules that do not call the attention interface (capture.py); None if there are none.
     Raises AttributeError when the model lacks a module of the plan.
     """
-    switch = Switch() if capture else None
+    switch, noted = Switch() if capture else None, Noted()
     for layer in spec["layers"]:
         site = Site.from_dict(layer["site"])
         module: Any = model.get_submodule(_own_path(model, site.path))
@@ -226,7 +232,7 @@ def attach(
         if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
         mixer.switch = switch or getattr(module, "config", model.config)
-        mixer.seam = seam
+        mixer.seam, mixer.noted = seam, noted
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         mixer.reductions = {name: getattr(module, name) for name in site.reduction if site.sr == "drop"}
         if site.grid == "patches":
@@ -242,6 +248,7 @@ def attach(
     for part in parts:
         part.linearize_switch = switch
         part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
+        noted.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
 
 

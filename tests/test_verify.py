@@ -52,7 +52,8 @@ def test_sound_models_behave(zoo: Zoo, name: str, layers: str) -> None:
     assert not failing(zoo.folders(name, layers)[1])
 
 
-LAYOUT = "layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs)\n"
+SHAPE = "(q.shape[0], q.shape[1])"
+LAYOUT = f"layout = call_layout(call.geometry, causal, attention_mask, {SHAPE}, seen, call.told(kwargs))\n"
 HIDDEN = LAYOUT + "    if layout.padding is not None:\n        layout = layout._replace(padding=layout.padding%s)\n"
 # What fails -> (file, what it says, what a broken one says).
 BROKEN = {
