@@ -50,7 +50,10 @@ class Noted:
         # A checkpointed layer may run again in a thread of autograd's.
         places = self.passes.get(this_thread(), self.passes.get(LAST, {}))
         positions = places.get("position_ids")
-        return {} if positions is not None and positions.shape[-1] != x.shape[1] else places
+        if positions is not None and positions.shape[-1] != x.shape[1]:
+            return {}
+        # Layers may lie on several devices.
+        return {name: place.to(x.device) for name, place in places.items()}
 
 
 def places_in(given: dict[str, Any]) -> dict[str, Any]:
