@@ -126,8 +126,6 @@ class Mixer(nn.Module):
         self.near = Window(site.hidden, site.heads, window, sink, site.scale, self.normalised) if window else None
         # Whether `mix` gets q and k without rotary embedding; read by the seam before the attention module runs.
         self.drop_rope = not rope
-        # What the model was told of the places of its tokens, by thread; all mixers of a model share it.
-        self.noted: dict[int, dict[str, Any]] = {}
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
         # What the patch convolution of a site on `patches` notes, by thread.
