@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SECRET, Exit, LinearizeError
-from .hub_errors import hub_errors, unreached
+from .hub_errors import answering, hub_errors, unreached
 
 Say = Callable[[str], None]
 
 # What a Hub repository may hold before the first push: it comes with the first, and its web page writes the others.
 EXPECTED = (".gitattributes", "README.md", "LICENSE")
+# For each answer while files are sent: the Hub puts a large file together before it says a word.
+UPLOAD_SECONDS = 120
 # What every folder holds that linearize writes.
 ALWAYS = ("config.json", "model.safetensors.index.json")
 
@@ -59,13 +61,20 @@ def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str
 
 def unanswered(model: str, revision: str | None) -> Exception | None:
     """Why the Hub gives no answer in time, None where it does; `snapshot_download` would wait without an end."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
 
     try:
-        HfApi().model_info(model, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        facts(HfApi(), model, revision)
     except Exception as error:
         return error if unreached(error) else None  # a refusal meets snapshot_download too, which may have a copy
     return None
+
+
+def facts(api: Any, repo: str, revision: str | None = None) -> Any:
+    """`model_info`, which waits without an end unless it is told a limit."""
+    from huggingface_hub import constants
+
+    return api.model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
 
 
 def snapshot(model: str, away: Exception | None, **wanted: Any) -> Path:
@@ -209,7 +218,7 @@ def check_access(repo: str) -> None:
     with _pushing(repo):
         HfApi().whoami()
         with contextlib.suppress(RepositoryNotFoundError):  # the push makes it
-            check_foreign(repo, HfApi().model_info(repo), ALWAYS)
+            check_foreign(repo, facts(HfApi(), repo), ALWAYS)
 
 
 def _pushing(repo: str) -> contextlib.AbstractContextManager[None]:
@@ -234,10 +243,11 @@ def push(upload: Upload, say: Say = print) -> dict[str, Any]:
             content = upload.card.encode() if name == "README.md" else upload.folder / name
             operations.append(CommitOperationAdd(name, content))
         say(f"pushing {len(upload.files)} files, {sum(upload.files.values()) / 2**20:,.1f} MiB, to {repo}")
-        # Onto what was checked: what someone else pushed meanwhile is not overwritten.
-        done = api.create_commit(
-            repo, operations, commit_message=upload.message, create_pr=upload.pr, parent_commit=seen
-        )
+        with answering(UPLOAD_SECONDS):
+            # Onto what was checked: what someone else pushed meanwhile is not overwritten.
+            done = api.create_commit(
+                repo, operations, commit_message=upload.message, create_pr=upload.pr, parent_commit=seen
+            )
     say(f"pushed {done.pr_url or done.commit_url}")
     return {"repo": repo, "commit": done.oid, "url": done.commit_url, "pr": done.pr_url}
 
@@ -262,7 +272,7 @@ def check_remote(api: Any, upload: Upload) -> tuple[set[str], str]:
     """
     from .atomic import MANIFEST
 
-    repo, info = upload.repo, api.model_info(upload.repo)
+    repo, info = upload.repo, facts(api, upload.repo)
     if upload.private and not info.private:
         raise LinearizeError(f"{repo} exists and is public; --private does not change that. Its settings do", Exit.HUB)
     present = {file.rfilename for file in info.siblings}

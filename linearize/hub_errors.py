@@ -12,13 +12,15 @@ from .errors import Exit, LinearizeError, reason_of
 @contextlib.contextmanager
 def hub_errors(repo: str, absent: str, offline: str, revision: str | None = None) -> Iterator[None]:
     """Within: what the Hub or the network refuses becomes a LinearizeError (exit 5); anything else goes on as it is.
+    So does silence.
 
     `absent` is what to say when there is no such repository, `offline` when the Hub may not be asked.
     """
     from huggingface_hub import constants, errors
 
     try:
-        yield
+        with answering(constants.HF_HUB_ETAG_TIMEOUT):
+            yield
     except Exception as error:
         chain: list[BaseException] = [error]  # uploads in threads and lookups in the cache wrap what happened
         while chain[-1].__cause__ is not None:
@@ -34,6 +36,19 @@ def hub_errors(repo: str, absent: str, offline: str, revision: str | None = None
             said = f"{constants.ENDPOINT} cannot be reached ({_shortly(chain[-1])}) for {repo!r}{absent}. Check the "
             said += "network and its proxy (HTTPS_PROXY, HF_ENDPOINT), and run this again: what has arrived stays"
         raise LinearizeError(said, Exit.HUB) from error
+
+
+@contextlib.contextmanager
+def answering(seconds: float) -> Iterator[None]:
+    """Within: each answer of the Hub has that long. `whoami` and others take no limit and would wait without an end."""
+    from huggingface_hub import get_session
+
+    client = get_session()
+    before, client.timeout = client.timeout, seconds
+    try:
+        yield
+    finally:
+        client.timeout = before
 
 
 def unreached(error: BaseException) -> bool:

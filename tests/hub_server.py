@@ -54,6 +54,8 @@ class Hub:
         self.requests: list[tuple[str, str]] = []
         self.lfs = True  # else every file is committed whole
         self.accept_uploads = -1  # how many large files to take before refusing; -1 for all
+        self.mute = ""  # what has this in its path is never answered
+        self.over = threading.Event()
         self.endpoint = ""
         self.lock = threading.Lock()
 
@@ -81,6 +83,9 @@ class Handler(BaseHTTPRequestHandler):
         self.url, self.query = unquote(url.path), parse_qs(url.query)
         self.hub.requests.append((self.command, self.url))
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.hub.mute and self.hub.mute in self.url:
+            self.close_connection = self.hub.over.wait()
+            return None
         try:
             for method, pattern, handle in ROUTES:
                 found = re.fullmatch(pattern, self.url)
@@ -267,6 +272,7 @@ def serve() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.over.set()
         server.shutdown()
         server.server_close()
         thread.join()

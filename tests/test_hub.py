@@ -19,7 +19,7 @@ import torch
 import yaml
 from conftest import Command
 from hub_server import TOKEN, Hub, Repo, serve
-from huggingface_hub import constants, metadata_load
+from huggingface_hub import HfApi, constants, get_session, metadata_load
 from models import HYBRID, Zoo, load, logits, save_source, tokens
 from training import T, base, byte_tokenizer, make_recipe, stage, train, write_recipe
 
@@ -342,6 +342,37 @@ def test_a_push_does_not_undo_what_came_between(
     said = refused(Exit.HUB, lambda: push(plan_push(folder, REPO), lambda text: None))
     assert "was changed while this was uploaded (412). Look what is there now, and push again" in said
     assert repo.files()["generation_config.json"] != b"{}"
+
+
+@pytest.mark.parametrize("mute", ["/whoami", "/repos/create", "/api/models/", "/commit/"])
+def test_a_push_does_not_wait_for_a_silent_hub(
+    hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch, mute: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    monkeypatch.setattr("linearize.hub.UPLOAD_SECONDS", 0.3)
+    upload, hub.mute = plan_push(folder, REPO), mute
+    end = threading.Timer(5, hub.over.set)
+    end.start()
+    assert "cannot be reached (ReadTimeout: " in refused(Exit.HUB, lambda: push(upload, lambda text: None))
+    assert not hub.over.is_set()
+    end.cancel()
+
+
+def test_a_hub_has_longer_for_files_and_its_client_is_left_as_it_was(
+    hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+    known = HfApi.create_commit
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        limits.append(get_session().timeout.read)
+        return known(*arguments, **named)
+
+    monkeypatch.setattr(HfApi, "create_commit", watched)
+    before = get_session().timeout
+    push(plan_push(folder, REPO), lambda text: None)
+    assert limits == [120]
+    assert get_session().timeout == before
 
 
 def test_a_conversion_asks_before_it_works_whether_another_model_is_there(
