@@ -42,7 +42,7 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives,
     shards, untouched = write_source_shards(folder, source, plan, natives.tied())
     shards[MIXER_SHARD] = write_mixers(folder / MIXER_SHARD, plan, seed)
     write_index(folder, shards)
-    _copy_small_files(folder, source)
+    copy_small_files(source.folder, folder)
     for name, text in code_files(plan, natives).items():
         if (folder / name).exists():
             said = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"
@@ -233,11 +233,11 @@ def write_index(folder: Path, shards: Shards, name: str = INDEX) -> None:
     write_json(folder / name, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
-def _copy_small_files(folder: Path, source: Source) -> None:
-    """Tokenizer, generation config, chat templates, licence, the source's own code."""
-    for path in [*sorted(source.folder.iterdir()), *sorted((source.folder / TEMPLATES).glob("*.jinja"))]:
+def copy_small_files(source: Path, folder: Path) -> None:
+    """Tokenizer, generation config, chat templates, licence and own code of the folder `source`, and nothing else."""
+    for path in [*sorted(source.iterdir()), *sorted((source / TEMPLATES).glob("*.jinja"))]:
         if _travels(path):
-            target = folder / path.relative_to(source.folder)
+            target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
 

@@ -28,7 +28,7 @@ from .recipe import Recipe
 from .recording import quiet
 from .render import Natives, code_files
 from .shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
-from .source import Entry, Source, read_header
+from .source import Entry, Source, find_shards, read_header
 from .trainable import ADAPTER, Student
 from .trust import check_code, read_plan
 from .verify import LOAD, TOLERANCE, check_keys, clean_command, compare, fits_twice, result_of, started
@@ -119,7 +119,9 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
         trained = logits_of(student.model.float())
     with output_folder(output, overwrite=False) as folder:
         changed = finish_adapters(student, folder if keep_adapter else None)
-        copy_rest(base, folder)
+        checkpoint.copy_small_files(base, folder)
+        for name in ("config.json", checkpoint.INDEX):
+            shutil.copyfile(base / name, folder / name)
         untouched = write_trained(student, base, folder, changed)
         (folder / "README.md").write_text(card.model_card(plan, base, recipe, report), "utf-8")
         checkpoint.write_json(
@@ -153,23 +155,12 @@ def finish_adapters(student: Student, folder: Path | None) -> set[str]:
     return changed
 
 
-def copy_rest(base: Path, folder: Path) -> None:
-    """Everything but weights, hidden files, adapters of an earlier run, and the run itself where it is in the base."""
-    for path in sorted(base.iterdir()):
-        if path.name.startswith(".") or path.name == "adapter" or path.resolve() in folder.parents:
-            continue
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name)
-        elif path.suffix != ".safetensors":
-            shutil.copyfile(path, folder / path.name)
-
-
 def write_trained(student: Student, base: Path, folder: Path, changed: set[str]) -> checkpoint.Untouched:
     """The shards of the base with the trained values in their places; a shard without any is linked.
 
     Returns what of it nothing has changed since the source, with its sha256: whole shards, and tensors of others.
     """
-    headers = {shard: read_header(shard) for shard in sorted(base.glob("*.safetensors"))}
+    headers = {shard: read_header(shard) for shard in find_shards(base, True)[0]}
     known = {name for header in headers.values() for name in header}
     values = stored_names(student.model, changed, known, folder)
     values |= {name: p.detach() for name, p in student.named_parameters() if ".mixer." in name}

@@ -304,6 +304,21 @@ def test_a_base_is_opened_once_and_may_be_the_working_directory(
     assert (final, len(opened)) == ({path.name for path in base(root, "llama").iterdir()}, 1)
 
 
+def test_what_does_not_belong_to_a_model_stays_in_the_base(root: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base(root, "llama"), tmp_path / "base"))
+    ours = {path.name for path in folder.iterdir()}
+    others = {"pytorch_model.bin", "pytorch_model.bin.index.json", "model.onnx", "model.gguf", "optimizer.pt"}
+    others |= {"trainer_state.json", ".hidden.json", "run.log", "logs/events", "custom_generate/generate.txt"}
+    belongs = {"LICENSE", "NOTICE", "generation_config.json", "vocab.txt", "tool.jinja", "processor_config.json"}
+    belongs |= {"additional_chat_templates/rag.jinja"}
+    for name in (others | belongs) - ours:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    shutil.copyfile(folder / "model-mixers.safetensors", folder / "consolidated.safetensors")
+    final = Path(train(make_recipe(tmp_path, folder, stage("logit_kl", steps=1)))["output"])
+    assert {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()} == ours | belongs
+
+
 # ---------------------------------------------------------------- dry run
 
 
