@@ -25,7 +25,7 @@ from .runs import Run, processes
 from .runtime import Say, check_runtime, make_accelerator, stage_steps
 from .samples import kind_of, tokens_per_sample
 from .session import Finetuner, check_model
-from .source import open_source
+from .source import Source, open_source
 from .trainable import Student
 from .trust import read_plan, trained_before
 
@@ -49,10 +49,9 @@ def finetune(
         check_access(recipe.finish.push)
     with memory_errors(tuner), contextlib.closing(run):
         with run.preparing(accelerator.is_main_process):
-            if accelerator.is_main_process:
-                prepare_base(recipe, run, say)
-            accelerator.wait_for_everyone()
-            tuner.load(base_folder(recipe, run))
+            with accelerator.main_process_first():
+                base = open_base(recipe, run, accelerator.is_main_process, say)
+            tuner.load(base)
         accelerator.init_trackers(recipe.name)
         complete = tuner.train(only)
         layers = tuner.fidelity() if complete else []
@@ -79,19 +78,29 @@ def base_path(recipe: Recipe) -> str:
     return str(model_folder()) if recipe.model.base == "demo" else recipe.model.base
 
 
-def base_folder(recipe: Recipe, run: Run) -> Path:
-    """The converted checkpoint that training starts from."""
-    return run.converted if recipe.convert is not None else converted_base(recipe)
+def open_base(recipe: Recipe, run: Run, owner: bool, say: Say) -> Path:
+    """The converted checkpoint that training starts from; the process that is `owner` opens the run's folder.
+
+    Of the Hub it is the commit that the run began with, whatever the branch has become.
+    """
+    if recipe.convert is not None:
+        if owner:
+            prepare_base(recipe, run, say)
+        return run.converted
+    source = converted_base(recipe, None if owner and run.resume == "never" else run.commit())
+    if owner:
+        run.start(versions(), source.revision)
+    return source.folder
 
 
-def converted_base(recipe: Recipe, *, weights: bool = True) -> Path:
-    """The folder of a base that was converted before; from the Hub, with its `weights`, when there is none here.
+def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool = True) -> Source:
+    """A base that was converted before; from the Hub, with its `weights`, when there is none here.
 
     Raises LinearizeError (exit 3) for a base that linearize did not write.
     """
-    folder = open_source(base_path(recipe), recipe.model.revision, weights=weights).folder
-    read_plan(folder)
-    return folder
+    source = open_source(base_path(recipe), commit or recipe.model.revision, weights=weights)
+    read_plan(source.folder)
+    return source
 
 
 def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:
@@ -114,7 +123,7 @@ def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:
 
 def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     """Open the run's folder, and convert the base into it unless an earlier start of this run did."""
-    if recipe.convert is None or run.has_converted:
+    if run.has_converted:
         run.start(versions())
         return
     plan, source, natives = plan_base(recipe)
@@ -130,7 +139,7 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None) -> list[dict
     """What each stage would do, from the config alone: parameters, steps, tokens, bytes of teacher copies."""
     wide = check_runtime(recipe) != "no"
     planned = plan_base(recipe, weights=False)
-    folder = converted_base(recipe, weights=False) if planned is None else None
+    folder = converted_base(recipe, weights=False).folder if planned is None else None
     model = meta_model(folder, planned, None if wide else torch.float32, recipe.model.trust_remote_code)
     check_model(model, recipe)
     if folder is not None and (note := trained_before(folder)):

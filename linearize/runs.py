@@ -117,7 +117,12 @@ class Run:
         newest = ", ".join(str(p) for p in known[-3:])
         raise LinearizeError(f"--resume {self.resume} is no checkpoint of this run. Newest here: {newest or 'none'}")
 
-    def start(self, versions: dict[str, str]) -> None:
+    def commit(self) -> str | None:
+        """The Hub's commit that this run's base is of, as its first start noted; None of a folder."""
+        record = self.folder / "run.json"
+        return json.loads(record.read_text("utf-8")).get("commit") if record.exists() else None
+
+    def start(self, versions: dict[str, str], commit: str | None = None) -> None:
         """Create the folder, and clear what lies beyond the resume point or was left by a kill."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.finished:
@@ -132,7 +137,7 @@ class Run:
             if self.resume_from is None or order(path) > order(self.resume_from):
                 shutil.rmtree(path, ignore_errors=True)
         self._rewind_metrics(position)
-        settings = {"max_steps": self.max_steps, "processes": processes()}
+        settings = {"max_steps": self.max_steps, "processes": processes(), "commit": commit}
         record = {"recipe": self.recipe.resolved(), **settings, "versions": versions}
         write_atomically(self.folder / "run.json", json.dumps(record, indent=2))
 

@@ -657,6 +657,19 @@ def test_a_recipe_pushes_what_it_measured(hub: Hub, root: Path, tmp_path: Path) 
             assert str(tmp_path).encode() not in content, name  # nothing of this machine
 
 
+def test_a_run_goes_on_from_the_commit_it_began_with(hub: Hub, root: Path, tmp_path: Path) -> None:
+    repo = hub.repos.setdefault("user/linear", Repo())
+    began = repo.commit({path.name: path.read_bytes() for path in base(root, "llama").iterdir()})
+    stages = stage("attention_transfer", steps=1), stage("logit_kl", steps=1)
+    recipe = make_recipe(tmp_path, Path("user/linear"), *stages)
+    train(recipe, only="attention_transfer")
+    repo.commit({**repo.files(), "model-mixers.safetensors": b"another"})
+    assert train(recipe)["output"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["commit"] == began
+    with pytest.raises(LinearizeError, match="damaged or cut short"):
+        train(recipe, resume="never")
+
+
 def test_a_recipe_asks_before_it_trains(
     linearize: Command, hub: Hub, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
