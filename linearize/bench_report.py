@@ -109,6 +109,8 @@ def _row(cells: list[str], columns: int) -> str:
 
 
 def _errors(records: list[dict[str, Any]]) -> Iterator[str]:
+    if not records:
+        return
     names = list(dict.fromkeys(name for record in records for name in record.get("errors", ())))
     yield from _table("relative error against float64", "path", *names)
     for record in records:
