@@ -104,9 +104,8 @@ class Follow(TorchFunctionMode):
         own = self.inputs.get("decoder_input_ids")
         if own is not None:
             return queries == own.shape[1]
-        asked = inspect.signature(model.forward).parameters.get(
-            "is_decoder"
-        )  # BLIP's models of text, whatever they say
+        # BLIP's models of text are told in the call, whatever their config says.
+        asked = inspect.signature(model.forward).parameters.get("is_decoder")
         return bool(getattr(model.config, "is_decoder", False) if asked is None else asked.default)
 
     def reason(self, T: int) -> str:
