@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from linearize.bench import load_case, measure_step
 from linearize.bench_case import Shape
 from linearize_kernels import gsa_config
-from linearize_kernels.gsa import gsa
 
 from .device_times import kernel_times
 
@@ -48,18 +44,11 @@ def main() -> None:
                 told = step.get("failed") or f"step {step['us']:.1f} us, {step['share_of_copy']:.0%} of a copy"
                 print(f"{change}: {told}", flush=True)
             else:
-                times = kernel_times(both_ways(Shape(8, 2048, 16, 4, options.dim, options.slots)))
+                times = kernel_times("gsa", Shape(8, 2048, 16, 4, options.dim, options.slots))
                 print(f"{change}: " + ", ".join(f"{name} {us:.0f}" for name, us in times.items()), flush=True)
         except Exception as error:  # a candidate may need more shared memory than there is
             print(f"{change}: {type(error).__name__}", flush=True)
     gsa_config.choose = chosen
-
-
-def both_ways(shape: Shape) -> Callable[[], Any]:
-    """A forward and backward."""
-    inputs = [x.requires_grad_() for x in load_case("gsa").inputs(shape, "cuda")]
-    do = torch.randn_like(inputs[0])
-    return lambda: torch.autograd.grad(gsa(*inputs, backend="triton")[0], inputs, do)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,10 @@ multiprocessor. Nothing is written.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from linearize.bench import load_case
 from linearize.bench_case import Shape
-from linearize.bench_measure import here
 from linearize_kernels import launch, saga_launch
 from linearize_kernels.saga_launch import Config, Tiles
 
@@ -47,19 +43,11 @@ def main() -> None:
 
             saga_launch.configure = configure  # type: ignore[assignment]
             try:
-                times = kernel_times(both_ways(shape))
+                times = kernel_times("saga", shape)
                 told = ", ".join(f"{name} {us:.0f}" for name, us in times.items())
             except Exception as error:  # a candidate may need more shared memory than there is
                 told = f"{type(error).__name__}: {str(error)[:80]}"
             print(f"{shape}, {tuple(tiles)}, programs {programs}: {told}", flush=True)
-
-
-def both_ways(shape: Shape) -> Callable[[], Any]:
-    """A forward and backward."""
-    case = load_case("saga")
-    inputs = [x.requires_grad_() for x in case.inputs(shape, here())]
-    do = torch.randn_like(inputs[0])
-    return lambda: torch.autograd.grad(case.op(inputs, shape, "triton"), inputs, do)
 
 
 if __name__ == "__main__":

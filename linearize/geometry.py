@@ -41,7 +41,7 @@ class Follow(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
         super().__init__()
-        self.inputs, self.images = inputs, images_of(inputs)
+        self.inputs, self.images, self.decoder = inputs, images_of(inputs), is_decoder(model)
         self.patches: Patches | None = None
         self.hooks: list[Any] = []
         if self.images is not None:
@@ -99,14 +99,10 @@ class Follow(TorchFunctionMode):
             return {**LINE, "grid": "window"}
         return {**LINE, "grid": "unknown", "grid_from": self.reason(T)}
 
-    def decodes(self, queries: int, model: Any) -> bool:
+    def decodes(self, queries: int) -> bool:
         """Whether so many queries are a decoder's own tokens, which `make_inputs` gives fewer of than its encoder."""
         own = self.inputs.get("decoder_input_ids")
-        if own is not None:
-            return queries == own.shape[1]
-        # BLIP's models of text are told in the call, whatever their config says.
-        asked = inspect.signature(model.forward).parameters.get("is_decoder")
-        return bool(getattr(model.config, "is_decoder", False) if asked is None else asked.default)
+        return self.decoder if own is None else queries == own.shape[1]
 
     def reason(self, T: int) -> str:
         """Why nobody knows where tokens lie."""
@@ -118,6 +114,12 @@ class Follow(TorchFunctionMode):
             return "its tokens are shuffled or left out (masked), so they lie on no grid"
         size = "x".join(map(str, self.patches.size))
         return f"its {T} tokens are not the {size} patches of {self.patches.path} with tokens before and after"
+
+
+def is_decoder(model: Any) -> bool:
+    """Whether a model without an encoder writes text; BLIP's are told in the call, whatever their config says."""
+    asked = inspect.signature(model.forward).parameters.get("is_decoder")
+    return bool(getattr(model.config, "is_decoder", False) if asked is None else asked.default)
 
 
 def looks_back(said: bool | None, model: Any, where: dict[str, Any]) -> bool:

@@ -137,7 +137,6 @@ class Enough(Exception):
 
 def own_softmax(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
     """The same for attention that modules compute in code of their own; some of it knows one dtype alone."""
-    run = Run()
     for dtype in (torch.bfloat16, torch.float32):
         run = Run()
         try:
@@ -191,7 +190,7 @@ def _record(
     run, shape, given = module._linearize_run, module._linearize_shape, _bound(module)
     where, said = run.follow.place(shape or (B, T), module, given), kwargs.get("is_causal")
     said = getattr(module, "is_causal", None) if said is None else said
-    decodes = run.follow.decodes(T, run.model)  # some decoders say no, and trust their mask
+    decodes = run.follow.decodes(T)  # some decoders say no, and trust their mask
     run.records.append(
         {
             "module": module,

@@ -56,9 +56,8 @@ class Run:
         self.metrics = self.folder / "metrics.jsonl"
         self.resume, self.resume_from = resume, None
         self._lock: IO[str] | None = None
-        record = self.folder / "run.json"
-        if record.exists():
-            self._check_unchanged(record)
+        if self.record.exists():
+            self._check_unchanged()
             self.resume_from = self._resume_point()
         elif self.folder.exists() and (
             not self.folder.is_dir() or {f.name for f in self.folder.iterdir()} - {UNBORN, LOCK}
@@ -66,6 +65,11 @@ class Run:
             raise LinearizeError(f"{self.folder} exists and is no run of linearize; choose another output_dir")
         elif resume not in ("auto", "never"):
             raise LinearizeError(f"--resume {resume}: there is no run in {self.folder} yet")
+
+    @property
+    def record(self) -> Path:
+        """What the run was started with."""
+        return self.folder / "run.json"
 
     @property
     def converted(self) -> Path:
@@ -87,11 +91,11 @@ class Run:
 
     # ------------------------------------------------------------ where to resume
 
-    def _check_unchanged(self, path: Path) -> None:
+    def _check_unchanged(self) -> None:
         if self.resume == "never":
             return
-        with undamaged(path, "Restore it, start over with --resume never, or choose a new output_dir"):
-            record = json.loads(path.read_text("utf-8"))
+        with undamaged(self.record, "Restore it, start over with --resume never, or choose a new output_dir"):
+            record = json.loads(self.record.read_text("utf-8"))
             old = per_step(record["recipe"], record["processes"])
             new = per_step(self.recipe.resolved(), processes())
             if self.resume != "auto":
@@ -119,8 +123,7 @@ class Run:
 
     def commit(self) -> str | None:
         """The Hub's commit that this run's base is of, as its first start noted; None of a folder."""
-        record = self.folder / "run.json"
-        return json.loads(record.read_text("utf-8")).get("commit") if record.exists() else None
+        return json.loads(self.record.read_text("utf-8")).get("commit") if self.record.exists() else None
 
     def start(self, versions: dict[str, str], commit: str | None = None) -> None:
         """Create the folder, and clear what lies beyond the resume point or was left by a kill."""
@@ -139,7 +142,7 @@ class Run:
         self._rewind_metrics(position)
         settings = {"max_steps": self.max_steps, "processes": processes(), "commit": commit}
         record = {"recipe": self.recipe.resolved(), **settings, "versions": versions}
-        write_atomically(self.folder / "run.json", json.dumps(record, indent=2))
+        write_atomically(self.record, json.dumps(record, indent=2))
 
     @contextlib.contextmanager
     def preparing(self, owner: bool) -> Iterator[None]:

@@ -121,7 +121,7 @@ class Watch(Capture):
 
     def said(self, module: Any, queries: int) -> bool | None:
         """Whether a module looks back: among a decoder's own tokens it does, else by what it says."""
-        return self.follow.decodes(queries, self.model) or getattr(module, "is_causal", None)
+        return self.follow.decodes(queries) or getattr(module, "is_causal", None)
 
     def record(self, found: Any, v: Tensor, softmax: Any) -> Tensor:
         """What `Capture` found: a record like those of the attention interface."""
