@@ -31,8 +31,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
+from .arguments import Backend, use_kernels
 from .layout import TokenLayout, once
 from .scan import numbered
+from .window_launch import runs_on
+from .window_ops import window_op
 
 # From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
 THETAS = (-8.0, 24.0, 129)
@@ -73,31 +76,42 @@ def window_attention(
     padding: Tensor | None = None,
     segments: Tensor | None = None,
     state: Ring | None = None,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Ring]:
     """Softmax over the first `sink` and the last `window` real tokens of the same document: o [B,T,H,Dv],
     log sum_i e^{c q.k_i} [B,T,H] fp32 and the ring after them.
 
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `scale` multiplies q.k; `padding` [B,T] bool is True at real tokens,
     the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
-    first one. Time and memory grow with T * window.
+    first one. Time grows with T * window, and so does the memory of the PyTorch path. `backend`: `auto` runs the Triton
+    kernels on a GPU where no state goes in, else PyTorch; the others insist.
     """
-    (B, T, H, _), W = q.shape, window
-    ring = empty_ring(k, v, sink + W) if state is None else state
+    (B, T, H, D), W = q.shape, window
     if T == 0:
+        ring = empty_ring(k, v, sink + W) if state is None else state
         return q.new_zeros(B, 0, H, v.shape[-1]), q.new_zeros(B, 0, H, dtype=torch.float32), ring
+    obstacle = runs_on(q.device, (q.dtype, k.dtype, v.dtype), D, v.shape[-1]) if state is None else "a state goes in"
+    kernels = use_kernels(backend, obstacle)
     order: Tensor | None = None
     if padding is not None:  # real tokens first, so that places count real tokens only
         order = padding.logical_not().long().argsort(dim=1, stable=True)
         q, k, v = (y.take_along_dim(order[:, :, None, None], 1) for y in (q, k, v))
-    keys, values = torch.cat([ring.keys, k], 1), torch.cat([ring.values, v], 1)  # [B,S+W+T,..]
     shared = segments if state is None and padding is None else None
-    places = once(shared, ("window", W, sink), lambda: _places(ring.held, padding, segments, order, (sink, W, T)))
-    o, mass = _blocks(q, keys, values, places, W, scale)
+    if kernels:
+        spans = once(shared, ("window spans", W, sink), lambda: _spans(q, padding, segments, order, (sink, W, T)))
+        o, mass, _ = window_op(q, k, v, spans.begin, spans.end, W, sink, scale)
+        ring = spans.state(k, v, sink, W)
+    else:
+        before = empty_ring(k, v, sink + W) if state is None else state
+        keys, values = torch.cat([before.keys, k], 1), torch.cat([before.values, v], 1)  # [B,S+W+T,..]
+        places = once(shared, ("window", W, sink), lambda: _places(before.held, padding, segments, order, (sink, W, T)))
+        o, mass = _blocks(q, keys, values, places, W, scale)
+        ring = places.state(keys, values)
     if order is not None and padding is not None:
         back = order.argsort(1)
         o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
         o = o * padding[:, :, None, None]
-    return o, mass, places.state(keys, values)
+    return o, mass, ring
 
 
 class _Places(NamedTuple):
@@ -119,6 +133,25 @@ def _places(
 ) -> _Places:
     """Where rows look whose state had `count` [B] tokens; `order` [B,T] puts real tokens first; `sizes` are S, W, T."""
     (S, W, T), B, device = sizes, len(count), count.device
+    document, begin, last, held = _ends(count, padding, segments, order, sizes)
+    c = min(W, T)
+    tail = -T % c
+    document = F.pad(document, (0, tail), value=-1).unfold(1, W + c, c)  # [B,N,W+c]
+    visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, device)
+    # A token always sees itself, so that no row of padding is empty.
+    visible = visible | torch.eye(c, W + c, dtype=torch.bool, device=device).roll(W, 1)
+    # What is still among the last W must not count twice.
+    place = F.pad(torch.arange(T, device=device) - begin, (0, tail)).unflatten(1, (-1, c))
+    visible = torch.cat([place[..., None] - W >= torch.arange(S, device=device), visible], -1)
+    rows = torch.arange(B, device=device)[:, None, None]
+    return _Places(~visible, rows, _first(begin[:, ::c], sizes), last, held)
+
+
+def _ends(
+    count: Tensor, padding: Tensor | None, segments: Tensor | None, order: Tensor | None, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `_documents` gives, and `last` and `held` of `_Places`; arguments as there."""
+    (S, W, T), B, device = sizes, len(count), count.device
     final: Tensor | None = None
     if segments is not None:
         segments = numbered(segments)
@@ -135,19 +168,44 @@ def _places(
     if padding is not None and final is not None:
         # A document may have begun with padding alone.
         held = torch.where(document.take_along_dim(real + W - 1, 1) == final, held, 0)
-    c = min(W, T)
-    tail = -T % c
-    document = F.pad(document, (0, tail), value=-1).unfold(1, W + c, c)  # [B,N,W+c]
-    visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, device)
-    # A token always sees itself, so that no row of padding is empty.
-    visible = visible | torch.eye(c, W + c, dtype=torch.bool, device=device).roll(W, 1)
-    # What is still among the last W must not count twice.
-    place = F.pad(torch.arange(T, device=device) - begin, (0, tail)).unflatten(1, (-1, c))
-    visible = torch.cat([place[..., None] - W >= torch.arange(S, device=device), visible], -1)
     ending = (S + real + torch.arange(W, device=device)).expand(B, W)
-    last = torch.cat([_first(own, sizes), ending[:, None]], 2)
-    rows = torch.arange(B, device=device)[:, None, None]
-    return _Places(~visible, rows, _first(begin[:, ::c], sizes), last, held[:, 0])
+    return document, begin, torch.cat([_first(own, sizes), ending[:, None]], 2), held[:, 0]
+
+
+class _Spans(NamedTuple):
+    """What the kernels need to know of documents, and what `_Places` says of the state after the input; None but for
+    `held` where every row is one document.
+    """
+
+    begin: Tensor | None  # [B,T] int32 where the document of each token begins, padding in the last
+    end: Tensor | None  # [B,T] int32 behind its last token
+    last: Tensor | None  # [B,S+W] of the tokens that the state holds
+    held: Tensor  # [B]
+
+    def state(self, k: Tensor, v: Tensor, S: int, W: int) -> Ring:
+        """The state after k and v [B,T,..]."""
+        if self.last is None:
+            missing = [max(n - k.shape[1], 0) for n in (S, W)]
+            first, recent = (0, 0, 0, 0, 0, missing[0]), (0, 0, 0, 0, missing[1], 0)
+            keys, values = (torch.cat([F.pad(y[:, :S], first), F.pad(y[:, -W:], recent)], 1) for y in (k, v))
+        else:
+            keys, values = (y.take_along_dim(self.last[:, :, None, None], 1) for y in (k, v))
+        return Ring(keys, values, self.held)
+
+
+def _spans(
+    q: Tensor, padding: Tensor | None, segments: Tensor | None, order: Tensor | None, sizes: tuple[int, int, int]
+) -> _Spans:
+    """The documents of q [B,T,..], which no state came before; arguments as for `_places`."""
+    (S, W, T), B = sizes, len(q)
+    if padding is None and segments is None:
+        return _Spans(None, None, None, torch.full((B,), T, device=q.device))
+    count = torch.zeros(B, dtype=torch.long, device=q.device)
+    _, begin, last, held = _ends(count, padding, segments, order, sizes)
+    place = torch.arange(T, device=q.device)
+    following = F.pad(torch.where(begin == place, place, T)[:, 1:], (0, 1), value=T)
+    end = following.flip(1).cummin(1).values.flip(1)
+    return _Spans(begin.int(), end.int(), (last[:, 0] - S - W).clamp_min(0), held)
 
 
 def _documents(

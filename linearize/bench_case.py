@@ -1,5 +1,7 @@
-"""What `linearize bench kernels` measures of one mechanism. The folder `cases` is the registry: the case `gsa` is the
-one subclass of `Case` that `cases/gsa.py` defines; measuring, tables and pictures are shared.
+"""What `linearize bench kernels` measures of one mechanism, or of the window beside them.
+
+The folder `cases` is the registry: the case `gsa` is the one subclass of `Case` that `cases/gsa.py` defines; measuring,
+tables and pictures are shared.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ OURS, PYTORCH, COMPILED = "linearize", "linearize, PyTorch path", ", compiled"
 
 
 class Shape(NamedTuple):
-    """B sequences of T tokens, H query heads over Hkv key heads of D channels, M slots or blocks where there are any.
+    """B sequences of T tokens, H query heads over Hkv key heads of D channels, M slots, blocks or tokens of a window
+    where there are any.
 
     `dtype` is of q, k, v and the output, `gates` of whatever else goes in; `base` is what lies under SLA.
     """
