@@ -19,6 +19,7 @@ from .data import Blocks, build_blocks
 from .errors import Exit, LinearizeError
 from .evaluate import sample_count
 from .generate import Loaded, device_memory
+from .inputs import most_tokens
 from .losses import IGNORED, cross_entropy, logit_kl
 from .recall import Writer, rows_of, score
 from .recipe import Recipe
@@ -63,6 +64,16 @@ def check_pair(student: Loaded, teacher: Loaded) -> None:
         )
 
 
+def check_lengths(student: Loaded, teacher: Loaded, recipe: Recipe, request: Request) -> None:
+    """Raise LinearizeError (exit 2) for texts of more tokens than one of the models takes."""
+    for length, option in ((recipe.data.pack.seq_len, "data.pack.seq_len="), (max(request.lengths), "--lengths ")):
+        for model in (student.model, teacher.model):
+            most = most_tokens(model)
+            if most is not None and length > most:
+                said = f"{type(model).__name__} takes at most {most} tokens"
+                raise LinearizeError(f"{option}{length}: {said}. Give {option}{most}, or less")
+
+
 @device_memory()
 def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: Request) -> dict[str, Any]:
     """All measures, on the evaluation text of a recipe; what `--json` prints.
@@ -70,6 +81,7 @@ def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: Request) 
     Raises LinearizeError: 2 for text or lengths that do not suffice, 3 for models that do not belong together.
     """
     check_pair(student, teacher)
+    check_lengths(student, teacher, recipe, request)
     with tempfile.TemporaryDirectory() as cache:
         blocks = read_blocks(recipe, student.tokenizer, Path(cache))
         return measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)

@@ -17,7 +17,7 @@ from .checkpoint import MANIFEST, meta_pickle
 from .convert import load_config
 from .errors import Exit, LinearizeError, did_you_mean, os_error, reason_of
 from .export import load_converted, load_whole
-from .inputs import writes_text
+from .inputs import most_tokens, writes_text
 from .recording import quiet
 from .source import Source, open_source, read_header
 from .trust import saved_again
@@ -162,6 +162,15 @@ def check_compiles(model: Any) -> None:
         )
 
 
+def check_fits(model: Any, prompt: int, new: int) -> None:
+    """Raise LinearizeError (exit 2) where `prompt` and `new` tokens are more than a model takes."""
+    most = most_tokens(model)
+    if most is not None and prompt + new > most + 1:  # the last token is not read again
+        said = f"{type(model).__name__} takes at most {most} tokens, and the prompt has {prompt}"
+        instead = f"Give --max-new-tokens {most + 1 - prompt}, or less" if prompt <= most else "Shorten it"
+        raise LinearizeError(f"--max-new-tokens {new}: {said}. {instead}")
+
+
 @device_memory()
 def generate(
     loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[str], None], compiled: bool = False
@@ -169,7 +178,8 @@ def generate(
     """Continue `prompt`; `write` gets pieces of text as they become known. Returns what `--json` prints.
 
     `tokens_per_s` counts new tokens over the whole time, the prompt's pass included; with `compiled` torch.compile
-    makes the decode step. Raises LinearizeError: 2 for a prompt without a token, 3 where no step can be compiled.
+    makes the decode step. Raises LinearizeError: 2 for a prompt without a token and more tokens than the model takes, 3
+    where no step can be compiled.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     if compiled:
@@ -177,6 +187,7 @@ def generate(
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise LinearizeError("the prompt has no token; give some text")
+    check_fits(model, inputs["input_ids"].shape[1], sampling.max_new_tokens)
     inputs["input_ids"] = inputs["input_ids"].long()
     stream = Stream(tokenizer, write)
     # top_k is off: a model's own generation config may have one, which would cut what top_p leaves.

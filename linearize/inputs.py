@@ -60,6 +60,20 @@ def tokens_of(model: Any, wanted: int) -> int:
     return min(wanted, (getattr(config, "max_position_embeddings", None) or wanted + 2) - 2)
 
 
+def most_tokens(model: Any) -> int | None:
+    """How many tokens a model takes at most: those that its table of positions has rows for; None where there is no
+    table, as with rotary embeddings, which reach as far as they are asked to."""
+    rows: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if rows is None:
+        return None
+    words = model.get_input_embeddings()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Embedding) and part is not words and rows <= part.num_embeddings <= rows + 2:
+            # OPT and others have two rows more; RoBERTa has not, and begins behind the row of padding.
+            return rows if part.padding_idx is None else part.num_embeddings - part.padding_idx - 1
+    return rows if any(table.ndim == 2 and len(table) == rows for table in model.buffers()) else None
+
+
 def make_tokens(model: Any, B: int, T: int) -> Tensor:
     """Token ids [B,T], past the special ones that vocabularies begin with (tiny ones have no others)."""
     vocab = min(model.config.get_text_config().vocab_size, 4096)

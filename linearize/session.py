@@ -14,6 +14,7 @@ from .data import BlockOrder
 from .errors import Exit, LinearizeError
 from .evaluate import Score, batches, layer_fidelity, sample_count, score
 from .export import load_converted
+from .inputs import most_tokens
 from .loop import StageLoop, seed_for
 from .recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
 from .runs import Position, Run, read_position
@@ -276,6 +277,7 @@ class Finetuner:
 
 def check_model(model: Any, recipe: Recipe) -> None:
     """Refuse (exit 3) what the model cannot do, and data that it cannot learn from; `model` may be without weights."""
+    most = most_tokens(model)
     for number, stage in enumerate(recipe.stages):
         if stage.lora is not None:
             check_targets(model, stage.lora.target)
@@ -287,6 +289,11 @@ def check_model(model: Any, recipe: Recipe) -> None:
             if source is not None:
                 own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
                 check_source(source, model, recipe.folder, f"{own}data.{split}")
+        length = recipe.data_for(stage).pack.seq_len
+        if most is not None and length > most:
+            own = f"stages[{number}]." * (stage.data.pack.seq_len is not None)
+            said = f"{own}data.pack.seq_len is {length}, and {type(model).__name__} takes at most {most} tokens"
+            raise LinearizeError(f"{said}. Set it to {most}, or less", Exit.INCOMPATIBLE)
     if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise LinearizeError(
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",

@@ -194,6 +194,17 @@ def test_mistaken_options_are_told(
     assert said in err
 
 
+def test_no_more_tokens_than_the_model_takes(linearize: Command, tmp_path: Path) -> None:
+    folder = base(tmp_path, "gpt2")
+    assert continued(linearize, folder, "--max-new-tokens", 252)["prompt_tokens"] == 5
+    code, out, err = linearize("generate", folder, "read ", "--max-new-tokens", "253")
+    assert (code, out) == (Exit.USAGE, "")
+    assert "takes at most 256 tokens, and the prompt has 5. Give --max-new-tokens 252, or less" in err
+    code, _, err = linearize("generate", folder, "read " * 52)
+    assert code == Exit.USAGE
+    assert "the prompt has 260. Shorten it" in err
+
+
 def test_the_bounds_of_sampling_can_be_used(linearize: Command, folder: Path) -> None:
     continued(linearize, folder, "--temperature", "1e-6", "--seed", str(2**64 - 1), "--top-p", "0")
 

@@ -22,6 +22,7 @@ from linearize.compare import state_bytes
 from linearize.demo import model_folder
 from linearize.errors import Exit
 from linearize.export import load_converted
+from linearize.inputs import most_tokens
 from linearize.recall import QUERIES, Row, Writer, rows_of, score
 from linearize_kernels.seam import mixers_of
 
@@ -252,6 +253,36 @@ def test_mistakes_are_told(linearize: Command, folder: Path, options: tuple[str,
     found, out, err = linearize("eval", folder, *given)
     assert (found, out) == (code, "")
     assert words in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--lengths", "64,300"), "--lengths 300: LinearizedGPT2LMHeadModel takes at most 256 tokens"),
+        (("data.pack.seq_len=257",), "Give data.pack.seq_len=256, or less"),
+    ],
+)
+def test_no_more_tokens_than_a_model_takes(
+    linearize: Command, folder: Path, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    student = base(tmp_path, "gpt2")
+    given = ("--teacher", student.parent / "source", "--recipe", recipe(folder), *SMALL, *options)
+    code, out, err = linearize("eval", student, *given)
+    assert (code, out) == (Exit.USAGE, "")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("gpt2", 256), ("opt", 256), ("bert", 256), ("roberta", 254), ("gptj", 256), ("llama", None)],
+)
+def test_tables_of_positions_end(kind: str, most: int | None) -> None:
+    model = architectures.small_model(kind)
+    assert most_tokens(model) == most
+    model(torch.full((1, most or 300), 5))
+    if most is not None:
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, most + 1), 5))
 
 
 def test_a_teacher_is_needed_and_must_be_the_students(linearize: Command, folder: Path, tmp_path: Path) -> None:

@@ -417,6 +417,15 @@ def test_what_does_not_fit_is_refused_before_training(
     assert re.search(message, refusal(capsys, recipe, code=code))
 
 
+def test_blocks_are_no_longer_than_the_model_takes(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = base(root, "gpt2")
+    recipe = write_recipe(tmp_path, folder, stage("logit_kl"), stage("sft", data={"pack": {"seq_len": 257}}))
+    said = "stages[1].data.pack.seq_len is 257, and LinearizedGPT2LMHeadModel takes at most 256 tokens. Set it to 256"
+    assert said in refusal(capsys, recipe, code=Exit.INCOMPATIBLE)
+
+
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_a_tracker_is_used_or_asked_for(
     tracker: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
