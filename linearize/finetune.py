@@ -135,8 +135,11 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
 
 
-def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None) -> list[dict[str, Any]]:
-    """What each stage would do, from the config alone: parameters, steps, tokens, bytes of teacher copies."""
+def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None, only: str | None = None) -> list[dict[str, Any]]:
+    """What each stage, or `only` the one of that name, would do, from the config alone: parameters, steps, tokens, and
+    bytes of teacher copies.
+    """
+    check_only(recipe, only)
     wide = check_runtime(recipe) != "no"
     planned = plan_base(recipe, weights=False)
     folder = converted_base(recipe, weights=False).folder if planned is None else None
@@ -148,6 +151,8 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None) -> list[dict
     rows = []
     for stage in recipe.stages:
         parameters = student.prepare(stage, wide=wide)
+        if only not in (None, stage.name):
+            continue
         blocks = stage.batch.per_device * stage.batch.accumulate * processes()
         seq_len = tokens_per_sample(recipe.data_for(stage))
         steps = stage_steps(stage, blocks, seq_len, max_steps)

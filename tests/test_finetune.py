@@ -346,6 +346,8 @@ def test_dry_run_needs_a_config_and_no_more(root: Path, tmp_path: Path, capsys: 
     copies = [0, 4 * (attention - new), 4 * (sum(weights.values()) - new)]
     assert [row["teacher_copy_bytes"] for row in (transfer, kl, sft)] == copies
     assert [row["steps"] for row in dry_run(capsys, recipe, "data.pack.seq_len=32", "--max-steps", 3)] == [3, 3, 3]
+    assert dry_run(capsys, recipe, "data.pack.seq_len=32", "--stage", "logit_kl") == [kl]
+    assert "Did you mean 'logit_kl'?" in refusal(capsys, recipe, "--dry-run", "--stage", "logit_kll", code=Exit.USAGE)
     assert not (tmp_path / "run").exists()
 
 

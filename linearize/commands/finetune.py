@@ -27,7 +27,7 @@ def finetune(
     from ..show import recipe_table, report_table
 
     if dry_run:
-        plans = story.dry_run(loaded, say, max_steps)
+        plans = story.dry_run(loaded, say, max_steps, stage)
         recipe_table(plans)
         result: dict[str, Any] = {"stages": plans}
     else:
