@@ -84,6 +84,13 @@ def test_a_teacher_is_its_own_best_student(linearize: Command, folder: Path) -> 
     assert all(row["student"] == row["teacher"] for task in ("recall", "needle", "state") for row in told[task])
 
 
+def test_a_teacher_may_have_any_name(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    """It becomes a value of YAML, where 123 is a number."""
+    for name, code in {"123": Exit.HUB, "a: b #c": Exit.INCOMPATIBLE}.items():
+        found, _, err = linearize("eval", folder, "--teacher", name, "--recipe", recipe(folder))
+        assert (found, f"no such folder '{name}'" in err) == (code, True)
+
+
 def test_the_text_is_the_recipes(linearize: Command, folder: Path, tmp_path: Path) -> None:
     """Its data.eval, data.pack and eval.max_tokens, whatever model the recipe is about."""
     some = measured(linearize, folder, "eval.max_tokens=512", "data.pack.seq_len=32")
@@ -241,7 +248,7 @@ def test_layers_that_were_linear_before_count_too() -> None:
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (("--lengths", "64,x"), Exit.USAGE, "--lengths 64,x: give numbers of tokens"),
+        (("--lengths", "64,x"), Exit.USAGE, "--lengths 64,x: give whole numbers"),
         (("--lengths", "64"), Exit.USAGE, "--lengths 64: 8 entries and as many questions do not fit"),
         (("--lengths", "4000"), Exit.USAGE, "the text has"),
         (("--device", "tpu"), Exit.USAGE, "choose auto, cpu, cuda"),

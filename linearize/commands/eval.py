@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +34,7 @@ def evaluate(
 
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
-    text = load_recipe(recipe, [f"model.base={teacher}", *(overrides or [])])
+    text = load_recipe(recipe, [f"model.base={json.dumps(teacher)}", *(overrides or [])])
     from ..compare import Request, compare, parse_lengths
     from ..generate import load
     from ..show import comparison_table
