@@ -17,7 +17,7 @@ from .checkpoint import INDEX, MANIFEST
 from .errors import Exit, LinearizeError
 from .plan import Plan, some
 from .shards import in_parallel, read_bytes, read_tensor, sha256
-from .source import DTYPES, Entry, open_source, read_header
+from .source import DTYPES, Entry, check_revision, open_source, read_header
 from .trust import changed_code, plan_of, refuse_code
 from .verify import clean_command, free_memory, result_of, started
 
@@ -48,15 +48,19 @@ def verify_folder(
     """Every check of the linearized model in a folder, or of `revision` on the Hub.
 
     Raises LinearizeError: 3 for what is no linearized model, and for code that this version does not write unless
-    `trust_remote_code`; 4 and 5 as `open_source`.
+    `trust_remote_code`; 2, 4 and 5 as `open_source`.
     """
     from .diffusion.convert import holds_diffusers
 
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        check_revision(model, revision)
+    else:
+        folder = open_source(model, revision).folder
     if holds_diffusers(model):
         from .diffusion import verify
 
-        return verify.verify_folder(Path(model), strict=strict, trust_remote_code=trust_remote_code)
-    folder = Path(model) if Path(model).is_dir() else open_source(model, revision).folder
+        return verify.verify_folder(folder, strict=strict, trust_remote_code=trust_remote_code)
     plan = read_config_plan(folder)
     if not trust_remote_code:
         refuse_code(folder, changed_code(folder, plan))

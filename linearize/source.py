@@ -78,10 +78,9 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
         if os.path.isfile(folder):
             raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
         local = _is_folder(folder)
-        if local and revision is not None:
-            said = f"{model} is a folder here, and a revision ({revision}) is a branch, tag or commit on the Hub"
-            raise LinearizeError(f"{said}. Leave it out, or give the Hub's user/repo")
-        if not local:
+        if local:
+            check_revision(model, revision)
+        else:
             folder, revision = download(model, revision, weights)
         config = _read_config(folder)
         shards, pickled = find_shards(folder, weights)
@@ -89,6 +88,13 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
         raise unreadable(error) from error
     name = os.path.basename(os.path.realpath(folder)) if local else model
     return Source(folder, name, revision, config, shards, pickled)
+
+
+def check_revision(folder: str, revision: str | None) -> None:
+    """Raise LinearizeError (exit 2) for a revision of a folder here, which has none."""
+    if revision is not None:
+        said = f"{folder} is a folder here, and a revision ({revision}) is a branch, tag or commit on the Hub"
+        raise LinearizeError(f"{said}. Leave it out, or give the Hub's user/repo")
 
 
 def _is_folder(path: Path) -> bool:

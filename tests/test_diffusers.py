@@ -516,7 +516,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], list[str], int, str]] = {
     "layers": (lambda f: None, ["--layers", "2"], 2, "has 2 layers (0-1)"),
     "dtype": (lambda f: None, ["--dtype", "int8"], 2, "choose keep, float64"),
     "consent": (lambda f: None, ["--allow-drop", "alibi"], 2, "drops nothing of its softmax"),
-    "revision": (lambda f: None, ["--revision", "main"], 2, "without revisions"),
+    "revision": (lambda f: None, ["--revision", "main"], 2, "and a revision (main) is a branch"),
     "push": (lambda f: None, ["--push", "user/repo"], 2, "hf upload"),
     "inside": (lambda f: None, ["-o", "{source}/linear"], 2, "separate folders"),
     "code": (lambda f: (f / "vae/own.py").write_text(""), [], 3, "its own code (vae/own.py)"),

@@ -310,6 +310,8 @@ def test_a_model_with_softmax_is_named(tmp_path: Path) -> None:
     (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "linearize": {"layers": [{}]}}))
     code, found = verify(str(tmp_path / "source"))
     assert (code, "its plan is damaged (KeyError: 'site')" in found["error"]) == (Exit.INCOMPATIBLE, True)
+    code, found = verify(str(tmp_path / "source"), "--revision", "main")
+    assert (code, "and a revision (main) is a branch" in found["error"]) == (Exit.USAGE, True)
     (tmp_path / "empty").mkdir()
     code, found = verify(str(tmp_path / "empty"))
     assert code == Exit.INCOMPATIBLE

@@ -19,7 +19,7 @@ from ..plan import DIFFUSERS, Plan, some
 from ..probe import Found, Other
 from ..recording import quiet
 from ..request import Request
-from ..source import Source, check_names, find_shards, read_header, read_json
+from ..source import Source, check_names, check_revision, find_shards, read_header, read_json
 from ..verify import Level
 from .latents import INPUTS
 from .probe import Part, build, probe
@@ -55,8 +55,7 @@ def plan_conversion(
     Raises LinearizeError with the exit code of the obstacle.
     """
     request = Request(mechanism, **asked)
-    if revision is not None:
-        raise LinearizeError(f"--revision {revision}: {model} is a folder here, without revisions. Leave it out")
+    check_revision(model, revision)
     folder = Path(os.path.expanduser(model))
     source, parts = open_parts(folder, load_diffusers(folder), weights)
     check_files(source, trust_remote_code)
