@@ -172,7 +172,7 @@ def constant_state(model: Any, ids: Tensor) -> str:
     for length in (8, ids.shape[1]):
         cache = call(model, ids[:, :length], use_cache=True).past_key_values
         layers = [layer for layer in cache.layers if hasattr(layer, "state")]
-        held.append([sum(map(held_bytes, vars(layer).values())) for layer in layers])
+        held.append([held_bytes(vars(layer)) for layer in layers])
     wanted = len(model.config.linearize["layers"])
     if len(held[0]) != wanted:
         return f"{len(held[0])} layers keep a state, the config has {wanted}"

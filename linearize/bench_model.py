@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ def bench_model(
     *,
     options: dict[str, Any],
     compiled: bool = False,
-    batches: list[int] | None = None,
-    **given: list[int] | None,
+    batches: Sequence[int] | None = None,
+    **given: Sequence[int] | None,
 ) -> dict[str, Any]:
     """Measure a folder or Hub id, of which only the config is read, or a shape by name, converted to `mechanism`.
 

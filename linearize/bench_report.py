@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import Exit, LinearizeError
+from .errors import Exit, LinearizeError, writing
 
 # Of a run: forward alone; forward and backward.
 PARTS = ("forward", "both")
@@ -145,7 +145,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.suptitle(result["machine"]["device"])
     for (name, records), axes in zip(measured.items(), grid[:, 0], strict=True):
         _panel(axes, name, [run for run in records["runs"] if "both" in run])
-    figure.savefig(path, dpi=150)
+    with writing(path):
+        figure.savefig(path, dpi=150, format="png")
     pyplot.close(figure)
 
 

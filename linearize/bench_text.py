@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache
 
+from .behaviours import held_bytes
 from .bench import attempt
 from .bench_measure import allocated, here, peak_mib, timed
 from .export import meta_model
 from .generate import check_compiles
+from .loop import set_checkpointing
 from .plan import Plan
 from .render import Natives
 from .source import Source
@@ -95,8 +97,7 @@ def training(model: Any, length: int, checkpointing: bool) -> dict[str, Any]:
     batch = max(1, STEP_TOKENS // length) if here() == "cuda" else 1
     ids = some_tokens(model, batch, length)
     model.train()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    set_checkpointing(model, checkpointing)
 
     def step() -> None:
         model(ids, labels=ids, use_cache=False).loss.backward()
@@ -107,7 +108,7 @@ def training(model: Any, length: int, checkpointing: bool) -> dict[str, Any]:
         peak = peak_mib(step, 0)
     finally:
         model.zero_grad(set_to_none=True)
-        model.gradient_checkpointing_disable()
+        set_checkpointing(model, False)
         model.eval()
     return {"batch": batch, **took, "tokens_s": 1e3 * batch * length / took["ms"], "peak_mib": peak}
 
@@ -156,7 +157,7 @@ def generate(model: Any, context: int, batch: int, tokens: int, compiled: bool =
     """When each of `tokens` tokens after `context` was there, in seconds, and MiB of the cache before."""
     cache, clock = filled_cache(model, batch, context), Clock()
     ids = some_tokens(model, batch, context + 1)
-    mib = sum(part.nbytes for layer in cache.layers for part in held(vars(layer))) / 2**20
+    mib = sum(held_bytes(vars(layer)) for layer in cache.layers) / 2**20
     settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     if compiled:
         settings["compile_config"] = CompileConfig()
@@ -179,11 +180,3 @@ def filled_cache(model: Any, batch: int, context: int) -> DynamicCache:
 
 def _more(x: Tensor, tokens: int) -> Tensor:
     return torch.randn(*x.shape[:2], tokens, x.shape[3], device=x.device, dtype=x.dtype)
-
-
-def held(value: Any) -> list[Tensor]:
-    """The tensors in a value."""
-    if isinstance(value, Tensor):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [part for item in inner for part in held(item)]

@@ -39,11 +39,11 @@ class Request:
     batch_tokens: int
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """`256,1024` -> (256, 1024). Raises LinearizeError (exit 2) for what is no list of lengths."""
+def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
+    """`256,1024` -> (256, 1024). Raises LinearizeError (exit 2) for anything but numbers above 0."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[1-9][0-9]{0,7}", part) for part in parts):
-        raise LinearizeError(f"--lengths {text}: give numbers of tokens with commas between, such as 256,1024")
+        raise LinearizeError(f"{option} {text}: give whole numbers with commas between, such as 256,1024")
     return tuple(map(int, parts))
 
 
@@ -151,4 +151,4 @@ def state_bytes(model: Any, tokens: int) -> int:
     """Bytes that a cache holds for one sequence of so many tokens, in layers of every kind."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     layers = model(input_ids=ids, use_cache=True).past_key_values.layers
-    return sum(held_bytes(held) for layer in layers for held in vars(layer).values())
+    return sum(held_bytes(vars(layer)) for layer in layers)

@@ -79,6 +79,13 @@ def test_a_picture_needs_matplotlib(linearize: Command, tmp_path: Path, monkeypa
     assert "pip install matplotlib" in err
 
 
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+def test_a_result_has_a_folder_to_go_to(linearize: Command, tmp_path: Path, option: str) -> None:
+    code, out, err = linearize("bench", "kernels", "--mechanism", "la", "--tokens", 8, option, tmp_path / "no" / "x")
+    assert (code, out) == (Exit.USAGE, "")
+    assert f"no such folder: {tmp_path / 'no'}" in err
+
+
 def test_what_fails_leaves_the_rest_of_the_table(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(inputs: list[torch.Tensor], shape: Any) -> dict[str, Any]:
         def forward() -> torch.Tensor:

@@ -26,13 +26,16 @@ def bench_kernels(
     from ..bench import bench_kernels as measure
     from ..bench import failures
     from ..bench_report import check_plot, markdown, plot
-    from ..errors import Exit, LinearizeError
+    from ..errors import Exit, LinearizeError, absent
 
     def tell(measured: str, result: dict[str, Any]) -> None:
         say(measured)
         if save is not None:
             write_atomically(save, json.dumps(finite(result)))
 
+    for path in (save, picture):  # it takes an hour to get there
+        if path is not None and not path.absolute().parent.is_dir():
+            raise absent(path.absolute().parent, "no such folder:")
     if picture is not None:
         check_plot()
     result = measure(mechanism, tokens, tell)
@@ -44,16 +47,6 @@ def bench_kernels(
         plot(result, picture)
     if failed := failures(result):
         raise LinearizeError("; ".join(failed), Exit.CHECK_FAILED)
-
-
-def lengths(text: str, option: str) -> list[int]:
-    """`2048,8192` -> [2048, 8192]. Raises LinearizeError (exit 2) for anything but numbers above 0."""
-    from ..errors import LinearizeError
-
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() and 0 < int(word) < 10**9 for word in words):
-        raise LinearizeError(f"{option} {text}: give whole numbers, such as 2048,8192")
-    return [int(word) for word in words]
 
 
 @bench.command("model")
@@ -81,10 +74,11 @@ def bench_model(
     inference on images."""
     from ..bench_model import bench_model as measure
     from ..bench_model import markdown
+    from ..compare import parse_lengths
     from ..mechanisms import parse_settings
 
     given = {"train": train, "contexts": contexts, "sizes": sizes, "batches": batches}
-    numbers = {name: lengths(text, f"--{name}") for name, text in given.items() if text is not None}
+    numbers = {n: parse_lengths(text, f"--{n}") if text else () for n, text in given.items() if text is not None}
     result = measure(model, shape, to, options=parse_settings(settings or []), compiled=compiled, **numbers)
     if as_json:
         print_json(result)
