@@ -241,6 +241,8 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
     """
     given = dict(given)
     sr = given.pop("sr", None)
+    if sr not in (None, "keep", "drop"):
+        raise LinearizeError(f"sr={sr}: must be keep or drop")
     mixer_class, options = load_mechanism(mechanism), resolve_options(mechanism, given)
     steps = []
     for site in sites:
@@ -260,8 +262,6 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
 
 def reduced(sr: str | None, site: Site, mechanism: str, square: bool) -> str:
     """`keep` or `drop`: what becomes of a site's reduction of keys. `square`: the mechanism needs a key per query."""
-    if sr not in (None, "keep", "drop"):
-        raise LinearizeError(f"sr={sr}: must be keep or drop")
     if sr == "keep" and square:
         raise LinearizeError(
             f"sr=keep: {site.path} computes fewer keys than queries, and {mechanism!r} needs one for each. Leave sr "

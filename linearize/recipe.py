@@ -18,7 +18,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from .errors import LinearizeError, did_you_mean, redact
-from .mechanisms import check_name, resolve_options
+from .mechanisms import check_name
 from .presets import recipe_path, recipes_folder
 from .recipe_data import SOURCES
 from .recipe_models import SFT, AttentionTransfer, FeatureCosine, LogitKL, Recipe, Stage
@@ -167,9 +167,15 @@ def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     except LinearizeError as error:
         yield ("convert", "mechanism"), error.message
         return
-    for option, value in recipe.convert.options.items():
+    from .plan import make_steps
+
+    # `base` first, for others may belong to it.
+    options = dict(sorted(recipe.convert.options.items(), key=lambda item: item[0] != "base"))
+    base: dict[str, Any] = {}
+    for option, value in options.items():
         try:
-            resolve_options(mechanism, {option: value})
+            make_steps([], mechanism, {**base, option: value})
+            base |= {option: value} if option == "base" else {}
         except LinearizeError as error:
             text = error.message.removeprefix(f"{option}={value}: ").removeprefix(f"{option}: ")
             yield ("convert", "options", option), text

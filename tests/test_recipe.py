@@ -303,11 +303,28 @@ def test_mistakes_are_told_at_their_place(tmp_path: Path, text: str, message: st
         ("{mechanism: gsa, options: {slots: 0}}", "r.yaml:16:44 convert.options.slots: must be >= 1 and <= "),
         ("{mechanism: gsa, options: {norm: none, rope: 3}}", "r.yaml:16:55 convert.options.rope: must be true or "),
         ("{mechanism: gsa, options: {norm: heads}}", "r.yaml:16:43 convert.options.norm: must be one of none, head, "),
+        ("{mechanism: la, options: {sr: kep}}", "r.yaml:16:40 convert.options.sr: must be keep or drop"),
+        (
+            "{mechanism: sla, options: {base: gdm}}",
+            "r.yaml:16:43 convert.options.base: must be one of retnet, gla, gdn",
+        ),
+        (
+            "{mechanism: sla, options: {gate_rank: 8, base: gdn}}",
+            "r.yaml:16:48 convert.options.gate_rank: sla over gdn has no such option. It belongs to base=gla.",
+        ),
     ],
 )
 def test_mechanisms_and_their_options_are_checked(tmp_path: Path, convert: str, message: str) -> None:
     (line,) = errors(tmp_path, f"{MINIMAL}convert: {convert}\n")
     assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "convert", ["{mechanism: sla, options: {taps: 4, base: gdn}}", "{mechanism: la, options: {sr: drop}}"]
+)
+def test_options_that_the_command_line_takes_are_taken(tmp_path: Path, convert: str) -> None:
+    (tmp_path / "r.yaml").write_text(f"{MINIMAL}convert: {convert}\n")
+    assert load_recipe(tmp_path / "r.yaml").convert
 
 
 def test_a_folder_of_text_is_said_to_be_one(tmp_path: Path) -> None:
