@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize.demo
+from linearize.demo import tour
 from linearize.demo.corpus import HELD_OUT, Document, documents, is_test, read_dump, split_of, write_dump
 from linearize.demo.train_teacher import Options, Stream, build_model, encode, perplexity, train
+from linearize.errors import Exit, LinearizeError
 
 MODEL = Path(linearize.demo.__file__).parent / "model"
 
@@ -124,6 +126,13 @@ def test_generation_gives_text(model, tokenizer):
     written = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
     assert "self." in written
     assert "\ufffd" not in written
+
+
+def test_a_student_that_does_not_load_fails_a_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(tour, "NEW_TOKENS", 2)
+    with pytest.raises(LinearizeError, match="nothing") as error:
+        tour.side_by_side(tmp_path / "nothing", "def f", print)
+    assert error.value.code == Exit.CHECK_FAILED
 
 
 def test_training_runs(tokenizer, heldout):

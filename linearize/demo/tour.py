@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from rich.panel import Panel
 from ..finetune import finetune, plan_base
 from ..recipe import load_recipe
 from ..show import console, plan_table, report_table
-from ..verify import clean_command
+from ..verify import clean_command, result_of, started
 from . import model_folder
 
 Say = Callable[[str], None]
@@ -64,18 +62,19 @@ def tour(output: Path | None, prompt: str, say: Say) -> dict[str, Any]:
 
 
 def side_by_side(student: Path, prompt: str, say: Say) -> dict[str, str]:
-    """Continuations by teacher and student, streamed from a clean process that cannot import linearize."""
+    """Continuations by teacher and student, streamed from a clean process that cannot import linearize.
+
+    Raises LinearizeError (exit 6) when it fails.
+    """
     say("reloading the saved model in a process without linearize; both continue the prompt:")
     arguments = [str(model_folder()), str(student), prompt, str(NEW_TOKENS)]
     texts = {"teacher": "", "student": ""}
-    with clean_command(WRITE, arguments) as (command, environment):
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    with clean_command(WRITE, arguments) as command, started(*command) as process:
         assert process.stdout is not None
         with Live(console=console(), transient=False, refresh_per_second=8) as live:
             for line in process.stdout:
                 piece = json.loads(line)
                 texts[piece["who"]] += piece["text"]
                 live.update(Columns([Panel(texts[who], title=who, width=58) for who in texts]))
-        if process.wait():
-            sys.exit(process.returncode)
+        result_of(process)
     return texts
