@@ -190,9 +190,9 @@ def generate(
     check_fits(model, inputs["input_ids"].shape[1], sampling.max_new_tokens)
     inputs["input_ids"] = inputs["input_ids"].long()
     stream = Stream(tokenizer, write)
-    # top_k is off: a model's own generation config may have one, which would cut what top_p leaves.
+    # A model's own settings may have beams, which cannot be streamed, and a top_k, which would cut what top_p leaves.
     sampled = sampling.temperature > 0
-    style: dict[str, Any] = {}
+    style: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1}
     if sampled:
         style |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     if compiled:

@@ -205,6 +205,14 @@ def test_no_more_tokens_than_the_model_takes(linearize: Command, tmp_path: Path)
     assert "the prompt has 260. Shorten it" in err
 
 
+def test_one_text_is_written_whatever_the_models_own_settings(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, other := tmp_path / "beams")
+    settings = json.loads((other / "generation_config.json").read_text())
+    (other / "generation_config.json").write_text(json.dumps({**settings, "num_beams": 4, "num_return_sequences": 2}))
+    for options in ((), ("--temperature", 1)):
+        assert continued(linearize, other, *options)["tokens"] == continued(linearize, folder, *options)["tokens"]
+
+
 def test_the_bounds_of_sampling_can_be_used(linearize: Command, folder: Path) -> None:
     continued(linearize, folder, "--temperature", "1e-6", "--seed", str(2**64 - 1), "--top-p", "0")
 
