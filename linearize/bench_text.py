@@ -22,8 +22,10 @@ from transformers import CompileConfig, DynamicCache
 from .behaviours import held_bytes
 from .bench import attempt
 from .bench_measure import allocated, here, peak_mib, timed
+from .errors import LinearizeError
 from .export import meta_model
 from .generate import check_compiles
+from .inputs import most_tokens
 from .loop import set_checkpointing
 from .plan import Plan
 from .render import Natives
@@ -59,6 +61,7 @@ def bench_text(
     compiled step.
     """
     built = meta_model(None, planned, None, False, here()).eval()
+    check_positions(built, [*train, *(context + TOKENS for context in contexts)])
     built.generation_config.eos_token_id = None  # no text ends early
     if compiled:
         check_compiles(built)
@@ -83,6 +86,14 @@ def bench_text(
                 steps = attempt(partial(decode, built, context, batch, compiled))
                 result["decode"].append({"name": f"{mechanism}, compiled", **what, **steps})
     return built, result
+
+
+def check_positions(model: Any, lengths: list[int]) -> None:
+    """Raise LinearizeError (exit 2) for more tokens than a model takes, which on a GPU would end the whole process."""
+    most = most_tokens(model)
+    if most is not None and max(lengths, default=0) > most:
+        said = f"{type(model).__name__} takes at most {most} tokens"
+        raise LinearizeError(f"{said}: give --train up to {most} and --contexts up to {most - TOKENS}")
 
 
 def some_tokens(model: Any, batch: int, length: int) -> Tensor:

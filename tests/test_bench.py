@@ -278,6 +278,12 @@ def test_a_shape_is_measured(linearize: Command, monkeypatch: pytest.MonkeyPatch
     assert len([line for line in out.splitlines() if line.startswith(("| softmax, SDPA | 8", "| gsa | 8"))]) == 4
 
 
+def test_no_more_tokens_than_the_model_takes(linearize: Command, zoo: Zoo) -> None:
+    code, out, err = linearize("bench", "model", zoo.folders("gpt2")[0], "--train", "", "--contexts", "8,217")
+    assert (code, out) == (Exit.USAGE, "")
+    assert "takes at most 256 tokens: give --train up to 256 and --contexts up to 216" in err
+
+
 def test_steps_are_compiled_where_they_can_be(linearize: Command, zoo: Zoo) -> None:
     code, out, err = linearize("bench", "model", zoo.folders("llama")[0], "--compile")
     assert (code, out) == (Exit.INCOMPATIBLE, "")
