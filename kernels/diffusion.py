@@ -8,7 +8,7 @@ A processor of diffusers projects q, k and v, normalises and rotates them, calls
 what comes out. Here its code runs unchanged, on globals in which that function's name leads to the mixer: nothing of
 it is copied, nothing of torch or diffusers is changed for others, and torch.compile makes one graph of it.
 
-diffusers is not imported here: the one file of a saved model (linearize/diffusion_code.py) hands its classes over.
+diffusers is not imported here: the one file of a saved model (linearize/diffusion/code.py) hands its classes over.
 """
 
 from __future__ import annotations

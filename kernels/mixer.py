@@ -292,22 +292,18 @@ def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | in
     `seen` (a number or [B]) is how many tokens the state has absorbed. Padding repeats the index of the token
     before it, so left padding does not shift a row.
     """
-    if padding is None and not isinstance(seen, Tensor):
-        return once(segments, ("positions", seen), lambda: _positions(None, segments, seen, shape))
-    return _positions(padding, segments, seen, shape)
-
-
-def _positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | int, shape: tuple[int, int]) -> Tensor:
-    """`positions`, worked out."""
     B, T = shape
-    if padding is None:
-        device = segments.device if segments is not None else seen.device if isinstance(seen, Tensor) else None
-        index = torch.arange(T, device=device).expand(B, T)
-    else:
-        index = padding.long().cumsum(1) - 1
-    if segments is not None:
-        starts = torch.ones_like(segments, dtype=torch.bool)
-        starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-        index = index - torch.where(starts, index, 0).cummax(1).values
-    offset = seen[:, None] if isinstance(seen, Tensor) else seen
-    return index + offset
+
+    def made() -> Tensor:
+        if padding is None:
+            device = segments.device if segments is not None else seen.device if isinstance(seen, Tensor) else None
+            index = torch.arange(T, device=device).expand(B, T)
+        else:
+            index = padding.long().cumsum(1) - 1
+        if segments is not None:
+            starts = torch.ones_like(segments, dtype=torch.bool)
+            starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+            index = index - torch.where(starts, index, 0).cummax(1).values
+        return index + (seen[:, None] if isinstance(seen, Tensor) else seen)
+
+    return once(segments if padding is None and not isinstance(seen, Tensor) else None, ("positions", seen), made)
