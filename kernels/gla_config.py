@@ -23,21 +23,36 @@ class Launch(NamedTuple):
 
 
 class Config(NamedTuple):
-    """One launch per kernel, and what the tensor cores make of computed factors."""
+    """One launch per kernel, two of the scan where it cuts rows, and what the tensor cores make of computed factors."""
 
     chunk: int
     scan: Launch
+    sums: Launch
     mix: Launch
     key: Launch
     precision: str
     # Chunks whose channels all keep more than 2^-range take one reference instead of the halving.
     range: float = 100.0
+    # Programs of the scan that run at once, and the fewest chunks that make a piece of a row.
+    programs: int = 0
+    piece: int = 4
+    # Of two launches the second reads the sums of gates that the first one made: differences of them are what it wants,
+    # exact enough beside bf16.
+    given: bool = False
+
+    def pieces(self, programs: int, chunks: int) -> int:
+        """Into how many pieces the scan cuts rows where it has `programs` without, and a row so many chunks.
+
+        Pieces are walked twice: two of them gain nothing.
+        """
+        most = min(self.programs // programs, chunks // self.piece)
+        return most if most > 2 else 1
 
 
 # (capability, value dim above 64) -> what differs from `safe` for bf16. Measured: one H200, heads of 128.
 SHIPPED: dict[tuple[tuple[int, int], bool], dict[str, Any]] = {
     ((9, 0), False): {"scan": Launch(64, 64, 4, 2), "mix": Launch(64, 64, 4, 2)},
-    ((9, 0), True): {"scan": Launch(64, 128, 4, 2), "mix": Launch(64, 128, 4, 2)},
+    ((9, 0), True): {"scan": Launch(64, 128, 4, 2), "sums": Launch(64, 128, 4, 3), "mix": Launch(64, 128, 4, 2)},
 }
 
 
@@ -45,15 +60,15 @@ def configure(q: Tensor, v: Tensor) -> Config:
     """The configuration for these inputs on their device."""
     if q.device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
         small = Launch(16, 16, 4, 1)
-        return Config(32, small, small, small, "ieee")
+        return Config(32, small, small, small, small, "ieee", programs=12, piece=1, given=q.dtype == torch.float16)
     properties = torch.cuda.get_device_properties(q.device)
-    return choose((properties.major, properties.minor), v.shape[-1], q.dtype)
+    return choose((properties.major, properties.minor), properties.multi_processor_count, v.shape[-1], q.dtype)
 
 
 @functools.cache
-def choose(capability: tuple[int, int], DV: int, dtype: torch.dtype) -> Config:
-    """The shipped configuration, or a safe one."""
-    config = safe(dtype)
+def choose(capability: tuple[int, int], processors: int, DV: int, dtype: torch.dtype) -> Config:
+    """The shipped configuration, or a safe one. Registers allow two programs of the scan a multiprocessor."""
+    config = safe(dtype)._replace(programs=2 * processors)
     if dtype == torch.bfloat16:
         config = config._replace(**SHIPPED.get((capability, DV > 64), {}))
     return config
@@ -66,4 +81,5 @@ def safe(dtype: torch.dtype) -> Config:
     # With bf16 inputs gla_tiles.py cuts operands into parts. Three bf16 products carry 16 bits of each factor, enough
     # for fp16; six carry 24.
     precision = {torch.bfloat16: "parts", torch.float16: "bf16x3", torch.float32: "bf16x6"}[dtype]
-    return Config(64 if dtype == torch.bfloat16 else 32, one, one, one, precision)
+    half = dtype == torch.bfloat16
+    return Config(64 if half else 32, one, one, one, one, precision, given=half)

@@ -86,15 +86,30 @@ class Problem:
         return self.new(count, self.E, self.D, self.DV)
 
 
+def blocks(x: Problem, how: Launch) -> int:
+    """Of a memory, one for each program."""
+    return -(-x.D // how.block_k) * -(-x.DV // how.block_v)
+
+
 def scan(x: Problem, xs: Tensor, ys: Tensor, gate: Tensor | None, b: Tensor, first: Tensor | None, last: Tensor | None,
          scale: float, reverse: bool) -> Tensor:  # fmt: skip
     """What enters each chunk, or with `reverse` the gradient of what leaves it, [slots,E,D,Dv]."""
-    how, S = x.config.scan, x.memories(x.layout.slots)
-    grid = -(-x.D // how.block_k) * -(-x.DV // how.block_v), x.layout.rows * x.E
-    x.launch(
-        gla_scan_kernel, how, grid, xs, ys, x.g, gate, x.segments, x.layout.per_chunk, x.layout.per_row, b, S, first,
-        last, scale, *strides(xs, ys), *x.counts, REVERSE=reverse, G=x.H // x.E if reverse else 1,
-    )  # fmt: skip
+    S, rows, how = x.memories(x.layout.slots), x.layout.rows, x.config.scan
+    chunks = x.layout.chunks // (1 if x.layout.per_row is None else rows)
+    pieces = x.config.pieces(blocks(x, how) * rows * x.E, chunks)
+    sums = keep = None
+
+    def walk(how: Launch, *memories: Tensor | None) -> None:
+        x.launch(
+            gla_scan_kernel, how, (blocks(x, how), rows * x.E, pieces), xs, ys, x.g, gate, x.segments,
+            x.layout.per_chunk, x.layout.per_row, b, *memories, sums, keep, scale, *strides(xs, ys), *x.counts,
+            REVERSE=reverse, G=x.H // x.E if reverse else 1, GIVEN=pieces > 1 and x.config.given,
+        )  # fmt: skip
+
+    if pieces > 1:
+        sums, keep = x.memories(rows * pieces), x.new(rows * pieces, x.E, x.D)
+        walk(x.config.sums, None, None, None)
+    walk(how, S, first, last)
     return S
 
 

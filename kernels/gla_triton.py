@@ -1,7 +1,8 @@
 """GLA on the GPU: the chunk form of gla.py in two kernels, each of which runs forwards and, for gradients, backwards.
 
     scan   per head and block of the memory, over the chunks in order: what enters each chunk,
-           S <- diag(e^{b_C}) S + (e^{b_C-b} k)^T v; backwards dS <- diag(e^{b_C}) dS + (e^b q)^T do
+           S <- diag(e^{b_C}) S + (e^{b_C-b} k)^T v; backwards dS <- diag(e^{b_C}) dS + (e^b q)^T do.
+           Where heads are too few for a GPU, pieces of a row side by side: once for what each adds, once from there
     mix    per chunk and block of value channels: o = (e^b q) S + tril(A) v; backwards dv = (e^{b_C-b} k) dS + A^T do
 
 and the decode step in one launch. Memories: [slots,E,D,Dv] fp32, where a row (or sequence) of N chunks owns N + 1
@@ -18,14 +19,16 @@ from .tiles import dot, dot_given_right, jit, load_rows, segment_flow, store_row
 
 
 @jit
-def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0, p_S1, scale,
+def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0, p_S1, p_sum, p_keep, scale,
                     s_xb, s_xt, s_xh, s_yb, s_yt, s_yh, T: int, N: int, H, E, SHARE, G: tl.constexpr,
                     D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                    VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, REVERSE: tl.constexpr,
+                    VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, GIVEN: tl.constexpr,
                     PREC: tl.constexpr):  # fmt: skip
     """What enters each chunk [slots,E,D,Dv], from S0 (None: 0) and into S1; forwards also b [B,T,E,D].
 
-    REVERSE: x = q and y = do of the G heads of a memory, b is read. Grid (blocks of K * blocks of V, rows * E).
+    REVERSE: x = q and y = do of the G heads of a memory, b is read. Grid (blocks of K * blocks of V, rows * E, pieces).
+    In pieces a row takes two launches. Without S: what each adds, into sum [rows,pieces,E,D,Dv], and what it keeps of
+    what enters it, into keep [rows,pieces,E,D]. With S: each starts from S0 and the sums before it.
     """
     blocks: tl.constexpr = (DV + BV - 1) // BV
     i_k, i_v = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -49,15 +52,29 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
     b_S = tl.zeros([BK, BV], tl.float32)
     if p_S0 is not None:
         b_S += load_rows(p_S0 + memory, o_k, o_v, DV, D, DV)
+    begin, end = 0, count
+    if p_sum is not None:
+        i_p, pieces = tl.program_id(2), tl.num_programs(2)
+        own = i_row * pieces * E + i_e
+        begin = i_p * tl.cdiv(count, pieces)
+        end = tl.minimum(begin + tl.cdiv(count, pieces), count)
+        if p_S is None:
+            b_keep = tl.full([BK], 1.0, tl.float32)
+            if REVERSE or not GIVEN:
+                end = tl.where(i_p == pieces - 1, begin, end)
+        else:
+            for i in range(0, i_p):
+                b_keep = tl.load(p_keep + (own + i * E) * D + o_k, mask=o_k < D, other=0.0)
+                b_S = b_S * b_keep[:, None] + load_rows(p_sum + (own + i * E) * (D * DV), o_k, o_v, DV, D, DV)
     step = -C if REVERSE else C
     if p_r is not None:
         p_r += i_b * T * heads + i_r
         if G == 1:
-            start = (count - 1).to(tl.int32) * C if REVERSE else 0
+            start = (count - 1 - begin).to(tl.int32) * C if REVERSE else begin * C
             if VARLEN:
                 start += tl.load(p_chunks, mask=count > 0, other=0)
             b_ahead = gate_ahead(p_r, start + o_c, heads, T)
-    for j in range(0, count):
+    for j in range(begin, end):
         i_n = j
         if REVERSE:
             i_n = count - 1 - j
@@ -70,18 +87,21 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
         if p_r is not None and G == 1:
             b_gate = b_ahead
             b_ahead = gate_ahead(p_r, i_t.to(tl.int32) + step + o_c, heads, T)
-        store_rows(p_S + ((first + i_n).to(tl.int64) * E + i_e) * (D * DV), b_S, o_k, o_v, DV, D, DV)
+        if p_S is not None:
+            store_rows(p_S + ((first + i_n).to(tl.int64) * E + i_e) * (D * DV), b_S, o_k, o_v, DV, D, DV)
         # [BK, C]: the product below may not take the transpose of what comes out of another
         o_b, m_b = columns(o_c, o_k, s_g, size, D)
-        if REVERSE:
+        if REVERSE or (GIVEN and p_S is not None):
             b_w = tl.load(p_b + gate + i_t * s_g + o_b, mask=m_b, other=0.0)
             b_end = tl.load(p_b + gate + (i_t + size - 1) * s_g + o_k, mask=o_k < D, other=0.0)
+            if not REVERSE:
+                b_w = tl.minimum(b_end[:, None] - b_w, 0.0)
         else:
             b_g = tl.load(p_g + gate + i_t * s_g + o_b, mask=m_b, other=0.0).to(tl.float32)
             b_g = tl.maximum(b_g, -30.0) * 1.4426950408889634
             b_b, b_w = running_sums(b_g, o_c, PREC)
             b_end = tl.sum(b_g, 1)
-            if i_v == 0:
+            if (GIVEN or p_S is not None) and i_v == 0:
                 tl.store(p_b + gate + i_t * s_g + o_b, b_b, mask=m_b)
         b_w, b_decay = tl.exp2(b_w), tl.exp2(b_end)
         if SEGMENTS:
@@ -89,6 +109,8 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
             b_w = tl.where((b_seg == (entered if REVERSE else leaves))[None, :], b_w, 0.0)
             b_decay = tl.where(entered == leaves, b_decay, 0.0)
         b_S *= b_decay[:, None]
+        if p_S is None:
+            b_keep *= b_decay
         for i_g in tl.static_range(0, G):
             b_scale = scale
             if p_r is not None:
@@ -100,8 +122,14 @@ def gla_scan_kernel(p_x, p_y, p_g, p_r, p_seg, p_chunks, p_rows, p_b, p_S, p_S0,
             b_x, b_x_low = cast(b_x, PREC)
             b_y = exact(load_rows(p_y + i_t * s_yt + i_g * s_yh, o_c, o_v, s_yt, size, DV), PREC)
             b_S += dot_given_right(b_x, b_x_low, b_y, PREC)
-    if p_S1 is not None:
-        store_rows(p_S1 + memory, b_S, o_k, o_v, DV, D, DV)
+    if p_S is None:
+        store_rows(p_sum + (own + i_p * E) * (D * DV), b_S, o_k, o_v, DV, D, DV)
+        if i_v == 0:
+            tl.store(p_keep + (own + i_p * E) * D + o_k, b_keep, mask=o_k < D)
+    elif p_S1 is not None:
+        ends = p_sum is None or tl.program_id(2) == tl.num_programs(2) - 1
+        if ends:
+            store_rows(p_S1 + memory, b_S, o_k, o_v, DV, D, DV)
 
 
 @jit

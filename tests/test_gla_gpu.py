@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from linearize_kernels.gla import GLAState, gla
 
 BASE: dict[str, Any] = {"B": 2, "T": 200, "H": 4, "Hkv": 2, "E": 2, "D": 64, "DV": 64, "dtype": "bfloat16"}
+LONG: dict[str, Any] = {"T": 1400, "D": 128, "DV": 128}
 CASES: list[dict[str, Any]] = [
     *({"D": D, "DV": DV} for D in (16, 32, 64, 80, 96, 128, 256) for DV in (D, 64)),
     *({"D": D, "DV": D, "dtype": kind} for D in (32, 64, 80, 128, 256) for kind in ("float16", "float32")),
@@ -32,6 +33,16 @@ CASES: list[dict[str, Any]] = [
     {"gates": "bfloat16"},
     {"heads": True},
     {"heads": True, "dtype": "float32", "state": True, "padding": True},
+    # Long enough for the scan to cut rows into pieces.
+    *(LONG | {"dtype": kind, "state": True, "heads": True} for kind in ("bfloat16", "float16", "float32")),
+    *(LONG | {"gate": 300.0, "segments": 37, "dtype": kind} for kind in ("bfloat16", "float16", "float32")),
+    LONG | {"segments": 700, "state": True},
+    LONG | {"special": "infinite", "state": True},
+    LONG | {"special": "open", "state": True},
+    LONG | {"B": 1, "T": 4000, "cu": [0, 1, 1, 2900, 4000], "state": True, "heads": True},
+    LONG | {"padding": True, "T": 1000, "H": 8, "E": 4},
+    LONG | {"gates": "bfloat16", "D": 64, "DV": 64},
+    LONG | {"B": 1, "T": 16384, "H": 16, "Hkv": 16, "E": 16},
 ]
 
 

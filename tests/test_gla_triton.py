@@ -29,25 +29,28 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"B": 2, "H": 4, "Hkv": 2, "E": 2},
         {"H": 3, "D": 20, "DV": 24},
         {"H": 4, "E": 2, "DV": 40},
+        {"B": 2, "Hkv": 2, "E": 2, "DV": 40, "T": 99},
         {"dtype": "float16"},
-        {"dtype": "float16", "H": 4, "Hkv": 2, "E": 2, "T": 33, "heads": True},
+        {"dtype": "float16", "H": 4, "Hkv": 2, "E": 2, "T": 99, "heads": True},
     ],
     "gates": [
         {"heads": True, "B": 2, "H": 4, "E": 2, "D": 20, "state": True},
         {"heads": True, "H": 2, "E": 2, "cu": [0, 1, 1, 71], "T": 71},
-        {"gate": 40.0},
+        {"heads": True, "H": 1, "cu": [0, 260, 260, 290], "T": 290, "state": True},
+        {"gate": 40.0, "T": 99, "state": True},
         {"gate": 40.0, "segments": 7, "H": 4, "E": 2, "heads": True},
         # All of dg cancels.
         {"special": "closed", "slack": 5},
-        {"special": "infinite"},
+        {"special": "infinite", "T": 99, "state": True},
         {"special": "open", "state": True},
         {"special": "zero", "state": True},
     ],
     "layouts": [
         {"segments": 9, "B": 2},
         {"segments": 33, "T": 80, "state": True},
+        {"segments": 90, "T": 129, "state": True, "heads": True, "dtype": "float16"},
         {"cu": [0, 1, 1, 36, 70], "T": 70, "state": True, "heads": True},
-        {"padding": "each", "B": 3, "state": True},
+        {"padding": "each", "B": 3, "state": True, "T": 150},
     ],
     "step": [
         {"T": 1, "step": True},
@@ -75,6 +78,15 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
         gla(q, k, k, g, backend="triton")
 
 
+def test_rows_are_cut_where_heads_are_few() -> None:
+    from linearize_kernels.gla_config import choose
+
+    config = choose((9, 0), 132, 128, torch.bfloat16)
+    asked = [(32, 256), (32, 2048), (32, 20), (16, 32), (88, 256)]
+    assert [config.pieces(*sizes) for sizes in asked] == [8, 8, 5, 8, 3]
+    assert [config.pieces(*sizes) for sizes in [(256, 32), (89, 256), (32, 11), (32, 1)]] == [1, 1, 1, 1]
+
+
 # ---------------------------------------------------------------- compiled for real, without a GPU
 
 
@@ -85,8 +97,10 @@ def compiled(name: str, capability: int, config: Any, D: int, **changed: Any) ->
 
     kernel = getattr(gla_triton if hasattr(gla_triton, name) else gla_triton_bwd, name)
     how = getattr(config, name.split("_")[1])
-    values = constants(config, how, 1, D, D) | {"VARLEN": False, "SEGMENTS": False, "REVERSE": False} | changed
-    absent = [key for key in kernel.arg_names if key.startswith(("p_r", "p_seg", "p_chunks", "p_S0"))]
+    values = (
+        constants(config, how, 1, D, D) | dict.fromkeys(("VARLEN", "SEGMENTS", "REVERSE", "GIVEN"), False) | changed
+    )
+    absent = [key for key in kernel.arg_names if key.startswith(("p_r", "p_seg", "p_chunks", "p_S0", "p_sum"))]
     half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_x", "p_y", "p_z")
     kinds = {"scale": "fp32", "scale_x": "fp32", "scale_y": "fp32"}
     kinds |= dict.fromkeys(half, "*bf16" if config.precision == "parts" else "*fp32")
@@ -109,7 +123,7 @@ def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
     """triton 3.4 to 3.7 miscompile some dot(trans(x)) on Hopper where x comes out of a dot; ours never does."""
     from linearize_kernels.gla_config import choose
 
-    config = choose((9, 0), 128, torch.bfloat16)
+    config = choose((9, 0), 132, 128, torch.bfloat16)
     for reverse in (False, True):
         assert transposed_products(compiled(name, 90, config, 128, REVERSE=reverse)) == []
 
