@@ -1,13 +1,13 @@
 """Linear attention where every token sees all others, on the GPU: the normalised kernel f(x) = a + b x of la.py.
 
     scan    per stretch: its part of S = sum k v^T, z = sum k, u = sum v, n (linear_states.py)
-    total   over the stretches, in order
+    join    over the stretches, in order (linear_states.py)
     read    o_i = (b S^T q_i + a u) / g_i, g_i = b z.q_i + a n
 
 Backwards, with delta_i = o_i.do_i - g_i dg_i:
 
     read    dq_i = b/g_i (S do_i - delta_i z)
-    scan, total    R = sum b/g_i q_i do_i^T, r = -sum b/g_i delta_i q_i, y = sum a/g_i do_i
+    scan, join     R = sum b/g_i q_i do_i^T, r = -sum b/g_i delta_i q_i, y = sum a/g_i do_i
     read    dk_j = R v_j + r        dv_j = R^T k_j + y
 
 Each input is read once or twice, each output written once; sums are deterministic.
@@ -19,19 +19,6 @@ from __future__ import annotations
 
 from .linear_tiles import rows
 from .tiles import as_operand, jit, tl
-
-
-@jit
-def total_kernel(p_S, p_total, N: int, E, W: tl.constexpr, BW: tl.constexpr):
-    """Sum over what `sums` found for each row, in order. Grid (blocks of BW, B*E)."""
-    i_b, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
-    o_w = tl.program_id(0) * BW + tl.arange(0, BW)
-    p_S += (i_b * N * E + i_e) * W + o_w
-    b_S = tl.zeros([BW], tl.float32)
-    for _ in range(N):
-        b_S += tl.load(p_S, mask=o_w < W, other=0.0)
-        p_S += E * W
-    tl.store(p_total + (i_b * E + i_e) * W + o_w, b_S, mask=o_w < W)
 
 
 @jit

@@ -32,6 +32,9 @@ class Config(NamedTuple):
     # `block` are columns of the state; so many rows.
     scan: Tiles
     scan_rows: int
+    # So many programs of it fill the GPU; parts of rows have so many tokens at least.
+    programs: int
+    part: int
     # The scan leaves a state every so many tokens, a multiple of all chunks; a program looks at `keys` at a time.
     stretch: int
     keys: int
@@ -67,6 +70,7 @@ SHIPPED: dict[tuple[tuple[int, int], int, torch.dtype, bool], dict[str, Any]] = 
         "out": Tiles(64, 128, 4, 2),
         "gradients": Tiles(64, 128, 4, 2),
         "scan": Tiles(64, 64, 4, 3),
+        "programs": 4 * 132,
         "stretch": 128,
         "split_sums": False,
         "walk": Tiles(32, 64, 4, 3),
@@ -93,7 +97,7 @@ def configure(q: Tensor, v: Tensor, precision: str, normalised: bool) -> Config:
 def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, normalised: bool) -> Config:
     if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
         small = Tiles(16, 16, 4, 1)
-        scan = small, 16, 48, 16, True, small, 5
+        scan = small, 16, 12, 32, 48, 16, True, small, 5
         return Config(small, small, *scan, small, small._replace(block=64), 6, True, True, "ieee")
     properties = torch.cuda.get_device_properties(device)
     # A property that torch has and its type stub has not.
@@ -137,7 +141,8 @@ def safe(shared: int, processors: int, wide: int, dtype: torch.dtype) -> Config:
     tiles = fitting[0]
     read = tiles._replace(block=wide if wide <= 128 else 64)
     # fp16 and its sums: three bf16 products carry 16 bits of each factor.
-    scan = tiles, columns, 256, 64, True, tiles, math.inf
+    # Two programs a processor.
+    scan = tiles, columns, 2 * processors, 1024, 256, 64, True, tiles, math.inf
     return Config(tiles, tiles, *scan, tiles, read, 4 * processors, False, True, "bf16x3")
 
 

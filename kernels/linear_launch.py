@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,9 +13,8 @@ from torch import Tensor
 
 from .arguments import use_kernels
 from .launch import Layout, dense, entry, interpreted, launch, lay_out, scratch, strides, width
-from .linear_both import read_kernel, total_kernel
 from .linear_config import Tiles, configure, obstacle
-from .linear_states import delta_kernel, lengths_kernel, scan_kernel, step_kernel
+from .linear_states import delta_kernel, join_kernel, lengths_kernel, scan_kernel, step_kernel
 from .linear_triton import gradients_kernel, out_kernel
 from .tiles import triton
 
@@ -128,10 +128,23 @@ class Problem:
     @property
     def walks(self) -> bool:
         """Whether the scan makes the output on its way: where the heads alone fill the GPU."""
-        programs = self.layout.rows * self.H * -(-self.DV // self.config.walk.block)
+        programs = self.layout.rows * self.H * -(-self.DV // self.config.walk.block) * self.parts
         return not self.normalised and programs >= self.config.walk_from
 
+    @cached_property
+    def part(self) -> int:
+        """Stretches of a part: where few programs would walk along whole rows, more of them walk along parts, twice.
+        That is worth it from three parts on."""
+        c = self.config
+        alone = self.layout.rows * self.E * -(-self.D // c.scan_rows) * -(-self.DV // c.scan.block)
+        parts = min(c.programs // alone, self.T // c.part)
+        return max(1, -(-self.layout.chunks // (parts if parts > 2 else 1)))
+
     @property
+    def parts(self) -> int:
+        return -(-self.layout.chunks // self.part)
+
+    @cached_property
     def places(self) -> Tensor | None:
         """Real tokens up to each, where decays count them."""
         if self.call.padding is None or self.lam is None:
@@ -181,19 +194,41 @@ class Problem:
 
 def scan(x: Problem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tuple[Any, ...],
          lengths: tuple[Tensor, Tensor], first: Tensor | None, last: Tensor | None, back: bool,
-         states: tuple[Tensor | None, Tensor | None] | None = None, o: Tensor | None = None) -> None:  # fmt: skip
-    """Run `scan_kernel`: into `states` and `last`, and `o` if wanted; without states every stretch for itself."""
+         states: tuple[Tensor | None, Tensor | None], o: Tensor | None = None) -> None:  # fmt: skip
+    """Walk along rows into `states` and `last`, and `o` if wanted; in parts, what enters them is found before."""
+    inputs = left, right, coefficients, lengths
+    if x.parts > 1:
+        ends = x.new(x.layout.rows * x.parts, x.E, x.W)
+        walk(x, x.config.scan, *inputs, None, ends, back, (None, None))
+        join(x, ends, first, last, back, True)
+        first, last = ends, None
+    walk(x, tiles, *inputs, first, last, back, states, o)
+
+
+def walk(x: Problem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tuple[Any, ...],
+         lengths: tuple[Tensor, Tensor], first: Tensor | None, last: Tensor | None, back: bool,
+         states: tuple[Tensor | None, Tensor | None], o: Tensor | None = None) -> None:  # fmt: skip
+    """Run `scan_kernel` over all parts, each with memories of its own in `first` and `last`."""
     c = x.constants(tiles, x.config.split_sums or not back)
     BX = c["BD"] if o is not None else min(x.config.scan_rows, c["BD"])
-    BZ, gate, cut = min(tiles.block, c["BDV"]), x.read if back else x.write, states is None
+    BZ, gate = min(tiles.block, c["BDV"]), x.read if back else x.write
     heads = x.E if o is None else x.H
-    grid = (-(-x.D // BX) * -(-x.DV // BZ), x.layout.rows * heads, x.layout.chunks if cut else 1)
-    c |= {"BX": BX, "BZ": BZ, "R": min(16, tiles.chunk), "CUT": cut, "OUT": o is not None}
+    grid = (-(-x.D // BX) * -(-x.DV // BZ), x.layout.rows * heads, x.parts)
+    c |= {"BX": BX, "BZ": BZ, "R": min(16, tiles.chunk), "CUT": x.parts > 1, "OUT": o is not None}
     launch(
-        scan_kernel, grid, left, right, x.q, o, *(states or (None, None)), first, last, *coefficients, x.a, x.b,
-        *lengths, x.lam, x.read, x.write, x.segments, x.real, x.layout.per_chunk, x.layout.per_row, x.call.scale,
-        *strides(left, right, x.q), *x.gates(gate, x.read), *x.sizes, REVERSE=back, START=first is not None,
-        LAST=last is not None, **c,
+        scan_kernel, grid, left, right, x.q, o, *states, first, last, *coefficients, x.a, x.b, *lengths, x.lam, x.read,
+        x.write, x.segments, x.real, x.layout.per_chunk, x.layout.per_row, x.call.scale, *strides(left, right, x.q),
+        *x.gates(gate, x.read), *x.sizes, x.part, REVERSE=back, START=first is not None, LAST=last is not None, **c,
+    )  # fmt: skip
+
+
+def join(x: Problem, ends: Tensor, first: Tensor | None, last: Tensor | None, back: bool, each: bool) -> None:
+    """Into `last` the memory after all parts, which add `ends`; with `each` into `ends` what enters them."""
+    c = x.constants(x.config.scan) | {"BW": 128, "STAGES": 4, "num_warps": 1}
+    launch(
+        join_kernel, (-(-x.W // c["BW"]), x.layout.rows * x.E), ends, first, last, x.lam, x.segments, x.real, x.places,
+        x.layout.per_chunk, x.layout.per_row, x.T, x.layout.chunks, x.L, x.part, x.E, EACH=each, REVERSE=back,
+        START=first is not None, LAST=last is not None, **c,
     )  # fmt: skip
 
 
@@ -279,92 +314,6 @@ def run_backward(
 
 backward = entry(run_backward)
 forward = entry(run_forward)
-
-
-# ---------------------------------------------------------------- every token sees all others
-
-
-class Both(NamedTuple):
-    """The arguments of the forward operator without direction."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    a: Tensor
-    b: Tensor
-    unit: bool
-    precision: str
-    padding: Tensor | None
-
-
-class BothProblem(Problem):
-    """A call where every token sees all others."""
-
-    def __init__(self, number: int, x: Both) -> None:
-        call = *x[:5], None, None, None, 1.0, x.unit, x.precision, None, x.padding, None, None, True
-        super().__init__(number, Call(*call))
-
-    def _cut(self) -> tuple[Layout, int]:
-        c = self.config
-        L = self.pieces(self.E * -(-self.DV // c.sums_both.block), c.programs_both, c.sums_both.chunk)
-        return lay_out(self.q, None, L), L
-
-    def total(self, left: Tensor, right: Tensor, coefficients: tuple[Any, ...], lengths: Tensor, back: bool) -> Tensor:
-        """The memory of all tokens [B,E,W], or BACK its gradient."""
-        S, out, BW = self.new(self.slots, self.E, self.W), self.new(self.B, self.E, self.W), 128
-        scan(self, self.config.sums_both, left, right, coefficients, (lengths, lengths), None, S, back)
-        launch(
-            total_kernel, (-(-self.W // BW), self.B * self.E), S, out, self.layout.chunks, self.E, call=self.number,
-            num_warps=1, W=self.W, BW=BW,
-        )  # fmt: skip
-        return out
-
-    def apply(self, role: str, x: Tensor, S: Tensor, own: Tensor, other: Tensor, g: Tensor,
-              coefficients: tuple[Any, ...], dg: Tensor | None, along: Tensor | None, rq: Tensor,
-              aux: bool = False) -> Tensor:  # fmt: skip
-        """Rows of x times S: o, dq, dk or dv."""
-        tiles, back = self.config.read, role in ("dk", "dv")
-        heads, X, Z = self.E if back else self.H, x.shape[3], own.shape[3]
-        out = self.new(self.B, self.T, heads, Z, dtype=self.q.dtype)
-        c = self.constants(tiles, self.config.split_out if role == "out" else self.config.split_gradients)
-        wide = {self.D: c["BD"], self.DV: c["BDV"]}
-        c |= {"ROLE": role, "X": X, "Z": Z, "BX": wide[X], "BZ": min(tiles.block, wide[Z])}
-        blocks = -(-Z // c["BZ"])
-        L = self.pieces(heads * blocks, 4 * self.config.programs_both, tiles.chunk)
-        launch(
-            read_kernel, (-(-self.T // L) * blocks, self.B * heads), x, own, other, out, S, g, *coefficients, dg, along,
-            self.a, self.b, rq, self.real, *strides(x, own, other), self.T, L, self.H, self.E, MASS=dg is not None,
-            AUX=aux, **c,
-        )  # fmt: skip
-        return out
-
-
-def run_both_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv], g [B,T,H], inverse lengths of q, and the memory of all tokens [B,E,W]."""
-    x = BothProblem(number, Both(*inputs))
-    g, rq = x.new(x.B, x.T, x.H), x.new(x.B, x.H if x.call.unit else 0, x.T)
-    S = x.total(x.k, x.v, (None, None), lengths(x), False)
-    # As far as shapes go, o is like v of its head.
-    return x.apply("out", x.q, S, x.v, x.v, g, (None, None), None, None, rq), g, rq, S
-
-
-def run_both_backward(
-    number: int, do: Tensor, slopes: bool, dg: Tensor | None, o: Tensor, g: Tensor, rq: Tensor, S: Tensor, *inputs: Any
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, and with `slopes` the sum of q.dq [H]."""
-    x, do = BothProblem(number, Both(*inputs)), dense(do)
-    dg = None if dg is None else dg.contiguous()
-    coefficients = x.new(x.B, x.H, x.T), x.new(x.B, x.H, x.T)
-    along = x.new(-(-x.D // x.config.read.block) * slopes, x.B, x.T, x.H)
-    dq = x.apply("dq", do, S, x.q, o, g, coefficients, dg, along, rq, slopes)
-    R = x.total(x.q, do, coefficients, rq, True)
-    dk = x.apply("dk", x.v, R, x.k, x.k, g, coefficients, None, None, rq)
-    dv = x.apply("dv", x.k, R, x.v, x.v, g, coefficients, None, None, rq)
-    return dq, dk, dv, along.sum((0, 1, 2)) if slopes else x.new(0)
-
-
-both_backward = entry(run_both_backward)
-both_forward = entry(run_both_forward)
 
 
 # ---------------------------------------------------------------- decode

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .launch import own_namespace
+from .linear_both_launch import Both, both_backward, both_forward
 from .linear_config import configure
-from .linear_launch import Both, Call, backward, both_backward, both_forward, forward, state_width, step
+from .linear_launch import Call, backward, forward, state_width, step
 
 NAMESPACE = own_namespace(__name__, "linear_forward")
 

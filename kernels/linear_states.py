@@ -7,14 +7,14 @@ Letters and the state's layout as in linear_triton.py.
 
 from __future__ import annotations
 
-from .linear_tiles import flow, given, given_left, given_right, numbers, pairs, rows
+from .linear_tiles import flow, given, given_left, given_right, numbers, pairs, part, places, rows
 from .tiles import jit, load_each, tl
 
 
 @jit
 def scan_kernel(p_l, p_r, p_q, p_o, p_S, p_n, p_first, p_last, p_rg, p_delta, p_a, p_b, p_rq, p_rk, p_lam, p_read,
                 p_write, p_seg, p_real, p_stretches, p_rows, scale, s_lb, s_lt, s_lh, s_rb, s_rt, s_rh, s_qb, s_qt,
-                s_qh, s_gb, s_gt, s_gh, s_ab, s_at, s_ah, T: int, N: int, L, H, E, SHARE, REVERSE: tl.constexpr,
+                s_qh, s_gb, s_gt, s_gh, s_ab, s_at, s_ah, T: int, N: int, L, H, E, SHARE, P: int, REVERSE: tl.constexpr,
                 NORM: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BX: tl.constexpr,
                 BZ: tl.constexpr, C: tl.constexpr, R: tl.constexpr, G: tl.constexpr, OUT: tl.constexpr,
                 CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr,
@@ -24,7 +24,7 @@ def scan_kernel(p_l, p_r, p_q, p_o, p_S, p_n, p_first, p_last, p_rg, p_delta, p_
 
     Slot n gets what enters stretch n, or REVERSE the gradient of what leaves it. START: `first` holds the first value
     (else 0); LAST: `last` gets the last one. Gates are the read gate in REVERSE, else the write gate. Grid (blocks,
-    rows * E). CUT: every stretch of L tokens for itself, with a slot of `last`; grid (.., .., stretches).
+    rows * E). CUT: every part of P stretches for itself, with its own `first` and `last`; grid (.., .., parts).
 
     OUT, forwards without a normaliser: every query head walks for itself and makes its output as it goes, BX columns of
     q hold all of them, and the first head of a memory stores its states. Grid (blocks, rows * H).
@@ -40,17 +40,7 @@ def scan_kernel(p_l, p_r, p_q, p_o, p_S, p_n, p_first, p_last, p_rg, p_delta, p_
     if OUT:
         i_row, i_q = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
         i_e, leads = i_q // G, i_q % G == 0
-    i_b, i_t, size, slot, place = i_row, 0, T, i_row * N, i_row
-    if CUT:
-        i_t, place = (tl.program_id(2) * L).to(tl.int64), slot + tl.program_id(2)
-        size = tl.minimum(T - tl.program_id(2) * L, L)
-    if VARLEN:
-        i_b, slot = i_row * 0, tl.load(p_rows + 2 * i_row).to(tl.int64)
-        count = tl.load(p_rows + 2 * i_row + 1)
-        p_stretches += 3 * (slot - i_row)
-        i_t = tl.load(p_stretches, mask=count > 0, other=0).to(tl.int64)
-        size = tl.load(p_stretches + 3 * (count - 1), mask=count > 0, other=0)
-        size += tl.load(p_stretches + 3 * (count - 1) + 1, mask=count > 0, other=0) - i_t.to(tl.int32)
+    i_b, i_t, size, slot, place = part(p_stretches, p_rows, i_row, tl.program_id(2), T, N, L, P, CUT, VARLEN)
     o_c, o_x, o_z = tl.arange(0, C), i_x * BX + tl.arange(0, BX), i_z * BZ + tl.arange(0, BZ)
     i_h, token = i_e * G, i_b * T + i_t
     i_in = i_h if REVERSE else i_e // SHARE
@@ -73,7 +63,7 @@ def scan_kernel(p_l, p_r, p_q, p_o, p_S, p_n, p_first, p_last, p_rg, p_delta, p_
     b_u = tl.zeros([R, BZ], tl.float32)
     n, lam = 0.0, 0.0
     if START:
-        p_first += (i_row * E + i_e) * W
+        p_first += (place * E + i_e) * W
         b_S += tl.load(p_first + o_S, mask=m_S, other=0.0)
         if NORM:
             m_R = tl.arange(0, R)[:, None] == 0
@@ -182,6 +172,44 @@ def scan_kernel(p_l, p_r, p_q, p_o, p_S, p_n, p_first, p_last, p_rg, p_delta, p_
                 if REVERSE:
                     n = 0.0
                 tl.store(p_last + (D * DV + D + DV) + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 0, n, 0.0))
+
+
+@jit
+def join_kernel(p_S, p_first, p_last, p_lam, p_seg, p_real, p_place, p_stretches, p_rows, T: int, N: int, L, P: int, E,
+                W: tl.constexpr, BW: tl.constexpr, EACH: tl.constexpr, REVERSE: tl.constexpr, START: tl.constexpr,
+                LAST: tl.constexpr, DECAY: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
+                PADDED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """What the parts of a row (`part`) add to its memory, in order, REVERSE from the last one on: `last` gets the sum,
+    with EACH every part what is there before it. Grid (blocks of BW, rows * E)."""
+    i_row, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    o_w, lam, parts = tl.program_id(0) * BW + tl.arange(0, BW), 0.0, tl.cdiv(N, P)
+    m_w = o_w < W
+    p_S += (i_row * parts * E + i_e) * W + o_w
+    b_S = tl.zeros([BW], tl.float32)
+    if START:
+        b_S += tl.load(p_first + (i_row * E + i_e) * W + o_w, mask=m_w, other=0.0)
+    if DECAY:
+        lam = tl.load(p_lam + i_e) * 1.4426950408889634
+    for i_n in tl.range(0, parts, num_stages=STAGES):
+        i_p = i_n
+        if REVERSE:
+            i_p = parts - 1 - i_n
+        p_own = p_S + i_p.to(tl.int64) * (E * W)
+        b_own = tl.load(p_own, mask=m_w, other=0.0)
+        if EACH:
+            tl.store(p_own, b_S, mask=m_w)
+        if DECAY or SEGMENTS:
+            i_b, i_t, size, _, _ = part(p_stretches, p_rows, i_row, i_p, T, N, L, P, True, VARLEN)
+            _, _, _, before, total, entered, leaves = places(
+                p_seg, p_real, p_place, i_b * T + i_t, i_t, tl.arange(0, 16), size, DECAY, SEGMENTS, PADDED
+            )
+            if DECAY:
+                b_S *= tl.exp2(lam * (total - before))
+            if SEGMENTS:
+                b_S = tl.where(entered == leaves, b_S, 0.0)
+        b_S += b_own
+    if LAST:
+        tl.store(p_last + (i_row * E + i_e) * W + o_w, b_S, mask=m_w)
 
 
 @jit

@@ -75,6 +75,26 @@ def stretch(p_stretches, i_s, i_b, T: int, N: int, L, VARLEN: tl.constexpr):
 
 
 @jit
+def part(p_stretches, p_rows, i_row, i_p, T: int, N: int, L, P, CUT: tl.constexpr, VARLEN: tl.constexpr):
+    """Of a row or sequence, or with CUT its i_p-th part of P stretches: the row of the batch, first token in that,
+    tokens (none behind the end), first slot, and where its memory lies among those of all."""
+    i_b, i_t, size, slot, place = i_row, (i_row * 0), T, i_row * N, i_row
+    if VARLEN:
+        i_b, slot = i_row * 0, tl.load(p_rows + 2 * i_row).to(tl.int64)
+        count = tl.load(p_rows + 2 * i_row + 1)
+        p_stretches += 3 * (slot - i_row)
+        i_t = tl.load(p_stretches, mask=count > 0, other=0).to(tl.int64)
+        size = tl.load(p_stretches + 3 * (count - 1), mask=count > 0, other=0)
+        size += tl.load(p_stretches + 3 * (count - 1) + 1, mask=count > 0, other=0) - i_t.to(tl.int32)
+    if CUT:
+        parts = tl.cdiv(N, P)
+        i_t += i_p * (L * P)
+        size = tl.maximum(tl.minimum(size - i_p * (L * P), L * P), 0)
+        slot, place = slot + i_p * P, i_row * parts + i_p
+    return i_b, i_t, size, slot, place
+
+
+@jit
 def rows(p_x, o_c, o_d, s_t, m_c, D: tl.constexpr):
     """Rows of one head, [C,BD], zeros outside. Offsets inside a stretch fit 32 bits."""
     return tl.load(p_x + (o_c[:, None] * s_t + o_d[None, :]), mask=m_c[:, None] & (o_d < D)[None, :], other=0.0)

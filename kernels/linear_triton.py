@@ -136,23 +136,26 @@ def weave(i_r, i_z, i_bh, i_t, size, slot, p_x, p_y, p_z, p_own, p_out, p_aux, p
                 b_o *= tl.exp2(lam * (total - anchor))
             else:
                 b_o *= tl.exp2(lam * (anchor - first))
+    # Decayed weights inside the block are made differently, so that its own tokens have a loop of their own.
+    AT_ONCE: tl.constexpr = not DECAY
+    own: tl.constexpr = C if AT_ONCE else 0
     if REVERSE:
-        start, tiles = i_c + C, tl.cdiv(tl.maximum(size - i_c - C, 0), K)
+        start, tiles = i_c + C - own, tl.cdiv(tl.maximum(size - i_c - C + own, 0), K)
     else:
-        start, tiles = 0, i_c // K
+        start, tiles = 0, (i_c + own) // K
     for i_n in tl.range(0, tiles * HEADS, num_stages=STAGES):
         b_o, b_den = tile(
             b_o, b_den, b_x, b_rx, i_n // tiles, start + (i_n % tiles) * K, i_c, i_h, o_c, o_k, o_x, o_z, b_seg,
             b_place, anchor, lam, a, b, p_y, p_z, p_rg, p_delta, p_a, p_b, p_rq, p_rk, p_read, p_write, p_seg, p_real,
             p_place, i_b * T + i_t, i_t, size, scale, s_yt, s_yh, s_zt, s_zh, s_rt, s_rh, s_gt, T, ROLE, NORM, UNIT, X,
-            Z, DECAY, READ, WRITE, SEGMENTS, PADDED, PREC, False,
+            Z, DECAY, READ, WRITE, SEGMENTS, PADDED, PREC, AT_ONCE,
         )  # fmt: skip
     if DECAY:
         if REVERSE:
             b_o *= tl.exp2(lam * (anchor - b_place))[:, None]
         else:
             b_o *= tl.exp2(lam * (b_place - anchor))[:, None]
-    for i_n in tl.static_range(0, HEADS * (C // K)):
+    for i_n in tl.static_range(0, 0 if AT_ONCE else HEADS * (C // K)):
         b_o, b_den = tile(
             b_o, b_den, b_x, b_rx, i_n // (C // K), i_c + (i_n % (C // K)) * K, i_c, i_h, o_c, o_k, o_x, o_z, b_seg,
             b_place, anchor, lam, a, b, p_y, p_z, p_rg, p_delta, p_a, p_b, p_rq, p_rk, p_read, p_write, p_seg, p_real,

@@ -21,10 +21,10 @@ except ImportError:  # a machine without triton imports this file and keeps to t
 
 
 def jit(kernel: Callable[..., None]) -> Any:
-    """triton.jit, or the function itself where there is no triton. T and N vary too much to compile for each."""
+    """triton.jit, or the function itself where there is no triton. T, N and P vary too much to compile for each."""
     if triton is None:
         return kernel
-    sizes = [name for name in ("T", "N") if name in kernel.__annotations__]
+    sizes = [name for name in ("T", "N", "P") if name in kernel.__annotations__]
     return triton.jit(kernel, do_not_specialize=sizes)
 
 

@@ -43,6 +43,17 @@ CASES: list[dict[str, Any]] = [
     {"T": 700, "D": 128, "DV": 128, "unit": True, "factor": 2.2},
     {"of": "both", "T": 5000, "D": 128, "DV": 128, "H": 2, "Hkv": 2},
     {"T": 5000, "D": 128, "DV": 128, "H": 1, "Hkv": 1, "B": 1},
+    # The scan walks in parts, three or four of a row.
+    *({"of": of, "D": 128, "DV": 128, "T": 4200, "state": True} for of in ("la", "retnet")),
+    *({"of": of, "dtype": kind, "T": 3100} for of in ("la", "retnet") for kind in ("float16", "float32")),
+    *({"of": of, "T": 4200, "padding": "left", "gates": True, "factor": 2} for of in ("la", "retnet")),
+    {"of": "la", "T": 4200, "segments": 997, "state": True, "factor": 2},  # dz, a state that meets one document of five
+    {"of": "retnet", "T": 4200, "segments": 997, "state": True},
+    *({"of": of, "cu": [0, 1, 1, 4100, 4200], "T": 4200, "B": 1, "state": True} for of in ("la", "retnet")),
+    {"T": 3100, "D": 128, "DV": 128, "H": 8, "Hkv": 1, "unit": True, "factor": 2.2},
+    {"T": 3100, "mass": True},
+    *({"of": "retnet", "T": 4200, "H": 16, "Hkv": n, "D": 128, "DV": 128, "state": True} for n in (16, 8)),
+    {"of": "retnet", "T": 4200, "H": 16, "D": 128, "DV": 128, "padding": "left", "gates": True, "factor": 2},
 ]
 
 

@@ -23,7 +23,8 @@ from triton_tools import (
 # Largest error over the largest reference value.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3}
 
-# group -> cases; unset sizes are B1 T40 H2 Hkv1 D16 Dv16. `of` la, unless another; stretches are 48 tokens here
+# group -> cases; unset sizes are B1 T40 H2 Hkv1 D16 Dv16. `of` la, unless another; stretches are 48 tokens here, and
+# from 96 tokens on the scan walks in three parts or four
 CASES: dict[str, list[dict[str, Any]]] = {
     "lengths": [{"T": T} for T in (1, 2, 15, 16, 17, 150)],
     "heads_and_sizes": [
@@ -42,6 +43,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "segments": [{"segments": 9, "B": 2}, {"segments": 33, "T": 99, "state": True}],
     "sequences": [{"cu": [0, 1, 1, 36, 120], "T": 120, "state": True}],
     "padding": [{"padding": "each", "B": 3, "state": True}],
+    "parts": [
+        {"T": 100, "B": 2, "padding": "left", "state": True},
+        {"of": "retnet", "E": 2, "T": 100, "B": 2, "padding": "left", "gates": True, "state": True},
+        {"of": "retnet", "E": 2, "T": 150, "segments": 61, "gates": True, "state": True},
+        {"of": "retnet", "E": 2, "T": 150, "B": 2, "state": True},
+    ],
     "mass": [{"mass": True, "T": 99}, {"of": "both", "mass": True, "unit": True}],
     "opposite": [{"special": "opposite", "T": 1, "H": 1}],
     "both_ways": [{"of": "both", "T": 150, "H": 4, "Hkv": 2}, {"of": "both", "D": 20, "DV": 24, "unit": True}],
