@@ -37,7 +37,7 @@ from transformers import {imports}
 {place}
 {processor} = {loader}.from_pretrained(name, trust_remote_code=True)
 model = {auto}.from_pretrained(name, trust_remote_code=True)
-```
+{adapter}```
 
 `trust_remote_code=True` loads the Python files of this folder: they hold the mechanism. Only torch and
 transformers >= 5.17 are needed.
@@ -51,6 +51,12 @@ transformers >= 5.17 are needed.
 {notes}{results}"""
 
 PLACE = 'name = "."  # the folder with these files'
+# Where LoRA was not merged: what is measured below is with it.
+ADAPTER = """
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(model, name, subfolder="adapter")
+"""
 UNTRAINED = "The new parameters are untrained: distil before use."
 # The task on the Hub, by the class that loads the model.
 PIPELINES = {
@@ -83,6 +89,7 @@ def model_card(plan: Plan, origin: Path, recipe: Recipe | None = None, report: d
         new_parameters=plan.new_parameters,
         decoding=decoding(plan),
         **loading(plan),
+        adapter=ADAPTER if recipe is not None and recipe.keeps_adapter else "",
         options=plan.steps[0].options,
         notes=notes + "\n" if notes else "",
         results="" if recipe is None or report is None else measured(recipe, report) + recipe_text(recipe),

@@ -112,7 +112,7 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
     """
     plan = read_plan(base)
     shutil.rmtree(output, ignore_errors=True)
-    keep_adapter = student.lora is not None and not recipe.finish.merge_lora
+    keep_adapter = recipe.keeps_adapter
     student.model.to("cpu")
     trained = None
     if recipe.finish.verify and fits_twice([base]):
@@ -130,7 +130,8 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
         )
         if recipe.finish.verify:
             say(verify_final(folder, plan, student, trained, keep_adapter))
-    say(f"saved {output}")
+    apart = ", without its LoRA, which lies in its folder adapter (see its README.md)" if keep_adapter else ""
+    say(f"saved {output}{apart}")
 
 
 def finish_adapters(student: Student, folder: Path | None) -> set[str]:

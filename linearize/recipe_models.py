@@ -198,6 +198,7 @@ class Track(Strict):
 
 class Finish(Strict):
     merge_lora: bool = True
+    """false: LoRA stays apart from the weights, in final/adapter, for PeftModel.from_pretrained of peft."""
     verify: bool = True
     push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
     """user/repo on the Hub that receives the finished model."""
@@ -232,6 +233,11 @@ class Recipe(Strict):
         if value.every_steps and data and stages and not any(own.eval for own in (data, *(s.data for s in stages))):
             raise ValueError("every_steps is set, but data.eval is not")
         return value
+
+    @property
+    def keeps_adapter(self) -> bool:
+        """Whether the finished model's LoRA lies apart from it."""
+        return not self.finish.merge_lora and any(stage.lora for stage in self.stages)
 
     @property
     def folder(self) -> Path:
