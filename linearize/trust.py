@@ -77,16 +77,20 @@ def read_plan(folder: Path) -> Plan:
 
 
 def trained_before(folder: Path) -> str:
-    """What to note of a base of which an earlier run trained the source's own weights; empty for any other."""
+    """What to note of a base of which an earlier run trained the source's own weights, or left LoRA apart, else empty."""
+    notes = []
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         recipe = json.loads((folder / checkpoint.MANIFEST).read_text("utf-8"))["recipe"]
-        parts = {"mixer", "all", *(["lora"] if recipe["finish"]["merge_lora"] else [])}
+        merged = recipe["finish"]["merge_lora"]
+        parts = {"mixer", "all", *(["lora"] if merged else [])}
         stages = [stage["name"] for stage in recipe["stages"] if parts & set(stage["train"])]
         if stages:
             how = f"as {', '.join(stages)} trained them, and the teacher is softmax on those"
             instead = "To distil further towards the source itself, put all stages into one recipe"
-            return f"note: {folder} has the source's weights {how}. {instead}"
-    return ""
+            notes.append(f"note: {folder} has the source's weights {how}. {instead}")
+        if not merged and any(stage["lora"] for stage in recipe["stages"]):
+            notes.append(f"note: the LoRA in {folder / 'adapter'} was not merged, and this run begins without it")
+    return "\n".join(notes)
 
 
 def saved_again(folder: Path) -> Plan | None:

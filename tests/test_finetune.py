@@ -370,6 +370,14 @@ def test_a_teacher_that_was_trained_is_told(root: Path, tmp_path: Path) -> None:
         said.clear()
     story.finetune(make_recipe(place / "most", place / "run" / "final", stage("logit_kl", steps=1)), say=said.append)
     assert any("the teacher is softmax" in line for line in said)
+    said.clear()
+    apart = make_recipe(
+        tmp_path / "a", base(root, "llama"), stage("sft", "lora", steps=1), finish={"merge_lora": False}
+    )
+    story.finetune(apart, say=said.append)
+    assert f"saved {tmp_path / 'a/run/final'}, without its LoRA, which lies in its folder adapter" in "\n".join(said)
+    story.dry_run(make_recipe(tmp_path / "b", tmp_path / "a/run/final", stage("logit_kl")), said.append)
+    assert said[-1].endswith("final/adapter was not merged, and this run begins without it")
 
 
 # ---------------------------------------------------------------- bad input
