@@ -77,7 +77,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def trained_before(folder: Path) -> str:
-    """What to note of a base of which an earlier run trained the source's own weights, or left LoRA apart, else empty."""
+    """What to note of a base whose source weights an earlier run trained, or whose LoRA it left apart; else empty."""
     notes = []
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         recipe = json.loads((folder / checkpoint.MANIFEST).read_text("utf-8"))["recipe"]
