@@ -129,7 +129,7 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
             {**checkpoint.manifest(folder, plan, untouched), "recipe": card.portable(recipe.resolved())},
         )
         if recipe.finish.verify:
-            say(verify_final(folder, plan, student, trained, keep_adapter))
+            say(verify_final(folder, plan, student, trained, recipe))
     apart = ", without its LoRA, which lies in its folder adapter (see its README.md)" if keep_adapter else ""
     say(f"saved {output}{apart}")
 
@@ -220,7 +220,7 @@ def logits_of(model: Any) -> Tensor:
         return outputs(model)
 
 
-def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | None, keep_adapter: bool) -> str:
+def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | None, recipe: Recipe) -> str:
     """Reload in a clean process; raises LinearizeError (exit 6) unless tensors and logits are those of the student.
 
     Two comparisons: saving rounds the trained weights a little, reloading must not change them at all.
@@ -231,11 +231,12 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     dtypes = {entry.dtype for shard in folder.glob("*.safetensors") for entry in read_header(shard).values()}
     round_weights(student.model, getattr(torch, plan.dtype))
     rounded = logits_of(student.model)
-    if not keep_adapter:
+    if not recipe.keeps_adapter:
         what = "merging adapters and rounding to the saved dtype changed logits by"
         compare(rounded, trained, what, ROUNDING[plan.dtype])
-    # With more than one dtype in the shards, what was loaded for training was rounded too.
-    limit = TOLERANCE if len(dtypes) == 1 else ROUNDING[plan.dtype]
+    # With other dtypes in the shards than in training, what was loaded for it was rounded too.
+    loaded = recipe.model.dtype or plan.dtype
+    limit = TOLERANCE if len(dtypes) == 1 and loaded == plan.dtype else max(ROUNDING[plan.dtype], ROUNDING[loaded])
     with ThreadPoolExecutor() as pool:  # of two child processes, each of which mostly starts up
         count, reloaded = pool.submit(check_keys, folder), pool.submit(reload_logits, folder)
     difference = compare(reloaded.result(), rounded, "reloading changed logits by", limit)

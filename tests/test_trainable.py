@@ -14,7 +14,7 @@ import transformers
 from conftest import TOLERANCE, relative_error
 from models import load, small_model
 from safetensors.torch import load_file, save_file
-from training import LORA, VOCAB, T, base, make_recipe, metrics, same, stage, tensors, train
+from training import LORA, VOCAB, T, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
 from transformers import AutoModelForCausalLM
 
 from linearize import export
@@ -22,6 +22,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.generate import load_tokenizer
 from linearize.loop import StageLoop
+from linearize.recipe import load_recipe
 from linearize.recipe_data import FileSource
 from linearize.samples import check_source, open_processor
 from linearize.session import Finetuner
@@ -186,6 +187,16 @@ def test_bfloat16_is_saved_as_bfloat16(root: Path, tmp_path: Path, monkeypatch: 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         ours = load(final, dtype=torch.bfloat16)(input_ids=IDS, use_cache=False).logits
     assert relative_error(ours, logits) < 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_a_base_in_float32_may_train_in_bfloat16(root: Path, tmp_path: Path) -> None:
+    folder = base(root, "llama")
+    runtime = {"device": "cpu", "precision": "bf16"}
+    recipe = write_recipe(tmp_path, folder, stage("logit_kl"), runtime=runtime, finish={"verify": True})
+    train(load_recipe(recipe, ["model.dtype=bfloat16"]))
+    old, new = tensors(folder), tensors(tmp_path / "run" / "final")
+    assert {t.dtype for t in new.values()} == {torch.float32}
+    assert {name for name in old if not torch.equal(old[name], new[name])} == {n for n in old if ".mixer." in n}
 
 
 def test_an_adapter_is_kept_beside_the_base_on_request(
