@@ -122,7 +122,7 @@ class Stage(Strict):
         budgets = {name: info.data.get(name) for name in ("tokens", "steps")} | {"epochs": epochs}
         given = [name for name, value in budgets.items() if value is not None]
         if {"tokens", "steps"} <= info.data.keys() and len(given) != 1:
-            found = f", not {' and '.join(given)}" if given else ""
+            found = f", not {' and '.join(given)}: set the rest to null" if given else ""
             raise ParentError(f"needs exactly one of {', '.join(budgets)}{found}")
         return epochs
 

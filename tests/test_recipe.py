@@ -220,7 +220,7 @@ MISTAKES = [
     ),
     (
         edited("steps: 10", "steps: 10\n    epochs: 0.5"),
-        "r.yaml:12:5 stages[1]: needs exactly one of tokens, steps, epochs, not steps and epochs",
+        "r.yaml:12:5 stages[1]: needs exactly one of tokens, steps, epochs, not steps and epochs: set the rest to null",
     ),
     (
         edited("steps: 10", "steps: 10\n    schedule: {name: cosine_with_min_lr}"),
