@@ -13,12 +13,12 @@ from ..output import Json, print_json, say
 
 def convert(
     model: Annotated[str, typer.Argument(help="A local folder or a Hub id.")],
-    to: Annotated[str, typer.Option("--to", help="Mechanism, for example gsa.")],
+    to: Annotated[str, typer.Option("--to", help="Mechanism, for example gsa; linearize mechanisms lists them.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: ./NAME-MECHANISM.")] = None,
     layers: Annotated[str, typer.Option(help="all, 0-3,7 or every:2.")] = "all",
     keep_softmax: Annotated[str, typer.Option(help="Layers to leave alone, for example 7,15.")] = "",
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Mechanism option, key=value; repeatable.")
+        list[str] | None, typer.Option("--set", help="Its option, key=value, of linearize mechanisms NAME; repeatable.")
     ] = None,
     allow_drop: Annotated[
         list[str] | None, typer.Option("--allow-drop", help="What the result may lack, by name; repeatable.")
@@ -30,7 +30,7 @@ def convert(
         bool, typer.Option("--trust-remote-code", help="Run code that the model ships.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    verify: Annotated[str, typer.Option(help="auto, full, keys or none.")] = "auto",
+    verify: Annotated[str, typer.Option(help="full, keys (no logits), none; auto: full if memory holds it.")] = "auto",
     push: Annotated[str | None, typer.Option(help="Then upload it to this Hub repository, user/repo.")] = None,
     as_json: Json = False,
 ) -> None:
