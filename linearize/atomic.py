@@ -170,8 +170,11 @@ def write_atomically(path: Path, text: str) -> None:
     """Write beside and rename, so that the file is old or new, never half."""
     work = path.with_name(path.name + ".tmp")
     with writing(path):
-        with work.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        work.rename(path)
+        try:
+            with work.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            work.rename(path)
+        finally:
+            work.unlink(missing_ok=True)

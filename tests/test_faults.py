@@ -23,7 +23,7 @@ from models import convert_folder, load, save_source
 from training import BASES, byte_tokenizer, metrics, same, stage, tensors, write_recipe
 
 from linearize import __version__
-from linearize.atomic import output_folder
+from linearize.atomic import output_folder, write_atomically
 from linearize.card import measured
 from linearize.cli import main
 from linearize.errors import Exit, LinearizeError, redact
@@ -447,6 +447,13 @@ def test_a_source_that_fails_while_it_is_copied(tmp_path: Path) -> None:
         with pytest.raises(LinearizeError, match=r"^cannot write .*/linear: ") as caught, work as folder:
             raise OSError(number, os.strerror(number), str(folder / name))
         assert ("Make room" in caught.value.message) == (number == errno.ENOSPC)
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one_alone(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "result.json", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(tmp_path / "result.json", "half of a character: \ud83d")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"result.json": "old"}
 
 
 def test_room_is_asked_for_when_there_is_none(shared: Path, tmp_path: Path) -> None:
