@@ -87,32 +87,11 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
 
     Raises LinearizeError (exit 3) when the model cannot be built or run on the meta device, or nothing in it fits.
     """
-    run = interface_calls(config, model_class)
-    obstacle = run.error
-    if not run.records:
-        run = own_softmax(config, model_class)
-        # A KeyError of that name: the class looks its attention up in a table of its own.
-        if run.error is None or (isinstance(obstacle, KeyError) and obstacle.args == (PROBE,)):
-            obstacle = run.error
-        if isinstance(run.error, OtherForm):
-            obstacle = None
-    if obstacle:
-        raise LinearizeError(
-            f"{model_class.__name__} cannot be probed on the meta device: {type(obstacle).__name__}: {obstacle}",
-            Exit.INCOMPATIBLE,
-        ) from obstacle
+    run = _run(config, model_class)
     calls = Counter(record["path"] for record in run.records)
     others = _mixing_without_calls(run, calls)
     if not run.records:
-        kinds = ", ".join(sorted({other.kind for other in others}))
-        own = "computes no softmax over keys of its own"
-        if isinstance(run.error, OtherForm):
-            own = f"what it computes itself has another form: {reason_of(run.error)}"
-        raise LinearizeError(
-            f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
-            f"attention interface and {own}. Attention-like modules seen: " + (kinds or "none"),
-            Exit.INCOMPATIBLE,
-        )
+        raise _nothing(run, others, config, model_class)
     slots = _cache_slots(config)
     free = {record["path"] for record in run.records if record.pop("rotation")}
     flat = tuple(record["path"] for record in run.records if record.pop("flat"))
@@ -133,6 +112,41 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
     fixed = {site.path for site in sites} - free if _rotates(run, config) else set()
     return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat, held)
+
+
+def _run(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
+    """A run with the calls of attention; without records where there are none, or where softmax has another form.
+
+    Raises LinearizeError (exit 3) when the model cannot be built or run on the meta device.
+    """
+    run = interface_calls(config, model_class)
+    obstacle = run.error
+    if not run.records:
+        run = own_softmax(config, model_class)
+        # A KeyError of that name: the class looks its attention up in a table of its own.
+        if run.error is None or (isinstance(obstacle, KeyError) and obstacle.args == (PROBE,)):
+            obstacle = run.error
+        if isinstance(run.error, OtherForm):
+            obstacle = None
+    if obstacle:
+        raise LinearizeError(
+            f"{model_class.__name__} cannot be probed on the meta device: {type(obstacle).__name__}: {obstacle}",
+            Exit.INCOMPATIBLE,
+        ) from obstacle
+    return run
+
+
+def _nothing(run: Run, others: list[Other], config: Any, model_class: type[PreTrainedModel]) -> LinearizeError:
+    """What to say of a model without softmax attention."""
+    kinds = ", ".join(sorted({other.kind for other in others}))
+    own = "computes no softmax over keys of its own"
+    if isinstance(run.error, OtherForm):
+        own = f"what it computes itself has another form: {reason_of(run.error)}"
+    return LinearizeError(
+        f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
+        f"attention interface and {own}. Attention-like modules seen: " + (kinds or "none"),
+        Exit.INCOMPATIBLE,
+    )
 
 
 def _rotates(run: Run, config: PreTrainedConfig) -> bool:
