@@ -188,7 +188,9 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
         top = percent(row.get("accuracy"))
         lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} | {top} |")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return "\n".join([*lines, "", f"`linearize finetune`, {device}, {versions}, {datetime.date.today()}.", ""])
+    # What the recipe below does not say.
+    few = f" --max-steps {report['max_steps']}" if report.get("max_steps") else ""
+    return "\n".join([*lines, "", f"`linearize finetune{few}`, {device}, {versions}, {datetime.date.today()}.", ""])
 
 
 def _count(tokens: int | None) -> str:

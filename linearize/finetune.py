@@ -33,7 +33,7 @@ from .trust import read_plan, trained_before
 def finetune(
     recipe: Recipe, *, resume: str = "auto", only: str | None = None, max_steps: int | None = None, say: Say = print
 ) -> dict[str, Any]:
-    """Run a recipe; returns the report: `output`, `teacher_ppl`, `stages`, `layers` (also in report.json).
+    """Run a recipe; returns the report: `output`, `max_steps`, `teacher_ppl`, `stages`, .. (also in report.json).
 
     `output` is None when `only` left later stages to do. Raises LinearizeError: 2 for the recipe, 3 for what does
     not fit, 4 for resources, 5 for the Hub, 6 for NaN or a failed verification, 130 when interrupted (state saved).

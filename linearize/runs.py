@@ -240,7 +240,8 @@ class Run:
             ratio = ppl / teacher["eval_ppl"] if teacher else None
             rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy")})
         figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}
-        return {"output": str(self.final) if complete else None, **figures, "stages": rows, "layers": layers}
+        said = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
+        return {**said, **figures, "stages": rows, "layers": layers}
 
     def write_report(self, report: dict[str, Any]) -> None:
         """report.json, the figures of a finished run."""
@@ -251,9 +252,9 @@ class Run:
         path = self.folder / "report.json"
         with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
             found = json.loads(path.read_text("utf-8"))
-            return {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")} | {
-                "teacher_accuracy": found.get("teacher_accuracy")  # of runs that measured it
-            }
+            later = ("teacher_accuracy", "max_steps")  # which runs of earlier versions did not write
+            known = {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")}
+            return known | {key: found.get(key) for key in later}
 
     def log(self, **entry: Any) -> None:
         """Append one line to metrics.jsonl; what is not finite becomes null, JSON has no word for it."""

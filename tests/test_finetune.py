@@ -219,8 +219,11 @@ def test_evaluation(root: Path, tmp_path: Path) -> None:
     assert [row["layer"] for row in report["layers"]] == [0, 1]
     assert all(row["relative_mse"] > 0 and -1 <= row["cosine"] <= 1 for row in report["layers"])
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
-    with_more = train(make_recipe(tmp_path / "more", base(root, "llama"), stage("logit_kl"), data=EVAL))
+    with_more = train(make_recipe(tmp_path / "more", base(root, "llama"), stage("logit_kl"), data=EVAL), max_steps=3)
     assert with_more["teacher_ppl"] != report["teacher_ppl"]  # more than two blocks
+    cards = [(folder / "run" / "final" / "README.md").read_text() for folder in (tmp_path, tmp_path / "more")]
+    assert ["`linearize finetune`, CPU" in card for card in cards] == [True, False]
+    assert "`linearize finetune --max-steps 3`, CPU" in cards[1]
 
 
 def test_loss_weights_and_temperature(root: Path, tmp_path: Path) -> None:
