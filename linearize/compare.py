@@ -16,13 +16,14 @@ from linearize_kernels.seam import evaluating
 from .behaviours import held_bytes
 from .cache_key import fingerprint
 from .data import Blocks, build_blocks
-from .errors import Exit, LinearizeError
+from .errors import Exit, LinearizeError, absent
 from .evaluate import sample_count
 from .generate import Loaded, device_memory
 from .inputs import most_tokens
 from .losses import IGNORED, cross_entropy, logit_kl
 from .recall import Writer, rows_of, score
 from .recipe import Recipe
+from .recipe_data import holds_images, local_paths
 from .runtime import to_source
 from .samples import collate, forward, targets
 
@@ -87,11 +88,22 @@ def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: Request) 
         return measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
 
 
+def check_text(recipe: Recipe) -> None:
+    """Raise LinearizeError (exit 2) for a recipe without evaluation text, or whose files are not there."""
+    source, instead = recipe.data.eval, "set it, for example data.eval='{files: [heldout.jsonl]}'"
+    if source is None:
+        raise LinearizeError(f"the recipe has no data.eval; {instead}")
+    if holds_images(source):
+        raise LinearizeError(f"the recipe's data.eval holds images, and models are compared on text; {instead}")
+    for path in local_paths(source, recipe.folder):
+        if not path.exists():
+            raise absent(path)
+
+
 def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
-    """The evaluation text of a recipe, packed. Raises LinearizeError (exit 2) when it has none."""
+    """The evaluation text of a recipe, packed. Raises LinearizeError as `check_text`."""
+    check_text(recipe)
     data = recipe.data
-    if data.eval is None:
-        raise LinearizeError("the recipe has no data.eval; set it, for example data.eval='{files: [heldout.jsonl]}'")
     source = to_source(data.eval, data.pack.text_key, recipe.folder)
     return build_blocks(source, tokenizer, data.pack.seq_len, cache, sft=False, max_tokens=recipe.eval.max_tokens)
 

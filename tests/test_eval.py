@@ -251,6 +251,8 @@ def test_layers_that_were_linear_before_count_too() -> None:
         (("--lengths", "64,x"), Exit.USAGE, "--lengths 64,x: give whole numbers"),
         (("--lengths", "64"), Exit.USAGE, "--lengths 64: 8 entries and as many questions do not fit"),
         (("--lengths", "4000"), Exit.USAGE, "the text has"),
+        (("data.eval={images: .}",), Exit.USAGE, "data.eval holds images, and models are compared on text"),
+        (("data.eval={files: hedlout.txt}",), Exit.USAGE, "Did you mean 'heldout.txt'?"),
         (("--device", "tpu"), Exit.USAGE, "choose auto, cpu, cuda"),
         (("--dtype", "int8"), Exit.USAGE, "choose keep"),
     ],

@@ -35,10 +35,11 @@ def evaluate(
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
     text = load_recipe(recipe, [f"model.base={json.dumps(teacher)}", *(overrides or [])])
-    from ..compare import Request, compare, parse_lengths
+    from ..compare import Request, check_text, compare, parse_lengths
     from ..generate import load
     from ..show import comparison_table
 
+    check_text(text)
     request = Request(parse_lengths(lengths), trials, seed, batch_tokens)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     ours, theirs = (load(name, None, teacher=False, **options) for name in (student, teacher))
