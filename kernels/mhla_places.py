@@ -53,6 +53,14 @@ def place_rows(padding: Tensor | None, segments: Tensor | None, seen: Tensor | N
     if padding is None and segments is None and seen is None:
         number = torch.arange(-(-T // C), device=x.device)[None]
         return Places(C, None, None, None, number, torch.zeros_like(number), zero, zero + T, zero == 1)
+    place = _placed if segments is None else _placed_eagerly
+    return place(padding, segments, seen, x, C)
+
+
+def _placed(padding: Tensor | None, segments: Tensor | None, seen: Tensor | None, x: Tensor, C: int) -> Places:
+    """Causal blocks of rows where not every token is one of a single document that begins there."""
+    B, T = x.shape[:2]
+    zero = torch.zeros(B, dtype=torch.long, device=x.device)
     real = torch.ones(B, T, dtype=torch.bool, device=x.device) if padding is None else padding
     document = zero[:, None].expand(B, T) if segments is None else numbered(segments)
     before = zero if seen is None else seen
@@ -71,6 +79,10 @@ def place_rows(padding: Tensor | None, segments: Tensor | None, seen: Tensor | N
     return _scattered(real, block, position, document, N, C, B)._replace(
         last=last, tokens=tokens, untouched=(last == 0) & (joined == 0)
     )
+
+
+# How many blocks there are is read from the device, and torch 2.11 fails to trace what follows it.
+_placed_eagerly = torch.compiler.disable(_placed)
 
 
 def place_sequences(cu: Tensor, seen: Tensor | None, T: int, C: int) -> Places:
