@@ -58,7 +58,8 @@ def finetune(
         report = run.report(layers, complete)
         if complete and accelerator.is_main_process:
             run.write_report(report)
-            save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say)
+            with failed_check(tuner):
+                save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say)
             if recipe.finish.push is not None:
                 report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
         accelerator.wait_for_everyone()
@@ -187,6 +188,18 @@ def memory_errors(tuner: Finetuner) -> Iterator[None]:
             f"data.pack.seq_len; train: [new, lora]. Last checkpoint: {tuner.last_checkpoint or 'none'}",
             Exit.RESOURCE,
         ) from error
+
+
+@contextlib.contextmanager
+def failed_check(tuner: Finetuner) -> Iterator[None]:
+    """Within: a finished model that fails a check is not lost, and the error says where it is."""
+    try:
+        yield
+    except LinearizeError as error:
+        if error.code != Exit.CHECK_FAILED:
+            raise
+        then = f"--resume {tuner.last_checkpoint} with finish.verify=false saves the model all the same"
+        raise LinearizeError(f"{error.message}. The training is kept: {then}", error.code) from error
 
 
 def versions() -> dict[str, str]:

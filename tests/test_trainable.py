@@ -199,6 +199,23 @@ def test_a_base_in_float32_may_train_in_bfloat16(root: Path, tmp_path: Path) -> 
     assert {name for name in old if not torch.equal(old[name], new[name])} == {n for n in old if ".mixer." in n}
 
 
+def test_a_model_that_fails_its_checks_can_be_saved(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise LinearizeError("verification failed: so", Exit.CHECK_FAILED)
+
+    monkeypatch.setattr(export, "verify_final", fail)
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), finish={"verify": True})
+    kept = tmp_path / "run" / "checkpoints" / "logit_kl-4-end"
+    with pytest.raises(LinearizeError, match=f"failed: so.* --resume {kept} with finish.verify=false saves") as caught:
+        train(recipe)
+    assert caught.value.code == Exit.CHECK_FAILED
+    assert not (tmp_path / "run" / "final").exists()
+    train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl")), resume=str(kept))
+    assert load(tmp_path / "run" / "final")
+
+
 def test_an_adapter_is_kept_beside_the_base_on_request(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
