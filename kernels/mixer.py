@@ -119,7 +119,7 @@ class Mixer(nn.Module):
         if sink and not window:
             raise ValueError(f"sink={sink}: first tokens stay exact beside a window; set window too")
         if window and not site.causal:
-            raise ValueError(f"window={window}: this attention sees both sides; a window looks back only")
+            raise ValueError(f"window={window}: this attention sees both sides; a window looks back only. Set window=0")
         if window and not rope:
             raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.site = site
