@@ -52,8 +52,12 @@ class Blocks:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        damaged = LinearizeError(f"{path} is damaged. Delete it, the text makes it again", Exit.RESOURCE)
         with path.open("rb") as file:
-            header = json.loads(file.read(_HEADER))
+            try:
+                header = json.loads(file.read(_HEADER))
+            except ValueError as error:
+                raise damaged from error
         self.seq_len: int = header["seq_len"]
         self.n_tokens: int = header["n_tokens"]  # without padding
         self.n_targets: int = header["n_targets"]  # labels other than -100
@@ -61,7 +65,7 @@ class Blocks:
         self.sha256: str = header["sha256"]
         shape = (header["n_blocks"], self.seq_len)
         if path.stat().st_size != _HEADER + 4 * shape[0] * shape[1]:
-            raise LinearizeError(f"{path} is damaged. Delete it, the text makes it again", Exit.RESOURCE)
+            raise damaged
         self._words: Words = np.memmap(path, dtype="<u4", mode="r", offset=_HEADER, shape=shape)
 
     def __reduce__(self) -> tuple[type[Blocks], tuple[Path]]:

@@ -344,10 +344,11 @@ def test_an_interrupted_build_leaves_nothing_behind(
     assert build(source).n_tokens == 9 * 28
 
 
-def test_a_damaged_cache_file_is_named(build: Build, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [-4, 50, 0])
+def test_a_damaged_cache_file_is_named(build: Build, tmp_path: Path, end: int) -> None:
     source = texts(tmp_path, "abc def")
     path = build(source).path
-    path.write_bytes(path.read_bytes()[:-4])
+    path.write_bytes(path.read_bytes()[:end])
     with pytest.raises(LinearizeError, match=f"{path} is damaged") as caught:
         build(source)
     assert caught.value.code == Exit.RESOURCE
