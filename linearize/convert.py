@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from .atomic import check_output, output_folder
 from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, is_secret, reason_of
-from .output import ranges
+from .output import ranges, size
 from .plan import Plan, some
 from .probe import model_class_of, probe
 from .recording import quiet
@@ -228,5 +228,5 @@ def check_disk(plan: Plan, source: Source, output: Path) -> None:
     need = plan.needed_bytes + (0 if linked or plan.cast or source.pickled else source.bytes)
     free = shutil.disk_usage(parent).free
     if need > free:
-        said = f"need {need / 2**30:.1f} GiB in {parent}, {free / 2**30:.1f} free. Make room, or choose another -o"
+        said = f"need {size(need)} in {parent}, {size(free)} free. Make room, or choose another -o"
         raise LinearizeError(said, Exit.RESOURCE)

@@ -16,6 +16,7 @@ from typing import Any
 
 from .errors import SECRET, Exit, LinearizeError
 from .hub_errors import answering, hub_errors, unreached
+from .output import size
 
 Say = Callable[[str], None]
 
@@ -242,7 +243,7 @@ def push(upload: Upload, say: Say = print) -> dict[str, Any]:
         for name in upload.files:
             content = upload.card.encode() if name == "README.md" else upload.folder / name
             operations.append(CommitOperationAdd(name, content))
-        say(f"pushing {len(upload.files)} files, {sum(upload.files.values()) / 2**20:,.1f} MiB, to {repo}")
+        say(f"pushing {len(upload.files)} files, {size(sum(upload.files.values()))}, to {repo}")
         with answering(UPLOAD_SECONDS):
             # Onto what was checked: what someone else pushed meanwhile is not overwritten.
             done = api.create_commit(
