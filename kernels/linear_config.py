@@ -140,9 +140,9 @@ def safe(shared: int, processors: int, wide: int, dtype: torch.dtype) -> Config:
         raise ValueError(f"head dim {wide} needs more than {shared} bytes of shared memory")
     tiles = fitting[0]
     read = tiles._replace(block=wide if wide <= 128 else 64)
-    # fp16 and its sums: three bf16 products carry 16 bits of each factor.
-    # Two programs a processor.
+    # Two programs of the scan a processor.
     scan = tiles, columns, 2 * processors, 1024, 256, 64, True, tiles, math.inf
+    # fp16 and its sums: three bf16 products carry 16 bits of each factor.
     return Config(tiles, tiles, *scan, tiles, read, 4 * processors, False, True, "bf16x3")
 
 

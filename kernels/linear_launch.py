@@ -127,7 +127,7 @@ class Problem:
 
     @property
     def walks(self) -> bool:
-        """Whether the scan makes the output on its way: where the heads alone fill the GPU."""
+        """Whether the scan makes the output on its way: where heads and parts of rows fill the GPU."""
         programs = self.layout.rows * self.H * -(-self.DV // self.config.walk.block) * self.parts
         return not self.normalised and programs >= self.config.walk_from
 

@@ -17,7 +17,7 @@ retention: lam = log gamma, r and w the read and write gates.
 A row is cut into stretches of L tokens. `scan` (linear_states.py) walks along them and leaves the state that enters
 each: S = sum k v^T, z = sum k, u = sum v and n tokens; or for DK and DV its gradient, from the right. Here a program
 takes C rows of x and BZ columns of z, reads the state once and goes over the tokens of its stretch that its rows see, K
-of y and z after another, last those of its own rows.
+of y and z after another; with decay those of its own rows last and apart.
 No product takes the transpose of a product: DK's state comes transposed from memory.
 
 Letters as in linear.py; `BX`, `BZ` columns of x and z that a program holds.

@@ -48,9 +48,9 @@ class Places(NamedTuple):
 
 def place_rows(padding: Tensor | None, segments: Tensor | None, seen: Tensor | None, x: Tensor, C: int) -> Places:
     """Causal blocks of the rows of x [B,T,..]; `seen` [B] tokens of their first documents came before (None: none)."""
-    B, T = x.shape[:2]
-    zero = torch.zeros(B, dtype=torch.long, device=x.device)
     if padding is None and segments is None and seen is None:
+        B, T = x.shape[:2]
+        zero = torch.zeros(B, dtype=torch.long, device=x.device)
         number = torch.arange(-(-T // C), device=x.device)[None]
         return Places(C, None, None, None, number, torch.zeros_like(number), zero, zero + T, zero == 1)
     place = _placed if segments is None else _placed_eagerly

@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
 
 
 class Config(NamedTuple):
-    """Tiles of the kernels that walk over tokens, queries of a block of `sinks_kernel`, and what becomes of fp32."""
+    """Tiles of the kernels that walk over tokens, queries of a block of `sinks_kernel`, precision of products."""
 
     forward: Tiles
     queries: Tiles

@@ -234,9 +234,10 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     if not recipe.keeps_adapter:
         what = "merging adapters and rounding to the saved dtype changed logits by"
         compare(rounded, trained, what, ROUNDING[plan.dtype])
-    # With other dtypes in the shards than in training, what was loaded for it was rounded too.
+    # With several dtypes in the shards, or trained in a narrower one, what was loaded for training was rounded too.
     loaded = recipe.model.dtype or plan.dtype
-    limit = TOLERANCE if len(dtypes) == 1 and loaded == plan.dtype else max(ROUNDING[plan.dtype], ROUNDING[loaded])
+    rounds = len(dtypes) > 1 or ROUNDING[loaded] > ROUNDING[plan.dtype]
+    limit = max(ROUNDING[plan.dtype], ROUNDING[loaded]) if rounds else TOLERANCE
     with ThreadPoolExecutor() as pool:  # of two child processes, each of which mostly starts up
         count, reloaded = pool.submit(check_keys, folder), pool.submit(reload_logits, folder)
     difference = compare(reloaded.result(), rounded, "reloading changed logits by", limit)

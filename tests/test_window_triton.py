@@ -147,7 +147,6 @@ def results(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
     S, W = arguments["sink"], arguments["window"]
     place = torch.arange(S + W)
     filled = (place < ring.held[:, None].clamp_max(S)) | (place >= S + W - ring.held[:, None].clamp_max(W))
-    filled &= (place < S) | (place >= S + W - ring.held[:, None].clamp_max(W))
     state = [(x * filled[:, :, None, None]).detach() for x in ring[:2]]
     named = zip(("dq", "dk", "dv", "keys", "values"), (*gradients, *state), strict=True)
     return {"o": o.detach(), "mass": mass.detach(), "held": ring.held, **dict(named)}
