@@ -135,7 +135,7 @@ def measure(source: Path, output: Path, how: str) -> dict[str, Any]:
     import transformers
 
     from linearize.convert import convert, plan_conversion
-    from linearize.verify import check_keys
+    from linearize.verify.reload import check_keys
 
     torch.set_num_threads(os.cpu_count() or 1)
     transformers.LlamaForCausalLM  # noqa: B018  lazily imported; every process that loads a model has such a class

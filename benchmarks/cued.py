@@ -34,7 +34,7 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 from transformers.utils import logging as transformers_logging
 
 from linearize.finetune import finetune
-from linearize.recipe import load_recipe
+from linearize.recipe.recipe import load_recipe
 
 CELL, PATCH = 8, 4
 HELD_OUT, BATCH, LEARNING_RATE = 450, 64, 2e-3

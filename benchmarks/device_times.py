@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from linearize.bench import load_case
-from linearize.bench_case import Shape
-from linearize.bench_measure import here, wait
+from linearize.bench.case import Shape
+from linearize.bench.kernels import load_case
+from linearize.bench.timing import here, wait
 
 
 def kernel_times(mechanism: str, shape: Shape, repeats: int = 5) -> dict[str, float]:

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from linearize.bench_report import overview, tables
+from linearize.bench.report import overview, tables
 
 PLACE = re.compile(r"(<!-- kernels (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.convert import plan_conversion
-from linearize.mechanisms import load_mechanism, parse_settings
-from linearize_kernels.seam import attach
+from linearize.plan.mechanisms import load_mechanism, parse_settings
+from linearize_kernels.hf.seam import attach
 
 from .window import perplexity
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linearize.bench_measure import peak_mib, queued
-from linearize_kernels.la import la
-from linearize_kernels.retnet import retnet
+from linearize.bench.timing import peak_mib, queued
+from linearize_kernels.la.la import la
+from linearize_kernels.retnet.retnet import retnet
 
 Run = Callable[[], Tensor]
 

@@ -26,17 +26,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.compare import Request, measure, parse_lengths, read_blocks
 from linearize.convert import convert
-from linearize.data import build_blocks
+from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
-from linearize.export import load_whole
 from linearize.finetune import plan_base, versions
-from linearize.generate import load_tokenizer
-from linearize.recipe import Recipe
-from linearize.runs import Run
-from linearize.runtime import make_accelerator, to_source
-from linearize.session import Finetuner
+from linearize.measure.compare import Request, measure, parse_lengths, read_blocks
+from linearize.measure.generate import load_tokenizer
+from linearize.recipe.recipe import Recipe
+from linearize.train.runs import Run
+from linearize.train.runtime import make_accelerator, to_source
+from linearize.train.save import load_whole
+from linearize.train.session import Finetuner
 
 SHOWN = ("variant", "ppl_ratio", "kl", "top1_agreement", "minutes", "overhead_s", "stages")
 

@@ -1,4 +1,4 @@
-"""Measure launch configurations of the GSA kernels on this GPU, for the table SHIPPED in kernels/gsa_config.py.
+"""Measure launch configurations of the GSA kernels on this GPU, for the table SHIPPED in kernels/gsa/config.py.
 
     python -m benchmarks.tune_gsa --slots 64 --dim 128             # device time of each kernel, or of a decode step
     python -m benchmarks.tune_gsa --slots 64 --dim 128 --only 3/8  # candidates 3, 11, ...: fill triton's cache first,
@@ -13,9 +13,9 @@ import argparse
 import itertools
 from typing import Any
 
-from linearize.bench import load_case, measure_step
-from linearize.bench_case import Shape
-from linearize_kernels import gsa_config
+from linearize.bench.case import Shape
+from linearize.bench.kernels import load_case, measure_step
+from linearize_kernels.gsa import config as gsa_config
 
 from .device_times import kernel_times
 

@@ -1,4 +1,4 @@
-"""Measure tiles of SAGA's kernels on this GPU, for the table SHIPPED in kernels/saga_launch.py.
+"""Measure tiles of SAGA's kernels on this GPU, for the table SHIPPED in kernels/saga/launch.py.
 
     python -m benchmarks.tune_saga                              # PVT-T's first stage at 1280 pixels, hedgehog
     python -m benchmarks.tune_saga --shape 32 4096 6 64 --plain   # B T H D, q and k are features
@@ -13,9 +13,10 @@ import argparse
 
 import torch
 
-from linearize.bench_case import Shape
-from linearize_kernels import launch, saga_launch
-from linearize_kernels.saga_launch import Config, Tiles
+from linearize.bench.case import Shape
+from linearize_kernels.gpu import launch
+from linearize_kernels.saga import launch as saga_launch
+from linearize_kernels.saga.launch import Config, Tiles
 
 from .device_times import kernel_times
 

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linearize.bench import attempt
-from linearize.bench_measure import here, machine
-from linearize.bench_vision import inference, training
-from linearize.mechanisms import build_mixer, parse_settings, resolve_options
+from linearize.bench.kernels import attempt
+from linearize.bench.timing import here, machine
+from linearize.bench.vision import inference, training
+from linearize.plan.mechanisms import build_mixer, parse_settings, resolve_options
 from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.mixer import Mixer, Site
 

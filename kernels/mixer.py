@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .layout import TokenLayout, once
-from .norm import HeadNorm
-from .window import Window, WindowedState
+from .layers.norm import HeadNorm
+from .window.window import Window, WindowedState
 
 
 @dataclasses.dataclass(frozen=True)

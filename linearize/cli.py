@@ -15,22 +15,9 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import (
-    bench,
-    convert,
-    demo,
-    doctor,
-    eval,
-    finetune,
-    generate,
-    inspect,
-    mechanisms,
-    push,
-    recipes,
-    verify,
-)
+from .commands import bench, convert, demo, doctor, eval, finetune, generate, inspect, mechanisms, push, recipes, verify
 from .errors import Exit, LinearizeError, resource_error
-from .output import say
+from .terminal.output import say
 
 app = typer.Typer(
     name="linearize",

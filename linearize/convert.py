@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from .atomic import check_output, output_folder
-from .checkpoint import meta_pickle, shard_dtype, write_checkpoint
+from .checkpoint.atomic import check_output, output_folder
+from .checkpoint.code import Natives
+from .checkpoint.shards import meta_tensors
+from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, open_source, read_header
+from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, is_secret, reason_of
-from .output import ranges, size
-from .plan import Plan, some
-from .probe import model_class_of, probe
-from .recording import quiet
-from .render import Natives
-from .request import Request
-from .shards import meta_tensors
-from .source import ADAPTER_CONFIG, DTYPES, Source, open_source, read_header
-from .verify import Level, verify
+from .plan.plan import Plan, some
+from .plan.request import Request
+from .probe.meta_run import quiet
+from .probe.probe import model_class_of, probe
+from .terminal.output import ranges, size
+from .verify.reload import Level, verify
 
 Say = Callable[[str], None]
 NEXT = "distil it with linearize finetune"

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from .errors import Exit, LinearizeError
-from .output import size
+from .terminal.output import size
 
 # What tests need, not users.
 DEVELOPMENT = ("test",)

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 
 from . import __version__
+from .checkpoint.provenance import read_plan, trained_before
+from .checkpoint.source import Source, open_source
 from .convert import convert, plan_conversion
+from .data.batches import kind_of, tokens_per_sample
 from .demo import model_folder
 from .errors import Exit, LinearizeError, did_you_mean
-from .export import meta_model, save_final
-from .generate import load_tokenizer
-from .hub import check_access, push_saved
-from .recipe import Recipe
-from .runs import Run, processes
-from .runtime import Say, check_runtime, make_accelerator, stage_steps
-from .samples import kind_of, tokens_per_sample
-from .session import Finetuner, check_model
-from .source import Source, open_source
-from .trainable import Student
-from .trust import read_plan, trained_before
+from .hub.hub import check_access, push_saved
+from .measure.generate import load_tokenizer
+from .recipe.recipe import Recipe
+from .train.runs import Run, processes
+from .train.runtime import Say, check_runtime, make_accelerator, stage_steps
+from .train.save import meta_model, save_final
+from .train.session import Finetuner, check_model
+from .train.student import Student
 
 
 def finetune(

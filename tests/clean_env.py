@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 EXPECTED = "expected.pt"
-INPUTS = Path(__file__).resolve().parent.parent / "linearize" / "inputs.py"
+INPUTS = Path(__file__).resolve().parent.parent / "linearize" / "verify" / "child" / "inputs.py"
 # What a clean environment lacks; triton may be there, as a requirement of torch.
 FOREIGN = ("linearize", "linearize_kernels", "peft", "accelerate")
 # Logits of two processes, perhaps of two versions of transformers, in float32.
@@ -57,7 +57,7 @@ def compute(model: Any, steps: bool = True) -> dict[str, Any]:
 
 
 def inputs() -> Any:
-    """linearize/inputs.py, by its place: it imports torch alone, and its package is not installed everywhere."""
+    """`linearize.verify.child.inputs`, by its place: it imports torch alone; linearize may be absent."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("inputs", INPUTS)

@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor
 
 from linearize.convert import convert, plan_conversion
-from linearize_kernels.capture import capture
+from linearize_kernels.hf.capture import capture
+from linearize_kernels.hf.seam import attach
 from linearize_kernels.mixer import own_mixer
-from linearize_kernels.seam import attach
 
 VOCAB = 97
 SMALL = {
@@ -120,7 +120,7 @@ def source_with_mixers(source: Path, converted: Path) -> Any:
     model = getattr(transformers, head, transformers.AutoModelForCausalLM).from_pretrained(source)
     spec = json.loads((converted / "config.json").read_text())["linearize"]
     names = {layer["mechanism"] for layer in spec["layers"]}
-    mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}")) for n in names}
+    mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}.{n}")) for n in names}
     routed = all(layer["site"]["routed"] for layer in spec["layers"])
     attach(model, spec, mechanisms, None if routed else capture)
     mixers = load_file(converted / "model-mixers.safetensors")

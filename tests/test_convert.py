@@ -16,16 +16,16 @@ import transformers
 from models import HYBRID, convert_folder, load, logits, save_source, small_model, tokens
 from safetensors.torch import load_file, save_file
 
-from linearize.checkpoint import MANIFEST
+from linearize.checkpoint.provenance import read_plan
+from linearize.checkpoint.source import read_header
+from linearize.checkpoint.write import MANIFEST
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
-from linearize.export import meta_model
-from linearize.mechanisms import build_mixer
-from linearize.output import ranges
-from linearize.plan import Plan, choose_layers
-from linearize.probe import Found
-from linearize.source import read_header
-from linearize.trust import read_plan
+from linearize.plan.mechanisms import build_mixer
+from linearize.plan.plan import Plan, choose_layers
+from linearize.probe.probe import Found
+from linearize.terminal.output import ranges
+from linearize.train.save import meta_model
 
 
 @pytest.fixture
@@ -538,7 +538,7 @@ def test_an_output_that_cannot_be_written(source: Path, monkeypatch: pytest.Monk
 def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
-    from linearize import checkpoint
+    from linearize.checkpoint import write as checkpoint
 
     plan = plan_conversion(str(source), "gsa", options={"slots": 8})
     with monkeypatch.context() as patch:

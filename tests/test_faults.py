@@ -23,13 +23,13 @@ from models import convert_folder, load, save_source
 from training import BASES, byte_tokenizer, metrics, same, stage, tensors, write_recipe
 
 from linearize import __version__
-from linearize.atomic import output_folder, write_atomically
-from linearize.card import measured
+from linearize.checkpoint.atomic import output_folder, write_atomically
+from linearize.checkpoint.card import measured
 from linearize.cli import main
 from linearize.errors import Exit, LinearizeError, redact
-from linearize.hub import check_secrets
-from linearize.recipe import load_recipe
-from linearize.runs import Position, Run
+from linearize.hub.hub import check_secrets
+from linearize.recipe.recipe import load_recipe
+from linearize.train.runs import Position, Run
 
 OPTIONS = ("--to", "gsa", "--set", "slots=8", "--set", "chunk_size=16")
 NOT_UTF8 = os.fsdecode(b"\xff\xfe")

@@ -20,12 +20,12 @@ from transformers import AutoTokenizer
 
 from linearize import cli
 from linearize import finetune as story
+from linearize.checkpoint.source import open_source
 from linearize.demo import model_folder
 from linearize.errors import Exit, LinearizeError
-from linearize.loop import StageLoop
-from linearize.runs import Run
-from linearize.runtime import make_schedule
-from linearize.source import open_source
+from linearize.train.loop import StageLoop
+from linearize.train.runs import Run
+from linearize.train.runtime import make_schedule
 
 EVAL = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
 CHAT = {"train": {"files": ["chat.jsonl"]}, "pack": {"seq_len": T}}
@@ -443,7 +443,7 @@ def test_blocks_are_no_longer_than_the_model_takes(
 def test_a_tracker_is_used_or_asked_for(
     tracker: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linearize.runtime.get_available_trackers", lambda: [])
+    monkeypatch.setattr("linearize.train.runtime.get_available_trackers", lambda: [])
     recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), track={"to": tracker})
     assert f"pip install {tracker}" in refusal(capsys, recipe, code=Exit.RESOURCE)
 
@@ -466,7 +466,7 @@ def test_a_tracker_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pyt
             logged.append((step, values["logit_kl/loss"]))
 
     monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType.TENSORBOARD])
-    monkeypatch.setattr("linearize.runtime.get_available_trackers", tracking.get_available_trackers)
+    monkeypatch.setattr("linearize.train.runtime.get_available_trackers", tracking.get_available_trackers)
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Recorder)
     monkeypatch.setattr("accelerate.accelerator.LOGGER_TYPE_TO_CLASS", tracking.LOGGER_TYPE_TO_CLASS)
     train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), track={"to": "tensorboard"}))

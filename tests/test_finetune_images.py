@@ -25,7 +25,7 @@ from transformers import (
 
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run, finetune
-from linearize.recipe import load_recipe
+from linearize.recipe.recipe import load_recipe
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
 

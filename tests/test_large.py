@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from linearize import shards
-from linearize.source import read_header
+from linearize.checkpoint import shards
+from linearize.checkpoint.source import read_header
 
 ROOT = Path(__file__).resolve().parents[1]
 # Source of 196 MB, whose largest tensor has 82; held whole, either in float32 is over the limit.

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from linearize.finetune import finetune
-from linearize.recipe import Recipe, load_recipe
+from linearize.recipe.recipe import Recipe, load_recipe
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 EOS, VOCAB = len(BYTES), len(BYTES) + 1

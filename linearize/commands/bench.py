@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..output import Json, finite, print_json, say
+from ..terminal.output import Json, finite, print_json, say
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -22,10 +22,10 @@ def bench_kernels(
     as_json: Json = False,
 ) -> None:
     """Each mechanism beside PyTorch, scaled dot product attention and, where installed, flash-linear-attention."""
-    from ..atomic import write_atomically
-    from ..bench import bench_kernels as measure
-    from ..bench import failures
-    from ..bench_report import check_plot, markdown, plot
+    from ..bench.kernels import bench_kernels as measure
+    from ..bench.kernels import failures
+    from ..bench.report import check_plot, markdown, plot
+    from ..checkpoint.atomic import write_atomically
     from ..errors import Exit, LinearizeError, absent
 
     def tell(measured: str, result: dict[str, Any]) -> None:
@@ -72,10 +72,10 @@ def bench_model(
 ) -> None:
     """A converted model beside its softmax original, on random weights: training, and prefill and decode of text or
     inference on images."""
-    from ..bench_model import bench_model as measure
-    from ..bench_model import markdown
-    from ..compare import parse_lengths
-    from ..mechanisms import parse_settings
+    from ..bench.model import bench_model as measure
+    from ..bench.model import markdown
+    from ..measure.compare import parse_lengths
+    from ..plan.mechanisms import parse_settings
 
     given = {"train": train, "contexts": contexts, "sizes": sizes, "batches": batches}
     numbers = {n: parse_lengths(text, f"--{n}") if text else () for n, text in given.items() if text is not None}

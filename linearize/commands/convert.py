@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import LinearizeError
-from ..output import Json, print_json, say
+from ..terminal.output import Json, print_json, say
 
 
 def convert(
@@ -38,10 +38,10 @@ def convert(
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
     from .. import convert as of_transformers
-    from .. import hub
     from ..diffusion import convert as of_diffusers
-    from ..mechanisms import parse_settings
-    from ..show import plan_table
+    from ..hub import hub
+    from ..plan.mechanisms import parse_settings
+    from ..terminal.tables import plan_table
 
     story: Any = of_diffusers if of_diffusers.holds_diffusers(model) else of_transformers
     if push is not None and story is of_diffusers:

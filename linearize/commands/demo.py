@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..output import Json, print_json, say
+from ..terminal.output import Json, print_json, say
 
 
 def demo(

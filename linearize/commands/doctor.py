@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from ..errors import Exit
-from ..output import Json, print_json
+from ..terminal.output import Json, print_json
 
 
 def doctor(as_json: Json = False) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..output import Json, print_json
+from ..terminal.output import Json, print_json
 
 
 def evaluate(
@@ -30,14 +30,14 @@ def evaluate(
 ) -> None:
     """Compare a model with its teacher: perplexity, KL, agreement, recall, state."""
     from ..errors import LinearizeError
-    from ..recipe import load_recipe
+    from ..recipe.recipe import load_recipe
 
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
     text = load_recipe(recipe, [f"model.base={json.dumps(teacher)}", *(overrides or [])])
-    from ..compare import Request, check_text, compare, parse_lengths
-    from ..generate import load
-    from ..show import comparison_table
+    from ..measure.compare import Request, check_text, compare, parse_lengths
+    from ..measure.generate import load
+    from ..terminal.tables import comparison_table
 
     check_text(text)
     request = Request(parse_lengths(lengths), trials, seed, batch_tokens)

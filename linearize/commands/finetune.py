@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..output import Json, print_json, say
+from ..terminal.output import Json, print_json, say
 
 
 def finetune(
@@ -20,11 +20,11 @@ def finetune(
     as_json: Json = False,
 ) -> None:
     """Distil: attention transfer, logit KL, finetuning, as the recipe says."""
-    from ..recipe import load_recipe
+    from ..recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
     from .. import finetune as story
-    from ..show import recipe_table, report_table
+    from ..terminal.tables import recipe_table, report_table
 
     if dry_run:
         plans = story.dry_run(loaded, say, max_steps, stage)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..output import Json, print_json
+from ..terminal.output import Json, print_json
 
 
 def generate(
@@ -32,7 +32,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a text, printed as it is written."""
-    from ..generate import Sampling, check_request, generate, load
+    from ..measure.generate import Sampling, check_request, generate, load
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     check_request(prompt, sampling)

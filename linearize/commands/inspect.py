@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..output import Json, print_json
+from ..terminal.output import Json, print_json
 
 
 def inspect(
@@ -18,8 +18,8 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show a model's attention modules and which mechanisms fit them; reads only the config."""
-    from ..inspection import inspect_model
-    from ..show import inspection_tables
+    from ..probe.inspection import inspect_model
+    from ..terminal.tables import inspection_tables
 
     inspection = inspect_model(model, revision=revision, trust_remote_code=trust_remote_code)
     inspection_tables(inspection)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..output import Json, print_json
+from ..terminal.output import Json, print_json
 
 
 def mechanisms(
@@ -14,14 +14,14 @@ def mechanisms(
     as_json: Json = False,
 ) -> None:
     """What softmax can become: papers, options, state size, kernels."""
-    from ..mechanisms import describe, mechanism_names, summary
+    from ..plan.mechanisms import describe, mechanism_names, summary
 
     whole = describe if as_json else summary
     found: Any = describe(name) if name is not None else [whole(known) for known in mechanism_names()]
     if as_json:
         print_json(found)
         return
-    from ..show import mechanism_table, mechanisms_table
+    from ..terminal.tables import mechanism_table, mechanisms_table
 
     if name is None:
         mechanisms_table(found)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import Exit, LinearizeError
-from ..output import Json, print_json, say
+from ..terminal.output import Json, print_json, say
 
 recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with linearize, and checks of your own.")
 
@@ -18,7 +18,7 @@ Name = Annotated[str, typer.Argument(help="A preset; linearize recipes ls has th
 @recipes.command("ls")
 def ls(as_json: Json = False) -> None:
     """The presets: name, and what each is."""
-    from ..presets import presets
+    from ..recipe.presets import presets
 
     found = presets()
     if as_json:
@@ -31,7 +31,7 @@ def ls(as_json: Json = False) -> None:
 @recipes.command("show")
 def show(name: Name) -> None:
     """Print a preset."""
-    from ..presets import preset
+    from ..recipe.presets import preset
 
     print(preset(name).path.read_text("utf-8"), end="")
 
@@ -45,7 +45,7 @@ def cp(
     """Copy a preset, to change it."""
     import yaml
 
-    from ..presets import copy
+    from ..recipe.presets import copy
 
     target = copy(name, to or Path(), overwrite)
     base = "" if "base" in yaml.safe_load(target.read_text("utf-8"))["model"] else " model.base=DIR"
@@ -61,7 +61,7 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Check recipes: every mistake at its file, line and column; exit 2 if there is one."""
-    from ..recipe import load_recipe
+    from ..recipe.recipe import load_recipe
 
     mistakes: dict[str, list[str]] = {}
     for file in files:
@@ -85,6 +85,6 @@ def schema() -> None:
     For editors: save it as recipe.schema.json and begin a recipe with
     `# yaml-language-server: $schema=recipe.schema.json`.
     """
-    from ..recipe import recipe_schema
+    from ..recipe.recipe import recipe_schema
 
     print_json(recipe_schema(), indent=2)

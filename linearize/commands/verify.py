@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import Exit, LinearizeError
-from ..output import Json, print_json
+from ..terminal.output import Json, print_json
 
 
 def verify(
@@ -29,8 +29,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove that a saved model stands on its own: reload it without linearize, compare weights and behaviour."""
-    from ..checks import verify_folder
-    from ..show import checks_table
+    from ..terminal.tables import checks_table
+    from ..verify.checks import verify_folder
 
     checks = verify_folder(model, strict=strict, trust_remote_code=trust_remote_code, revision=revision)
     failed = [check for check in checks if check.status == "failed"]

@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.panel import Panel
 
 from ..finetune import finetune, plan_base
-from ..recipe import load_recipe
-from ..show import console, plan_table, report_table
-from ..verify import clean_command, result_of, started
+from ..recipe.recipe import load_recipe
+from ..terminal.tables import console, plan_table, report_table
+from ..verify.reload import clean_command, result_of, started
 from . import model_folder
 
 Say = Callable[[str], None]

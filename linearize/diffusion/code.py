@@ -12,8 +12,9 @@ import importlib
 from typing import Any
 
 from .. import __version__
+from ..checkpoint.flatten import flat_files, imported
 from ..errors import Exit, LinearizeError
-from ..mechanisms import RELATIVE_IMPORT, flat_files, load_mechanism
+from ..plan.mechanisms import load_mechanism
 
 # By the class name of a processor that computes no softmax: who reads q, k and v as it does, and where that is.
 READERS = {"SanaLinearAttnProcessor2_0": ("diffusers.models.transformers.sana_transformer", "SanaAttnProcessor2_0")}
@@ -111,7 +112,7 @@ def ordered(files: dict[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def visit(name: str) -> None:
-        for needed in RELATIVE_IMPORT.findall(files[name]):
+        for needed in imported(files[name]):
             visit(f"{needed}.py")
         found.setdefault(name, files[name])
 

@@ -11,16 +11,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..atomic import output_folder
-from ..checkpoint import meta_pickle
+from ..checkpoint.atomic import output_folder
+from ..checkpoint.source import Source, check_names, check_revision, find_shards, read_header, read_json
+from ..checkpoint.write import meta_pickle
 from ..convert import Say, check_disk, check_paths, check_secrets, disagree, own_code, stored_dtype
 from ..errors import Exit, LinearizeError
-from ..plan import DIFFUSERS, Plan, some
-from ..probe import Found, Other
-from ..recording import quiet
-from ..request import Request
-from ..source import Source, check_names, check_revision, find_shards, read_header, read_json
-from ..verify import Level
+from ..plan.plan import DIFFUSERS, Plan, some
+from ..plan.request import Request
+from ..probe.meta_run import quiet
+from ..probe.probe import Found, Other
+from ..verify.reload import Level
 from .latents import INPUTS
 from .probe import Part, build, probe
 from .write import FORMATS, INDEX_FILE, write_pipeline

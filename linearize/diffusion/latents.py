@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inputs import difference, noise
+from ..verify.child.inputs import difference, noise
 
 # Patches, no axis as long as another.
 FRAMES, ROWS, COLUMNS = 3, 7, 5

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from linearize_kernels.diffusion import Processor
+from linearize_kernels.hf.diffusion import Processor
 from linearize_kernels.mixer import Site
 
+from ..checkpoint.source import Source
 from ..errors import Exit, LinearizeError
-from ..plan import Plan
-from ..probe import Found, Other
-from ..recording import quiet
-from ..source import Source
+from ..plan.plan import Plan
+from ..probe.meta_run import quiet
+from ..probe.probe import Found, Other
 from .code import READERS, readers
 from .latents import make_latents
 

@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from linearize_kernels.diffusion import attach
+from linearize_kernels.hf.diffusion import attach
 from linearize_kernels.mixer import own_mixer
 
-from .. import checks
-from ..checkpoint import MANIFEST
-from ..checks import Check
+from ..checkpoint.provenance import refuse_code
+from ..checkpoint.source import read_header, read_json, unreadable
+from ..checkpoint.write import MANIFEST
 from ..errors import Exit, LinearizeError
-from ..plan import Plan, some
-from ..recording import quiet
-from ..source import read_header, read_json, unreadable
-from ..trust import refuse_code
-from ..verify import Level, clean_command, compare, fits_twice, free_memory, numbers, result_of, started
+from ..plan.plan import Plan, some
+from ..probe.meta_run import quiet
+from ..verify import checks
+from ..verify.checks import Check
+from ..verify.reload import Level, clean_command, compare, fits_twice, free_memory, numbers, result_of, started
 from .code import code_for, readers
 from .latents import denoised, make_latents, parts_of
 from .probe import Part
@@ -102,7 +102,7 @@ def source_outputs(folder: Path, part: Part, plan: Plan) -> tuple[Tensor, Tensor
             parameter.data = parameter.data.to(getattr(torch, plan.dtype)).float()
     teacher = denoised(model, make_latents(model))
     names = {step.mechanism for step in own.steps}
-    mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}")) for n in names}
+    mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}.{n}")) for n in names}
     attach(model, own.spec(), mechanisms, readers({step.site.kind for step in own.steps}))
     mixers = load_file(max((folder / part.name).glob("*.safetensors")))
     assert not model.load_state_dict(mixers, strict=False).unexpected_keys

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..card import inherited
-from ..checkpoint import MANIFEST, Untouched, manifest, write_index, write_json, write_mixers, write_source_shards
+from ..checkpoint.card import inherited
+from ..checkpoint.shards import place_shard
+from ..checkpoint.source import Source
+from ..checkpoint.write import MANIFEST, Untouched, manifest, write_index, write_json, write_mixers, write_source_shards
 from ..errors import redact
-from ..output import ranges
-from ..plan import Plan
-from ..shards import place_shard
-from ..source import Source
+from ..plan.plan import Plan
+from ..terminal.output import ranges
 from .code import converted_config
 from .probe import Part
 

@@ -1,0 +1,161 @@
+"""Gated DeltaNet on the GPU, forward: the chunk form of gdn_torch.py in three launches, and the decode step in one.
+
+    prepare  per chunk: b, and the inverse Te
+    scan     over the chunks of a row, a block of value columns each: e, and the state that enters every chunk
+    output   per chunk: o, for the query heads of one state one after another
+
+Scratch is bf16 for bf16 inputs, where each tensor costs one rounding and counts as given afterwards, else fp32; Te, and
+for gradients e and dx, keep 16 bits as two bf16 parts: dk and the gates have products of two of them. Slots: a row of N
+chunks owns N + 1, slot n for what enters chunk n (launch.py).
+"""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from .tiles import (
+    chunk_decay,
+    chunk_edges,
+    inverse,
+    load_parts,
+    load_state,
+    load_tokens,
+    locate,
+    locate_row,
+    store_parts,
+    store_state,
+)
+from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
+
+
+@jit
+def prepare_kernel(p_k, p_g, p_beta, p_seg, p_chunks, p_b, p_b_low, p_Te, p_Te_low, s_kb, s_kt, s_kh,
+                   T: int, N: int, E, SHARE, D: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BD: tl.constexpr,
+                   VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """b [B,T,E] in two parts, and the rows of Te [B,T,E,C]. Grid (N, B*E)."""
+    i_b, i_t, i_e, size, _, place = locate(p_chunks, T, N, E, C, VARLEN)
+    if size <= 0:
+        return
+    o_c, o_d = tl.arange(0, C), tl.arange(0, BD)
+    b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
+    # fp64: a weak gate after a strong one keeps its digits; e^-30 is 0 beside any rounding
+    b_g = tl.maximum(load_tokens(p_g + place, o_c, E, size), -30.0).to(tl.float64)
+    b_sum = tl.cumsum(b_g, 0) * 1.4426950408889634
+    b_high = tl.floor(b_sum.to(tl.float32) * 256.0) * 0.00390625
+    b_low = (b_sum - b_high.to(tl.float64)).to(tl.float32)
+    tl.store(p_b + place + o_c * E, b_high, mask=o_c < size)
+    tl.store(p_b_low + place + o_c * E, b_low, mask=o_c < size)
+    m_pair = o_c[:, None] > o_c[None, :]
+    if SEGMENTS:
+        b_seg, _, _ = segment_flow(p_seg + i_b * T, o_c, i_t, size)
+        m_pair = m_pair & (b_seg[:, None] == b_seg[None, :])
+    b_d = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
+    b_beta = tl.maximum(load_tokens(p_beta + place, o_c, E, size), 8e-28)
+    b_N = dot_given(b_k, tl.trans(b_k), PREC) * tl.exp2(tl.where(m_pair, b_d, -float("inf"))) * b_beta[None, :]
+    b_T = inverse(b_N, o_c, C, LEVELS, b_k.dtype == tl.bfloat16, PREC)
+    b_T, b_T_low = parts(b_T, b_k.dtype == tl.bfloat16)
+    store_rows(p_Te + place * C, b_T, o_c, o_c, E * C, size, C)
+    if b_k.dtype == tl.bfloat16:
+        store_rows(p_Te_low + place * C, b_T_low, o_c, o_c, E * C, size, C)
+
+
+@jit
+def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_Te, p_Te_low, p_S0, p_S, p_e, p_e_low,
+                p_S1, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, E, SHARE, D: tl.constexpr, DV: tl.constexpr,
+                C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
+                WRITE: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """S [slots,E,D,DV] and e [B,T,E,DV]; the last state to p_S1 [rows,E,D,DV]. Grid (blocks of BV, rows*E)."""
+    i_s, i_b, first, length, slot, count, i_e = locate_row(p_rows, p_cu, T, N, E, VARLEN)
+    o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV)
+    p_k += i_b * s_kb + i_e // SHARE * s_kh
+    p_v += i_b * s_vb + i_e // SHARE * s_vh
+    b_S = tl.zeros([BD, BV], tl.float32)
+    if START:
+        b_S += load_state(p_S0 + i_s * (D * DV), o_d, o_v, D, DV)
+    if WRITE:
+        p_gate += (i_b * T + first) * E + i_e
+        b_gate = load_tokens(p_gate, o_c, E, length)
+    for i_n in range(0, count):
+        i_t = first + i_n * C
+        size = tl.minimum(length - i_n * C, C)
+        place = (i_b * T + i_t) * E + i_e
+        b_k = load_rows(p_k + i_t * s_kt, o_c, o_d, s_kt, size, D)
+        b_v = load_rows(p_v + i_t * s_vt, o_c, o_v, s_vt, size, DV)
+        b_T, b_T_low = load_parts(p_Te + place * C, p_Te_low + place * C, o_c, o_c, E * C, size, C)
+        b_start, b_end, through = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
+        b_end *= load_tokens(p_beta + place, o_c, E, size)
+        b_high, b_low = parts(b_S, b_k.dtype == tl.bfloat16)
+        store_state(p_S + ((slot + i_n) * E + i_e) * (D * DV), b_high, o_d, o_v, D, DV)
+        b_x = b_v.to(tl.float32)
+        if WRITE:
+            b_x *= b_gate[:, None]
+            # Of the next chunk: a load of this one would be buffered in shared memory, of which two programs have none
+            # left, and they would no longer fit a multiprocessor together.
+            b_gate = load_tokens(p_gate + (i_n + 1) * C * E, o_c, E, length - (i_n + 1) * C)
+        b_x -= b_start[:, None] * dot_given_left(b_k, b_high, b_low, PREC)
+        b_x, b_x_low = parts(b_x, b_k.dtype == tl.bfloat16)
+        b_e = dot(b_T, b_T_low, b_x, b_x_low, PREC)
+        p_low = p_e_low
+        if p_e_low is not None:
+            p_low += place * DV
+        store_parts(p_e + place * DV, p_low, b_e, o_c, o_v, E * DV, size, DV)
+        b_u, b_u_low = parts(b_e * b_end[:, None], b_k.dtype == tl.bfloat16)
+        b_S = b_S * through + dot_given_left(tl.trans(b_k), b_u, b_u_low, PREC)
+    if LAST:
+        store_state(p_S1 + i_s * (D * DV), b_S, o_d, o_v, D, DV)
+
+
+@jit
+def output_kernel(p_q, p_k, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, p_S, p_e, p_o, scale,
+                  s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, T: int, N: int, H, E, SHARE, G: tl.constexpr, D: tl.constexpr,
+                  DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr,
+                  SEGMENTS: tl.constexpr, READ: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """o [B,T,H,DV]. Grid (N, B*E, blocks of BV)."""
+    i_b, i_t, i_e, size, slot, place = locate(p_chunks, T, N, E, C, VARLEN)
+    if size <= 0:
+        return
+    o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(2) * BV + tl.arange(0, BV)
+    i_q, row = i_e * G, (i_b * T + i_t) * H
+    b_k = load_rows(p_k + i_b * s_kb + i_t * s_kt + i_e // SHARE * s_kh, o_c, o_d, s_kt, size, D)
+    b_e = load_rows(p_e + place * DV, o_c, o_v, E * DV, size, DV)
+    b_S = load_state(p_S + (slot * E + i_e) * (D * DV), o_d, o_v, D, DV)
+    b_start, _, _ = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
+    b_decay = chunk_decay(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS, False)
+    b_decay *= load_tokens(p_beta + place, o_c, E, size)[None, :]
+    for i_g in range(G):
+        # Gates come with everything else, here and below: behind a product they would be waited for.
+        b_scale = tl.full([C], scale, tl.float32)
+        if READ:
+            b_scale *= load_tokens(p_gate + row + i_q + i_g, o_c, H, size)
+        b_q = load_rows(p_q + i_b * s_qb + i_t * s_qt + (i_q + i_g) * s_qh, o_c, o_d, s_qt, size, D)
+        b_P, b_P_low = parts(dot_given(b_q, tl.trans(b_k), PREC) * b_decay, b_k.dtype == tl.bfloat16)
+        b_o = b_start[:, None] * dot_given(b_q, b_S, PREC) + dot_given_right(b_P, b_P_low, b_e, PREC)
+        store_rows(p_o + (row + i_q + i_g) * DV, b_o * b_scale[:, None], o_c, o_v, H * DV, size, DV)
+
+
+@jit
+def step_kernel(p_q, p_k, p_v, p_g, p_beta, p_read, p_write, p_padding, p_S, p_o, p_S1, scale, s_qb, s_qh, s_kb, s_kh,
+                s_vb, s_vh, s_pb, H, E, SHARE, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+                READ: tl.constexpr, WRITE: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+    """One token of every row: o [B,1,H,DV] and the new state. Grid (blocks of BV, E, B)."""
+    i_e, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_d, o_v, place = tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV), i_b * E + i_e
+    g, beta = tl.load(p_g + place).to(tl.float32), tl.load(p_beta + place).to(tl.float32)
+    real = 1.0
+    if PADDED:
+        real = tl.load(p_padding + i_b * s_pb).to(tl.float32)
+    # [BD], [BV], [BD, BV]
+    b_k = tl.load(p_k + i_b * s_kb + i_e // SHARE * s_kh + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + i_b * s_vb + i_e // SHARE * s_vh + o_v, mask=o_v < DV, other=0.0).to(tl.float32)
+    if WRITE:
+        b_v *= tl.load(p_write + place).to(tl.float32)
+    b_S = load_state(p_S + place * (D * DV), o_d, o_v, D, DV) * tl.exp(tl.maximum(g, -30.0) * real)
+    b_e = (b_v - tl.sum(b_k[:, None] * b_S, 0)) * (beta * real)
+    b_S += b_k[:, None] * b_e[None, :]
+    store_state(p_S1 + place * (D * DV), b_S, o_d, o_v, D, DV)
+    for i_q in range(i_e * (H // E), (i_e + 1) * (H // E)):
+        b_q = tl.load(p_q + i_b * s_qb + i_q * s_qh + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+        b_o = tl.sum(b_q[:, None] * b_S, 0) * (scale * real)
+        if READ:
+            b_o *= tl.load(p_read + i_b * H + i_q).to(tl.float32)
+        tl.store(p_o + (i_b * H + i_q) * DV + o_v, b_o.to(p_o.dtype.element_ty), mask=o_v < DV)

@@ -1,0 +1,324 @@
+"""GDN: Gated DeltaNet (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule",
+arXiv 2412.06464), on its own and as a base of SLA (arXiv 2602.01744).
+
+Per state head a memory S [D,Dv] maps keys to values. A token lets it decay by alpha_t = exp(g_t) in (0,1], looks up
+what is stored under k_t, and moves that towards its own value by beta_t in (0,1):
+
+    S'  = alpha_t S_{t-1}        e_t = w_t v_t - S'^T k_t
+    S_t = S' + k_t (beta_t e_t)^T        o_t = r_t c S_t^T q_t
+
+(2412.06464 eq. 10, written for rows). Keys and queries are unit vectors. r_t and w_t are SLA's gates (2602.01744 eqs.
+14 to 16, which as printed leave out alpha_t and so are DeltaNet's): w on v and not on k, which has to stay a unit
+vector. Without them both are 1. gdn_torch.py has the chunk form and its gradient.
+
+Letters: B batch, T time, H query heads, Hkv key heads, E state heads, G = H/E, D key dim, Dv value dim, C chunk.
+Gates are log-space, <= 0; states, gate sums and inverses are fp32 (fp64 stays fp64).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
+from ..layers.conv import short_conv
+from ..layers.features import Features
+from .launch import runs_on
+from .ops import chunked_op, step_op
+from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
+from ..layout import TokenLayout
+from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two
+from ..layers.norm import HeadNorm
+from ..layers.scan import each_sequence, numbered
+
+
+def gdn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: DeltaState | None = None,
+    read_gate: Tensor | None = None,
+    write_gate: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: Backend = "auto",
+) -> tuple[Tensor, DeltaState]:
+    """Gated delta rule in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
+
+    q [B,T,H,D] and k [B,T,Hkv,D] as the memory is to see them (unit vectors), v [B,T,Hkv,Dv]; g [B,T,E] log-decays
+    (natural log, <= 0), beta [B,T,E] write strengths in [0,1], with Hkv | E | H: one memory per state head. `scale`
+    multiplies q (default D^-1/2). `read_gate` [B,T,H] multiplies o, `write_gate` [B,T,E] multiplies v. `padding`
+    [B,T] bool is True at real tokens; others leave the state alone and output 0. `segments` [B,T] int: the memory
+    restarts where it changes. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows.
+    `backend`: `auto` runs the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch; the
+    others insist. `chunk_size` is PyTorch's; the kernels bring their own.
+
+    Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
+    """
+    gates = {"g": (g, "BTE"), "beta": (beta, "BTE"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
+    check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, **gates)
+    x = Inputs(q, k, v, g, beta, read_gate, write_gate)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g)):
+        return _gdn_triton(x, scale, padding, segments, cu_seqlens, state)
+    if cu_seqlens is not None:
+        run = partial(gdn, scale=scale, chunk_size=chunk_size, backend="torch")
+        return each_sequence(run, cu_seqlens, state, **x._asdict())
+    (S,) = fresh_state(q, v, g) if state is None else state
+    if q.shape[1] == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), DeltaState(S)
+    if q.shape[1] == 1 and segments is None:
+        o, S = gdn_step(x, scale, padding, S)
+    else:
+        o, S = gdn_chunked(x, scale, S, padding, segments, chunk_size)
+    return o, DeltaState(S)
+
+
+def gdn_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: DeltaState | None = None,
+    read_gate: Tensor | None = None,
+    write_gate: Tensor | None = None,
+) -> tuple[Tensor, DeltaState]:
+    """The equations above token by token, for checking: same arguments and results as `gdn`."""
+    E, x = g.shape[2], Inputs(q, k, v, g, beta, read_gate, write_gate)
+    (S,) = fresh_state(q, v, g) if state is None else state
+    keys, values, outputs = to_gate_heads(k.to(S.dtype), E), written_values(x, S.dtype), []
+    for t in range(q.shape[1]):
+        if segments is not None and t > 0:
+            S = S * (segments[:, t] == segments[:, t - 1]).to(S.dtype)[:, None, None, None]
+        decayed = g[:, t, :, None, None].to(S.dtype).exp() * S
+        e_t = values[:, t] - torch.einsum("bed,bedv->bev", keys[:, t], decayed)
+        written = decayed + torch.einsum("bed,be,bev->bedv", keys[:, t], beta[:, t].to(S.dtype), e_t)
+        S = written if padding is None else torch.where(padding[:, t, None, None, None], written, S)
+        q_t = q[:, t].unflatten(1, (E, -1)).to(S.dtype)
+        outputs.append(torch.einsum("begd,bedv->begv", q_t, S).flatten(1, 2))
+    o = torch.stack(outputs, 1) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])
+    o = o * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return gated_output(x, o, padding), DeltaState(S)
+
+
+# ---------------------------------------------------------------- Triton kernels
+
+
+def _gdn_triton(
+    x: Inputs,
+    scale: float,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    cu: Tensor | None,
+    state: DeltaState | None,
+) -> tuple[Tensor, DeltaState]:
+    """The kernels of gdn_triton.py: one launch for a single token without gradients, else the chunk form."""
+    S = None if state is None else state.memory
+    single = x.q.shape[1] == 1 and segments is None and cu is None
+    if single and not wants_gradients(*x, S):
+        o, S = step_op(*x, scale, padding, fresh_state(x.q, x.v, x.g).memory if S is None else S)
+        return o, DeltaState(S)
+    x = neutral(x, padding)
+    if segments is not None:
+        segments = numbered(segments).int()
+    o, S, *_ = chunked_op(*x, scale, segments, cu, S)
+    return o if padding is None else o * padding[:, :, None, None], DeltaState(S)
+
+
+# ---------------------------------------------------------------- the mixer
+
+
+class GDNState(NamedTuple):
+    """The memory S [B,E,F,Dv] fp32, and what the convolutions go on from: the last K - 1 tokens of q [B,K-1,H,D],
+    k [B,K-1,Hkv,D] and v [B,K-1,Hkv,Dv], K taps, in fp32."""
+
+    memory: Tensor
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class GatedDeltaNet(Mixer):
+    """Gated DeltaNet in place of the softmax of one attention module; q and k get length 1.
+
+    alpha = exp(-exp(A_log) softplus(W_a x + bias)), beta = sigmoid(W_b x + bias). A conversion starts with the same
+    half-lives for all tokens, spread over the heads.
+    """
+
+    title = "Gated DeltaNet"
+    paper = "arXiv 2412.06464"
+    state_formula = (
+        "4 (E F Dv + (K - 1) (H D + Hkv (D + Dv))): E memories (key heads, or query heads), H query heads, Hkv key "
+        "heads, key and value dims D, Dv, F features (2 D for hedgehog, else D), K taps"
+    )
+    published = {
+        "state_heads": "query",
+        "taps": 4,
+        "value_act": "swish",
+        "rope": False,
+        "output_gate": True,
+        "half_life_min": 0.0,
+    }
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        state_heads: Literal["kv", "query"] = "kv",
+        taps: Annotated[int, Bounds(1, 16)] = 1,
+        feature_map: Literal["identity", "swish", "elu", "relu", "hedgehog"] = "swish",
+        value_act: Literal["identity", "swish"] = "identity",
+        rope: bool = True,
+        norm: Literal["none", "head"] = "head",
+        output_gate: bool = False,
+        half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 8.0,
+        half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 512.0,
+        write: Annotated[float, Bounds(0.01, 0.99)] = 0.5,
+        gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
+        chunk_size: Annotated[int, Bounds(16, 256)] = 64,
+        **near: int,
+    ) -> None:
+        """`state_heads`: one memory per key head or per query head; `taps` of the causal convolution over q, k and v,
+        which starts as the identity (1: none); `feature_map` of q and k (features.py, or swish) before they get length
+        1; `value_act` on v; `rope`: keep the rotary embedding on q and k; `norm`: RMS norm of each head's output;
+        `output_gate`: swish(W x) multiplies the output; `half_life_min` and `half_life_max` in tokens at the start,
+        spread over the memories (0 as minimum: drawn as published); `write`: beta at the start; `gate_std` of W_a and
+        W_b at the start; `chunk_size`: tokens of a chunk in PyTorch.
+
+        Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
+        """
+        super().__init__(site, rope, **near)
+        check_half_lives(half_life_min, half_life_max)
+        check_power_of_two(chunk_size=chunk_size)
+        self.state_count = site.heads if state_heads == "query" else site.kv_heads
+        self.taps, self.feature_map, self.value_act = taps, feature_map, value_act
+        self.chunk_size = chunk_size
+        self.half_lives, self.write, self.gate_std = (half_life_min, half_life_max), write, gate_std
+
+        self.decay = nn.Linear(site.hidden, self.state_count)
+        self.A_log = nn.Parameter(torch.empty(self.state_count))
+        self.strength = nn.Linear(site.hidden, self.state_count)
+        if taps > 1:
+            self.query_taps = nn.Parameter(torch.empty(site.heads, site.key_dim, taps))
+            self.key_taps = nn.Parameter(torch.empty(site.kv_heads, site.key_dim, taps))
+            self.value_taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, taps))
+        self.features = None
+        if feature_map in ("elu", "relu", "hedgehog"):
+            self.features = Features(feature_map, site.heads, site.kv_heads, site.key_dim, site.scale)
+        self.key_dim = site.key_dim if self.features is None else self.features.size
+        self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
+        if output_gate:
+            self.output_gate = nn.Linear(site.hidden, site.heads * site.value_dim, bias=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for linear in (self.decay, self.strength):
+            init.normal_(linear.weight, 0.0, self.gate_std)
+        init.constant_(self.strength.bias, math.log(self.write / (1.0 - self.write)))
+        A, step = self._start()
+        init.copy_(self.A_log, A.log().to(self.A_log))
+        # Inverse of softplus; e^step itself overflows where half-lives are thousandths of a token.
+        init.copy_(self.decay.bias, (step + torch.log(-torch.expm1(-step))).to(self.decay.bias))
+        if self.taps > 1:
+            for weight in (self.query_taps, self.key_taps, self.value_taps):
+                identity = torch.zeros_like(weight)
+                identity[..., -1] = 1.0
+                init.copy_(weight, identity)
+        for part in (self.features, self.norm):
+            if part is not None:
+                part.reset_parameters()
+        if hasattr(self, "output_gate"):
+            init.normal_(self.output_gate.weight, 0.0, 0.02)
+
+    def _start(self) -> tuple[Tensor, Tensor]:
+        """A and softplus(bias) [E], whose product is -g at the start."""
+        E, (shortest, longest) = self.state_count, self.half_lives
+        if shortest == 0.0:  # A uniform in (0, 16), the step log-uniform in (0.001, 0.1)
+            return 16.0 * torch.rand(E).clamp_min(1e-4), torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(E))
+        spread = torch.logspace(math.log10(shortest), math.log10(longest), E, dtype=torch.float64)
+        return torch.ones(E), math.log(2.0) / spread
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-decays g <= 0 and write strengths beta, [B,T,E] fp32."""
+        g = -self.A_log.float().exp() * F.softplus(self.decay(x).float())
+        return g, torch.sigmoid(self.strength(x).float())
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        layout: TokenLayout,
+        state: GDNState | None,
+        read_gate: Tensor | None = None,
+        write_gate: Tensor | None = None,
+    ) -> tuple[Tensor, GDNState]:
+        """`Mixer.mix`; SLA's gates: `read_gate` [B,T,H] on what is read, `write_gate` [B,T,E] on what is written."""
+        g, beta = self.gates(x)
+        memory, *tails = (None,) * 4 if state is None else state
+        q, queries = self._features(q, "query", tails[0], layout)
+        k, keys = self._features(k, "key", tails[1], layout)
+        v, values = self._convolved(v, "value", tails[2], layout)
+        v = F.silu(v) if self.value_act == "swish" else v
+        # Autocast would run the fp32 states' products in half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            o, (memory,) = gdn(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                scale=1.0,
+                padding=layout.padding,
+                segments=layout.segments,
+                state=None if memory is None else DeltaState(memory),
+                read_gate=None if self.norm else read_gate,
+                write_gate=write_gate,
+                chunk_size=self.chunk_size,
+            )
+        o = o if self.norm is None else self.norm(o, read_gate)
+        if hasattr(self, "output_gate"):
+            o = o * F.silu(self.output_gate(x)).unflatten(-1, o.shape[2:])
+        return o, GDNState(memory, queries, keys, values)
+
+    def _convolved(self, y: Tensor, role: str, tail: Tensor | None, layout: TokenLayout) -> tuple[Tensor, Tensor]:
+        """The convolution, where there is one, and its tail."""
+        if self.taps == 1:
+            return y, y[:, :0].float()
+        return short_conv(y, getattr(self, f"{role}_taps"), tail, layout.padding, layout.segments)
+
+    def _features(
+        self, y: Tensor, role: Literal["query", "key"], tail: Tensor | None, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Queries or keys as the memory sees them: features of length 1 in y's dtype, zero where they vanish."""
+        dtype = y.dtype
+        y, tail = self._convolved(y, role, tail, layout)
+        if self.features is not None:
+            y = self.features(y, role)
+        y = (F.silu(y) if self.feature_map == "swish" else y).float()
+        return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12)).to(dtype), tail
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        site = self.site
+        row = site.heads * site.key_dim + site.kv_heads * (site.key_dim + site.value_dim)
+        memory = self.state_count * self.key_dim * site.value_dim
+        return super().state_bytes(tokens, item) + 4 * (memory + (self.taps - 1) * row)

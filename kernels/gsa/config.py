@@ -1,0 +1,117 @@
+"""Launch configurations of the GSA kernels: shipped ones where they were measured, safe ones computed elsewhere.
+
+Nothing is tuned at run time. `benchmarks/tune_gsa.py` measures the candidates for SHIPPED.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gpu.launch import width
+
+
+class Config(NamedTuple):
+    """Tile sizes, warps and what the tensor cores make of fp32 operands."""
+
+    chunk: int
+    block_m: int
+    block_d: int
+    block_dv: int
+    # Keep in shared memory what all query heads of one memory share.
+    hold: bool
+    # Query heads of one memory that the query side takes at a time, each with `warps` of its own.
+    stack: int
+    warps: int
+    key_warps: int
+    # Buffers for the tiles that the key kernel loads per query head.
+    key_stages: int
+    # Columns of the memories that the step kernel takes at a time.
+    step_columns: int
+    step_warps: int
+    precision: str
+    # Chunks whose slots all keep more than 2^-range take one reference instead of the halving.
+    range: float = 100.0
+
+
+# (capability, BM, wider of BD and BDV) -> what differs from `safe` for bf16. Measured: one H200, 64 slots x 128.
+SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
+    ((9, 0), 64, 64): {"stack": 2, "key_stages": 2, "step_warps": 2},
+    ((9, 0), 64, 128): {"stack": 2, "key_stages": 2, "step_warps": 2},
+}
+
+
+def configure(q: Tensor, v: Tensor, g: Tensor) -> Config:
+    """The configuration for these inputs on their device. Raises ValueError where nothing fits."""
+    return _configure(q.device, q.dtype, g.shape[3], q.shape[3], v.shape[3])
+
+
+@functools.cache
+def _configure(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int) -> Config:
+    if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
+        return choose((0, 0), 1 << 20, M, D, DV, dtype)._replace(chunk=32, stack=2, precision="ieee")
+    properties = torch.cuda.get_device_properties(device)
+    # A property that torch has and its type stub has not.
+    shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
+    capability = (properties.major, properties.minor)
+    return choose(capability, shared, M, D, DV, dtype)
+
+
+@torch.compiler.assume_constant_result
+def obstacle(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int) -> str:
+    """Why no configuration fits; empty when one does."""
+    try:
+        _configure(device, dtype, M, D, DV)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def choose(capability: tuple[int, int], shared: int, M: int, D: int, DV: int, dtype: torch.dtype) -> Config:
+    """The shipped configuration for (capability, M, D), or one that fits `shared` bytes of shared memory."""
+    config = safe(shared, M, D, DV, dtype)
+    if dtype == torch.bfloat16:
+        config = config._replace(**SHIPPED.get((capability, config.block_m, max(config.block_d, config.block_dv)), {}))
+    return config
+
+
+def safe(shared: int, M: int, D: int, DV: int, dtype: torch.dtype) -> Config:
+    """The longest chunk whose kernels need no more than `shared` bytes.
+
+    Raises ValueError when not even chunks of 16 tokens fit.
+    """
+    BM, BD, BDV = (width(x) for x in (M, D, DV))
+    wide = max(BD, BDV)
+    # Chunks of 64 use Hopper's wgmma. In fp32 three tf32 products through it race; with heads of 256 ptxas runs out of
+    # registers; with fewer than 64 slots it gets an address wrong in the key kernel (all seen with triton 3.6).
+    half = dtype != torch.float32
+    longest = 64 if half and wide <= 128 and BM >= 64 else 32 if half or wide <= 128 else 16
+    fitting = [C for C in (64, 32, 16) if longest >= C and shared_bytes(C, BM, wide, dtype, shared) <= shared]
+    if not fitting:
+        raise ValueError(f"{M} slots with head dim {max(D, DV)} need more than {shared} bytes of shared memory")
+    chunk = fitting[0]
+    hold = dtype == torch.bfloat16 and held_bytes(chunk, BM, wide) <= shared
+    # With bf16 inputs gsa_tiles.py cuts operands into parts, and only the step takes tf32. Three bf16 products carry
+    # 16 bits of each factor, enough for fp16; six carry 24. Three tf32 products left twice the error (one H200).
+    precision = {torch.bfloat16: "tf32", torch.float16: "bf16x3", torch.float32: "bf16x6"}[dtype]
+    return Config(chunk, BM, BD, BDV, hold, 1, 4, 4, 1, min(64, wide), 4, precision)
+
+
+def shared_bytes(C: int, BM: int, BD: int, dtype: torch.dtype, shared: int) -> int:
+    """Bound on the shared memory of every kernel without `hold`, from the compiler's reports for 8.0 and 9.0."""
+    tiles = max(C * (4 * BD + 20 * BM), 4 * BM * BD + 4 * C * (BM + BD))
+    if BM >= 128:
+        tiles += 3 * BM * BD // 2
+    tiles *= 2 if dtype == torch.float32 else 1
+    if shared < 227 * 1024:
+        # Where it was not tried: room for every part of a memory in both orientations.
+        tiles = max(tiles, (12 if dtype == torch.float32 else 8) * BM * BD + 2 * C * (BM + BD))
+    return tiles
+
+
+def held_bytes(C: int, BM: int, BD: int) -> int:
+    """The same with `hold`, in bf16: keys, values and memories in every orientation that a product needs."""
+    return 12 * BM * BD + 8 * C * (BM + BD)

@@ -1,0 +1,303 @@
+"""GSA: gated slot attention (Zhang et al., "Gated Slot Attention for Efficient Linear-Time Sequence Modeling",
+arXiv 2409.07146, NeurIPS 2024).
+
+Per head, M slots hold a compressed key memory K~ [M,D] and value memory V~ [M,Dv]. With slot decays
+alpha_t = exp(g_t) in (0,1]^M and write strengths s_t = 1 - alpha_t (paper eq. 6, its transposes corrected):
+
+    K~_t = diag(alpha_t) K~_{t-1} + s_t k_t^T        V~_t = diag(alpha_t) V~_{t-1} + s_t v_t^T
+    l_t  = c K~_t q_t        p_t = softmax(l_t)      o_t  = V~_t^T p_t
+
+Chunk form. b is the cumulative sum of g inside a chunk, K_in and V_in the memories that enter it, b_C its last b:
+
+    l_t = c [ e^{b_t} . (K_in q_t) + sum_{i<=t} (q_t.k_i) e^{b_t-b_i} . s_i ]
+    o_t = V_in^T (e^{b_t} . p_t) + sum_{i<=t} ( sum_m p_t[m] e^{b_t-b_i}[m] s_i[m] ) v_i
+    K_out = diag(e^{b_C}) K_in + sum_i (e^{b_C-b_i} . s_i) k_i^T        (V_out alike)
+
+The sums with e^{b_t-b_i} become matrix products in scan.py; gsa_chunks.py holds the chunk form and its gradient.
+
+Letters: B batch, T time, H query heads, E gate (state) heads, G = H/E, D key dim, Dv value dim, M slots, C chunk,
+N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 stays fp64).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
+from ..layers.gates import log_decays
+from .launch import runs_on
+from .ops import chunked_op, step_op
+from .eager import (
+    GSAState,
+    fresh_state,
+    gsa_chunked,
+    gsa_step,
+    real_tokens,
+    write_strength,
+)
+from ..layout import TokenLayout
+from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, positions
+from ..layers.norm import give_size
+from ..layers.scan import each_sequence, numbered
+
+
+def gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: GSAState | None = None,
+    chunk_size: int = 64,
+    backend: Backend = "auto",
+) -> tuple[Tensor, GSAState]:
+    """Gated slot attention, eq. 6, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
+
+    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; g [B,T,E,M] log-gates (natural log, <= 0) with Hkv | E | H: one
+    memory per gate head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at real tokens;
+    others leave the state alone and output 0. `segments` [B,T] int: both memories restart where it changes.
+    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `backend`: `auto` runs
+    the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch; the others insist.
+    `chunk_size` is PyTorch's; the kernels bring their own.
+
+    Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
+    """
+    check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, g=(g, "BTEM"))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g)):
+        return _gsa_triton(q, k, v, g, scale, padding, segments, cu_seqlens, state)
+    if cu_seqlens is not None:
+        run = partial(gsa, scale=scale, chunk_size=chunk_size, backend="torch")
+        return each_sequence(run, cu_seqlens, state, q=q, k=k, v=v, g=g)
+    if q.shape[1] == 1 and segments is None:
+        return gsa_step(q, k, v, g, scale=scale, padding=padding, state=state)
+    return gsa_chunked(q, k, v, g, scale, padding, segments, state, chunk_size)
+
+
+# ---------------------------------------------------------------- literal reference
+
+
+def gsa_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: GSAState | None = None,
+) -> tuple[Tensor, GSAState]:
+    """Eq. 6 token by token, for checking: same arguments and results as `gsa`, in the dtype of the inputs."""
+    E = g.shape[2]
+    state = fresh_state(q, k, v, g) if state is None else state
+    K, V, outputs = state.keys, state.values, []
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for t in range(q.shape[1]):
+        if segments is not None and t > 0:
+            same = (segments[:, t] == segments[:, t - 1]).to(K.dtype)[:, None, None, None]
+            K, V = K * same, V * same
+        real = torch.ones(q.shape[0], dtype=torch.bool, device=q.device) if padding is None else padding[:, t]
+        g_t = torch.where(real[:, None, None], g[:, t].to(K.dtype), 0.0)  # [B,E,M]
+        s_t = write_strength(g_t)
+        k_t, v_t = (to_gate_heads(y[:, t : t + 1], E)[:, 0].to(K.dtype) for y in (k, v))  # [B,E,D]
+        K = g_t.exp()[..., None] * K + s_t[..., None] * k_t[:, :, None]
+        V = g_t.exp()[..., None] * V + s_t[..., None] * v_t[:, :, None]
+        q_t = q[:, t].unflatten(1, (E, -1)).to(K.dtype)  # [B,E,G,D]
+        p_t = torch.softmax(scale * torch.einsum("bemd,begd->begm", K, q_t), -1)
+        outputs.append((torch.einsum("begm,bemd->begd", p_t, V) * real[:, None, None, None]).flatten(1, 2))
+    o = torch.stack(outputs, 1) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])
+    return o.to(q.dtype), GSAState(K, V, state.seen + real_tokens(q, padding))
+
+
+# ---------------------------------------------------------------- Triton kernels
+
+
+def _gsa_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    cu: Tensor | None,
+    state: GSAState | None,
+) -> tuple[Tensor, GSAState]:
+    """The kernels of gsa_triton.py: one launch for a single token without gradients, else the chunk form."""
+    single = q.shape[1] == 1 and segments is None and cu is None
+    if single and not wants_gradients(q, k, v, g, *(state or ())):
+        o, *last = step_op(q, k, v, g, scale, padding, *(fresh_state(q, k, v, g) if state is None else state))
+        return o, GSAState(*last)
+    if padding is not None:
+        g = torch.where(padding[:, :, None, None], g, 0.0)
+    if segments is not None:
+        segments = numbered(segments).int()
+    o, K, V = chunked_op(q, k, v, g, scale, segments, cu, *((None, None) if state is None else state[:2]))
+    if padding is not None:
+        o = o * padding[:, :, None, None]
+    if cu is None:
+        absorbed = real_tokens(q, padding)
+    else:
+        absorbed = (cu[1:] - cu[:-1]).long()
+    return o, GSAState(K, V, absorbed if state is None else state.seen + absorbed)
+
+
+# ---------------------------------------------------------------- the mixer
+
+
+class GatedSlotAttention(Mixer):
+    """GSA in place of the softmax of one attention module; the only new weights make the slot gates.
+
+    alpha_t = sigmoid(W_f x_t + bias)^{1/damping} (paper section 3.1). The biases start with half-lives spread
+    evenly in log scale: with equal gates every slot would hold the same average, whatever q and k are.
+    """
+
+    title = "Gated slot attention"
+    paper = "arXiv 2409.07146"
+    state_formula = "4 E M (D + Dv) + 8: E memories (key heads, or query heads) of M slots, key and value dims D, Dv"
+    # What the paper's Mistral-7B conversion code does (flash-linear-attention's GSA layer).
+    published = {
+        "rope": False,
+        "feature_map": "swish",
+        "value_act": "swish",
+        "output_act": "swish",
+        "norm": "hidden",
+        "unit_scale": True,
+        "half_life_min": 0.0,
+        "clock": 0,
+        "gate_heads": "kv",
+    }
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        slots: Annotated[int, Bounds(1, 1024)] = 64,
+        damping: Annotated[float, Bounds(0.1, 1024.0)] = 8.0,
+        gate_heads: Literal["kv", "query"] = "kv",
+        clock: Annotated[int, Bounds(-1, 1024)] = -1,
+        rope: bool = True,
+        feature_map: Literal["identity", "swish", "relu"] = "identity",
+        value_act: Literal["identity", "swish"] = "identity",
+        output_act: Literal["identity", "swish"] = "identity",
+        norm: Literal["none", "head", "hidden"] = "none",
+        unit_scale: bool = False,
+        half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 2.0,
+        half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 2048.0,
+        gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
+        chunk_size: Annotated[int, Bounds(16, 256)] = 64,
+        **near: int,
+    ) -> None:
+        """`slots` M; `damping` tau; `gate_heads`: one memory per key head or per query head; `clock`: how many of
+        the slots take turns, each written at every clock-th token, so that they hold the last `clock` tokens
+        nearly exactly and a conversion starts near its source (-1: three quarters of the slots); `rope`: keep the
+        rotary embedding on q and k; `feature_map`, `value_act`, `output_act`: functions of q and k, of v, and of the
+        output before its norm; `norm`: RMS norm of the output per head or over all heads; `unit_scale`: 1 instead of
+        the architecture's factor on q.k; `half_life_min` and `half_life_max` at the start in tokens, 0 as minimum for
+        zero biases; `gate_std` of W_f at the start; `chunk_size`: tokens of a chunk in PyTorch.
+
+        Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two.
+        """
+        super().__init__(site, rope, **near)
+        clock = slots * 3 // 4 if clock < 0 else clock
+        if clock > slots:
+            raise ValueError(f"clock={clock}: must be <= slots={slots}")
+        check_half_lives(half_life_min, half_life_max)
+        check_power_of_two(chunk_size=chunk_size)
+        self.slots, self.damping, self.clock, self.chunk_size = slots, damping, clock, chunk_size
+        self.gate_count = site.heads if gate_heads == "query" else site.kv_heads
+        self.feature_map, self.value_act, self.output_act = feature_map, value_act, output_act
+        self.norm, self.scale = norm, 1.0 if unit_scale else site.scale
+        self.half_lives, self.gate_std = (half_life_min, half_life_max), gate_std
+
+        self.forget = nn.Linear(site.hidden, self.gate_count * slots)
+        if clock:
+            self.clock_strength = nn.Parameter(torch.empty(self.gate_count, clock))
+        if norm != "none":
+            self.norm_weight = nn.Parameter(torch.empty(site.heads, site.value_dim))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.normal_(self.forget.weight, 0.0, self.gate_std)
+        init.copy_(self.forget.bias, self._spread_half_lives().to(self.forget.bias))
+        if self.clock:
+            # Decay e^-3 at a slot's turn and next to none between: nearly a ring buffer, yet with gradients.
+            init.constant_(self.clock_strength, 3.0 * self.damping)
+        if self.norm != "none":
+            init.ones_(self.norm_weight)
+
+    def _spread_half_lives(self) -> Tensor:
+        """Biases f with sigmoid(f)^{1/tau} = 2^{-1/half-life}, log-spaced; 0 for slots on the clock. [E*M]."""
+        bias = torch.zeros(self.slots, dtype=torch.float64)
+        free = self.slots - self.clock
+        if self.half_lives[0] > 0 and free:
+            shortest, longest = (math.log10(x) for x in self.half_lives)
+            half_life = torch.logspace(shortest, longest, free, dtype=torch.float64)
+            log_sigmoid = -math.log(2.0) * self.damping / half_life
+            bias[self.clock :] = log_sigmoid - torch.log(-torch.expm1(log_sigmoid))
+        return bias.repeat(self.gate_count)
+
+    def gates(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, seen: Tensor | int) -> Tensor:
+        """Log-decays g = log sigmoid(W_f x + bias) / tau, [B,T,E,M] fp32, <= 0."""
+        f = self.forget(x).unflatten(-1, (self.gate_count, self.slots))
+        if not self.clock:
+            return log_decays(f, self.damping)
+        place = positions(padding, segments, seen, (x.shape[0], x.shape[1])).to(x.device)
+        return log_decays(f, self.damping, self.clock_strength, place)
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: GSAState | None
+    ) -> tuple[Tensor, GSAState]:
+        g = self.gates(x, layout.padding, layout.segments, 0 if state is None else state.seen)
+        q, k, v = _act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act)
+        # Autocast would run the fp32 memories' products in half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            o, state = gsa(
+                q,
+                k,
+                v,
+                g,
+                scale=self.scale,
+                padding=layout.padding,
+                segments=layout.segments,
+                state=state,
+                chunk_size=self.chunk_size,
+            )
+        return self._normalise(_act(o, self.output_act)), state
+
+    def _normalise(self, o: Tensor) -> Tensor:
+        """RMS norm of o [B,T,H,Dv] over one head or over all of them."""
+        if self.norm == "none":
+            return o
+        y = o.float()
+        power = y.square().mean((-1,) if self.norm == "head" else (-2, -1), keepdim=True)
+        return (y * torch.rsqrt(power + 1e-6) * self.norm_weight.float()).to(o.dtype)
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        return (
+            super().state_bytes(tokens, item)
+            + 4 * self.gate_count * self.slots * (self.site.key_dim + self.site.value_dim)
+            + 8
+        )
+
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+        """Scale the output norm so that each head's output has the teacher's root mean square."""
+        if self.norm != "none":
+            give_size(self.norm_weight, o_teacher)
+
+
+def _act(y: Tensor, name: str) -> Tensor:
+    return {"identity": lambda z: z, "swish": F.silu, "relu": F.relu}[name](y)

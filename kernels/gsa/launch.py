@@ -1,0 +1,216 @@
+"""GSA on the GPU, host side: scratch and launches.
+
+`forward`, `backward` and `step` take the arguments of their operators in gsa_ops.py, in that order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import configure, obstacle
+from .forward import output_kernel, scan_kernel, states_kernel, step_kernel
+from .backward import key_kernel, logits_kernel, query_kernel, writes_kernel
+from ..gpu.launch import dense, entry, launch, lay_out, scratch, strides, unavailable, width
+
+
+def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
+    """Why the kernels cannot take these inputs; empty when they can."""
+    if reason := unavailable(q.device, q.dtype):
+        return reason
+    if v.dtype != q.dtype:
+        return f"dtype {q.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > 256 or g.shape[-1] > 128:
+        return f"head dim {q.shape[-1]}, {v.shape[-1]} or {g.shape[-1]} slots exceed 256, 256 and 128"
+    if q.shape[0] * g.shape[2] > 65535:
+        return f"{q.shape[0]} rows of {g.shape[2]} memories exceed a GPU's grid"
+    return obstacle(q.device, q.dtype, g.shape[-1], q.shape[-1], v.shape[-1])
+
+
+class Call(NamedTuple):
+    """The arguments of the forward operator; the backward one has three gradients before them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    scale: float
+    segments: Tensor | None
+    cu: Tensor | None
+    K0: Tensor | None
+    V0: Tensor | None
+
+
+class Problem:
+    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
+
+    def __init__(self, number: int, call: Call) -> None:
+        self.q, self.k, self.v = (dense(x) for x in call[:3])
+        self.g, self.scale, self.segments = call.g.contiguous(), call.scale, call.segments
+        self.start = [None if x is None else x.float().contiguous() for x in (call.K0, call.V0)]
+        (self.B, self.T, self.H, self.D), self.DV, (self.E, self.M) = call.q.shape, call.v.shape[-1], call.g.shape[2:]
+        self.number, self.config = number, configure(call.q, call.v, call.g)
+        self.layout = lay_out(call.q, call.cu, self.config.chunk)
+        self.grid = self.layout.chunks, self.B * self.E
+        # What chunk kernels take after their tensors and strides.
+        self.counts = self.T, self.layout.chunks, self.H, self.E, self.E // self.k.shape[2]
+        # Query heads whose rows share one tile, where they come in that number.
+        self.stack = self.config.stack if self.H // self.E % self.config.stack == 0 else 1
+        self.constants = self._constants()
+
+    def _constants(self) -> dict[str, Any]:
+        c = self.config
+        return {
+            "M": self.M,
+            "D": self.D,
+            "DV": self.DV,
+            "C": c.chunk,
+            "LEVELS": c.chunk.bit_length() - 1,
+            "BM": c.block_m,
+            "BD": c.block_d,
+            "BDV": c.block_dv,
+            "VARLEN": self.layout.per_chunk is not None,
+            "SEGMENTS": self.segments is not None,
+            "RANGE": c.range,
+            "STACK": self.stack,
+            "HOLD": c.hold,
+            "PREC": c.precision,
+        }
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 0, **changed: Any) -> None:
+        launch(kernel, grid, *arguments, call=self.number, num_warps=warps or self.config.warps,
+               **(self.constants | changed if changed else self.constants))  # fmt: skip
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return scratch(self.q, *shape, dtype=dtype)
+
+    def memory_pair(self, count: int) -> tuple[Tensor, Tensor]:
+        """Room for key and value memories: [count,E,M,D] and [count,E,M,Dv] in fp32."""
+        return self.new(count, self.E, self.M, self.D), self.new(count, self.E, self.M, self.DV)
+
+
+class Memories(NamedTuple):
+    """Scratch of one call: b [B,T,E,M], decay [slots,E,M], K [slots,E,M,D], V [slots,E,M,Dv]."""
+
+    b: Tensor
+    decay: Tensor
+    K: Tensor
+    V: Tensor
+
+
+def scan(
+    x: Problem,
+    decay: Tensor,
+    K: Tensor,
+    V: Tensor,
+    start: list[Tensor | None],
+    last: list[Tensor | None],
+    reverse: bool,
+) -> None:
+    """Run `scan_kernel` over K and V in place, from `start` and, where wanted, into `last`."""
+    # One warp holds BX whole columns, four to a thread: little to exchange. Long rows keep more chunks in flight.
+    BX, BN = min(128, x.config.block_d, x.config.block_dv), 2
+    while BN < 16 and x.layout.chunks > 32 * BN:
+        BN *= 2
+    x.launch(
+        scan_kernel, (x.M * -(-max(x.D, x.DV) // BX), x.layout.rows * x.E, 2),
+        K, V, decay, *start, *last, x.layout.per_row, x.layout.chunks, x.E, warps=1, BN=BN, BX=BX, REVERSE=reverse,
+        START=start[0] is not None, LAST=last[0] is not None,
+    )  # fmt: skip
+
+
+def memories(x: Problem, last: list[Tensor | None]) -> Memories:
+    """What enters every chunk; the memories after the last token go to `last`."""
+    out = Memories(x.new(x.B, x.T, x.E, x.M), x.new(x.layout.slots, x.E, x.M), *x.memory_pair(x.layout.slots))
+    x.launch(states_kernel, x.grid, x.k, x.v, x.g, x.segments, x.layout.per_chunk, *out, *strides(x.k, x.v), *x.counts)
+    scan(x, out.decay, out.K, out.V, x.start, last, reverse=False)
+    return out
+
+
+def _forward(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B,T,H,Dv] and the memories after the last token, [rows,E,M,D] and [rows,E,M,Dv] in fp32."""
+    x = Problem(number, Call(*inputs))
+    o, (K1, V1) = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.memory_pair(x.layout.rows)
+    m = memories(x, [K1, V1])
+    x.launch(
+        output_kernel, x.grid, x.q, x.k, x.v, x.g, x.segments, x.layout.per_chunk, m.b, m.K, m.V, o, x.scale,
+        *strides(x.q, x.k, x.v), *x.counts, warps=x.config.warps * x.stack,
+    )  # fmt: skip
+    return o, K1, V1
+
+
+def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g and of the entering memories (empty tensors where none entered)."""
+    call, do = Call(*inputs), dense(do)
+    x = Problem(number, call)
+    m, side_by_side = memories(x, [None, None]), x.config.warps * x.stack
+
+    p, dl, db = x.new(x.B, x.T, x.H, x.M), x.new(x.B, x.T, x.H, x.M), x.new(x.B, x.T, x.E, x.M)
+    x.launch(
+        logits_kernel, x.grid, x.q, x.k, x.v, x.g, do, x.segments, x.layout.per_chunk, m.b, m.K, m.V, p, dl, db,
+        x.scale, *strides(x.q, x.k, x.v, do), *x.counts, warps=side_by_side,
+    )  # fmt: skip
+    dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
+    x.launch(
+        query_kernel, x.grid, x.k, x.g, x.segments, x.layout.per_chunk, m.b, m.K, dl, dq, *strides(x.k), *x.counts,
+        warps=side_by_side,
+    )  # fmt: skip
+
+    dK, dV = torch.empty_like(m.K), torch.empty_like(m.V)
+    x.launch(
+        writes_kernel, (*x.grid, 2), x.q, do, x.segments, x.layout.per_chunk, m.b, p, dl, dK, dV, *strides(x.q, do),
+        *x.counts,
+    )  # fmt: skip
+    first: list[Tensor | None] = [*x.memory_pair(x.layout.rows)] if call.K0 is not None else [None, None]
+    scan(x, m.decay, dK, dV, _both(x, dK1, dV1), first, reverse=True)
+
+    # Gate heads that share a key head each make their own part of its gradient; the sum is below.
+    shared = x.k.shape[2] < x.E
+    dk = x.new(x.B, x.T, x.E, x.D, dtype=torch.float32 if shared else x.k.dtype)
+    dv = x.new(x.B, x.T, x.E, x.DV, dtype=torch.float32 if shared else x.v.dtype)
+    # Each program reads its part of db before it writes dg there.
+    dg = db if x.g.dtype == torch.float32 else x.new(x.B, x.T, x.E, x.M, dtype=x.g.dtype)
+    for sent, y, w, S, dS, dy, out in ((do, x.v, p, m.V, dV, dv, db), (x.q, x.k, dl, m.K, dK, dk, dg)):
+        x.launch(
+            key_kernel, (2 * x.grid[0], x.grid[1]), sent, y, x.g, w, x.segments, x.layout.per_chunk, m.b, S, dS, db, dy,
+            out, *strides(sent, y), *x.counts, warps=x.config.key_warps, num_stages=x.config.key_stages, D=y.shape[-1],
+            BD=x.config.block_dv if y is x.v else x.config.block_d,
+        )  # fmt: skip
+    if shared:
+        dk, dv = (y.unflatten(2, (x.k.shape[2], -1)).sum(3).to(x.k.dtype) for y in (dk, dv))
+    return dq, dk, dv, dg, *(x.new(0) if y is None else y for y in first)
+
+
+def _both(x: Problem, *gradients: Tensor | None) -> list[Tensor | None]:
+    """Both gradients of the last memories or neither."""
+    if all(dS is None for dS in gradients):
+        return [None, None]
+    rooms = x.memory_pair(x.layout.rows)
+    return [room.zero_() if dS is None else dS.float().contiguous() for dS, room in zip(gradients, rooms, strict=True)]
+
+
+def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One token in one launch: o [B,1,H,Dv] and the new state."""
+    q, k, v, g, scale, padding, K, V, seen = inputs
+    (B, _, H, D), DV, (E, M) = q.shape, v.shape[-1], g.shape[2:]
+    q, k, v, g, K, V = dense(q), dense(k), dense(v), g.contiguous(), K.contiguous(), V.contiguous()
+    o, K1, V1, seen1 = q.new_empty(B, 1, H, DV), torch.empty_like(K), torch.empty_like(V), torch.empty_like(seen)
+    c = configure(q, v, g)
+    launch(
+        step_kernel, (E, B), q, k, v, g, padding, K, V, seen, o, K1, V1, seen1, scale, q.stride(0), q.stride(2),
+        k.stride(0), k.stride(2), v.stride(0), v.stride(2), g.stride(0), 0 if padding is None else padding.stride(0),
+        H, E, E // k.shape[2], call=number, num_warps=c.step_warps, M=M, D=D, DV=DV, BM=c.block_m, BX=c.step_columns,
+        BG=width(H // E), PADDED=padding is not None, PREC=c.precision,
+    )  # fmt: skip
+    return o, K1, V1, seen1
+
+
+def _rehearse(number: int, *inputs: Any) -> None:
+    """The backward of a call, before its gradients are there."""
+    q, _, v, *_ = inputs
+    _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, None, *inputs)
+
+
+forward, backward, step = entry(_forward, _rehearse), entry(_backward), entry(_step)

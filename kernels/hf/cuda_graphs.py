@@ -1,0 +1,282 @@
+"""Decode steps of `generate()` as one CUDA graph.
+
+A decode step of a small or middling model takes a GPU less time than Python needs to ask for it. Where every layer is
+linear nothing of a step depends on how many tokens went before: its state has one size, so one recording of the
+step's kernels serves every later token. The recorded step sees an empty cache that brings a state along, the position
+of its token, and that token's column of the padding mask; its first answer must equal the plain step's bit for bit,
+else the plain steps go on. Anything that a recording would skip or fix (hooks, other inputs) keeps the plain steps too.
+
+generate(disable_compile=True) keeps them plain; generate(compile_config=CompileConfig()) records the compiled step,
+which is faster again, and takes a quarter of a minute for a model's first call. Softmax layers read more with every
+token, so a hybrid's steps stay plain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .interface import ALL, split_name
+from .cache import map_state
+
+log = logging.getLogger(__name__)
+
+# Steps before the recording: a few tokens are not worth one, and kernels compile and choose algorithms in them.
+PLAIN_STEPS = 2
+# Inputs that change from step to step; of the mask only the last column does.
+TENSORS = ("input_ids", "position_ids", "attention_mask")
+DEVICES = ("cuda",)
+# Files whose hooks do nothing that a recorded step would lack.
+OWN = ("seam", "noted", "modeling_utils")
+# The recorders of all calls of generate() that run now. While one records, other threads cannot draw random numbers.
+running: weakref.WeakSet[Replay] = weakref.WeakSet()
+# One for each GPU: cuBLAS keeps 32 MiB for every stream that it was recorded on.
+streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class Replayed:
+    """What a model class needs for generate() to replay."""
+
+    # The settings of the last compilation and what it made.
+    compiled_step: tuple[dict[str, Any], Callable[..., Any]] | None = None
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Asked by generate(), which then calls what `get_compiled_call` returns for each decode step."""
+        if not generation_config.disable_compile and self.replays():
+            return True
+        parent: Any = super()
+        return parent._valid_auto_compile_criteria(model_kwargs, generation_config)
+
+    def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        """A recorder of its own for each call of generate(); for softmax what transformers has."""
+        parent: Any = super()
+        if not self.replays():
+            return parent.get_compiled_call(compile_config)
+        return Replay(self, None if compile_config is None else self.compiled(compile_config))
+
+    def replays(self) -> bool:
+        """Whether all layers are linear, on one GPU, and nothing is hooked in that a recording would skip."""
+        model: Any = self
+        name = (model.linearize_switch or model.config)._attn_implementation
+        if split_name(name)[0] != ALL or model.training or model.device.type not in DEVICES:
+            return False
+        modules: list[Any] = list(model.modules())
+        hooks = [hook for m in modules for own in (m._forward_pre_hooks, m._forward_hooks) for hook in own.values()]
+        return (
+            # Gradient checkpointing leaves a hook of transformers' behind, of no effect here.
+            all(getattr(hook, "__module__", "").rpartition(".")[2] in OWN for hook in hooks)
+            and not any(hasattr(module, "_hf_hook") for module in modules)
+            and all(p.device == model.device for p in model.parameters())
+        )
+
+    def compiled(self, compile_config: Any) -> Callable[..., Any]:
+        """The model as torch.compile makes it, without CUDA graphs of its own."""
+        settings = compile_config.to_dict() | {"mode": None}
+        if self.compiled_step is None or self.compiled_step[0] != settings:
+            call: Any = self
+            self.compiled_step = settings, torch.compile(call.__call__, **settings)
+        return self.compiled_step[1]
+
+
+class Replay:
+    """Called by generate() in place of the model, for the decode steps of one call of generate()."""
+
+    def __init__(self, model: Any, compiled: Callable[..., Any] | None = None) -> None:
+        self.model, self.compiled, self.calls = model, compiled, 0
+        self.step: Step | None = None
+        running.add(self)
+
+    def __call__(self, **inputs: Any) -> Any:
+        self.calls += 1
+        if self.calls == PLAIN_STEPS + 1 and len(running) == 1 and recordable(inputs):
+            return self.record(inputs)
+        if self.step is not None and self.step.fits(inputs):
+            return self.step(inputs)
+        return self.model(**inputs)
+
+    def record(self, inputs: dict[str, Any]) -> Any:
+        """One plain step, and the recorded one on a copy of the state to compare it with."""
+        layers = state_layers(inputs["past_key_values"])
+        before = [map_state(torch.clone, layer.state) for layer in layers]
+        with waiting() as waited:
+            plain = self.model(**inputs)
+        after = [(layer.state, layer.seen) for layer in layers]
+        try:
+            if waited:
+                raise RuntimeError("they wait for the GPU")
+            step = Step(self.compiled or self.model, inputs, before, trial=self.compiled is not None)
+            self.check(step(inputs).logits, plain.logits)
+            self.step = step
+        except Exception as error:  # whatever a model does that cannot be recorded
+            log.info("decode steps stay plain: %s", error)
+        for layer, (state, seen) in zip(layers, after, strict=True):
+            layer.state, layer.seen = state, seen
+        return plain
+
+    def check(self, found: Tensor, plain: Tensor) -> None:
+        """Raise ValueError unless a replay answers as the plain step does, up to rounding where it is compiled."""
+        off = float((found - plain).abs().max() / plain.abs().max())
+        rounding = max(8 * torch.finfo(plain.dtype).eps, 1e-4)
+        if not (off <= rounding if self.compiled else torch.equal(found, plain)):
+            raise ValueError(f"the recorded one differs by {off:.1e}")
+
+
+class Step:
+    """A recorded step: buffers for what goes in, the state, and what comes out."""
+
+    def __init__(
+        self, model: Callable[..., Any], inputs: dict[str, Any], states: list[Any], trial: bool = False
+    ) -> None:
+        """`states` become the buffers. With `trial` the step runs once before it is recorded."""
+        self.model, self.cache = model, inputs["past_key_values"]
+        self.layers, self.states = state_layers(self.cache), states
+        self.inputs = {name: last(name, inputs[name]).clone() for name in tensor_names(inputs)}
+        self.others = {name: value for name, value in inputs.items() if name not in (*TENSORS, "past_key_values")}
+        self.output: Any = None
+        self.hold()
+        if trial:
+            kept = [part.clone() for part in parts(states)]
+            self.run()
+            torch._foreach_copy_([*parts(states)], kept)
+        self.replay = capture(self.run, self.inputs["input_ids"])
+
+    def fits(self, inputs: dict[str, Any]) -> bool:
+        """Whether these inputs differ from the recorded ones in numbers only."""
+        others = {name: value for name, value in inputs.items() if name not in (*TENSORS, "past_key_values")}
+        return (
+            inputs.get("past_key_values") is self.cache
+            and others == self.others
+            and tensor_names(inputs) == list(self.inputs)
+            and all(last(name, inputs[name]).shape == own.shape for name, own in self.inputs.items())
+        )
+
+    def run(self) -> None:
+        """What is recorded: the model's step from the buffers into the buffers."""
+        for layer in self.layers:
+            layer.seen = 0
+        self.output = self.model(**self.inputs, **self.others, past_key_values=self.cache)
+        new, old = [*parts([layer.state for layer in self.layers])], [*parts(self.states)]
+        if [(x.shape, x.dtype) for x in new] != [(x.shape, x.dtype) for x in old]:
+            raise ValueError("the state changes its shape from token to token")
+        torch._foreach_copy_(old, new)
+        self.hold()
+
+    def hold(self) -> None:
+        """The cache's state is what lies in the buffers."""
+        for layer, state in zip(self.layers, self.states, strict=True):
+            layer.state = state
+
+    def __call__(self, inputs: dict[str, Any]) -> Any:
+        seen = [layer.seen for layer in self.layers]
+        for name, own in self.inputs.items():
+            own.copy_(last(name, inputs[name]))
+        for layer, state in zip(self.layers, self.states, strict=True):
+            if layer.state is not state:  # someone reordered, or wrote, this cache
+                torch._foreach_copy_([*parts(state)], [*parts(layer.state)])
+        self.hold()
+        self.replay()
+        for layer, tokens in zip(self.layers, seen, strict=True):
+            layer.seen = tokens + 1
+        out = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.output.items()}
+        return type(self.output)(**out)
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[list[str]]:
+    """Within: what waits for the GPU, which cannot be recorded, adds a line to the list."""
+    lines: list[str] = []
+    if not torch.cuda.is_available():
+        yield lines
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield lines
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            lines += [line for one in told if "called a synchronizing CUDA" in (line := str(one.message))]
+
+
+def capture(run: Callable[[], None], x: Tensor) -> Callable[[], None]:
+    """Record what `run` asks of the GPU of `x`; the result asks for it again.
+
+    Not `torch.cuda.graph`: it collects garbage and empties the allocator's cache, which takes longer than the step.
+    """
+    if x.device not in streams:
+        streams[x.device] = torch.cuda.Stream(x.device)
+    graph, stream = torch.cuda.CUDAGraph(), streams[x.device]
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            run()
+            graph.capture_end()
+        except BaseException:
+            give_up(graph, x)
+            raise
+    torch.cuda.current_stream(x.device).wait_stream(stream)
+    return graph.replay
+
+
+def give_up(graph: torch.cuda.CUDAGraph, x: Tensor) -> None:
+    """A recording that failed leaves the allocator and the random generator of the device in it; take them out."""
+    with contextlib.suppress(Exception):
+        graph.capture_end()
+    with contextlib.suppress(Exception):
+        torch._C._cuda_endAllocateToPool(x.device.index, graph.pool())
+    with contextlib.suppress(Exception), torch.cuda.stream(torch.cuda.Stream(x.device)):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        x.clone()
+        graph.capture_end()
+
+
+def state_layers(cache: Any) -> list[Any]:
+    """The slots of a cache that hold a state."""
+    return [layer for layer in cache.layers if hasattr(layer, "state")]
+
+
+def parts(state: Any) -> Iterator[Tensor]:
+    """The tensors of a state, which may hold other states."""
+    if isinstance(state, Tensor):
+        yield state
+    elif state is not None:
+        for part in state:
+            yield from parts(part)
+
+
+def tensor_names(inputs: dict[str, Any]) -> list[str]:
+    return [name for name in TENSORS if inputs.get(name) is not None]
+
+
+def last(name: str, x: Tensor) -> Tensor:
+    """Of the padding mask the new token's column, other inputs as they are."""
+    return x[:, -1:] if name == "attention_mask" else x
+
+
+def recordable(inputs: dict[str, Any]) -> bool:
+    """Whether a step has one token a row, known positions, plain settings, and a cache that holds states alone."""
+    ids, places, mask = (inputs.get(name) for name in TENSORS)
+    cache = inputs.get("past_key_values")
+    others = [value for name, value in inputs.items() if name not in (*TENSORS, "past_key_values")]
+    return (
+        ids is not None
+        and ids.shape[-1] == 1
+        and places is not None
+        and places.shape[-1] == 1
+        and (mask is None or mask.ndim == 2)
+        and all(value is None or isinstance(value, bool | int | str) for value in others)
+        and not inputs.get("output_hidden_states")
+        and isinstance(cache, Cache)
+        and all(hasattr(layer, "state") or not getattr(layer, "is_initialized", True) for layer in cache.layers)
+    )

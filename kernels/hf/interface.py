@@ -1,0 +1,73 @@
+"""What this project registers with transformers: names `linearize_*` for attention and mask functions.
+
+Several copies of these files meet in one process (the package, checkpoints, versions), and the registered names are
+shared by all of them, the last one to register winning. So what is registered only dispatches to `module.mixer.seam`,
+which belongs to the mixer's own copy: the names and this call are the one agreement between versions.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..layout import seen_through
+
+# linearize_sdpa: some layers keep softmax, through sdpa. linearize_all_sdpa: none does, so no T x T mask is built.
+# linearize_transfer_sdpa: softmax runs everywhere, and each mixer is compared with it on the same input.
+HYBRID, ALL, TRANSFER = "linearize_", "linearize_all_", "linearize_transfer_"
+
+
+def split_name(name: str | None) -> tuple[str, str]:
+    """`linearize_all_sdpa` -> (`linearize_all_`, `sdpa`); a foreign name -> (``, name)."""
+    for prefix in (ALL, TRANSFER, HYBRID):
+        if name and name.startswith(prefix):
+            return prefix, name.removeprefix(prefix)
+    return "", name or ""
+
+
+def register_backend(backend: str) -> None:
+    """Make the `linearize_*` names known for one softmax backend, both to attention and to masks."""
+    for prefix in (HYBRID, ALL, TRANSFER):
+        AttentionInterface.register(prefix + backend, functools.partial(dispatch, prefix, backend))
+        AttentionMaskInterface.register(prefix + backend, functools.partial(make_mask, prefix, backend))
+
+
+def dispatch(prefix: str, backend: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """The registered attention function: softmax without a mixer, else whatever the mixer's own copy does."""
+    mixer = getattr(module, "mixer", None)
+    softmax = softmax_function(backend, module)
+    if mixer is None:
+        return softmax(module, *args, **kwargs)
+    return mixer.seam(mixer, prefix, softmax, module, *args, **kwargs)
+
+
+def softmax_function(backend: str, module: nn.Module) -> Callable[..., Any]:
+    """The softmax attention function called `backend`; eager ones live in the architecture's own file."""
+    if backend == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    if "flash" in backend:
+        return functools.partial(under_own_name, backend)
+    return ALL_ATTENTION_FUNCTIONS[backend]
+
+
+def under_own_name(backend: str, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Flash attention reads from the config which of its packages to load, so the config names it for the call."""
+    name, module.config._attn_implementation_internal = module.config._attn_implementation, backend
+    try:
+        return ALL_ATTENTION_FUNCTIONS[backend](module, *args, **kwargs)
+    finally:
+        module.config._attn_implementation_internal = name
+
+
+def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
+    """The registered mask function: the backend's mask, or just the 2D padding mask when no layer needs more."""
+    if prefix == ALL:
+        return seen_through(kwargs.get("attention_mask"), kwargs.get("q_length"))
+    return ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)

@@ -1,0 +1,66 @@
+"""What a model was told of places, for architectures that tell it to their masks but not to attention.
+
+Llama 4, GPT-BigCode, GPT-Neo and others keep packed documents apart by the mask alone, which linear layers do without:
+position_ids end at the model, or at its layers. Hooks of the model note them for its mixers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import LAST, this_thread
+
+# Arguments that say where tokens and documents are.
+PLACE_NAMES = ("position_ids", "cu_seq_lens_q")
+
+
+class Noted:
+    """What the calls of one model were told of places, by thread."""
+
+    def __init__(self) -> None:
+        self.passes: dict[int, dict[str, Any]] = {}
+
+    def watch(self, model: Any) -> None:
+        """Note what each call of `model`, or of a model in it, is told."""
+        model.register_forward_pre_hook(self.note, with_kwargs=True)
+        model.register_forward_hook(self.forget)
+
+    def note(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of a model."""
+        if not torch.compiler.is_compiling():
+            given = {**dict(zip(_arguments(type(model).forward), args, strict=False)), **kwargs}
+            self.passes[this_thread()] = self.passes[LAST] = places_in(given)
+
+    def forget(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: behind the pass it means nothing, unless checkpointed layers run again."""
+        if not torch.compiler.is_compiling() and not (model.training and torch.is_grad_enabled()):
+            self.passes.pop(this_thread(), None)
+            self.passes.pop(LAST, None)
+
+    def told(self, x: Tensor) -> dict[str, Any]:
+        """What the pass of x [B,T,hidden] was told; nothing where it is compiled."""
+        if torch.compiler.is_compiling():
+            return {}
+        # A checkpointed layer may run again in a thread of autograd's.
+        places = self.passes.get(this_thread(), self.passes.get(LAST, {}))
+        positions = places.get("position_ids")
+        if positions is not None and positions.shape[-1] != x.shape[1]:
+            return {}
+        # Layers may lie on several devices.
+        return {name: place.to(x.device) for name, place in places.items()}
+
+
+def places_in(given: dict[str, Any]) -> dict[str, Any]:
+    """What arguments by name say of places."""
+    return {name: given[name] for name in PLACE_NAMES if given.get(name) is not None}
+
+
+@functools.cache
+def _arguments(forward: Callable[..., Any]) -> list[str]:
+    return [*inspect.signature(forward).parameters][1:]

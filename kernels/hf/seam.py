@@ -1,0 +1,396 @@
+"""The seam: how a mixer takes the place of softmax inside an attention module that stays where it is.
+
+    decoder -> attention module -> its own q/k/v, norms, rotary -> attention function `linearize_<backend>`
+                                                  |- module without a mixer -> softmax backend
+                                                  '- module.mixer           -> mix(q, k, v, x, state) -> o
+
+transformers looks the attention function up by the name in `config._attn_implementation`; interface.py registers
+such names. This file hooks the chosen modules so that the function also learns what transformers does not pass on
+(hidden states, the cache), and adds what a saved class needs. The switch between student and teacher is the name
+itself: with the plain backend's name nothing of this file runs, and the model is the original, bit for bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers.conversion_mapping as conversions
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
+from ..layout import Geometry, call_geometry, call_layout, is_causal, reduce_keys, this_thread, watch_patches
+from ..mixer import Mixer, Site
+from .noted import Noted, places_in
+from .cuda_graphs import Replayed
+from .cache import StateLayer, state_slot
+
+# What architectures call the cache among the arguments of an attention module.
+CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+
+
+# ---------------------------------------------------------------- one call of one attention module
+
+
+class Call:
+    """What the pre-hook hands over for one call; `used` proves that the module went through the interface."""
+
+    def __init__(self, x: Tensor, slot: StateLayer | None, places: dict[str, Any], geometry: Geometry) -> None:
+        self.x, self.slot, self.places, self.geometry = x, slot, places, geometry
+        self.used = False
+        self.teacher_output: Tensor | None = None
+
+    def told(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the attention function was told, else its module, else the model."""
+        return self.places | {name: value for name, value in kwargs.items() if value is not None}
+
+
+def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pre-hook: keep the hidden states, swap the cache slot for a state, take rotary embedding away if asked."""
+    mixer = module.mixer
+    prefix, _ = split_name(mixer.switch._attn_implementation)
+    reduce_keys(module, mixer.reductions, prefix in ("", TRANSFER))
+    if not prefix:
+        return None
+    bound = bind(module, args, kwargs)
+    cache = next((bound[name] for name in CACHE_NAMES if bound.get(name) is not None), None)
+    recurrent = prefix != TRANSFER and cache is not None and mixer.site.causal
+    # Modules that serve several layers are told which.
+    index = next(
+        i for i in (bound.get("layer_idx"), getattr(module, "layer_idx", None), mixer.site.layer) if i is not None
+    )
+    slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
+    x = bound[hidden_name(mixer)]
+    # Images have positions, too, which say nothing of documents.
+    places = mixer.noted.told(x) if mixer.site.causal else {}
+    places = places | places_in(bound) if mixer.site.causal or not mixer.site.routed else {}
+    mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
+    if prefix == TRANSFER or not mixer.drop_rope:
+        return None
+    without_rotation(bound, mixer.site.routed)
+    return tuple(bound.pop(name) for name in mixer.arguments[: len(args)]), bound
+
+
+def after_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Post-hook: forget the call, and fail loudly when the module did not go through the attention interface."""
+    mixer = module.mixer
+    call = mixer.calls.get(this_thread())
+    if call is None:
+        return
+    if call.teacher_output is not None:
+        student_call(module, mixer, bind(module, args, kwargs), output)
+    del mixer.calls[this_thread()]
+    if not call.used:
+        raise RuntimeError(
+            f"{mixer.site.path} ({type(module).__name__}) ran without calling transformers' attention interface, so "
+            "its mixer was skipped. This transformers version may not fit this checkpoint"
+        )
+
+
+def hidden_name(mixer: Mixer) -> str:
+    """What the attention module calls the hidden states that it is given."""
+    return "hidden_states" if "hidden_states" in mixer.arguments else mixer.arguments[0]
+
+
+def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the module's forward by name."""
+    return {**dict(zip(module.mixer.arguments, args, strict=False)), **kwargs}
+
+
+def without_rotation(bound: dict[str, Any], routed: bool) -> None:
+    """Replace the rotary embedding among a call's arguments by the one that does nothing."""
+    rotation = bound.get("position_embeddings")
+    if isinstance(rotation, Tensor):  # complex form
+        bound["position_embeddings"] = torch.ones_like(rotation)
+    elif rotation is not None:
+        cos, sin = rotation
+        bound["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+    elif not routed and bound.get("position_ids") is not None:
+        # Its own code rotates, by nothing at position 0.
+        bound["position_ids"] = torch.zeros_like(bound["position_ids"])
+
+
+def seam(
+    mixer: Mixer,
+    prefix: str,
+    softmax: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """A mixer's side of the attention function; query [B,H,T,D], key and value [B,Hkv,T,D] -> [B,T,H,Dv]."""
+    call = mixer.calls.get(this_thread())
+    if call is None:
+        raise RuntimeError(f"{mixer.site.path}: its mixer was called outside its attention module")
+    call.used = True
+    if prefix == TRANSFER:
+        return transfer(mixer, call, softmax, module, query, key, value, attention_mask, **kwargs), None
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if k.shape[1] != q.shape[1] and not mixer.site.reduction:
+        raise RuntimeError(
+            f"{mixer.site.path}: {k.shape[1]} keys for {q.shape[1]} queries: its cache slot was not replaced by a state"
+        )
+    slot = call.slot
+    seen = None if slot is None else slot.seen - q.shape[1]
+    causal = is_causal(module, kwargs, mixer.site.causal)
+    layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
+    o, state = mixer(q, k, v, call.x.to(q.device), layout, None if slot is None else slot.state)
+    if slot is not None:
+        slot.state = state
+    return o.to(query.dtype), None
+
+
+# ---------------------------------------------------------------- attention transfer
+
+
+def transfer(
+    mixer: Mixer,
+    call: Call,
+    softmax: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Softmax goes on through the network; the mixer sees the same q, k, v, x and its output goes to the listener.
+
+    A mixer without rotary embedding, or behind adapters that must be off for the teacher, needs q and k of its
+    own: then the attention module runs a second time on the same hidden states, and this is called again.
+    """
+    if key.shape[2] != query.shape[2] and not mixer.site.reduction:
+        raise RuntimeError(f"{mixer.site.path}: attention transfer needs whole sequences; use an empty cache or none")
+    target, listener = call.teacher_output, mixer.transfer
+    second = target is not None
+    if target is None:
+        with torch.no_grad():
+            target, _ = softmax(module, query, key, value, attention_mask, **kwargs)
+        if mixer.drop_rope or mixer.reductions or listener.own_call:
+            call.teacher_output = target
+            return target
+        query, key, value = query.detach(), key.detach(), value.detach()
+    causal = is_causal(module, kwargs, mixer.site.causal)
+    shape = query.shape[0], query.shape[2]
+    layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
+    inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
+    with torch.enable_grad():
+        o, _ = mixer(*inputs, layout)
+        listener.hear(mixer, inputs, o, target, layout)
+    return o.to(query.dtype) if second else target
+
+
+def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher_output: Any) -> None:
+    """The second, differentiable call of a module whose student needs q and k of its own; past the hooks."""
+    bound[hidden_name(mixer)] = mixer.calls[this_thread()].x.detach()
+    bound |= {name: None for name in CACHE_NAMES if name in bound}  # its keys went into the cache the first time
+    if mixer.drop_rope:
+        without_rotation(bound, mixer.site.routed)
+    reduce_keys(module, mixer.reductions, False)
+    with torch.enable_grad():
+        with mixer.transfer.student(module):
+            output = module.forward(**bound)
+        mixer.transfer.compare(mixer, output[0], teacher_output[0])
+
+
+# ---------------------------------------------------------------- attaching mixers to a model
+
+
+class Switch:
+    """Stands for a config where the model's own must keep the plain name, since the architecture's code reads it."""
+
+    _attn_implementation_internal = "eager"
+
+    @property
+    def _attn_implementation(self) -> str:
+        return self._attn_implementation_internal
+
+
+def attach(
+    model: PreTrainedModel,
+    spec: dict[str, Any],
+    mechanisms: dict[str, type[Mixer]],
+    capture: Callable[[nn.Module], None] | None = None,
+) -> None:
+    """Give each module named in `spec["layers"]` its mixer and hooks, and switch the model to them.
+
+    `capture` serves modules that do not call the attention interface (capture.py); None if there are none.
+    Raises AttributeError when the model lacks a module of the plan.
+    """
+    switch, noted = Switch() if capture else None, Noted()
+    for layer in spec["layers"]:
+        site = Site.from_dict(layer["site"])
+        module: Any = model.get_submodule(_own_path(model, site.path))
+        mixer = mechanisms[layer["mechanism"]](site, **layer["options"])
+        if not any(p.is_meta for p in mixer.parameters()):
+            mixer.reset_parameters()
+        mixer.switch = switch or getattr(module, "config", model.config)
+        mixer.seam, mixer.noted = seam, noted
+        mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        mixer.reductions = {name: getattr(module, name) for name in site.reduction if site.sr == "drop"}
+        if site.grid == "patches":
+            mixer.patches = watch_patches(model.get_submodule(_own_path(model, site.grid_from)))
+        module.mixer = mixer
+        before, after = before_attention, after_attention
+        if capture:
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+            capture(module)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True)
+    parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        part.linearize_switch = switch
+        part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
+        noted.watch(part)
+    set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
+
+
+def _own_path(model: PreTrainedModel, path: str) -> str:
+    """A path of the model with a head, as seen from the model that is being built (which may be the bare one)."""
+    bare = path.removeprefix(model.base_model_prefix + ".")
+    return bare if model.base_model is model else path
+
+
+def prefix_for(spec: dict[str, Any]) -> str:
+    """The name prefix for a plan: ALL when no softmax layer is left, else HYBRID."""
+    return ALL if spec["all_linear"] else HYBRID
+
+
+def set_names(model: Any, change: Callable[[str], str]) -> list[tuple[Any, str]]:
+    """Rename the attention implementation in every config of the model; returns (config, old name) pairs."""
+    found: list[Any] = [
+        m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
+    ]
+    if model.linearize_switch:
+        found = [model.linearize_switch]
+    configs = {id(config): config for config in found}
+    old = [(config, config._attn_implementation) for config in configs.values()]
+    for config, name in old:
+        if name is not None:
+            new = change(name)
+            register_backend(split_name(new)[1])
+            config._attn_implementation_internal = new
+    return old
+
+
+def refuse_attention_maps(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-hook: a linear layer has no T x T attention map to return."""
+    asked = kwargs.get("output_attentions")
+    asked = getattr(model.config, "output_attentions", False) if asked is None else asked
+    if asked and split_name((model.linearize_switch or model.config)._attn_implementation)[0]:
+        raise ValueError(
+            "output_attentions=True: linearized layers compute no attention maps; ask under `with model.teacher():`"
+        )
+
+
+class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Mixin before a native model class: builds the mixers of `config.linearize`, and keeps transformers honest.
+
+    `mechanisms` maps names in the plan to Mixer classes; the rendered modeling file sets it.
+    """
+
+    mechanisms: dict[str, type[Mixer]]
+    capture: Callable[[nn.Module], None] | None = None
+    # The state cannot be rolled back; this refuses assisted decoding at once instead of at the first rejection.
+    _is_stateful = True
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        attach(self, config.linearize, self.mechanisms, self.capture)
+
+    def initialize_weights(self) -> None:
+        """Initialise mixers first; the native initialiser of the inner model does not know them."""
+        for mixer in mixers_of(self).values():
+            mixer.reset_parameters()
+            parts: list[Any] = list(mixer.modules())
+            for part in parts:
+                part._is_hf_initialized = True
+        super().initialize_weights()
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """A softmax backend chosen by the user serves the layers that keep softmax; mixers stay on."""
+        backend = split_name(attn_implementation)[1] or None
+        backend = super()._check_and_adjust_attn_implementation(backend, *args, **kwargs)
+        if self.capture:
+            return backend
+        register_backend(backend)
+        return prefix_for(self.config.linearize) + backend
+
+    def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> DynamicCache:
+        """A static cache would make kept softmax layers read slots that nothing wrote."""
+        return DynamicCache(config=self.config.get_text_config(decoder=True))
+
+    @contextmanager
+    def teacher(self) -> Iterator[None]:
+        """Within: the original softmax model, bit for bit, on the same weights, with dropout off."""
+        with evaluating(self), renamed(self, lambda name: split_name(name)[1]):
+            yield
+
+    @contextmanager
+    def transferring(self, listener: Any) -> Iterator[None]:
+        """Within: the residual stream is the teacher's, dropout off; for each layer, with gradients from o to the
+        mixer, `listener.hear(mixer, (q, k, v, x), o, o_teacher, layout)` gets what `Mixer.mix` got, its output and
+        softmax's, and the layout of the call.
+
+        `listener.own_call` asks for a second run of each attention module, as the student, under
+        `listener.student(module)`. It also happens where the mixer drops the rotary embedding. At its end
+        `listener.compare(mixer, y, y_teacher)` gets both outputs of the module, [B,T,hidden].
+        """
+        for mixer in mixers_of(self).values():
+            mixer.transfer = listener
+        try:
+            with evaluating(self), renamed(self, lambda name: TRANSFER + split_name(name)[1]):
+                yield
+        finally:
+            for mixer in mixers_of(self).values():
+                mixer.calls.clear()
+                mixer.transfer = None
+
+
+@contextmanager
+def renamed(model: Any, change: Callable[[str], str]) -> Iterator[None]:
+    """Rename the attention implementation of every config for the duration."""
+    old = set_names(model, change)
+    try:
+        yield
+    finally:
+        for config, name in old:
+            config._attn_implementation_internal = name
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within: dropout off; each module gets its own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def mixers_of(model: nn.Module) -> dict[str, Mixer]:
+    """Every mixer by the name of its attention module."""
+    # Not by class, which may be another copy's, nor by name alone: architectures have mixers of their own.
+    named = ((name, m) for name, m in model.named_modules() if name.endswith(".mixer") and hasattr(m, "site"))
+    return {name.removesuffix(".mixer"): m for name, m in named}
+
+
+def carry_conversions(*pairs: tuple[str, str]) -> None:
+    """Give our model type and classes the checkpoint conversions of the native ones.
+
+    transformers keys them by model type and class name and skips custom code; without this a mixture-of-experts
+    model reloads with random experts and only a report.
+    """
+    for native, own in pairs:
+        mapping = conversions.get_checkpoint_conversion_mapping(native)
+        if mapping is not None:
+            conversions.register_checkpoint_conversion_mapping(own, mapping, overwrite=True)

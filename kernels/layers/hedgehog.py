@@ -1,0 +1,150 @@
+"""Hedgehog's feature map of queries or keys in one kernel each way: phi(y) = c [softmax(z), softmax(-z)], z = s W y.
+
+In PyTorch this is a dozen passes over [B,T,H,D] and [B,T,H,2D] in fp32. The backward pass, P and N the softmaxes of z
+and -z, dP and dN the gradients of what they are multiplied with c to:
+
+    dz = c P (dP - sum P dP) - c N (dN - sum N dN)        dy = s W^T dz        dW = s sum dz y^T
+
+Letters: B batch, T time, H heads of queries or keys, D head dim, R rows of a tile; N = B*T rows of each head.
+"""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..gpu.launch import entry, launch, operator, own_namespace, scratch, unavailable
+from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, store_rows, tl, triton
+
+NAMESPACE = own_namespace(__name__, "hedgehog_forward")
+# Rows of a tile, tiles of a program forward, and programs backward, each of which holds a gradient of the weights.
+TILE, TILES, PROGRAMS = 64, 4, 264
+LARGEST = 128
+
+
+def fits(y: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels take y [B,T,H,D] and weights [H,D,D]; of other dtypes they would multiply what differs."""
+    known = weight.dtype in (y.dtype, torch.float32)
+    return not unavailable(y.device, y.dtype) and known and 16 <= y.shape[-1] <= LARGEST
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@jit
+def logits(b_y, b_w, b_wl, scale, o_d, D: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr):
+    """s W y of a tile, -inf past the last channel, and the two softmaxes, [R,BD] fp32; W comes as [D,E]."""
+    if SPLIT:
+        b_z = scale * dot_given_left(b_y, b_w, b_wl, PREC)
+    else:
+        b_z = scale * dot_given(b_y, b_w, PREC)
+    inside = (o_d < D)[None, :]
+    b_p = tl.exp(b_z - tl.max(tl.where(inside, b_z, -float("inf")), 1)[:, None])
+    b_n = tl.exp(tl.min(tl.where(inside, b_z, float("inf")), 1)[:, None] - b_z)
+    b_p, b_n = tl.where(inside, b_p, 0.0), tl.where(inside, b_n, 0.0)
+    return b_p / tl.sum(b_p, 1)[:, None], b_n / tl.sum(b_n, 1)[:, None]
+
+
+@jit
+def forward_kernel(p_y, p_w, p_f, scale, c, N: int, H, D: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
+                   BD: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Grid (rows / (R * TILES), heads)."""
+    i_h, o_r, o_d = tl.program_id(1), tl.arange(0, R), tl.arange(0, BD)
+    m_w = (o_d < D)[:, None] & (o_d < D)[None, :]
+    b_w, b_wl = parts(tl.load(p_w + i_h * D * D + o_d[None, :] * D + o_d[:, None], mask=m_w, other=0.0), SPLIT)
+    for tile in range(TILES):
+        i_r = (tl.program_id(0) * TILES + tile).to(tl.int64) * R
+        size = tl.minimum(tl.maximum(N - i_r, 0), R).to(tl.int32)
+        b_y = load_rows(p_y + (i_r * H + i_h) * D, o_r, o_d, H * D, size, D)
+        b_p, b_n = logits(b_y, b_w, b_wl, scale, o_d, D, SPLIT, PREC)
+        p_to = p_f + (i_r * H + i_h) * 2 * D
+        store_rows(p_to, c * b_p, o_r, o_d, 2 * H * D, size, D)
+        store_rows(p_to + D, c * b_n, o_r, o_d, 2 * H * D, size, D)
+
+
+@jit
+def backward_kernel(p_df, p_y, p_w, p_dy, p_dw, scale, c, N: int, H, tiles, D: tl.constexpr, SPLIT: tl.constexpr,
+                    HALVES: tl.constexpr, PREC: tl.constexpr, BD: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """dy, and dW of `tiles` tiles, with its columns first. Grid (programs, heads)."""
+    i_p, i_h, o_r, o_d = tl.program_id(0), tl.program_id(1), tl.arange(0, R), tl.arange(0, BD)
+    m_w = (o_d < D)[:, None] & (o_d < D)[None, :]
+    b_w, b_wl = parts(tl.load(p_w + i_h * D * D + o_d[None, :] * D + o_d[:, None], mask=m_w, other=0.0), SPLIT)
+    b_u, b_ul = parts(tl.load(p_w + i_h * D * D + o_d[:, None] * D + o_d[None, :], mask=m_w, other=0.0), SPLIT)
+    b_dw = tl.zeros([BD, BD], tl.float32)
+    for tile in range(tiles):
+        i_r = (i_p * tiles + tile).to(tl.int64) * R
+        size = tl.minimum(tl.maximum(N - i_r, 0), R).to(tl.int32)
+        b_y = load_rows(p_y + (i_r * H + i_h) * D, o_r, o_d, H * D, size, D)
+        b_p, b_n = logits(b_y, b_w, b_wl, scale, o_d, D, SPLIT, PREC)
+        p_from = p_df + (i_r * H + i_h) * 2 * D
+        b_dp = load_rows(p_from, o_r, o_d, 2 * H * D, size, D).to(tl.float32)
+        b_dn = load_rows(p_from + D, o_r, o_d, 2 * H * D, size, D).to(tl.float32)
+        b_dz = b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None]) - b_n * (b_dn - tl.sum(b_n * b_dn, 1)[:, None])
+        b_dz, b_dzl = parts(scale * c * b_dz, HALVES)
+        if SPLIT:
+            b_dy = dot(b_dz, b_dzl, b_u, b_ul, PREC)
+        else:
+            b_dy = dot_given_right(b_dz, b_dzl, b_u, PREC)
+        store_rows(p_dy + (i_r * H + i_h) * D, b_dy, o_r, o_d, H * D, size, D)
+        b_dw = dot_given_left(tl.trans(b_y), b_dz, b_dzl, PREC, b_dw)
+    tl.store(p_dw + (i_p * H + i_h) * D * D + o_d[:, None] * D + o_d[None, :], b_dw, mask=m_w)
+
+
+# ---------------------------------------------------------------- host side
+
+
+def _sizes(y: Tensor, weight: Tensor) -> tuple[int, int, dict[str, Any]]:
+    """Rows, heads, and the constants of both kernels."""
+    (B, T, H, D), half = y.shape, y.dtype == torch.bfloat16
+    constants = {"D": D, "BD": triton.next_power_of_2(D), "R": TILE, "HALVES": half, "PREC": "tf32x3"}
+    return B * T, H, {**constants, "SPLIT": half and weight.dtype != y.dtype}
+
+
+def _forward(call: int, y: Tensor, weight: Tensor, scale: float) -> Tensor:
+    y, weight, (rows, H, constants) = y.contiguous(), weight.contiguous(), _sizes(y, weight)
+    D = y.shape[-1]
+    features = scratch(y, *y.shape[:3], 2 * D, dtype=y.dtype)
+    grid = triton.cdiv(rows, TILE * TILES), H
+    launch(forward_kernel, grid, y, weight, features, scale, (D / 2.0) ** 0.5, rows, H, call=call, num_warps=4,
+           TILES=TILES, **constants)  # fmt: skip
+    return features
+
+
+def _backward(call: int, df: Tensor, y: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """dy and dW in their dtypes."""
+    df, y, weight, (rows, H, constants) = df.contiguous(), y.contiguous(), weight.contiguous(), _sizes(y, weight)
+    D = y.shape[-1]
+    tiles = triton.cdiv(triton.cdiv(rows, TILE), max(1, PROGRAMS // H))
+    grid = triton.cdiv(rows, TILE * tiles), H
+    dy, dw = scratch(y, *y.shape, dtype=y.dtype), scratch(y, grid[0], H, D, D)
+    launch(backward_kernel, grid, df, y, weight, dy, dw, scale, (D / 2.0) ** 0.5, rows, H, tiles, call=call,
+           num_warps=4, **constants)  # fmt: skip
+    return dy, dw.sum(0).mT.to(weight.dtype)
+
+
+def _fake_forward(y: Tensor, weight: Tensor, scale: float) -> Tensor:
+    return y.new_empty(*y.shape[:3], 2 * y.shape[3])
+
+
+def _fake_backward(df: Tensor, y: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weight).mT.contiguous().mT
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, weight, ctx.scale = inputs
+    ctx.save_for_backward(y, weight)
+
+
+def _differentiate(ctx: Any, df: Tensor) -> tuple[Tensor | None, ...]:
+    return (*hedgehog_back_op(df, *ctx.saved_tensors, ctx.scale), None)
+
+
+FORWARD = "hedgehog_forward(Tensor y, Tensor weight, float scale) -> Tensor"
+BACKWARD = "hedgehog_backward(Tensor df, Tensor y, Tensor weight, float scale) -> (Tensor, Tensor)"
+# phi(y) [B,T,H,2D] in y's dtype, of y [B,T,H,D], weight [H,D,D] and s.
+hedgehog_op = operator(NAMESPACE, FORWARD, entry(_forward), _fake_forward, _save, _differentiate)
+hedgehog_back_op = operator(NAMESPACE, BACKWARD, entry(_backward), _fake_backward)

@@ -1,0 +1,219 @@
+"""MHLA both ways on the GPU, host side: launches of mhla_both.py.
+
+`grid_forward` and `grid_backward` take the arguments of their operators in mhla_ops.py, in that order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gpu.launch import dense, entry, launch, scratch
+from .bidirectional import back_kernel, give_kernel, product_kernel, read_kernel, sum_kernel, turn_kernel
+from .launch import configure, fill
+from .eager import GUARD
+from .backward import pairs_kernel
+
+
+class Tiles(NamedTuple):
+    """How a kernel over tokens runs: tokens at a time, features of a program, warps, buffers, registers a thread."""
+
+    tokens: int
+    block_f: int
+    warps: int = 4
+    stages: int = 1
+    registers: int | None = None
+
+
+class Config(NamedTuple):
+    """All kernels of a call. `product`: rows and columns of weights, numbers of a summary, warps, buffers; `pairs`:
+    blocks of a group, numbers of a summary, warps, buffers."""
+
+    sum: Tiles
+    read: Tiles
+    back: Tiles
+    give: Tiles
+    product: tuple[int, int, int, int, int]
+    pairs: tuple[int, int, int, int]
+    block_v: int
+    precision: str
+
+
+# (capability, F and Dv above 64) -> what differs from the safe ones for bf16. Measured: one H200.
+SHIPPED: dict[tuple[tuple[int, int], bool], dict[str, Any]] = {
+    ((9, 0), False): {
+        "sum": Tiles(64, 64, 4, 3),
+        "read": Tiles(64, 64, 4, 3),
+        "back": Tiles(64, 64, 4, 3, 168),
+        "give": Tiles(64, 64, 4),
+    },
+    ((9, 0), True): {
+        "sum": Tiles(64, 128, 8, 2),
+        "read": Tiles(64, 128, 4, 3),
+        "back": Tiles(64, 128, 8, 3),
+        "give": Tiles(64, 128, 4),
+    },
+}
+# The same for `product` and `pairs`, by the blocks of a document that they are for.
+MANY: dict[str, Any] = {"product": (64, 32, 128, 4, 3), "pairs": (64, 32, 4, 2)}
+SHIPPED_MIXES: dict[tuple[int, int], dict[int, dict[str, Any]]] = {
+    (9, 0): {
+        16: {"product": (16, 16, 64, 1, 1), "pairs": (16, 32, 1, 3)},
+        32: {"pairs": (32, 32, 1, 2)},
+        64: MANY,
+        256: MANY,
+    },
+}
+
+
+@functools.cache
+def tiles(device: torch.device, dtype: torch.dtype, F: int, DV: int, M: int) -> Config:
+    """The configuration for these inputs. Raises ValueError where nothing fits."""
+    safe = configure(device, dtype, DV, 64)
+    one = Tiles(safe.tile, safe.block_f, safe.warps)
+    rows = max(16, 1 << (M - 1).bit_length())
+    product = (16, 16, safe.block_x, 2, 1) if rows == 16 else (32, 32, safe.block_x, 4, 1)
+    pairs = (rows, 32, 1, 1) if rows <= 32 else (64, 32, 4, 1)
+    config = Config(one, one, one, one, product, pairs, safe.block_v, safe.precision)
+    if dtype == torch.bfloat16 and device.type == "cuda" and max(F, DV) <= 128:
+        capability = torch.cuda.get_device_capability(device)
+        config = config._replace(**SHIPPED.get((capability, max(F, DV) > 64), {}))
+        config = config._replace(**SHIPPED_MIXES.get(capability, {}).get(rows, {}))
+    return config
+
+
+class GridCall(NamedTuple):
+    """The arguments of the forward operator. `table` as in mhla_launch.Call; `covered`: every token has a place."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    m: Tensor
+    table: Tensor
+    places: int
+    covered: bool
+    normalise: bool
+
+
+class Problem:
+    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
+
+    def __init__(self, number: int, call: GridCall) -> None:
+        self.q, self.k, self.v = (one_row(dense(x)) for x in call[:3])
+        self.call, self.m, self.number = call, call.m.contiguous(), number
+        (self.B, self.T, self.H, self.F), self.DV, (self.E, self.M) = call.q.shape, call.v.shape[-1], call.m.shape[:2]
+        self.R, self.N = call.table.shape[0], call.table.shape[1] // call.places
+        self.X = self.F * (self.DV + call.normalise)
+        self.config = tiles(call.q.device, call.q.dtype, self.F, self.DV, self.M)
+        self.counts = self.T, self.N, call.places, self.B
+        self.of_queries, self.of_keys = self.R * self.H * self.N, self.R * self.E * self.N
+        self.constants: dict[str, Any] = {"F": self.F, "DV": self.DV, "BV": self.config.block_v, "NORM": call.normalise,
+                          "PREC": self.config.precision}  # fmt: skip
+
+    def over_tokens(self, kernel: Any, how: Tiles, programs: int, *arguments: Any, **more: Any) -> None:
+        launch(kernel, (programs,), *arguments, call=self.number, num_warps=how.warps, num_stages=how.stages,
+               maxnreg=how.registers, CT=how.tokens, BF=how.block_f, **self.constants, **more)  # fmt: skip
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return scratch(self.q, *shape, dtype=dtype)
+
+    def summaries(self) -> Tensor:
+        return self.new(self.R, self.E, self.N, self.X)
+
+    def result(self, *shape: int, dtype: torch.dtype, nothing: float = 0.0) -> Tensor:
+        """Room for a result; `nothing` where tokens without a place get none."""
+        out = self.new(self.B, self.T, *shape, dtype=dtype)
+        return out if self.call.covered else out.fill_(nothing)
+
+    def mixed(self, S: Tensor, reverse: bool = False) -> Tensor:
+        """What each block reads of all, [R,E,N,X]."""
+        P, (BN, BK, BX, warps, stages) = self.summaries(), self.config.product
+        programs = -(-self.X // BX) * -(-self.M // BN) * self.R * self.E * (self.N // self.M)
+        launch(product_kernel, (programs,), S, self.m, P, self.M, self.N, self.E, self.X, call=self.number,
+               num_warps=warps, num_stages=stages, BN=BN, BK=BK, BX=BX, REVERSE=reverse,
+               PREC=self.config.precision)  # fmt: skip
+        return P
+
+    def turned(self, D: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of S [R,E,N,X], and of m [E,M,M]."""
+        Q, BX, warps, stages = self.config.pairs
+        groups = -(-self.M // Q)
+        rows = self.R * self.E * (self.N // self.M)
+        splits, each = fill(rows * groups**2, self.X)
+        pairs = self.new(splits, rows, groups**2, Q * Q)
+        how: dict[str, Any] = {"call": self.number, "num_warps": warps, "num_stages": stages, "BX": BX,
+                               "PREC": self.config.precision}  # fmt: skip
+        if groups == 1:
+            R = self.summaries()
+            launch(
+                turn_kernel, (rows * splits,), D, S, self.m, R, pairs, self.M, self.N, self.E, self.X, each, BN=Q, **how
+            )
+        else:
+            R = self.mixed(D, reverse=True)
+            launch(pairs_kernel, (rows * groups**2, splits), D, S, None, pairs, None, self.M, self.X, each, groups**2,
+                   Q=Q, CAUSAL=False, KEEP=False, **how)  # fmt: skip
+        cells = pairs.view(splits * self.R, self.E, -1, groups, groups, Q, Q).sum((0, 2)).transpose(2, 3)
+        return R, cells.reshape(self.E, groups * Q, -1)[:, : self.M, : self.M].contiguous()
+
+
+def exceeds_offsets(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why the kernels, which count the numbers of one row in 32 bits, cannot take these; empty when they can."""
+    widest = max(*(x.stride(1) for x in (q, k, v)), q.shape[2] * max(q.shape[3], v.shape[3]))
+    return "" if q.shape[1] * widest < 1 << 31 else f"{q.shape[1]} tokens of {widest} numbers exceed 32 bits"
+
+
+def one_row(x: Tensor) -> Tensor:
+    """x, copied where tokens of all rows do not follow each other."""
+    return x if x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
+
+
+def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
+    """o [B,T,H,Dv], the normaliser [B,T,H] (empty without), and what the backward pass needs: summaries and what
+    blocks read of them, [R,E,N,X] each."""
+    x = Problem(number, GridCall(*inputs))
+    S, how, table = x.summaries(), x.config.sum, x.call.table
+    x.over_tokens(
+        sum_kernel, how, x.of_keys * -(-x.F // how.block_f), x.k, x.v, table, S, *x.k.stride()[1:3],
+        *x.v.stride()[1:3], *x.counts, x.E, x.X,
+    )  # fmt: skip
+    P = x.mixed(S)
+    o, g = x.result(x.H, x.DV, dtype=x.v.dtype), x.new(0)
+    if x.call.normalise:
+        g = x.result(x.H, dtype=torch.float32, nothing=GUARD)
+    x.over_tokens(
+        read_kernel, x.config.read, x.of_queries, x.q, table, P, o, g, *x.q.stride()[1:3], *x.counts, x.H, x.E, x.X
+    )
+    return o, g, S, P
+
+
+def _backward(number: int, do: Tensor, dg: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and m; `inputs` are the forward's, and then all its results but o."""
+    *own, g, S, P = inputs
+    x, do = Problem(number, GridCall(*own)), do.contiguous()
+    table, how = x.call.table, x.config.back
+    dq, D = x.result(x.H, x.F, dtype=x.q.dtype), x.summaries()
+    x.over_tokens(
+        back_kernel, how, x.of_keys * -(-x.F // how.block_f), x.q, do, table, P, g,
+        None if dg is None else dg.float().contiguous(), dq, D, *x.q.stride()[1:3], *x.counts, x.H, x.E, x.X,
+        G=x.H // x.E,
+    )  # fmt: skip
+    R, dm = x.turned(D, S)
+    dk, dv = x.result(x.E, x.F, dtype=x.k.dtype), x.result(x.E, x.DV, dtype=x.v.dtype)
+    x.over_tokens(
+        give_kernel, x.config.give, x.of_keys, x.k, x.v, table, R, dk, dv, *x.k.stride()[1:3], *x.v.stride()[1:3],
+        *x.counts, x.E, x.X,
+    )  # fmt: skip
+    return dq, dk, dv, dm
+
+
+def _rehearse(number: int, *inputs: Any) -> None:
+    """The backward of a call, before its gradients are there."""
+    x = Problem(number, GridCall(*inputs))
+    do = torch.empty(x.B, x.T, x.H, x.DV, dtype=x.v.dtype, device="meta")
+    _backward(number, do, None, *inputs, x.new(x.B, x.T, x.H), x.summaries(), x.summaries())
+
+
+grid_forward, grid_backward = entry(_forward, _rehearse), entry(_backward)

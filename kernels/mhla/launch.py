@@ -1,0 +1,299 @@
+"""MHLA on the GPU, host side: configurations, scratch and launches.
+
+`forward` and `backward` take the arguments of their operators in mhla_ops.py, in that order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gpu.launch import dense, entry, interpreted, launch, scratch, strides, unavailable, width
+from .forward import mix_kernel, output_kernel, state_kernel, step_kernel, summary_kernel
+from .backward import key_kernel, pairs_kernel, query_kernel, value_kernel, weights_kernel
+
+
+class Config(NamedTuple):
+    """Tile sizes, warps and what the tensor cores make of fp32 operands."""
+
+    tile: int  # tokens
+    block_f: int  # features
+    block_v: int  # value dims: all of them
+    block_x: int  # numbers of a summary that mixing takes at a time
+    warps: int
+    precision: str
+
+
+def safe(shared: int, DV: int, Q: int, dtype: torch.dtype) -> Config:
+    """The largest tiles whose kernels need no more than `shared` bytes.
+
+    Raises ValueError when the smallest do not fit.
+    """
+    BV = width(DV)
+    exact = dtype == torch.float32
+    # In fp32, tiles of 64 would use Hopper's wgmma, whose three products race (gsa_config.py). In bf16, wgmma with 32
+    # columns reads beyond its operand (query_kernel, triton 3.6), so that features and values are cut like tokens.
+    for tile, block_x in ((64, 128), (32, 128), (32, 64), (16, 32), (16, 16)):
+        if tile == 64 and (exact or BV > 128):
+            continue
+        config = Config(tile, tile, max(tile, BV), block_x, 4, "bf16x6" if exact else "bf16x3")
+        if shared_bytes(config, Q, dtype) <= shared:
+            return config
+    raise ValueError(f"{Q} blocks with head dim {DV} need more than {shared} bytes of shared memory")
+
+
+def shared_bytes(c: Config, Q: int, dtype: torch.dtype) -> int:
+    """Bound on the shared memory of every kernel, from the compiler's reports for 8.0 and 9.0."""
+    item = 12 if dtype != torch.bfloat16 else 4
+    inside = item * (c.tile * (2 * c.block_f + 2 * c.block_v + c.tile) + c.block_f * c.block_v)
+    return max(inside, 8 * (Q * Q + 2 * Q * c.block_x))
+
+
+def group(M: int) -> int:
+    """Blocks of a group: a power of two that is at least M - 2."""
+    return width(M - 2)
+
+
+@functools.cache
+def configure(device: torch.device, dtype: torch.dtype, DV: int, Q: int) -> Config:
+    """The configuration for these inputs. Raises ValueError where nothing fits."""
+    if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
+        return safe(1 << 20, DV, Q, dtype)._replace(tile=16, block_f=16, precision="ieee")
+    # A property that torch has and its type stub has not.
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009
+    return safe(shared, DV, Q, dtype)
+
+
+def constants(c: Config, M: int, D: int, DV: int, *, normalise: bool, table: bool) -> dict[str, Any]:
+    """The constants of every kernel."""
+    return {
+        "M": M,
+        "F": D,
+        "DV": DV,
+        "CT": c.tile,
+        "BF": c.block_f,
+        "BV": c.block_v,
+        "Q": group(M),
+        "BX": c.block_x,
+        "TABLE": table,
+        "NORM": normalise,
+        "PREC": c.precision,
+    }
+
+
+def exceeds_grid(rows: int) -> str:
+    """Why the causal kernels cannot run for so many rows of heads; empty when they can."""
+    return f"{rows} rows of heads exceed a GPU's grid of 65535" if rows > 65535 else ""
+
+
+@torch.compiler.assume_constant_result
+def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, M: int, causal: bool) -> str:
+    """Why the kernels cannot take such inputs; empty when they can."""
+    if reason := unavailable(device, dtype):
+        return reason
+    if D > 512 or DV > 256 or (causal and M > 130):
+        return f"{D} features, head dim {DV} or {M} blocks exceed 512, 256 and 130"
+    try:
+        configure(device, dtype, DV, group(M) if causal else 64)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+class Call(NamedTuple):
+    """The arguments of the forward operator; the backward one has two more before them.
+
+    `table` [R,N*places] int32 says which token stands where (Places.table), `number` and `document` [R,N] int32 what
+    its blocks are.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    table: Tensor | None
+    number: Tensor | None
+    document: Tensor | None
+    places: int
+    normalise: bool
+
+
+class Problem:
+    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
+
+    def __init__(self, number: int, call: Call) -> None:
+        self.q, self.k, self.v = (self._flat(dense(x), call.table) for x in call[:3])
+        self.call, self.w, self.L = call, call.w.contiguous(), call.places
+        (self.B, self.T, self.H, self.F), self.DV, (self.E, self.M) = call.q.shape, call.v.shape[-1], call.w.shape[:2]
+        self.R = self.B if call.table is None else call.table.shape[0]
+        self.N = -(-self.T // self.L) if call.table is None else call.table.shape[1] // self.L
+        self.X = self.F * (self.DV + call.normalise)
+        self.Q = group(self.M)
+        self.groups = -(-self.N // self.Q)
+        self.config = c = configure(call.q.device, call.q.dtype, self.DV, self.Q)
+        self.tiles = self.N * -(-self.L // c.tile)
+        self.f_blocks = -(-self.F // c.block_f)
+        self.where = call.table, call.number
+        # What kernels take after their tensors and strides.
+        self.counts = self.T, self.N, self.L, self.B, self.H, self.E, self.X
+        self.number = number
+        self.constants = constants(c, self.M, self.F, self.DV, normalise=call.normalise, table=call.table is not None)
+
+    @staticmethod
+    def _flat(x: Tensor, table: Tensor | None) -> Tensor:
+        """x, copied where a table counts through rows that do not follow each other."""
+        return x if table is None or x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, num_stages: int = 1, **changed: Any) -> None:
+        launch(kernel, grid, *arguments, call=self.number, num_warps=self.config.warps, num_stages=num_stages,
+               **(self.constants | changed))  # fmt: skip
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return scratch(self.q, *shape, dtype=dtype)
+
+    def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Room for a result; zeros where tokens without a place get none."""
+        out = self.new(self.B, self.T, *shape, dtype=dtype)
+        return out if self.call.table is None else out.zero_()
+
+    def summaries(self, x: Tensor, y: Tensor, r: Tensor | None, u: Tensor | None, kind: int) -> Tensor:
+        """sum x y^T of each block, and with the normaliser sum x: [R,E,N,X]. `kind` as in `summary_kernel`."""
+        S = self.new(self.R, self.E, self.N, self.X)
+        self.launch(
+            summary_kernel, (self.N, self.R * self.E, self.f_blocks), x, y, r, u, self.call.table, S, *strides(x, y),
+            self.T, self.N, self.L, self.B, self.E, x.shape[2] // self.E, self.X, KIND=kind,
+            num_stages=2 if self.config.tile < self.L else 1,
+        )  # fmt: skip
+        return S
+
+    def mixed(self, S: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor | None]:
+        """What each block reads, [R,E,N,X], and the sums of what is older than the group before each."""
+        P, BX = torch.empty_like(S), self.config.block_x
+        far = self.new(self.R, self.E, self.groups, self.X) if self.groups > 2 and not reverse else None
+        self.launch(
+            mix_kernel, (-(-self.X // BX), self.R * self.E), S, self.w, self.call.number, self.call.document, P, far,
+            self.N, self.E, self.X, REVERSE=reverse, KEEP=far is not None, PREV=self.groups > 1,
+        )  # fmt: skip
+        return P, far
+
+    def outputs(self, P: Tensor, o: Tensor, g: Tensor, dg: Tensor | None, u: Tensor | None, back: bool) -> None:
+        """Run `output_kernel`."""
+        self.launch(
+            output_kernel, (self.tiles, self.R * self.H), self.q, self.k, self.v, self.w, *self.where, P, o, g, dg, u,
+            *strides(self.q, self.k, self.v), *self.counts, BACK=back, MASS=dg is not None,
+        )  # fmt: skip
+
+    def state(self, S: Tensor) -> tuple[Tensor, ...]:
+        """past, old, current and mixed of MHLAState after rows of one document each."""
+        part = self.R, self.E, self.F, self.DV + self.call.normalise
+        past = self.new(part[0], self.M - 2, *part[1:])
+        old, current, mixed = (self.new(*part) for _ in range(3))
+        self.launch(
+            state_kernel, (-(-self.X // 256), self.R * self.E), S, self.w, past, old, current, mixed, self.N,
+            self.T // self.L, self.E, self.X, BX=256, Q=16,
+        )  # fmt: skip
+        return past, old, current, mixed
+
+    def weights_gradient(self, D: Tensor, S: Tensor, far: Tensor | None, own: Tensor) -> Tensor:
+        """dw [E,M,M]."""
+        rows, count = self.R * self.E, 2 * self.groups
+        splits, each = fill(rows * count, self.X)
+        pairs = self.new(splits, rows, count, self.Q * self.Q)
+        old = self.new(splits, rows, self.groups, self.Q)
+        self.launch(
+            pairs_kernel, (rows * count, splits), D, S, far, pairs, old, self.N, self.X, each, count, BX=32,
+            KEEP=far is not None, CAUSAL=True,
+        )  # fmt: skip
+        pairs, old = (y.sum(0) if splits > 1 else y for y in (pairs, old))
+        # Heads of one memory, tiles of one block.
+        own = own.view(self.R, self.E, self.H // self.E, self.N, -1).sum((2, 4))
+        dw = self.new(self.E, self.M, self.M)
+        self.launch(
+            weights_kernel, (self.M, self.E), pairs, old, own, self.call.number, self.call.document, dw, self.R, self.N,
+            self.E, BM=1 << (self.M - 1).bit_length(), BN=16, KEEP=far is not None,
+        )  # fmt: skip
+        return dw
+
+
+def fill(programs: int, X: int) -> tuple[int, int]:
+    """Parts of X numbers, and numbers in each, for so many times more programs: enough to fill a GPU."""
+    splits = max(1, min(X // 512, 2048 // programs))
+    each = -(-X // (splits * 32)) * 32
+    return -(-X // each), each
+
+
+def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
+    """o [B,T,H,Dv], the normaliser [B,T,H] (nothing without); the state after rows of one document each, or with
+    a table the summaries of all blocks [R,E,N,X], before it. What is not there is empty."""
+    x, none = Problem(number, Call(*inputs)), inputs[0].new_empty(0, dtype=torch.float32)
+    S = x.summaries(x.k, x.v, None, None, 0)
+    P, _ = x.mixed(S)
+    o = x.result(x.H, x.DV, dtype=x.q.dtype)
+    g = x.result(x.H, dtype=torch.float32) if x.call.normalise else none
+    x.outputs(P, o, g, None, None, back=False)
+    if x.call.table is not None:
+        return o, g, S, *(none.clone() for _ in range(4))
+    return o, g, none.clone(), *x.state(S)
+
+
+def _backward(number: int, do: Tensor, dg: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and w."""
+    x, do = Problem(number, Call(*inputs)), do.contiguous()
+    S = x.summaries(x.k, x.v, None, None, 0)
+    P, far = x.mixed(S)
+    r = u = None
+    if x.call.normalise:
+        r, u = x.new(x.B, x.T, x.H), x.new(x.B, x.T, x.H)
+        x.outputs(P, do, r, None if dg is None else dg.float().contiguous(), u, back=True)
+    own = x.new(x.R, x.H, x.tiles, x.f_blocks)
+    dq = x.result(x.H, x.F, dtype=x.q.dtype)
+    x.launch(
+        query_kernel, (x.tiles, x.R * x.H, x.f_blocks), x.q, x.k, x.v, do, r, u, x.w, *x.where, P, dq, own,
+        *strides(x.q, x.k, x.v), *x.counts,
+    )  # fmt: skip
+    D = x.summaries(x.q, do, r, u, 2 if x.call.normalise else 1)
+    R, _ = x.mixed(D, reverse=True)
+    dk, dv = x.result(x.E, x.F, dtype=x.k.dtype), x.result(x.E, x.DV, dtype=x.v.dtype)
+    x.launch(
+        key_kernel, (x.tiles, x.R * x.E, x.f_blocks), x.q, x.k, x.v, do, r, u, x.w, *x.where, R, dk,
+        *strides(x.q, x.v), *x.counts,
+    )  # fmt: skip
+    x.launch(
+        value_kernel, (x.tiles, x.R * x.E), x.q, x.k, x.v, do, r, u, x.w, *x.where, R, dv, *strides(x.q, x.k), *x.counts
+    )
+    return dq, dk, dv, x.weights_gradient(D, S, far, own)
+
+
+def _rehearse(number: int, *inputs: Any) -> None:
+    """The backward of a call, before its gradients are there."""
+    q, _, v, *_ = inputs
+    _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, *inputs)
+
+
+def _step(number: int, *inputs: Any) -> tuple[Tensor, ...]:
+    """o [B,1,H,Dv], the normaliser [B,1,H] (nothing without), and the new state: past, old and mixed are empty where
+    `edge` is False, for they stay what they are."""
+    q, k, v, w, padding, *state, places, normalise, edge = inputs
+    q, k, v, w = dense(q), dense(k), dense(v), w.contiguous()
+    past, old, current, mixed, tokens = (x.contiguous() for x in state)
+    (B, _, H, D), DV, (E, M) = q.shape, v.shape[-1], w.shape[:2]
+    o = scratch(q, B, 1, H, DV, dtype=v.dtype)
+    g = scratch(q, B, 1, H) if normalise else scratch(q, 0)
+    past1, old1, mixed1 = (torch.empty_like(x) if edge else x.new_empty(0) for x in (past, old, mixed))
+    current1, tokens1 = torch.empty_like(current), torch.empty_like(tokens)
+    exact = torch.float32 in (q.dtype, v.dtype)
+    launch(
+        step_kernel, (-(-(DV + normalise) // 32), B * E), q, k, v, w, padding, past, old, current, mixed, tokens, o, g,
+        past1, old1, current1, mixed1, tokens1, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0),
+        v.stride(2), 0 if padding is None else padding.stride(0), places, H, E, call=number, num_warps=4, M=M, F=D,
+        DV=DV, BF=min(64, width(D)), BY=32, BG=width(H // E),
+        NORM=normalise, PADDED=padding is not None, EDGE=edge,
+        PREC="ieee" if interpreted() else "bf16x6" if exact else "bf16x3",
+    )  # fmt: skip
+    return o, g, past1, old1, current1, mixed1, tokens1
+
+
+forward, backward, step = entry(_forward, _rehearse), entry(_backward), entry(_step)

@@ -1,0 +1,298 @@
+"""MHLA: linear attention over blocks of tokens, whose summaries are mixed for each block of queries (Zhang et al.,
+"MHLA: Restoring Expressivity of Linear Attention via Token-Level Multi-Head", arXiv 2601.07832).
+
+With features q, k >= 0, S_b = sum_{j in b} k_j v_j^T and z_b = sum_{j in b} k_j the summaries of block b, and m_ib >= 0
+learned, a token t of block i outputs (paper eq. 4)
+
+    both ways   o_t = q_t S~_i / (q_t . z~_i)        S~_i = sum_b m_ib S_b        z~_i = sum_b m_ib z_b
+    causal      o_t = [ q_t P_i + m_ii sum_{j<=t, j in i} (q_t.k_j) v_j ] / [ the same of z ], P_i = sum_{b<i} m_ib S_b
+
+so that the weight of token j is m_{block t, block j} q_t.k_j. The printed causal form (appendix C) takes row i - 1 of
+m for P_i and leaves the diagonal's index open; the authors' code agrees with the above. Their vision code's
+normaliser is not eq. 4: it mixes products q.z of other blocks' queries.
+
+Causal weights are kept by row and distance, m_ij = w[min(i, M-1), min(i-j, M-1)]: the M trained rows are the paper's
+matrix, later rows repeat the last one, and all blocks at M - 1 or more share a weight and thus one summary. The state
+is bounded: M - 2 summaries, one of everything older, one of the block that is not complete, and their mixture.
+
+Both ways the number of blocks is fixed, along each axis of a grid, and blocks grow with the input; tokens without a
+place (a class token, registers) are one more block.
+
+Letters: B batch, T time, H query heads, E key heads, G = H/E, F features, Dv value dim, M blocks, C tokens of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..layers.arguments import Backend
+from ..layers.features import Features
+from ..layout import TokenLayout
+from .paths import mix_both_ways, mix_causal
+from .places import Places, number_of_blocks, place_grid, place_line
+from .eager import GUARD, MHLAState
+from ..mixer import Bounds, Mixer, Site, check_power_of_two
+from ..layers.norm import give_size, head_norm
+from ..layers.row_softmax import row_softmax
+
+
+def mhla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    *,
+    block_size: int = 64,
+    normalise: bool = True,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: MHLAState | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, MHLAState]:
+    """Causal MHLA in time linear in T: o [B,T,H,Dv] in v's dtype and the state after the last token.
+
+    q [B,T,H,F], k [B,T,E,F] features, v [B,T,E,Dv], E dividing H; w [E,M,M] weights by row and distance, M >= 2;
+    blocks of `block_size` tokens, a power of two. `padding` [B,T] bool is True at real tokens; the others count for
+    nothing and output 0. `segments` [B,T] int: a document ends where it changes, and so does its block. `cu_seqlens`
+    [S+1] int32 with B=1: S sequences end to end; `state` then has S rows. Without `normalise`, only the numerator.
+    `backend`: `auto` runs the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch, as for a
+    state that goes in before several tokens; the others insist. The kernels take features in v's dtype, and the state
+    that they return has no gradient.
+
+    Raises ValueError for shapes that do not fit, or `triton` where it cannot run.
+    """
+    o, _, state = mix_causal(q, k, v, w, block_size, normalise, padding, segments, cu_seqlens, state, backend)
+    return o, state
+
+
+def mhla_grid(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    m: Tensor,
+    places: Places,
+    *,
+    normalise: bool = True,
+    backend: Backend = "auto",
+) -> Tensor:
+    """MHLA both ways: o [B,T,H,Dv] in v's dtype.
+
+    m [E,K,K] are the weights of query block and key block. `places` (mhla_places.py: `place_grid`, `place_line`) say
+    which block each token of a document is in; those in none, padding, output 0. Otherwise as `mhla`.
+    """
+    return mix_both_ways(q, k, v, m, places, normalise, backend)[0]
+
+
+def mhla_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    *,
+    block: Tensor | None = None,
+    block_size: int = 64,
+    normalise: bool = True,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Eq. 4 with its T x T weights, for checking: o [B,T,H,Dv] in the dtype of the inputs.
+
+    Causal with `weights` by row and distance, or with `block` [B,T] both ways with `weights` by block and block.
+    """
+    (B, T, H, _), G, M = q.shape, q.shape[2] // k.shape[2], weights.shape[-1]
+    k, v, m = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2), weights.repeat_interleave(G, 0)
+    factor = q.new_zeros(B, H, T, T)
+    for b in range(B):
+        real = [padding is None or bool(padding[b, t]) for t in range(T)]
+        document, number = [0] * T, [0] * T
+        for t in range(T):
+            if segments is not None and block is not None:
+                document[t] = int(segments[b, t])
+            elif segments is not None and t > 0:
+                document[t] = document[t - 1] + int(segments[b, t] != segments[b, t - 1])
+            number[t] = sum(real[i] and document[i] == document[t] for i in range(t)) // block_size
+        for t in range(T):
+            for i in range(T if block is not None else t + 1):
+                if real[t] and real[i] and document[t] == document[i]:
+                    if block is not None:
+                        factor[b, :, t, i] = m[:, block[b, t], block[b, i]]
+                    else:
+                        factor[b, :, t, i] = m[:, min(number[t], M - 1), min(number[t] - number[i], M - 1)]
+    attention = factor * torch.einsum("bthd,bihd->bhti", q, k)
+    if normalise:
+        attention = attention / attention.sum(-1, keepdim=True).clamp_min(GUARD)
+    return torch.einsum("bhti,bihd->bthd", attention, v)
+
+
+# ---------------------------------------------------------------- the mixer
+
+
+class MultiHeadLinearAttention(Mixer):
+    """MHLA in place of the softmax of one attention module; the new weights are those of blocks and of the features.
+
+    The weights of a query block are a softmax over key blocks times their number, so that equal ones make plain linear
+    attention. They start falling with the distance between blocks (paper section 4.2), the far ones not quite at zero.
+    """
+
+    title = "Multi-head linear attention: mixed summaries of blocks"
+    paper = "arXiv 2601.07832"
+    state_formula = (
+        "4 E F (Dv + 1) (M + 1) + 8: E key heads, F features (2 D for hedgehog, else D), value dim Dv, M blocks;"
+        " Dv without normaliser"
+    )
+    bidirectional = True
+    geometric = True
+    # The authors' language model; their vision models keep the normaliser.
+    published = {"features": "relu", "normalise": False, "norm": "head", "shared": True}
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        features: Literal["hedgehog", "elu", "relu"] = "hedgehog",
+        blocks: Annotated[int, Bounds(2, 1024)] = 32,
+        block_size: Annotated[int, Bounds(16, 256)] = 64,
+        frames: Annotated[int, Bounds(1, 64)] = 1,
+        rows: Annotated[int, Bounds(1, 64)] = 4,
+        columns: Annotated[int, Bounds(1, 64)] = 4,
+        shared: bool = False,
+        by_distance: bool = False,
+        normalise: bool = True,
+        norm: Literal["none", "head"] = "none",
+        rope: bool = True,
+        **near: int,
+    ) -> None:
+        """`features` of q and k; `blocks` M, which have weights of their own, each of `block_size` tokens where
+        attention is causal; both ways a line of tokens is cut into `blocks`, a grid into `frames` x `rows` x
+        `columns`; `shared`: one matrix of weights for all heads; `by_distance`: causal weights depend on the distance
+        alone; `normalise`: divide by the sum of weights; `norm`: RMS norm of each head's output; `rope`: keep the
+        rotary embedding on q and k.
+
+        Raises ValueError when block_size is no power of two, or a grid has one block.
+        """
+        # Read by what Mixer makes of the window.
+        self.normalised = normalise
+        super().__init__(site, rope, **near)
+        check_power_of_two(block_size=block_size)
+        self.norm, self.block_size = norm, block_size
+        self.layout = (1, 1, blocks) if site.causal or site.grid == "line" else (frames, rows, columns)
+        self.blocks = math.prod(self.layout)
+        if self.blocks < 2:
+            raise ValueError("frames=1 rows=1 columns=1: one block is plain linear attention; use la")
+        self.features = Features(features, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
+        heads = 1 if shared else site.kv_heads
+        if site.causal:
+            shape = (heads, self.blocks) if by_distance else (heads, self.blocks, self.blocks)
+        else:  # one more block for tokens without a place
+            shape = (heads, self.blocks + 1, self.blocks + 1)
+        self.block_logits = nn.Parameter(torch.empty(shape))
+        if norm != "none":
+            self.norm_weight = nn.Parameter(torch.empty(site.heads, site.value_dim))
+
+    @classmethod
+    def obstacle(cls, site: Site) -> str | None:
+        if site.grid == "window":
+            return "windows have too few tokens for blocks of their own"
+        return super().obstacle(site)
+
+    @classmethod
+    def idle(cls, site: Site, flat: bool) -> dict[str, str]:
+        if site.causal:
+            return dict.fromkeys(("frames", "rows", "columns"), "causal attention has blocks of block_size tokens")
+        found = dict.fromkeys(("block_size", "by_distance"), "attention here is not causal")
+        if site.grid == "line":
+            return found | dict.fromkeys(("frames", "rows", "columns"), "tokens on a line are cut into `blocks`")
+        found |= {"blocks": "tokens on a grid are cut into frames x rows x columns"}
+        return found | ({"frames": "images have no frames"} if flat else {})
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.features.reset_parameters()
+        start = self._by_distance() if self.site.causal else self._by_place()
+        init.copy_(self.block_logits, start.to(self.block_logits).expand_as(self.block_logits))
+        if self.norm != "none":
+            init.ones_(self.norm_weight)
+
+    def _by_distance(self) -> Tensor:
+        """log(1 - distance / (row + 1)) by row and distance, [M,M], or of the last row alone, [M]."""
+        row, distance = torch.arange(self.blocks)[:, None] + 1.0, torch.arange(self.blocks)
+        start = torch.log((1.0 - distance / row).clamp_min(1e-3))
+        return start[-1] if self.block_logits.ndim == 2 else start
+
+    def _by_place(self) -> Tensor:
+        """Logarithms of weights that fall with the distance of two blocks' centres: [M+1,M+1]; every row sums to 1."""
+        axes = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in self.layout), indexing="ij")
+        centres = torch.stack([axis.flatten() for axis in axes], -1)
+        distance = torch.cdist(centres, centres)
+        weights = 1.0 - distance / (distance.amax(1, keepdim=True) + 1.0)
+        M = self.blocks
+        start = torch.full((M + 1, M + 1), 1.0 / (M + 1))
+        start[:M, :M] = weights / weights.sum(1, keepdim=True) * (M / (M + 1))
+        return start.log()
+
+    def weights(self) -> Tensor:
+        """Causal weights by row and distance [E,M,M], or of block pairs [E,M+1,M+1], in fp32: their mean is 1, or 1/M
+        without the normaliser."""
+        M, logits, E = self.blocks, self.block_logits, self.site.kv_heads
+        if not self.site.causal:
+            return row_softmax(logits, M + 1.0 if self.normalised else 1.0).expand(E, -1, -1)
+        w = row_softmax((logits[:, None] if logits.ndim == 2 else logits).expand(-1, M, M), 1.0, triangle=True)
+        if not self.normalised:
+            w = w / torch.arange(1, M + 1, device=w.device)[:, None]
+        return w.expand(E, M, M)
+
+    def _mixed(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: MHLAState | None
+    ) -> tuple[Tensor, Tensor, MHLAState | None]:
+        """`mix`, and the normaliser beside its results."""
+        if layout.causal and not self.site.causal:
+            raise ValueError(f"{self.site.path}: converted as attention to both sides, called as causal")
+        # Autocast would run the fp32 sums in half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, w = self.features(q, "query"), self.features(k, "key"), self.weights()
+            if layout.causal:
+                padding, segments, *_ = layout
+                o, g, state = mix_causal(q, k, v, w, self.block_size, self.normalised, padding, segments, None, state)
+            else:
+                if self.site.causal:  # a decoder told to look both ways: what it has is weights by distance
+                    index = torch.arange(self.blocks, device=q.device)
+                    w = w[:, -1, (index[:, None] - index).abs()]
+                places, K = self._places(q, layout)
+                o, g = mix_both_ways(q, k, v, w[:, :K, :K], places, self.normalised)
+        if self.norm == "head":
+            o = head_norm(o, self.norm_weight)
+        return o, g, state
+
+    def mix_with_mass(self, *call: Any) -> tuple[Tensor, Tensor, MHLAState | None]:
+        o, g, state = self._mixed(*call)
+        return o, g, state
+
+    def mix(self, *call: Any) -> tuple[Tensor, Any]:
+        o, _, state = self._mixed(*call)
+        return o, state
+
+    def _places(self, x: Tensor, layout: TokenLayout) -> tuple[Places, int]:
+        """The blocks of tokens x [B,T,..] that see both sides, and how many a document has."""
+        padding, segments, _, grid = layout
+        if grid is not None and len(grid.size) > 1:
+            return place_grid(grid, self.layout, x, padding, segments), number_of_blocks(grid, self.layout)
+        outside = (0, 0) if grid is None else (grid.prefix, grid.suffix)
+        K = self.blocks + (not self.site.causal and sum(outside) > 0)
+        return place_line(x, self.blocks, K, outside, padding, segments), K
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        Y = self.site.value_dim + self.normalised
+        numbers = self.site.kv_heads * self.features.size * Y * (self.blocks + 1)
+        return super().state_bytes(tokens, item) + 4 * numbers + 8
+
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+        """Scale the output norm so that each head's output has the teacher's root mean square."""
+        if self.norm != "none":
+            give_size(self.norm_weight, o_teacher)

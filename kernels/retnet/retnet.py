@@ -1,0 +1,258 @@
+"""RetNet's retention (Sun et al., "Retentive Network: A Successor to Transformer for Large Language Models",
+arXiv 2307.08621), on its own and as a base of SLA (arXiv 2602.01744).
+
+Per head a memory S [D,Dv] decays by a fixed gamma in (0,1) (paper eqs. 5 and 6):
+
+    S_t = gamma S_{t-1} + k_t v_t^T        o_t = S_t^T (c q_t) = sum_{i<=t} gamma^{t-i} (c q_t.k_i) v_i
+
+linear.py has the chunk form (paper eq. 7) and its gradient. A read gate r_t and a write gate w_t, one number per token
+and head (SLA has them), make o_t = r_t S_t^T (c q_t) and write w_t k_t v_t^T.
+
+Letters: B batch, T time, H query heads, Hkv key heads, E state heads, D key dim, Dv value dim, C chunk.
+Log-decays are <= 0; memories and sums of decays in fp32 (fp64 stays fp64).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads, wants_gradients
+from ..layers.features import Features
+from ..layout import TokenLayout
+from ..linear.linear import linear_attention
+from ..linear.launch import Precision, use_triton
+from ..linear.ops import chunked_op, step_op
+from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two
+from ..layers.norm import HeadNorm
+from ..layers.scan import each_sequence, numbered
+
+
+class RetNetState(NamedTuple):
+    """Decode state: the memory [B,E,D,Dv] in fp32."""
+
+    memory: Tensor
+
+
+def retnet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    scale: float | None = None,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: RetNetState | None = None,
+    read_gate: Tensor | None = None,
+    write_gate: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: Backend = "auto",
+    precision: Precision = "tf32",
+) -> tuple[Tensor, RetNetState]:
+    """Retention, eqs. 5 to 7, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
+
+    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `log_decay` [E] natural logarithms of gamma, without gradient, with
+    Hkv | E | H: one memory per state head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at
+    real tokens; others leave the state alone, without decay, and output 0. `segments` [B,T] int: the memory restarts
+    where it changes. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows.
+    `read_gate` [B,T,H] multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels
+    on a GPU for what they know, else PyTorch; the others insist. `chunk_size` is PyTorch's, `precision` that of the
+    kernels' products of fp32.
+
+    Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
+    """
+    fixed = {"log_decay": (log_decay, "E"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
+    check_shapes(q, k, v, log_decay.shape[0], padding, segments, cu_seqlens, **fixed)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.shape[1] > 0 and use_triton(backend, q, v, log_decay.shape[0]):
+        gates = read_gate, write_gate
+        return _retnet_triton(q, k, v, log_decay, scale, padding, segments, cu_seqlens, state, *gates, precision)
+    if cu_seqlens is not None:
+        run = partial(retnet, log_decay=log_decay, scale=scale, chunk_size=chunk_size, backend="torch")
+        return each_sequence(run, cu_seqlens, state, q=q, k=k, v=v, read_gate=read_gate, write_gate=write_gate)
+    (S,) = fresh_state(q, k, v, log_decay) if state is None else state
+    if q.shape[1] == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), RetNetState(S)
+    E, g = log_decay.shape[0], log_decay[None, None].to(S.dtype).expand(1, q.shape[1], -1)
+    x, y, z = q.to(S.dtype) * scale, *(to_gate_heads(u, E).to(S.dtype) for u in (k, v))
+    if read_gate is not None:
+        x = x * read_gate.to(S.dtype)[..., None]
+    if write_gate is not None:
+        z = z * write_gate.to(S.dtype)[..., None]
+    if padding is not None:
+        x, y, z = (torch.where(padding[:, :, None, None], u, 0.0) for u in (x, y, z))
+        g = torch.where(padding[:, :, None], g, 0.0)
+    o, S = linear_attention(x, y, z, S, segments, chunk_size, g)
+    return o.to(q.dtype), RetNetState(S)
+
+
+def fresh_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> RetNetState:
+    """The empty memory for these shapes."""
+    return RetNetState(q.new_zeros(q.shape[0], log_decay.shape[0], k.shape[-1], v.shape[-1], dtype=state_dtype(q)))
+
+
+def _retnet_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    cu: Tensor | None,
+    state: RetNetState | None,
+    read: Tensor | None,
+    write: Tensor | None,
+    precision: str,
+) -> tuple[Tensor, RetNetState]:
+    """The kernels of linear_triton.py; a single token without gradients is one launch."""
+    dtype, sizes = q.dtype, (q.shape[-1], v.shape[-1])
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    S = None if state is None else state.memory
+    inputs, keep = (q, k, v, None, None, log_decay, read, write, scale, False), wants_gradients(q, k, v, read, write, S)
+    if q.shape[1] == 1 and segments is None and cu is None and not keep:
+        S = fresh_state(q, k, v, log_decay).memory if S is None else S
+        o, _, S, *_ = step_op(*inputs, padding, S, None, None, None)
+        return o.to(dtype), RetNetState(S)
+    if segments is not None:
+        segments = numbered(segments).int()
+    first = None if S is None else S.flatten(2)
+    o, _, _, _, S, *_ = chunked_op(*inputs, precision, segments, padding, cu, first, keep)
+    return o.to(dtype), RetNetState(S.unflatten(-1, sizes))
+
+
+def retnet_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    scale: float | None = None,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: RetNetState | None = None,
+    read_gate: Tensor | None = None,
+    write_gate: Tensor | None = None,
+) -> tuple[Tensor, RetNetState]:
+    """Eq. 6 token by token, for checking: same arguments and results as `retnet`, in the dtype of the inputs."""
+    (B, T, H, _), E = q.shape, log_decay.shape[0]
+    (S,) = fresh_state(q, k, v, log_decay) if state is None else state
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    gamma, outputs = log_decay.to(S.dtype).exp()[:, None, None], []
+    read = torch.ones(B, T, H, dtype=S.dtype) if read_gate is None else read_gate.to(S.dtype)
+    write = torch.ones(B, T, E, dtype=S.dtype) if write_gate is None else write_gate.to(S.dtype)
+    for t in range(T):
+        if segments is not None and t > 0:
+            S = S * (segments[:, t] == segments[:, t - 1]).to(S.dtype)[:, None, None, None]
+        real = torch.ones(B, dtype=torch.bool) if padding is None else padding[:, t]
+        k_t, v_t = (to_gate_heads(y[:, t : t + 1], E)[:, 0].to(S.dtype) for y in (k, v))  # [B,E,D], [B,E,Dv]
+        added = write[:, t, :, None, None] * k_t[..., None] * v_t[:, :, None]
+        S = torch.where(real[:, None, None, None], gamma * S + added, S)
+        o_t = scale * torch.einsum("begd,bedv->begv", q[:, t].unflatten(1, (E, -1)).to(S.dtype), S)
+        outputs.append(o_t.flatten(1, 2) * (read[:, t] * real[:, None])[..., None])
+    o = torch.stack(outputs, 1) if outputs else q.new_zeros(B, 0, H, v.shape[-1])
+    return o.to(q.dtype), RetNetState(S)
+
+
+# ---------------------------------------------------------------- the mixer
+
+
+class RetNet(Mixer):
+    """Retention in place of the softmax of one attention module; decays are fixed, so hardly a weight is new."""
+
+    title = "RetNet's retention"
+    paper = "arXiv 2307.08621"
+    state_formula = (
+        "4 E F Dv: E memories (key heads, or query heads), value dim Dv, F features (2 D for hedgehog, else D)"
+    )
+    published = {"decay": "paper", "feature_map": "identity", "state_heads": "query"}
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        decay: Literal["spread", "paper"] = "spread",
+        half_life_min: Annotated[float, Bounds(0.5, 1e6)] = 2.0,
+        half_life_max: Annotated[float, Bounds(0.5, 1e9)] = 355.0,
+        state_heads: Literal["kv", "query"] = "kv",
+        feature_map: Literal["identity", "elu", "relu", "hedgehog"] = "relu",
+        norm: Literal["head", "none"] = "head",
+        rope: bool = True,
+        chunk_size: Annotated[int, Bounds(16, 256)] = 64,
+        **near: int,
+    ) -> None:
+        """`decay`: the paper's gamma = 1 - 2^(-5-h) for head h, or half-lives spread from `half_life_min` to
+        `half_life_max` tokens, evenly in log scale (22 to 355 in the authors' code: gamma from 1 - 1/32 to 1 - 1/512);
+        `state_heads`: one memory per key head or per query head; `feature_map` of q and k (features.py); `norm`: RMS
+        norm of each head's output; `rope`: keep the rotary embedding on q and k; `chunk_size`: tokens of a chunk in
+        PyTorch.
+
+        Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
+        """
+        super().__init__(site, rope, **near)
+        check_half_lives(half_life_min, half_life_max)
+        check_power_of_two(chunk_size=chunk_size)
+        self.decay, self.half_lives, self.chunk_size = decay, (half_life_min, half_life_max), chunk_size
+        self.state_count = site.heads if state_heads == "query" else site.kv_heads
+        heads = site.heads, site.kv_heads
+        self.features = None if feature_map == "identity" else Features(feature_map, *heads, site.key_dim, site.scale)
+        self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for part in (self.features, self.norm):
+            if part is not None:
+                part.reset_parameters()
+
+    def log_decay(self, device: torch.device) -> Tensor:
+        """log gamma [E] in fp32. Made anew: a buffer would have to be saved."""
+        E = self.state_count
+        if self.decay == "paper":
+            return torch.log1p(-torch.exp2(-5.0 - torch.arange(E, device=device)))
+        shortest, longest = (math.log2(x) for x in self.half_lives)
+        return -math.log(2.0) * torch.exp2(-torch.linspace(shortest, longest, E, device=device))
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        layout: TokenLayout,
+        state: RetNetState | None,
+        read_gate: Tensor | None = None,
+        write_gate: Tensor | None = None,
+    ) -> tuple[Tensor, RetNetState]:
+        """`Mixer.mix`; SLA's gates: `read_gate` [B,T,H] on the output (after the norm, which would cancel it),
+        `write_gate` [B,T,E] on what is written."""
+        dtype, scale = v.dtype, self.site.scale
+        # Autocast would run the fp32 sums in half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            if self.features is not None:
+                q, k, scale = self.features(q, "query"), self.features(k, "key"), 1.0
+            o, state = retnet(
+                q,
+                k,
+                v,
+                log_decay=self.log_decay(q.device),
+                scale=scale,
+                padding=layout.padding,
+                segments=layout.segments,
+                state=state,
+                read_gate=read_gate if self.norm is None else None,
+                write_gate=write_gate,
+                chunk_size=self.chunk_size,
+            )
+            o = o if self.norm is None else self.norm(o, read_gate)
+        return o.to(dtype), state
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        D = self.site.key_dim if self.features is None else self.features.size
+        return super().state_bytes(tokens, item) + 4 * self.state_count * D * self.site.value_dim

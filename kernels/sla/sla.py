@@ -1,0 +1,155 @@
+"""SLA: softmax linear attention (Xu et al., "Softmax Linear Attention: Reclaiming Global Competition",
+arXiv 2602.01744): heads compete for every token, over a linear mechanism whose heads do not know of each other.
+
+Per token, with scores s_Q = x W_GQ over the H query heads and s_K = x W_GK over the E memories (paper eq. 4), the gates
+
+    r_t = H softmax(s_Q)        w_t = E softmax(s_K)
+
+scale what heads read and what memories take in (eqs. 10 to 16):
+
+    retnet, gla   S_t = decay_t S_{t-1} + (w_t k_t) v_t^T        o_t = S_t^T (r_t q_t)
+    gdn           S'  = alpha_t S_{t-1}     S_t = S' + k_t (beta_t (w_t v_t - S'^T k_t))^T     o_t = S_t^T (r_t q_t)
+
+The paper's eqs. 14 to 16 leave out Gated DeltaNet's decay alpha_t; on its k a gate would change the delta rule. The
+paper has neither H nor E in front of the softmax: equal scores then divide by H E. With them a mechanism with equal
+scores is its base, exactly, which is where a conversion starts. A norm of each head's output would cancel r_t, so the
+bases apply it behind their norms.
+
+Letters: B batch, T time, H query heads, E memories (Hkv | E | H), D key dim, Dv value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..gdn.gdn import GatedDeltaNet, gdn, gdn_reference
+from ..gla.gla import GatedLinearAttention, gla, gla_reference
+from ..layout import TokenLayout
+from ..mixer import Mixer, Site, option_types
+from ..retnet.retnet import RetNet, retnet, retnet_reference
+from ..layers.row_softmax import row_softmax
+
+OPS: dict[str, Callable[..., tuple[Tensor, Any]]] = {"retnet": retnet, "gla": gla, "gdn": gdn}
+REFERENCES: dict[str, Callable[..., tuple[Tensor, Any]]] = {
+    "retnet": retnet_reference,
+    "gla": gla_reference,
+    "gdn": gdn_reference,
+}
+
+
+def sla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    base: Literal["retnet", "gla", "gdn"],
+    read_scores: Tensor,
+    write_scores: Tensor,
+    rescale: bool = True,
+    **arguments: Any,
+) -> tuple[Tensor, Any]:
+    """What the operator `base` returns for q [B,T,H,D], k, v and its other `arguments`, with heads that compete.
+
+    read_scores [B,T,H], write_scores [B,T,E]; `rescale` as published leaves H and E out.
+    """
+    gates = {"read_gate": head_softmax(read_scores, rescale), "write_gate": head_softmax(write_scores, rescale)}
+    return OPS[base](q, k, v, **arguments, **gates)
+
+
+def head_softmax(scores: Tensor, rescale: bool) -> Tensor:
+    """Softmax in fp32 over the heads of each token, [B,T,heads], times their number with `rescale`."""
+    return row_softmax(scores, float(scores.shape[-1]) if rescale else 1.0)
+
+
+def sla_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    base: Literal["retnet", "gla", "gdn"],
+    read_scores: Tensor,
+    write_scores: Tensor,
+    rescale: bool = True,
+    **arguments: Any,
+) -> tuple[Tensor, Any]:
+    """Eqs. 4 and 10 to 16 as they stand, for checking: gates on q, and on k (gdn: on v), token by token."""
+    E = write_scores.shape[-1]
+    k, v = (y.repeat_interleave(E // y.shape[2], 2) for y in (k, v))
+    read, write = (scores.exp() / scores.exp().sum(-1, keepdim=True) for scores in (read_scores, write_scores))
+    if rescale:
+        read, write = read * read.shape[-1], write * E
+    if base == "gdn":
+        v = v * write[..., None]
+    else:
+        k = k * write[..., None]
+    return REFERENCES[base](q * read[..., None], k, v, **arguments)
+
+
+# ---------------------------------------------------------------- the mixer
+
+
+class SoftmaxLinearAttention(Mixer):
+    """SLA in place of the softmax of one attention module: a base mechanism, and two small matrices that make gates.
+
+    The options of the chosen base are options too; `linearize mechanisms gla` says what they are.
+    """
+
+    title = "Softmax linear attention"
+    paper = "arXiv 2602.01744"
+    state_formula = "that of the base"
+    bases: ClassVar[dict[str, type[Mixer]]] = {
+        "retnet": RetNet,
+        "gla": GatedLinearAttention,
+        "gdn": GatedDeltaNet,
+    }
+    published = {"gate_input": "qk", "gate_rescale": False}
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        base: Literal["retnet", "gla", "gdn"] = "gla",
+        gate_input: Literal["hidden", "qk"] = "hidden",
+        gate_rescale: bool = True,
+        **base_options: Any,
+    ) -> None:
+        """`base`: the mechanism under the gates; `gate_input`: scores from the hidden state (theorem 4.2), or from q
+        and k as the mechanism gets them (eq. 4), which a rotary embedding has turned; `gate_rescale`: times the number
+        of heads.
+
+        Raises ValueError for options that do not fit the base.
+        """
+        near = {name: base_options.pop(name) for name in option_types(Mixer) if name in base_options}
+        own: Any = self.bases[base](site, **base_options)
+        super().__init__(site, not own.drop_rope, **near)
+        self.base, self.gate_rescale = own, gate_rescale
+        self.from_hidden = gate_input == "hidden"
+        widths = [site.hidden] * 2 if self.from_hidden else [n * site.key_dim for n in (site.heads, site.kv_heads)]
+        self.read = nn.Linear(widths[0], site.heads, bias=False)
+        self.write = nn.Linear(widths[1], own.state_count, bias=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.base.reset_parameters()
+        for scores in (self.read, self.write):
+            init.zeros_(scores.weight)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
+        inputs = (x, x) if self.from_hidden else (q.flatten(2), k.flatten(2))
+        read, write = (
+            head_softmax(scores(y), self.gate_rescale)
+            for scores, y in zip((self.read, self.write), inputs, strict=True)
+        )
+        return self.base.mix(q, k, v, x, layout, state, read, write)
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        return super().state_bytes(tokens, item) + self.base.state_bytes(tokens, item)
+
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+        self.base.calibrate(q, k, v, x, o, o_teacher)

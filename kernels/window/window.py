@@ -1,0 +1,372 @@
+"""Exact attention to the last W tokens, beside a mechanism that remembers the rest in a state of constant size.
+
+    near_t = sum_{i <= S or t-W < i <= t} softmax_i(c q_t.k_i) v_i        o_t = w far_t + (1 - w) near_t
+
+`far` is what the mechanism computes, over all tokens. How much softmax leaves to the tokens that near_t leaves out
+depends on the token and on Z_t = sum_i e^{c q_t.k_i}: w_t = sigmoid(theta + u.x_t - a log Z_t), with theta, u and a
+learned per head. A mechanism with a normaliser g of its own shares one with the window:
+w_t = sigmoid(theta + u.x_t + log g_t - log Z_t).
+
+The first S tokens of a document, its sink (0: none), stay exact because softmax gives them much weight whatever they
+say (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453).
+
+u and a start at 0, theta as one number for all heads, until `calibrate` gives each head its theta and a.
+
+The decode state is the first S keys and values of each row's document, aligned to the left, then the last W, to the
+right. (Arora et al., "Based", arXiv 2402.18668, and Zhang et al., "LoLCATs", arXiv 2410.10254, show what a short exact
+window is worth to a linear layer.)
+
+Letters: B batch, T time, H query heads, Hkv key heads, G = H/Hkv, D key dim, Dv value dim, W window, S sink,
+c <= W queries per block, N blocks. A block of c queries meets the W + c keys that end with its own, and one sink: a
+query W tokens into its document stands in the document that its block begins in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import initialization as init
+
+from ..layers.arguments import Backend, use_kernels
+from ..layout import TokenLayout, once
+from ..layers.scan import numbered
+from .launch import runs_on
+from .ops import window_op
+
+# From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
+THETAS = (-8.0, 24.0, 129)
+
+
+class Ring(NamedTuple):
+    """The first S and the last W tokens, keys [B,S+W,Hkv,D] and values [B,S+W,Hkv,Dv], of a document that had `held`
+    [B] int64 tokens so far; places that it did not reach are not read.
+    """
+
+    keys: Tensor
+    values: Tensor
+    held: Tensor
+
+
+class WindowedState(NamedTuple):
+    """What a mechanism remembers, and the tokens of the window beside it."""
+
+    far: Any
+    near: Ring
+
+
+def empty_ring(k: Tensor, v: Tensor, size: int) -> Ring:
+    """A state of `size` tokens that has seen nothing, for k [B,T,Hkv,D] and v [B,T,Hkv,Dv]."""
+    B = k.shape[0]
+    count = torch.zeros(B, dtype=torch.long, device=k.device)
+    return Ring(k.new_zeros(B, size, *k.shape[2:]), v.new_zeros(B, size, *v.shape[2:]), count)
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    sink: int = 0,
+    scale: float,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Ring | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Ring]:
+    """Softmax over the first `sink` and the last `window` real tokens of the same document: o [B,T,H,Dv],
+    log sum_i e^{c q.k_i} [B,T,H] fp32 and the ring after them.
+
+    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `scale` multiplies q.k; `padding` [B,T] bool is True at real tokens,
+    the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
+    first one. Time grows with T * window, and so does the memory of the PyTorch path. `backend`: `auto` runs the Triton
+    kernels on a GPU where no state goes in, else PyTorch; the others insist.
+    """
+    (B, T, H, D), W = q.shape, window
+    if T == 0:
+        ring = empty_ring(k, v, sink + W) if state is None else state
+        return q.new_zeros(B, 0, H, v.shape[-1]), q.new_zeros(B, 0, H, dtype=torch.float32), ring
+    obstacle = runs_on(q.device, (q.dtype, k.dtype, v.dtype), D, v.shape[-1]) if state is None else "a state goes in"
+    kernels = use_kernels(backend, obstacle)
+    order: Tensor | None = None
+    if padding is not None:  # real tokens first, so that places count real tokens only
+        order = padding.logical_not().long().argsort(dim=1, stable=True)
+        q, k, v = (y.take_along_dim(order[:, :, None, None], 1) for y in (q, k, v))
+    shared = segments if state is None and padding is None else None
+    if kernels:
+        spans = once(shared, ("window spans", W, sink), lambda: _spans(q, padding, segments, order, (sink, W, T)))
+        o, mass, _ = window_op(q, k, v, spans.begin, spans.end, W, sink, scale)
+        ring = spans.state(k, v, sink, W)
+    else:
+        before = empty_ring(k, v, sink + W) if state is None else state
+        keys, values = torch.cat([before.keys, k], 1), torch.cat([before.values, v], 1)  # [B,S+W+T,..]
+        places = once(shared, ("window", W, sink), lambda: _places(before.held, padding, segments, order, (sink, W, T)))
+        o, mass = _blocks(q, keys, values, places, W, scale)
+        ring = places.state(keys, values)
+    if order is not None and padding is not None:
+        back = order.argsort(1)
+        o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
+        o = o * padding[:, :, None, None]
+    return o, mass, ring
+
+
+class _Places(NamedTuple):
+    """What follows from the documents alone; a place is among the state's S+W tokens and the T behind."""
+
+    hidden: Tensor  # [B,N,c,S+W+c] the query does not meet the key
+    rows: Tensor  # [B,1,1] the number of each row
+    sinks: Tensor  # [B,N,S] places of the first tokens of the document that each block begins in
+    last: Tensor  # [B,1,S+W] of what the state after the input holds
+    held: Tensor  # [B] how many tokens its document has then
+
+    def state(self, keys: Tensor, values: Tensor) -> Ring:
+        """The state after the input, from keys and values [B,S+W+T,..]."""
+        return Ring(keys[self.rows, self.last][:, 0], values[self.rows, self.last][:, 0], self.held)
+
+
+def _places(
+    count: Tensor, padding: Tensor | None, segments: Tensor | None, order: Tensor | None, sizes: tuple[int, int, int]
+) -> _Places:
+    """Where rows look whose state had `count` [B] tokens; `order` [B,T] puts real tokens first; `sizes` are S, W, T."""
+    (S, W, T), B, device = sizes, len(count), count.device
+    document, begin, last, held = _ends(count, padding, segments, order, sizes)
+    c = min(W, T)
+    tail = -T % c
+    document = F.pad(document, (0, tail), value=-1).unfold(1, W + c, c)  # [B,N,W+c]
+    visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, device)
+    # A token always sees itself, so that no row of padding is empty.
+    visible = visible | torch.eye(c, W + c, dtype=torch.bool, device=device).roll(W, 1)
+    # What is still among the last W must not count twice.
+    place = F.pad(torch.arange(T, device=device) - begin, (0, tail)).unflatten(1, (-1, c))
+    visible = torch.cat([place[..., None] - W >= torch.arange(S, device=device), visible], -1)
+    rows = torch.arange(B, device=device)[:, None, None]
+    return _Places(~visible, rows, _first(begin[:, ::c], sizes), last, held)
+
+
+def _ends(
+    count: Tensor, padding: Tensor | None, segments: Tensor | None, order: Tensor | None, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `_documents` gives, and `last` and `held` of `_Places`; arguments as there."""
+    (S, W, T), B, device = sizes, len(count), count.device
+    final: Tensor | None = None
+    if segments is not None:
+        segments = numbered(segments)
+        final = segments[:, -1:]
+        segments = segments if order is None else segments.take_along_dim(order, 1)
+    document, begin = _documents(count, padding, segments, W, (B, T))
+    # The state after the input is of the document of the last real token.
+    real: Any = T
+    own = begin[:, -1:]
+    if padding is not None:
+        real = padding.long().sum(1, keepdim=True)
+        own = begin.take_along_dim((real - 1).clamp_min(0), 1)
+    held = real - own
+    if padding is not None and final is not None:
+        # A document may have begun with padding alone.
+        held = torch.where(document.take_along_dim(real + W - 1, 1) == final, held, 0)
+    ending = (S + real + torch.arange(W, device=device)).expand(B, W)
+    return document, begin, torch.cat([_first(own, sizes), ending[:, None]], 2), held[:, 0]
+
+
+class _Spans(NamedTuple):
+    """What the kernels need to know of documents, and what `_Places` says of the state after the input; None but for
+    `held` where every row is one document.
+    """
+
+    begin: Tensor | None  # [B,T] int32 where the document of each token begins, padding in the last
+    end: Tensor | None  # [B,T] int32 behind its last token
+    last: Tensor | None  # [B,S+W] of the tokens that the state holds
+    held: Tensor  # [B]
+
+    def state(self, k: Tensor, v: Tensor, S: int, W: int) -> Ring:
+        """The state after k and v [B,T,..]."""
+        if self.last is None:
+            missing = [max(n - k.shape[1], 0) for n in (S, W)]
+            first, recent = (0, 0, 0, 0, 0, missing[0]), (0, 0, 0, 0, missing[1], 0)
+            keys, values = (torch.cat([F.pad(y[:, :S], first), F.pad(y[:, -W:], recent)], 1) for y in (k, v))
+        else:
+            keys, values = (y.take_along_dim(self.last[:, :, None, None], 1) for y in (k, v))
+        return Ring(keys, values, self.held)
+
+
+def _spans(
+    q: Tensor, padding: Tensor | None, segments: Tensor | None, order: Tensor | None, sizes: tuple[int, int, int]
+) -> _Spans:
+    """The documents of q [B,T,..], which no state came before; arguments as for `_places`."""
+    (S, W, T), B = sizes, len(q)
+    if padding is None and segments is None:
+        return _Spans(None, None, None, torch.full((B,), T, device=q.device))
+    count = torch.zeros(B, dtype=torch.long, device=q.device)
+    _, begin, last, held = _ends(count, padding, segments, order, sizes)
+    place = torch.arange(T, device=q.device)
+    following = F.pad(torch.where(begin == place, place, T)[:, 1:], (0, 1), value=T)
+    end = following.flip(1).cummin(1).values.flip(1)
+    return _Spans(begin.int(), end.int(), (last[:, 0] - S - W).clamp_min(0), held)
+
+
+def _documents(
+    count: Tensor, padding: Tensor | None, segments: Tensor | None, W: int, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The document number of the last W tokens and of each token of the input, real ones first: [B,W+T] int64, -1 for
+    none. And where in the input the document of each of its tokens begins: [B,T] int64, below 0 what began before it.
+    """
+    device = count.device
+    own = torch.zeros(shape, dtype=torch.long, device=device) if segments is None else segments
+    if padding is not None:
+        real = torch.arange(shape[1], device=device) < padding.long().sum(1, keepdim=True)
+        own = torch.where(real, own, -1)
+    held = torch.arange(W, device=device) >= W - count[:, None]
+    # What came before belongs to document 0, of which only padding may be left.
+    changed = own > F.pad(own[:, :-1], (1, 0))
+    begin = torch.where(changed, torch.arange(shape[1], device=device), -count[:, None]).cummax(1).values
+    return torch.cat([torch.where(held, 0, -1), own], 1), begin
+
+
+def _blocks(q: Tensor, keys: Tensor, values: Tensor, places: _Places, W: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of every query to the W tokens that end with itself and to the sink, and its log-normaliser."""
+    T, Hkv = q.shape[1], keys.shape[2]
+    c = min(W, T)
+    S, tail = keys.shape[1] - W - T, -T % c
+    q = _lengthened(q, tail).unflatten(1, (-1, c)).unflatten(3, (Hkv, -1))  # [B,N,c,Hkv,G,D]
+    last = [_lengthened(y[:, S:], tail).unfold(1, W + c, c) for y in (keys, values)]  # [B,N,Hkv,D,W+c]
+    if S:
+        first = [y[places.rows, places.sinks].movedim(2, -1) for y in (keys, values)]  # [B,N,Hkv,D,S]
+        last = [torch.cat(pair, -1) for pair in zip(first, last, strict=True)]
+    keys, values = last
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("bnckgd,bnkdw->bnckgw", scale * q.to(exact), keys.to(exact))
+    scores = scores.masked_fill(places.hidden[:, :, :, None, None], -torch.inf)
+    weights, mass = _Softmax.apply(scores)  # mass [B,N,c,Hkv,G]
+    o = torch.einsum("bnckgw,bnkdw->bnckgd", weights.to(values.dtype), values)
+    return o.flatten(3, 4).flatten(1, 2)[:, :T], mass.flatten(3, 4).flatten(1, 2)[:, :T]
+
+
+def _lengthened(y: Tensor, tail: int) -> Tensor:
+    """y [B,T,..] and `tail` tokens of zeros; padding by nothing would copy."""
+    return F.pad(y, (0, 0, 0, 0, 0, tail)) if tail else y
+
+
+class _Softmax(torch.autograd.Function):
+    """softmax(s) and logsumexp(s) over the last dimension. Apart, they would pass over all scores twice as often."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
+        weights = scores.softmax(-1)
+        ctx.save_for_backward(weights)
+        # The largest weight is e^{s - mass} of the largest score.
+        return weights, scores.amax(-1) - weights.amax(-1).log()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_weights: Tensor, d_mass: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+        return torch.addcmul(d_scores, weights, d_mass[..., None])
+
+
+def _first(begin: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+    """The places of the first S tokens [B,N,S] of documents that begin at `begin` [B,N]; of a shorter one, of whatever
+    follows. `sizes` are S, W, T.
+    """
+    S, W, T = sizes
+    count = torch.arange(S, device=begin.device)
+    place = begin[..., None] + count  # in the input; what came before it is in the state
+    return torch.where(place < 0, count, S + W + place).clamp_max(S + W + T - 1)
+
+
+def _band(W: int, c: int, device: torch.device) -> Tensor:
+    """Query r of a block sees its places r+1 .. r+W: [c,W+c] bool."""
+    ahead = torch.arange(W + c, device=device) - torch.arange(c, device=device)[:, None]
+    return (ahead >= 1) & (ahead <= W)
+
+
+class Window(nn.Module):
+    """The window of one mixer, and per query head and token how much of the mechanism beside it comes through."""
+
+    def __init__(self, hidden: int, heads: int, window: int, sink: int, scale: float, shared: bool) -> None:
+        super().__init__()
+        self.window, self.sink, self.scale, self.shared = window, sink, scale, shared
+        self.far_logit = nn.Parameter(torch.empty(heads))
+        self.far_gate = nn.Parameter(torch.empty(heads, hidden))
+        if not shared:
+            self.near_share = nn.Parameter(torch.empty(heads))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        # Least perplexity of a just converted model (docs/window.md), among -20, -6, -4, -2, -1, 0, 1.
+        init.constant_(self.far_logit, -4.0 if self.shared else -1.0)
+        init.zeros_(self.far_gate)
+        if not self.shared:
+            init.zeros_(self.near_share)
+
+    def forward(
+        self,
+        far: Tensor,
+        mass: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor,
+        layout: TokenLayout,
+        state: Ring | None,
+    ) -> tuple[Tensor, Ring]:
+        """The mechanism's output `far` [B,T,H,Dv] mixed with exact attention to the window, and the ring.
+
+        `mass` [B,T,H]: the mechanism's normaliser, where it has one; `x` [B,T,hidden].
+        """
+        near, own_mass, ring = self._near(q, k, v, layout, state)
+        logit = self.far_logit.float() + F.linear(x, self.far_gate.to(x.dtype)).float()
+        logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass.log() - own_mass
+        w = torch.sigmoid(logit)[..., None]
+        return (w * far + (1.0 - w) * near).to(far.dtype), ring
+
+    def _near(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None
+    ) -> tuple[Tensor, Tensor, Ring]:
+        padding, segments, *_ = layout
+        sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
+        # Autocast would round the scores to half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            return window_attention(q, k, v, **sizes, padding=padding, segments=segments, state=state)
+
+    @torch.no_grad()
+    def calibrate(
+        self,
+        far: Tensor,
+        mass: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        target: Tensor,
+        layout: TokenLayout,
+        *,
+        free: bool,
+    ) -> Tensor:
+        """Let each head start from the theta, and the a, whose mixture is nearest to softmax's output [B,T,H,Dv].
+
+        Arguments as for `forward`, u taken for 0. Returns what to multiply `far` with, [H]: 1 unless it is `free`.
+        """
+        near, own_mass, _ = self._near(q, k, v, layout, None)
+        far, near, target = far.float(), near.float(), target.float()
+        thetas, found, factors = torch.linspace(*THETAS, device=q.device), [], []
+        pairs = ((far, far), (far, near), (far, target), (near, near), (near, target))
+        ff, fn, ft, nn_, nt = ((x * y).sum(-1) for x, y in pairs)  # [B,T,H]
+        for a in (0.0, 0.5, 1.0) if mass is None else (1.0,):
+            logit = -a * own_mass if mass is None else mass.log() - own_mass
+            for theta in thetas:
+                w = torch.sigmoid(theta + logit)
+                # ||factor w far + (1 - w) near - target||^2, but for what depends on the target alone
+                square, product = (w * w * ff).sum((0, 1)), (w * (ft - (1.0 - w) * fn)).sum((0, 1))
+                factor = (product / square.clamp_min(1e-12)).clamp_min(0.1) if free else torch.ones_like(product)
+                rest = ((1.0 - w) * ((1.0 - w) * nn_ - 2.0 * nt)).sum((0, 1))
+                found.append(rest + factor * (factor * square - 2.0 * product))
+                factors.append(factor)
+        best = torch.stack(found).argmin(0)  # [H]
+        self.far_logit.copy_(thetas[best % len(thetas)])
+        if not self.shared:
+            self.near_share.copy_(0.5 * (best // len(thetas)))
+        return torch.stack(factors).gather(0, best[None])[0]

@@ -1,0 +1,1 @@
+"""Speed: kernels beside their peers, and converted models beside their originals."""

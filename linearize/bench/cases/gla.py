@@ -1,0 +1,49 @@
+"""What is measured of gated linear attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from linearize_kernels.gla.gla import GLAState, gla
+
+from ..case import Case, Run, Shape, random_qkv
+
+
+def shape(B: int, T: int, **others: Any) -> Shape:
+    return Shape(B, T, 16, 16, 128, **others)
+
+
+class GLA(Case):
+    shapes = (shape(8, 2048), shape(8, 2048, gates="bfloat16"), shape(1, 16384))
+    errors = (
+        shape(2, 1024),
+        shape(2, 1024, gates="bfloat16"),
+        shape(2, 1024, dtype="float16"),
+        shape(2, 1024, dtype="float32"),
+    )
+    steps = (shape(64, 1), shape(1, 1))
+    names = ("q", "k", "v", "g")
+
+    def inputs(self, shape: Shape, device: str) -> list[Tensor]:
+        """Gates as the paper's start: half-lives around 16 tokens."""
+        qkv = random_qkv(shape, device)
+        g = logsigmoid(torch.randn(shape.B, shape.T, shape.Hkv, shape.D, device=device)) / 16.0
+        return [*qkv, g.to(getattr(torch, shape.gates))]
+
+    def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
+        return gla(*inputs, backend=backend)[0]
+
+    def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
+        from fla.ops.gla import chunk_gla
+
+        return {"fla chunk_gla": lambda: chunk_gla(*inputs)[0]}
+
+    def state(self, shape: Shape, device: str) -> GLAState:
+        return GLAState(torch.randn(shape.B, shape.Hkv, shape.D, shape.D, device=device))
+
+    def step(self, inputs: list[Tensor], state: GLAState, backend: Any) -> Any:
+        return gla(*inputs, state=state, backend=backend)

@@ -1,0 +1,168 @@
+"""What `linearize bench kernels` measured, as tables and as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import Exit, LinearizeError, writing
+
+# Of a run: forward alone; forward and backward.
+PARTS = ("forward", "both")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as the tables of docs/performance.md."""
+    lines = [*overview(result)]
+    for name, measured in result["mechanisms"].items():
+        lines += ["", f"### {name}", *tables(measured)]
+    return "\n".join(lines)
+
+
+def tables(measured: dict[str, Any]) -> Iterator[str]:
+    """Of one mechanism: the first call, times, errors, decode steps."""
+    yield from _first_call(measured["cold_start"])
+    yield from _runs(measured["runs"])
+    yield from _errors(measured["errors"])
+    yield from _steps(measured["steps"])
+
+
+def overview(result: dict[str, Any]) -> Iterator[str]:
+    """The machine, and ours beside flash-linear-attention."""
+    ceilings = result["ceilings"]
+    products = ", ".join(f"{name} {ceilings[f'{name}_tflop_s']:.3g}" for name in ("bf16", "tf32", "fp32"))
+    yield "; ".join(f"{key} {value}" for key, value in result["machine"].items())
+    yield ""
+    yield f"Ceilings measured in the same run: copy {ceilings['copy_tb_s']:.2f} TB/s, TFLOP/s of a product {products}."
+    yield from _beside_fla(result["mechanisms"])
+
+
+def _first_call(record: dict[str, Any] | None) -> Iterator[str]:
+    if record is not None:
+        told = record.get("failed") or f"{record['seconds']:.1f} s"
+        yield from ("", f"First forward + backward, empty cache: {told}.")
+
+
+def _table(*columns: str) -> Iterator[str]:
+    yield from ("", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|")
+
+
+def _beside_fla(mechanisms: dict[str, Any]) -> Iterator[str]:
+    rows = []
+    for mechanism, measured in mechanisms.items():
+        for run in measured["runs"]:
+            if run["name"].startswith("fla"):
+                ours = _ours(measured["runs"], run)
+                peaks = ours.get("both_mib"), run.get("both_mib")
+                share = f"{peaks[0] / peaks[1]:.0%}" if all(peaks) else ""
+                rows += [_row([mechanism, run["shape"], run["name"], *_ratios(ours, run), share], 6)]
+    if rows:
+        yield from _table("mechanism", "shape", "beside", "times faster forward", "forward + backward", "of its memory")
+        yield from rows
+
+
+def _ours(records: list[dict[str, Any]], other: dict[str, Any]) -> dict[str, Any]:
+    """The first contender at the shape of another."""
+    return next(record for record in records if record["shape"] == other["shape"])
+
+
+def _ratios(ours: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """How many times as long the other takes, forward and both; empty where one was not measured."""
+    measured = [part in ours and part in other for part in PARTS]
+    return [f"{other[p]['ms'] / ours[p]['ms']:.2f}" if has else "" for p, has in zip(PARTS, measured, strict=True)]
+
+
+def _runs(records: list[dict[str, Any]]) -> Iterator[str]:
+    columns = ("forward ms", "forward + backward ms", "peak MiB", "TFLOP/s", "TB/s", "times the roofline", "CPU ms")
+    yield from _table("shape", "kernel", *columns, "times linearize's time")
+    for run in records:
+        cells = [run["shape"], run["name"], *(_time(run[part]) for part in PARTS if part in run)]
+        cells += [run["failed"]] if "failed" in run else _rates(run)
+        ours = _ours(records, run)
+        beside = [] if run is ours else filter(None, _ratios(ours, run))
+        yield _row([*cells, *[""] * (9 - len(cells)), ", ".join(beside)], 10)
+    for run in records:
+        if run["name"].endswith(" alone") and "both" in run:
+            ours = _ours(records, run)
+            costs = (f"{ours[part]['ms'] / run[part]['ms'] - 1:+.1%}" for part in PARTS if part in ours)
+            yield from ("", f"{run['shape']}, its time beside {run['name']}: {', '.join(costs)}.")
+
+
+def _rates(run: dict[str, Any]) -> list[str]:
+    peaks = ("" if run[key] is None else f"{run[key]:.0f}" for key in ("forward_mib", "both_mib"))
+    # A kernel that torch does not know has no operations to count.
+    rate = f"{run['tflop_s']:.3g} ({run['tflop_share']:.0%})" if run["tflop_s"] else ""
+    cells = [", ".join(filter(None, peaks)), rate, f"{run['tb_s']:.3g} ({run['tb_share']:.0%})"]
+    least = run.get("roofline_ms")
+    cells += [", ".join(f"{run[part]['ms'] / least[part]:.1f}" for part in PARTS) if least else ""]
+    return [*cells, ", ".join(f"{run[part]['host']:.2f}" for part in PARTS if "host" in run[part])]
+
+
+def _time(record: dict[str, float]) -> str:
+    return f"{record['ms']:.3f} ({record['low']:.3f}-{record['high']:.3f})"
+
+
+def _row(cells: list[str], columns: int) -> str:
+    return f"| {' | '.join(cells + [''] * (columns - len(cells)))} |"
+
+
+def _errors(records: list[dict[str, Any]]) -> Iterator[str]:
+    if not records:
+        return
+    names = list(dict.fromkeys(name for record in records for name in record.get("errors", ())))
+    yield from _table("relative error against float64", "path", *names)
+    for record in records:
+        errors = {name: f"{value:.1e}" for name, value in record.get("errors", {}).items()}
+        values = [record["failed"]] if "failed" in record else [errors.get(name, "") for name in names]
+        yield _row([record["shape"], record["name"], *values], 2 + len(names))
+
+
+def _steps(records: list[dict[str, Any]]) -> Iterator[str]:
+    if not records:
+        return
+    yield from _table("decode step", "path", "µs", "copy of the same bytes µs", "TB/s", "share of copy")
+    for step in records:
+        cells = [step["shape"], step["name"]]
+        if "failed" in step:
+            cells += [step["failed"]]
+        else:
+            cells += [f"{step['us']:.1f}", f"{step['copy_us']:.1f}", f"{step['tb_s']:.3g}"]
+            cells += [f"{step['share_of_copy']:.0%}"]
+        yield _row(cells, 6)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Forward + backward time per shape and kernel, one panel a mechanism, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    measured = result["mechanisms"]
+    figure, grid = pyplot.subplots(len(measured), figsize=(9, 4 * len(measured)), layout="constrained", squeeze=False)
+    figure.suptitle(result["machine"]["device"])
+    for (name, records), axes in zip(measured.items(), grid[:, 0], strict=True):
+        _panel(axes, name, [run for run in records["runs"] if "both" in run])
+    with writing(path):
+        figure.savefig(path, dpi=150, format="png")
+    pyplot.close(figure)
+
+
+def _panel(axes: Any, mechanism: str, runs: list[dict[str, Any]]) -> None:
+    shapes, names = (list(dict.fromkeys(run[key] for run in runs)) for key in ("shape", "name"))
+    for i, name in enumerate(names):
+        own = [run for run in runs if run["name"] == name]
+        places = [shapes.index(run["shape"]) + (i - len(names) / 2 + 0.5) * 0.8 / len(names) for run in own]
+        bars = axes.bar(places, [run["both"]["ms"] for run in own], 0.8 / len(names), label=name)
+        axes.bar_label(bars, fmt="%.3g", fontsize=7)
+    axes.set(yscale="log", ylabel="forward + backward, ms", title=mechanism)
+    axes.set_xticks(range(len(shapes)), shapes, fontsize=7)
+    axes.legend(fontsize=7)
+
+
+def check_plot() -> None:
+    """Raise LinearizeError (exit 4) where no picture can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise LinearizeError("--plot needs matplotlib: pip install matplotlib", Exit.RESOURCE)

@@ -1,0 +1,180 @@
+"""A folder or file that appears complete or not at all, whatever happens to the process that writes it.
+
+Everything goes to a temporary sibling, is synced there, and renamed into place last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import LinearizeError, writing
+from ..plan.plan import some
+
+ATTEMPTS = 100  # to lock a folder that others make and remove meanwhile; each fails only when another one was done
+MANIFEST = "linearize.json"  # names the files that linearize wrote into a folder
+
+
+@contextlib.contextmanager
+def output_folder(output: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder that becomes `output` when the block ends well, and vanishes when it does not.
+
+    One process at a time: a lock tells a folder in use from one that a killed process left, which is cleared here.
+    Raises LinearizeError: 2 when `output` is in the way or in use, 4 for a full disk or what cannot be written.
+    """
+    output = Path(os.path.realpath(output))  # a link stays, what it points at is replaced
+    work, old = _beside(output, "tmp"), _beside(output, "old")
+    new_parents = [parent for parent in output.parents if not parent.exists()]
+    try:
+        with writing(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with _claimed(work):
+                _recover(output, old)
+                check_output(output, overwrite)
+                with writing(output, inside=work):
+                    yield work
+                _sync(work)
+                check_output(output, overwrite)  # somebody may have put something there meanwhile
+                _move_into_place(work, output, old)
+    finally:
+        with contextlib.suppress(OSError):  # they hold the output, or something else by now
+            for parent in new_parents:
+                parent.rmdir()
+
+
+def _beside(output: Path, kind: str) -> Path:
+    """The name of a temporary sibling: always the same, so that the next process finds what a killed one left."""
+    name = output.name
+    if len(os.fsencode(name)) > 200:  # of the 255 bytes that a name may have
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return output.parent / f".{name}.linearize.{kind}"
+
+
+@contextlib.contextmanager
+def _claimed(work: Path) -> Iterator[None]:
+    """`work` as a new and empty folder of this process alone; removed when the block fails."""
+    handle = _lock(work)
+    try:
+        for path in work.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        yield
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    finally:
+        os.close(handle)
+
+
+def _lock(work: Path) -> int:
+    """Create `work` if need be and lock it; raises LinearizeError (exit 2) when another process has it."""
+    taken = LinearizeError(
+        f"{work} is in use: another linearize writes this output. Wait for it, or choose another -o; "
+        "if none is running, remove that folder"
+    )
+    for _ in range(ATTEMPTS):
+        new = False
+        with contextlib.suppress(FileExistsError):
+            work.mkdir()
+            new = True
+        try:
+            handle = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        free = _try_lock(handle, new)
+        if free and work.exists() and os.path.samestat(os.fstat(handle), work.lstat()):
+            return handle
+        os.close(handle)  # its owner has it, or was done before it could be locked: then try again
+        if not free:
+            break
+    raise taken
+
+
+def _try_lock(handle: int, new: bool) -> bool:
+    """Whether the folder is this process's now; `new` when it made it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: what is there may be in use
+        return new
+    return new or os.fstat(handle).st_uid == os.geteuid()  # never clear what another user put there
+
+
+def _recover(output: Path, old: Path) -> None:
+    """Of an output that is being replaced, leave one: the new one if it is there, else the old one."""
+    if old.exists():
+        if output.exists() and any(output.iterdir()):
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(output)
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuse (exit 2) an output that is a file, or a folder with anything that linearize did not write."""
+    if output.exists() and not output.is_dir():
+        raise LinearizeError(f"{output} is a file; choose another -o")
+    files = {f.relative_to(output).as_posix() for f in output.rglob("*") if f.is_symlink() or not f.is_dir()}
+    if not files:
+        return
+    if not overwrite:
+        raise LinearizeError(
+            f"{output} has {len(files)} files. --overwrite replaces only what linearize wrote; or choose another -o"
+        )
+    ours = set()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        ours = set(json.loads((output / MANIFEST).read_text("utf-8"))["files"])
+    foreign = sorted(files - ours)
+    if foreign:
+        raise LinearizeError(
+            f"{output} holds files that linearize did not write ({some(foreign)}). Move them away or choose another -o"
+        )
+
+
+def _move_into_place(work: Path, output: Path, old: Path) -> None:
+    """Rename; an old output steps aside first and is removed last."""
+    try:
+        if output.exists():
+            output.rename(old)
+        work.rename(output)
+        _sync_folder(output.parent)
+    finally:
+        _recover(output, old)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        # A hard link shares its bytes with the source, which is on disk already.
+        if path.is_dir():
+            _sync_folder(path)
+        elif path.stat().st_nlink == 1:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside and rename, so that the file is old or new, never half."""
+    work = path.with_name(path.name + ".tmp")
+    with writing(path):
+        try:
+            with work.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            work.rename(path)
+        finally:
+            work.unlink(missing_ok=True)

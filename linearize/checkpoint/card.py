@@ -1,0 +1,240 @@
+"""The model card: what this checkpoint is, where it comes from, how to load it, what was measured. Known facts only."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
+
+from .. import __version__
+from ..errors import redact
+from ..plan.plan import Plan
+from ..recipe.data import DatasetSource
+from ..recipe.recipe import Recipe
+from ..terminal.output import percent, ranges
+from ..train.runtime import on_cpu
+from .code import auto_names
+
+CARD = """---
+{metadata}
+---
+
+# {name} with {mechanisms} attention
+
+{base} with its softmax attention replaced by {mechanisms} in layers {layers}{kept}.
+Written by linearize {version}. {training}
+
+```python
+from transformers import {imports}
+
+{place}
+{processor} = {loader}.from_pretrained(name, trust_remote_code=True)
+model = {auto}.from_pretrained(name, trust_remote_code=True)
+{adapter}```
+
+`trust_remote_code=True` loads the Python files of this folder: they hold the mechanism. Only torch and
+transformers >= 5.17 are needed.
+
+| | |
+|---|---|
+| source | `{source}`{revision} |
+| architecture | {architecture} |
+| new parameters | {new_parameters:,} |
+{decoding}| options | `{options}` |
+{notes}{results}"""
+
+PLACE = 'name = "."  # the folder with these files'
+# Where LoRA was not merged: what is measured below is with it.
+ADAPTER = """
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(model, name, subfolder="adapter")
+"""
+UNTRAINED = "The new parameters are untrained: distil before use."
+# The task on the Hub, by the class that loads the model.
+PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForMaskedLM": "fill-mask",
+}
+# What a model inherits from the one that it was made of.
+INHERITED = ("license", "license_name", "license_link", "language")
+
+
+def model_card(plan: Plan, origin: Path, recipe: Recipe | None = None, report: dict[str, Any] | None = None) -> str:
+    """README.md of a model made of the one in folder `origin`; `recipe` and `report` are those of its training."""
+    mechanisms = sorted({step.mechanism for step in plan.steps})
+    kept = [site.layer for site in plan.kept]
+    notes = "".join(f"\n- dropped: {note}" for note in plan.notes)
+    text = CARD.format(
+        metadata=metadata(plan, origin, recipe, report),
+        base=f"[`{plan.source}`](https://huggingface.co/{plan.source})" if on_hub(plan) else f"`{plan.source}`",
+        source=plan.source,
+        name=plan.source.rpartition("/")[2],
+        mechanisms=", ".join(m.upper() for m in mechanisms),
+        layers=ranges([step.site.layer for step in plan.steps]),
+        kept=f"; layers {ranges(kept)} keep softmax" if kept else "",
+        version=__version__,
+        training=UNTRAINED if recipe is None else trained(recipe),
+        place=PLACE,
+        revision=f" at `{plan.revision}`" if plan.revision else "",
+        architecture=plan.architecture,
+        new_parameters=plan.new_parameters,
+        decoding=decoding(plan),
+        **loading(plan),
+        adapter=ADAPTER if recipe is not None and recipe.keeps_adapter else "",
+        options=plan.steps[0].options,
+        notes=notes + "\n" if notes else "",
+        results="" if recipe is None or report is None else measured(recipe, report) + recipe_text(recipe),
+    )
+    return redact(text)
+
+
+def decoding(plan: Plan) -> str:
+    """A row of the table on the decode state, where there is one."""
+    state = sum(step.state_bytes for step in plan.steps)
+    kv = " (plus the KV cache of the softmax layers)" if plan.kept else ""
+    return f"| decode state per sequence | {state:,} bytes, whatever the length{kv} |\n" if state else ""
+
+
+def loading(plan: Plan) -> dict[str, str]:
+    """Names in the lines of code that load the model and what makes its inputs."""
+    head = getattr(transformers, plan.architecture, None)
+    auto = "AutoModelForCausalLM" if head is None else auto_names(head.config_class, head)[0]
+    made = {
+        "pixel_values": "image_processor",
+        "input_features": "feature_extractor",
+        "input_values": "feature_extractor",
+    }
+    processor = made.get(getattr(head, "main_input_name", ""), "tokenizer")
+    loader = "Auto" + processor.title().replace("_", "")
+    return {"auto": auto, "processor": processor, "loader": loader, "imports": ", ".join(sorted((auto, loader)))}
+
+
+def for_repo(text: str, repo: str) -> str:
+    """A card whose lines of code load from the Hub repository `repo`."""
+    return text.replace(PLACE, f'name = "{repo}"')
+
+
+def on_hub(plan: Plan) -> bool:
+    """Whether the source came from the Hub, and so has a name there: a local folder has no commit."""
+    return plan.revision is not None
+
+
+def metadata(plan: Plan, origin: Path, recipe: Recipe | None, report: dict[str, Any] | None) -> str:
+    """The YAML at the top of a card, which the Hub reads.
+
+    The relation to the base is `finetune`, of the Hub's four: all weights are here, so it is no adapter, none is
+    quantized, and it has one parent, so it is no merge.
+    """
+    base: dict[str, Any] = {"base_model": plan.source, "base_model_relation": "finetune"} if on_hub(plan) else {}
+    results = [] if recipe is None or report is None else evaluations(recipe, report)
+    data = ModelCardData(
+        **base,
+        **inherited(origin),
+        library_name="transformers",
+        pipeline_tag=PIPELINES.get(loading(plan)["auto"]),
+        tags=["linear-attention", "linearize", *sorted({step.mechanism for step in plan.steps})],
+        datasets=datasets(recipe) or None,
+        model_name=recipe.name if recipe and results else None,
+        eval_results=results or None,
+    )
+    return data.to_yaml().strip()
+
+
+def inherited(folder: Path) -> dict[str, Any]:
+    """Licence and languages from the metadata of the card in `folder`; nothing from one that cannot be read."""
+    data: Any = None
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        data = metadata_load(folder / "README.md")
+    found = {key: data.get(key) for key in INHERITED} if isinstance(data, dict) else {}
+    return {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    }
+
+
+# ---------------------------------------------------------------- after training
+
+
+def trained(recipe: Recipe) -> str:
+    """One sentence."""
+    stages = "; ".join(f"{stage.kind} of {', '.join(stage.train)}" for stage in recipe.stages)
+    return f"Trained with `linearize finetune` ({recipe.name}): {stages}."
+
+
+def measured(recipe: Recipe, report: dict[str, Any]) -> str:
+    """The table of perplexities; empty without held-out text."""
+    rows, teacher = report["stages"], report["teacher_ppl"]
+    if not rows:
+        return ""
+    device = "CPU" if on_cpu(recipe) else torch.cuda.get_device_name()
+    lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher | top-1 |"]
+    lines.append("|---|---|---|---|---|---|")
+    if teacher is not None:
+        top = percent(report.get("teacher_accuracy"))
+        lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | {top} |")
+    for row in rows:
+        ratio = f"{row['ppl_ratio']:.4g}" if row["ppl_ratio"] is not None else ""
+        held = _count(row["eval_tokens"])
+        top = percent(row.get("accuracy"))
+        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} | {top} |")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    # What the recipe below does not say.
+    few = f" --max-steps {report['max_steps']}" if report.get("max_steps") else ""
+    return "\n".join([*lines, "", f"`linearize finetune{few}`, {device}, {versions}, {datetime.date.today()}.", ""])
+
+
+def _count(tokens: int | None) -> str:
+    """Runs of earlier versions did not record how many there were."""
+    return "" if tokens is None else f"{tokens:,}"
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The recipe, without its defaults."""
+    text = yaml.safe_dump(portable(recipe.model_dump(mode="json", exclude_defaults=True)), sort_keys=False)
+    return f"\n## Recipe\n\n```yaml\n{text}```\n"
+
+
+def portable(value: Any) -> Any:
+    """A recipe as others may see it: of paths on this machine only the last part."""
+    if isinstance(value, dict):
+        return {key: portable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [portable(item) for item in value]
+    return Path(value).name if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~")) else value
+
+
+def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
+    """`model-index`: the last perplexity, when its text has a name on the Hub."""
+    data = recipe.data_for(recipe.stages[-1])
+    if not report["stages"] or not isinstance(data.eval, DatasetSource):
+        return []
+    row = report["stages"][-1]
+    tokens = row["eval_tokens"]
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=data.eval.path,
+            dataset_name=data.eval.path,
+            dataset_config=data.eval.name,
+            dataset_split=data.eval.split,
+            metric_type="perplexity",
+            metric_name=f"perplexity {f'of {tokens} tokens ' if tokens else ''}in blocks of {data.pack.seq_len}",
+            metric_value=row["ppl"],
+        )
+    ]
+
+
+def datasets(recipe: Recipe | None) -> list[str]:
+    """Hub datasets that the stages trained on."""
+    used = [recipe.data_for(stage).train for stage in recipe.stages] if recipe else []
+    return list(dict.fromkeys(data.path for data in used if isinstance(data, DatasetSource)))

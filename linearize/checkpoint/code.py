@@ -1,0 +1,153 @@
+"""The few lines of code that a checkpoint needs beside the flat kernel files, and which of those files it needs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import transformers
+
+from .. import __version__
+from ..plan.mechanisms import load_mechanism
+from ..plan.plan import Plan
+from ..probe.meta_run import build_on_meta
+from .flatten import flat_files
+
+# Config and models are one file on purpose. transformers keeps remote code by the hash of a file and what it imports,
+# and chooses a model class by the config's class: in a file of its own, the config class of two checkpoints would be
+# one and the same, and the second checkpoint would run the first one's kernels.
+MODELING = '''"""{architecture} with linear attention; written by linearize {version}.
+
+The attention modules are the original ones; `seam.py` gives the chosen ones a mixer in place of softmax.
+"""
+
+{imports}
+
+{mixer_imports}
+from .seam import Linearized, carry_conversions
+
+MECHANISMS = {{{mechanisms}}}
+
+
+class Linearized{config}({config}):
+    """{config} plus `linearize`: which attention modules have which mixer."""
+
+    model_type = "linearized_{model_type}"
+
+    def __init__(self, linearize=None, **kwargs):
+        self.linearize = linearize
+        super().__init__(**kwargs)
+
+{classes}
+carry_conversions({pairs})
+'''
+
+MODEL_CLASS = """
+class Linearized{native}(Linearized, {native}):
+    config_class = Linearized{config}
+    mechanisms = MECHANISMS
+{capture}
+"""
+
+CAPTURE = "    capture = staticmethod(capture)\n"
+
+
+class Natives:
+    """The source's own classes: its config, its model with a head, and its bare model where there is one."""
+
+    def __init__(self, config: Any, model_class: Any) -> None:
+        self.config, self.source_config = type(config), config
+        self.model_type: str = config.model_type
+        self.models: list[Any] = [model_class]
+        bare = transformers.AutoModel._model_mapping.get(type(config), None)
+        if isinstance(bare, type) and bare is not model_class:
+            self.models.insert(0, bare)
+
+    @property
+    def head(self) -> Any:
+        """The model class that the checkpoint is for."""
+        return self.models[-1]
+
+    @functools.cached_property
+    def meta(self) -> Any:
+        """The source model without memory behind its weights."""
+        return build_on_meta(self.source_config, self.head)
+
+    def tied(self) -> set[str]:
+        """Names of parameters that share another's memory, such as an output embedding."""
+        return set(self.meta.all_tied_weights_keys)
+
+    def parameters(self) -> int:
+        """How many parameters the source has, shared ones counted once."""
+        return sum(p.numel() for p in self.meta.parameters())
+
+
+def auto_map(natives: Natives) -> dict[str, str]:
+    """`auto_map` of config.json: which rendered class serves which Auto class."""
+    config, head = natives.config.__name__, natives.head.__name__
+    entries = {"AutoConfig": config, **dict.fromkeys(auto_names(natives.config, natives.head), head)}
+    if len(natives.models) > 1:
+        entries.setdefault("AutoModel", natives.models[0].__name__)
+    return {name: f"modeling_linearized.Linearized{own}" for name, own in entries.items()}
+
+
+def auto_names(config: Any, head: Any) -> list[str]:
+    """The Auto classes that load this class: for text that goes on the causal one alone, else all those for a task,
+    and AutoModel where there is none."""
+    serving = []
+    for name, auto in vars(transformers.models.auto.modeling_auto).items():
+        found = getattr(auto, "_model_mapping", {}).get(config, ()) if name.startswith("AutoModel") else ()
+        if head in (found if isinstance(found, tuple) else (found,)):
+            serving.append(name)
+    if head.can_generate() and not any("Seq2Seq" in name for name in serving):
+        return ["AutoModelForCausalLM"]
+    if not serving:  # one with a projection, a backbone; of code that travels along, what writes text
+        return ["AutoModel" if getattr(transformers, head.__name__, None) is head else "AutoModelForCausalLM"]
+    return [name for name in serving if name != "AutoModelForPreTraining"] or serving
+
+
+def code_files(plan: Plan, natives: Natives) -> dict[str, str]:
+    """File name -> text of all the code that the checkpoint carries."""
+    mechanisms = sorted({step.mechanism for step in plan.steps})
+    mixers = {name: load_mechanism(name).__name__ for name in mechanisms}
+    config = natives.config.__name__
+    captured = any(not step.site.routed for step in plan.steps)
+    carried = mixers | ({"capture": "capture"} if captured else {})
+    names = {
+        "version": __version__,
+        "architecture": plan.architecture,
+        "model_type": natives.model_type,
+        "config": config,
+        "imports": _imports([natives.config, *natives.models]),
+        "mixer_imports": "\n".join(f"from .{file} import {name}" for file, name in carried.items()),
+        "mechanisms": ", ".join(f'"{name}": {mixer}' for name, mixer in mixers.items()),
+        "classes": "\n".join(
+            MODEL_CLASS.format(native=m.__name__, config=config, capture=CAPTURE if captured else "")
+            for m in natives.models
+        ),
+        "pairs": _conversion_pairs(natives),
+    }
+    return {"modeling_linearized.py": MODELING.format(**names)} | flat_files([*carried, "seam"])
+
+
+def _conversion_pairs(natives: Natives) -> str:
+    pairs = [(natives.model_type, "linearized_" + natives.model_type)]
+    pairs += [(m.__name__, "Linearized" + m.__name__) for m in natives.models]
+    return ", ".join(f'("{native}", "{own}")' for native, own in pairs)
+
+
+def _imports(classes: list[type]) -> str:
+    """Import lines for native classes, one per module."""
+    modules: dict[str, list[str]] = {}
+    for cls in classes:
+        modules.setdefault(_import_path(cls), []).append(cls.__name__)
+    return "\n".join(f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(modules.items()))
+
+
+def _import_path(cls: type) -> str:
+    """Where the checkpoint imports a native class from: transformers, or code that the source carries itself."""
+    if getattr(transformers, cls.__name__, None) is cls:
+        return "transformers"
+    if cls.__module__.startswith("transformers_modules."):
+        return "." + cls.__module__.rpartition(".")[2]
+    return cls.__module__

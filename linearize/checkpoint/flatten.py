@@ -1,0 +1,93 @@
+"""Kernel files are nested at home and flat in a checkpoint; this file says under which names, and which files go.
+
+transformers copies the code of a checkpoint from one flat folder. So `kernels/gsa/launch.py` travels as
+`gsa_launch.py`, `kernels/gsa/gsa.py` as `gsa.py` and `kernels/hf/seam.py` as `seam.py`; the relative imports at the
+start of their lines are rewritten on the way.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path, PurePosixPath
+
+# An import of another kernel file, at home (`from ..gpu.launch import`) or flat (`from .launch import`).
+RELATIVE_IMPORT = re.compile(r"^from (\.+)([\w.]+)(?= import)", re.MULTILINE)
+# Rooms of what mechanisms share: their files travel under their own names.
+SHARED = ("", "hf", "gpu", "layers")
+# Names on the road that the first version used and home no longer does.
+KEPT_NAMES = {
+    "hf/cache": "state",
+    "hf/cuda_graphs": "replay",
+    "gsa/eager": "gsa_torch",
+    "gsa/forward": "gsa_triton",
+    "gsa/backward": "gsa_triton_bwd",
+    "gla/eager": "gla_torch",
+    "gla/forward": "gla_triton",
+    "gla/backward": "gla_triton_bwd",
+    "gdn/eager": "gdn_torch",
+    "gdn/forward": "gdn_triton",
+    "gdn/backward": "gdn_triton_bwd",
+    "mhla/eager": "mhla_torch",
+    "mhla/forward": "mhla_triton",
+    "mhla/backward": "mhla_triton_bwd",
+    "mhla/bidirectional": "mhla_both",
+    "mhla/bidirectional_launch": "mhla_both_launch",
+    "linear/causal": "linear_triton",
+    "linear/bidirectional": "linear_both",
+    "linear/bidirectional_launch": "linear_both_launch",
+    "saga/kernels": "saga_triton",
+    "window/kernels": "window_triton",
+}
+
+
+def kernels_folder() -> Path:
+    """The folder of `linearize_kernels`."""
+    import linearize_kernels
+
+    return Path(next(iter(linearize_kernels.__path__)))
+
+
+@functools.cache
+def kernel_files() -> dict[str, Path]:
+    """Flat name, without `.py`, -> path of every kernel file."""
+    folder = kernels_folder()
+    paths = sorted(path for path in folder.rglob("*.py"))
+    return {flat_name(path.relative_to(folder).with_suffix("").as_posix()): path for path in paths}
+
+
+def flat_name(place: str) -> str:
+    """The name on the road, without `.py`, of a file at `place` in the kernels folder, such as `gsa/launch`."""
+    room, _, stem = place.rpartition("/")
+    own = stem if room in SHARED or stem == room else f"{room}_{stem}"
+    return KEPT_NAMES.get(place, own)
+
+
+def flattened(path: Path) -> str:
+    """The text of a kernel file as it travels."""
+    room = PurePosixPath(path.relative_to(kernels_folder()).as_posix()).parent
+
+    def flat(found: re.Match[str]) -> str:
+        dots, module = found.groups()
+        above = room.parents[len(dots) - 2] if len(dots) > 1 else room
+        return f"from .{flat_name((above / module.replace('.', '/')).as_posix())}"
+
+    return RELATIVE_IMPORT.sub(flat, path.read_text("utf-8"))
+
+
+def flat_files(roots: list[str]) -> dict[str, str]:
+    """File name -> text, both as they travel, of the kernel files with flat names `roots` and all that they import."""
+    files: dict[str, str] = {}
+    waiting = list(roots)
+    while waiting:
+        name = waiting.pop()
+        if f"{name}.py" not in files:
+            text = flattened(kernel_files()[name])
+            files[f"{name}.py"] = text
+            waiting += imported(text)
+    return files
+
+
+def imported(text: str) -> list[str]:
+    """Flat names of the kernel files that a flat file imports."""
+    return [module for _, module in RELATIVE_IMPORT.findall(text)]

@@ -1,0 +1,247 @@
+"""The source checkpoint: found locally or on the Hub, described from its headers, never decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import Exit, LinearizeError
+from ..hub.hub import download
+
+# What belongs to a model beside its weights: configs, tokenizer, templates, its own code, and the licence with what it
+# asks to be passed on. Weights of other frameworks, logs, tables, pictures and states of a training do not.
+SMALL_FILES = (
+    *("*.json", "*.py", "*.jinja"),
+    *("*.txt", "*.model", "*.tiktoken", "*.bpe", "*.codes", "*.spm", "*.vocab"),
+    *("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*"),
+)
+# An adapter of peft in a model's own folder: transformers would put it onto the base that it names.
+ADAPTER_CONFIG = "adapter_config.json"
+# Weights in the order in which they are looked for: stem and suffix, in one file or, with an index, in many.
+FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+# Keys of a config that say how often a part is built, and more than any model has; building them takes half a minute.
+AMOUNT = re.compile(r"(layer|block|depth|expert|group|stage|codebook)s?$")
+MAX_AMOUNT = 20_000
+# Of a folder where a model of transformers is asked for.
+OF_DIFFUSERS = (
+    "is a model of diffusers, which linearize converts and verifies in a local folder (hf download ID --local-dir DIR) "
+    "and does nothing else with; see docs/diffusers.md"
+)
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors header; its `size` bytes start at byte `start` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int = 0
+    size: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint on disk: `shards` in order, `tensors` for safetensors (empty for pickled weights)."""
+
+    folder: Path
+    name: str
+    revision: str | None
+    config: dict[str, Any]
+    shards: tuple[Path, ...]
+    pickled: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.stat().st_size for shard in self.shards)
+
+
+def open_source(model: str, revision: str | None, *, weights: bool = True) -> Source:
+    """The checkpoint in folder `model`, else the Hub repo of that name (downloaded; only its config if not `weights`).
+
+    Raises LinearizeError: 2 for a revision of a folder, 3 for what is no usable checkpoint, 4 for unreadable files, 5
+    for the Hub.
+    """
+    folder = Path(os.path.expanduser(model))
+    try:
+        if os.path.isfile(folder):
+            raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
+        local = _is_folder(folder)
+        if local:
+            check_revision(model, revision)
+        else:
+            folder, revision = download(model, revision, weights)
+        config = _read_config(folder)
+        shards, pickled = find_shards(folder, weights)
+    except OSError as error:
+        raise unreadable(error) from error
+    name = os.path.basename(os.path.realpath(folder)) if local else model
+    return Source(folder, name, revision, config, shards, pickled)
+
+
+def check_revision(folder: str, revision: str | None) -> None:
+    """Raise LinearizeError (exit 2) for a revision of a folder here, which has none."""
+    if revision is not None:
+        said = f"{folder} is a folder here, and a revision ({revision}) is a branch, tag or commit on the Hub"
+        raise LinearizeError(f"{said}. Leave it out, or give the Hub's user/repo")
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is one here; a name that no path can have may still be a Hub id. Raises OSError when hidden."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return False
+        raise
+
+
+def unreadable(error: OSError) -> LinearizeError:
+    """What to say (exit 4) of a file that the system does not give."""
+    return LinearizeError(f"cannot read {error.filename or 'the source'}: {error.strerror or error}", Exit.RESOURCE)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    config = read_json(path) if path.exists() else {}
+    if "_class_name" in config or (folder / "model_index.json").exists():
+        raise LinearizeError(f"{folder} {OF_DIFFUSERS}", Exit.INCOMPATIBLE)
+    if not path.exists():
+        raise LinearizeError(f"{folder} has no config.json: not a Transformers model folder", Exit.INCOMPATIBLE)
+    if not isinstance(config.get("model_type"), str):
+        raise LinearizeError(f"{path}: model_type is {config.get('model_type')!r}, not a name", Exit.INCOMPATIBLE)
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise LinearizeError(
+            f"{folder.name} is quantized ({method}): surgery needs float weights; use its base model",
+            Exit.INCOMPATIBLE,
+        )
+    for key, value in _amounts(config):
+        if value > MAX_AMOUNT:
+            raise LinearizeError(
+                f"{path}: {key} is {value}, more than any model has (limit {MAX_AMOUNT:,}). Correct it, or download "
+                "the file again",
+                Exit.INCOMPATIBLE,
+            )
+    return config
+
+
+def _amounts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The integers of a config that say how many layers, experts and the like there are, with their keys."""
+    left: list[tuple[str, Any]] = list(config.items())
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{key}.{inner}", item) for inner, item in value.items()]
+        elif isinstance(value, list):
+            left += [(key, item) for item in value]
+        elif isinstance(value, int) and AMOUNT.search(key):
+            yield key, value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise LinearizeError(f"{path} is not valid JSON: {error}", Exit.INCOMPATIBLE) from error
+    if not isinstance(data, dict):
+        raise LinearizeError(f"{path} holds {type(data).__name__}, expected an object", Exit.INCOMPATIBLE)
+    return data
+
+
+def find_shards(
+    folder: Path, weights: bool, formats: tuple[tuple[str, str], ...] = FORMATS
+) -> tuple[tuple[Path, ...], bool]:
+    """Shards in order and whether they are pickled; safetensors win over pickles."""
+    for stem, suffix in formats:
+        index, single = folder / f"{stem}{suffix}.index.json", folder / f"{stem}{suffix}"
+        # transformers prefers the single file when both are there, diffusers the index.
+        if single.exists() and (formats is FORMATS or not index.exists()):
+            return (single,), suffix == ".bin"
+        if index.exists():
+            return _indexed_shards(index, weights), suffix == ".bin"
+    if not weights:
+        return (), False
+    names = ", ".join(f"{stem}{suffix}" for stem, suffix in formats)
+    raise LinearizeError(f"{folder} has no weights: expected {names} or their index", Exit.INCOMPATIBLE)
+
+
+def weight_files(folder: Path) -> list[list[str]]:
+    """Names of the weights in each format, best first, by the indices in `folder`; without one, of a single file."""
+    found = []
+    for stem, suffix in FORMATS:
+        index = folder / f"{stem}{suffix}.index.json"
+        found.append(_index_names(index) if index.exists() else [f"{stem}{suffix}"])
+    return found
+
+
+def _index_names(index: Path) -> list[str]:
+    """The shards that an index names, none of them outside its folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
+    names = sorted(set(weight_map.values()))
+    check_names(index, names)
+    return names
+
+
+def check_names(index: Path, names: Iterable[str]) -> None:
+    """Raise LinearizeError (exit 3) unless what an index names lies beside it."""
+    for name in names:
+        if Path(name).name != name or name in ("", ".."):
+            raise LinearizeError(f"{index}: {name!r} leaves the folder", Exit.INCOMPATIBLE)
+
+
+def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:
+    shards = []
+    for name in _index_names(index):
+        if os.path.isfile(index.parent / name):
+            shards.append(index.parent / name)
+        elif weights:
+            raise LinearizeError(f"{index} names {name}, which is missing. Download the model again", Exit.INCOMPATIBLE)
+    return tuple(shards)
+
+
+def read_header(shard: Path) -> dict[str, Entry]:
+    """Tensors of a safetensors file from its header. Raises LinearizeError when it is cut short or lies."""
+    try:
+        size = shard.stat().st_size
+        with shard.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, MAX_HEADER):
+                raise ValueError(f"its header claims {length} bytes, the file has {size}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors, spans = {}, [(0, 0)]
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            shape = tuple(int(n) for n in entry["shape"])
+            if not 0 <= start <= end or end > size - 8 - length:
+                raise ValueError(f"tensor {name} ends at byte {8 + length + end}, the file at {size}")
+            item = ITEM_BYTES.get(entry["dtype"])
+            if min(shape, default=0) < 0 or (item is not None and end - start != math.prod(shape) * item):
+                raise ValueError(f"tensor {name} has {end - start} bytes, which its shape {list(shape)} does not fill")
+            tensors[name] = Entry(entry["dtype"], shape, 8 + length + start, end - start)
+            spans.append((start, end))
+        if [end for _, end in sorted(spans)] != [*(start for start, _ in sorted(spans)[1:]), size - 8 - length]:
+            raise ValueError("its tensors overlap or leave gaps")
+    except OSError as error:
+        raise unreadable(error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as error:
+        reason = f"{shard} is damaged or cut short: {error}. Download it again"
+        raise LinearizeError(reason, Exit.INCOMPATIBLE) from error
+    return tensors

@@ -1,0 +1,267 @@
+"""The delta writer: source shards untouched, one shard of mixers, an index, code, and provenance."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..errors import Exit, LinearizeError
+from ..plan.mechanisms import build_mixer
+from ..plan.plan import Plan
+from . import card
+from .atomic import MANIFEST
+from .code import Natives, auto_map, code_files
+from .shards import BLOCK, NAMES, TORCH_DTYPES, described, in_parallel, place_shard, read_tensor, sha256, write_shard
+from .source import DTYPES, SMALL_FILES, Entry, Source, read_header
+
+MIXER_SHARD = "model-mixers.safetensors"
+# Never a name that save_pretrained would choose: older safetensors write in place, into the linked source file.
+SOURCE_SHARD = "model-source-{:05d}-of-{:05d}.safetensors"
+FORMAT = 1  # of the manifest; counts what an earlier version cannot read
+INDEX = "model.safetensors.index.json"
+# Files that are rewritten or tell of the source alone.
+NOT_COPIED = ("config.json", MANIFEST, "*.index.json", "trainer_state.json")
+# The only folder that transformers reads: a loop of generation (custom_generate) knows the source, not this model.
+TEMPLATES = "additional_chat_templates"
+
+Shards = dict[str, list[str]]  # file name -> tensor names
+Untouched = dict[str, dict[str, str]]  # "shards" and "tensors": name -> sha256
+Rewritten = tuple[dict[str, Entry], dict[str, str]]  # what a shard holds now; name -> sha256 of what kept its bytes
+
+
+def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives, seed: int) -> None:
+    """Write the whole converted model into the empty `folder`."""
+    shards, untouched = write_source_shards(folder, source, plan, natives.tied())
+    shards[MIXER_SHARD] = write_mixers(folder / MIXER_SHARD, plan, seed)
+    write_index(folder, shards)
+    copy_small_files(source.folder, folder)
+    for name, text in code_files(plan, natives).items():
+        if (folder / name).exists():
+            said = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"
+            raise LinearizeError(said, Exit.INCOMPATIBLE)
+        (folder / name).write_text(text, "utf-8")
+    write_json(folder / "config.json", converted_config(source.config, plan, natives))
+    (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
+    write_json(folder / MANIFEST, manifest(folder, plan, untouched))
+
+
+def converted_config(config: dict[str, Any], plan: Plan, natives: Natives) -> dict[str, Any]:
+    """The source's config.json with our model type, classes and plan."""
+    changed = {
+        **config,
+        "model_type": "linearized_" + natives.model_type,
+        "architectures": ["Linearized" + natives.head.__name__],
+        "auto_map": {**_other_code(config), **auto_map(natives)},
+        "linearize": plan.spec(),
+    }
+    changed.pop("torch_dtype", None)
+    changed["dtype"] = plan.dtype
+    return changed
+
+
+def _other_code(config: dict[str, Any]) -> dict[str, Any]:
+    """Entries of the source's `auto_map` for tokenizers and processors; its model classes would run without mixers."""
+    entries = config.get("auto_map")
+    entries = entries if isinstance(entries, dict) else {}
+    return {name: where for name, where in entries.items() if not name.startswith(("AutoModel", "AutoConfig"))}
+
+
+def manifest(folder: Path, plan: Plan, untouched: Untouched) -> dict[str, Any]:
+    """What linearize.json says: who wrote this folder, from what, by which plan, and which files.
+
+    `untouched` is what has the very bytes of the source: whole shards, and tensors of shards that were rewritten.
+    """
+    import transformers
+
+    files = sorted({*(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()), MANIFEST})
+    versions = {"linearize": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "format": FORMAT,
+        "linearize": __version__,
+        "versions": versions,
+        "plan": plan.to_json(),
+        "files": files,
+        "code": {path.relative_to(folder).as_posix(): sha256(path) for path in sorted(folder.rglob("*.py"))},
+        "untouched": untouched,
+    }
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
+
+
+# ---------------------------------------------------------------- weights
+
+
+def write_source_shards(
+    folder: Path, source: Source, plan: Plan, tied: set[str], pattern: str = SOURCE_SHARD
+) -> tuple[Shards, Untouched]:
+    """Link, or rewrite where the format or dtype changes; also says what has the bytes that the source has."""
+    names = {pattern.format(n, len(source.shards)): shard for n, shard in enumerate(source.shards, 1)}
+    if source.pickled or plan.cast:
+        rewrite = rewrite_pickle if source.pickled else rewrite_cast
+        written = {name: rewrite(shard, folder / name, plan, tied) for name, shard in names.items()}
+        shards = {name: list(kept) for name, (kept, _) in written.items()}
+        return shards, {"shards": {}, "tensors": {t: h for _, same in written.values() for t, h in same.items()}}
+    hashes = in_parallel(lambda name: place_shard(names[name], folder / name), names)
+    shards = {name: list(read_header(shard)) for name, shard in names.items()}
+    return shards, {"shards": dict(zip(names, hashes, strict=True)), "tensors": {}}
+
+
+def rewrite_cast(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewritten:
+    """Cast a safetensors file, block by block."""
+    old = read_header(shard)
+    # Only what is known to be floating is cast; float8 is not, its scales lie elsewhere.
+    entries = {name: dataclasses.replace(e, dtype=_target(e.dtype, plan)) for name, e in old.items()}
+    new = {name: TORCH_DTYPES[e.dtype] for name, e in entries.items() if e.dtype != old[name].dtype}
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        for block in read_tensor(shard, old[name]):
+            yield block.to(new.get(name, block.dtype))
+
+    hashes = write_shard(target, entries, values)
+    return entries, {name: value for name, value in hashes.items() if name not in new}
+
+
+def _target(dtype: str, plan: Plan) -> str:
+    return NAMES[getattr(torch, plan.dtype)] if dtype in DTYPES else dtype
+
+
+def rewrite_pickle(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewritten:
+    """Write a pickle's tensors as safetensors, cast where the plan says so, block by block."""
+    tensors = load_pickle(shard)
+    kept = _independent(tensors, tied)
+    old = {name: tensors[name].dtype for name in kept}
+    new = {name: getattr(torch, plan.dtype) if plan.cast and d.is_floating_point else d for name, d in old.items()}
+    entries = {name: described(name, tensors[name], new[name]) for name in kept}
+    mapped, touched = zipfile.is_zipfile(shard), 0
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        nonlocal tensors, touched
+        count = max(1, tensors[name].shape[0]) if tensors[name].ndim else 1
+        rows = max(1, BLOCK * count // max(1, tensors[name].nbytes))
+        for first in range(0, count, rows):
+            # Pages that were read stay with the process until the file is no longer mapped.
+            if mapped and touched > 4 * BLOCK:
+                tensors, touched = load_pickle(shard), 0
+            block = tensors[name][first : first + rows] if tensors[name].ndim else tensors[name]
+            touched += block.nbytes
+            yield block.to(new[name])
+
+    hashes = write_shard(target, entries, values)
+    return entries, {name: value for name, value in hashes.items() if new[name] == old[name]}
+
+
+def load_pickle(shard: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a `.bin` shard, read with weights_only. Raises LinearizeError (exit 3) for anything but tensors."""
+    try:
+        # Files from before torch 1.6 cannot be mapped into memory.
+        tensors = torch.load(shard, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(shard))
+    except Exception as error:
+        raise _pickle_error(shard, error) from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        said = f"{shard} does not hold a plain mapping of names to tensors. Use a safetensors version of the model"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
+    return tensors
+
+
+def meta_pickle(shard: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a `.bin` shard without their values."""
+    return {name: tensor.to("meta") for name, tensor in load_pickle(shard).items()}
+
+
+def _pickle_error(shard: Path, error: Exception) -> LinearizeError:
+    return LinearizeError(
+        f"{shard} is not a plain pickle of tensors ({type(error).__name__}: {str(error).splitlines()[0]}). It was not "
+        "executed. Use a safetensors version of the model",
+        Exit.INCOMPATIBLE,
+    )
+
+
+def _independent(tensors: dict[str, torch.Tensor], tied: set[str]) -> list[str]:
+    """Names to keep: of `tied` ones that share memory with another, transformers ties them again."""
+    kept: list[str] = []
+    storages: set[int] = set()
+    for name in sorted(tensors, key=lambda name: name in tied):
+        storage = tensors[name].untyped_storage().data_ptr()
+        if storage not in storages or name not in tied:
+            kept.append(name)
+        storages.add(storage)
+    return kept
+
+
+def write_mixers(path: Path, plan: Plan, seed: int) -> list[str]:
+    """Initialise every mixer, reproducibly, and save them as one shard, one at a time; returns the tensor names."""
+    dtype = getattr(torch, plan.dtype)
+    steps = {f"{step.site.path}.mixer.": step for step in plan.steps}
+    entries: dict[str, Entry] = {}
+    for prefix, step in steps.items():
+        with torch.device("meta"):
+            state = build_mixer(step.mechanism, step.site, step.options).state_dict()
+        entries |= {prefix + name: described(name, value, dtype) for name, value in state.items()}
+    built: dict[str, dict[str, torch.Tensor]] = {}
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        start = name.rindex(".mixer.") + len(".mixer.")
+        prefix, own = name[:start], name[start:]
+        if prefix not in built:
+            step = steps[prefix]
+            built.clear()
+            mixer = build_mixer(step.mechanism, step.site, step.options)
+            mixer.reset_parameters()
+            built[prefix] = mixer.state_dict()
+        yield built[prefix][own].to(dtype)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        write_shard(path, entries, values)
+    return list(entries)
+
+
+def write_index(folder: Path, shards: Shards, name: str = INDEX) -> None:
+    """model.safetensors.index.json, or one of another `name`, for these shards."""
+    size = sum((folder / name).stat().st_size for name in shards)
+    weight_map = {tensor: name for name, tensors in sorted(shards.items()) for tensor in tensors}
+    write_json(folder / name, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def copy_small_files(source: Path, folder: Path) -> None:
+    """Tokenizer, generation config, chat templates, licence and own code of the folder `source`, and nothing else."""
+    for path in [*sorted(source.iterdir()), *sorted((source / TEMPLATES).glob("*.jinja"))]:
+        if _travels(path):
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def _travels(path: Path) -> bool:
+    """Whether a file is copied. Links to files are followed; what should be copied and is no file is refused."""
+    wanted = any(path.match(pattern) for pattern in SMALL_FILES)
+    if not wanted or path.is_dir() or any(path.match(pattern) for pattern in (".*", *NOT_COPIED)):
+        return False
+    if not path.is_file():
+        what = f"a link to {os.path.realpath(path)}" if path.is_symlink() else "a pipe or a device"
+        raise LinearizeError(f"{path} is {what}: not a file. Remove it or replace it", Exit.INCOMPATIBLE)
+    return True
+
+
+def shard_dtype(shards: list[dict[str, Any]], declared: str | None) -> str:
+    """The dtype of new parameters: what the config declares, else the one most weights are stored in."""
+    if declared in DTYPES.values():
+        return str(declared)
+    votes: dict[str, int] = {}
+    for tensors in shards:
+        for tensor in tensors.values():
+            name = DTYPES.get(tensor.dtype)
+            if name:
+                votes[name] = votes.get(name, 0) + 1
+    return max(votes, key=lambda name: votes[name]) if votes else "float32"

@@ -1,0 +1,219 @@
+"""What a batch holds for each kind of model: packed text, masked text or images; how it reaches the model, what counts.
+
+Packed text has `position_ids`, masked text `attention_mask`, images `pixel_values`. Each has `labels`, -100 where
+nothing is learned, and `valid`, which counts what a loss without labels is a mean over: tokens, or images.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from ..errors import Exit, LinearizeError, absent
+from ..measure.generate import load_tokenizer
+from ..recipe.data import Data, ImageSource, Pack, holds_images, local_paths
+from ..train.losses import IGNORED, next_token_targets
+from ..train.runtime import to_source
+from ..verify.child.inputs import make_inputs
+from .images import Images, find_images
+from .masked import MaskedBlocks
+from .packing import Blocks, build_blocks
+
+Batch = dict[str, Tensor]
+Samples = Blocks | MaskedBlocks | Images
+Kind = Literal["text", "masked", "images"]
+INPUTS = ("input_ids", "position_ids", "attention_mask", "pixel_values")
+
+
+def kind_of(model: Any) -> Kind:
+    """What a model is trained on."""
+    if model.main_input_name == "pixel_values":
+        return "images"
+    return "text" if model.can_generate() else "masked"
+
+
+def has_head(model: Any) -> bool:
+    """Whether it predicts tokens or classes; transformers calls a model without head ...Model."""
+    return not type(model).__name__.removesuffix("LMHeadModel").endswith("Model")
+
+
+def run(model: Any, batch: Batch, *, head: bool = True) -> Any:
+    """What one pass of a model puts out.
+
+    Packed text has no mask and no cache: transformers then keeps documents apart by their positions. Without `head`
+    the logits are those of the last token alone where the model can leave out the others.
+    """
+    inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if name in batch}
+    if not head and keeps_logits(type(model).forward):
+        inputs["logits_to_keep"] = 1
+    if "position_ids" in batch:
+        inputs["use_cache"] = False
+    return model(**inputs)
+
+
+@functools.cache
+def keeps_logits(code: Any) -> bool:
+    """Whether that forward of a model can leave out logits; asked in every step, and slow to find out."""
+    return "logits_to_keep" in inspect.signature(code).parameters
+
+
+def forward(model: Any, batch: Batch) -> Tensor:
+    """Logits [B,T,V] of text, [B,1,K] of images; of a model without a head its last hidden states [B,T,hidden].
+
+    Raises LinearizeError (exit 3) for a head of another kind.
+    """
+    out = run(model, batch)
+    if not hasattr(out, "logits") and hasattr(out, "last_hidden_state"):
+        return out.last_hidden_state
+    if "pixel_values" not in batch:
+        return out.logits
+    if getattr(out, "logits", batch["pixel_values"]).ndim != 2:
+        raise LinearizeError(
+            f"{type(model).__name__} puts out no classes of whole images, and finetune learns and scores no other "
+            "labels. Of its stages choose attention_transfer, without data.eval",
+            Exit.INCOMPATIBLE,
+        )
+    return out.logits[:, None]
+
+
+def targets(batch: Batch) -> Tensor:
+    """What the logits at each place should be, -100 where nothing: [B,T]."""
+    return next_token_targets(batch["labels"]) if "position_ids" in batch else batch["labels"]
+
+
+def real_tokens(batch: Batch) -> Tensor | None:
+    """Which tokens the attention modules see are text [B,T]; None for images, whose tokens are all real."""
+    return None if "pixel_values" in batch else batch["valid"]
+
+
+def collate(items: list[Batch], device: torch.device) -> Batch:
+    """Stack samples and move them."""
+    return {key: torch.stack([item[key] for item in items]).to(device) for key in items[0]}
+
+
+def blank(sample: Batch) -> Batch:
+    """The same, of which nothing counts."""
+    nothing = torch.full_like(sample["labels"], IGNORED)
+    return sample | {"labels": nothing, "valid": torch.zeros_like(sample["valid"])}
+
+
+# ---------------------------------------------------------------- opening
+
+
+def tokens_per_sample(data: Data) -> int:
+    """What a sample counts in budgets: its tokens, or one for an image."""
+    return Images.seq_len if holds_images(data.train) else data.pack.seq_len
+
+
+def open_processor(folder: Path, kind: Kind) -> Any:
+    """The checkpoint's tokenizer (exit 3 where it has none), or its image processor (None where it has none)."""
+    # Its code is checked by now; without the flag transformers asks on the terminal because of the model's.
+    if kind != "images":
+        return load_tokenizer(folder, True)
+    if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
+        return None
+    try:
+        return _image_processor(folder)
+    except ImportError as error:
+        raise LinearizeError(f'images need: pip install "linearize[vision]" ({error})', Exit.RESOURCE) from error
+
+
+def _image_processor(folder: Path) -> Any:
+    """The image processor of a checkpoint; where transformers (5.17) wants torchvision to find it, by its own name."""
+    try:
+        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
+    except ImportError:
+        said, _ = transformers.ImageProcessingMixin.get_image_processor_dict(folder)
+        native = getattr(transformers, said.get("image_processor_type", ""), None)
+        if native is None:
+            raise
+        return native.from_pretrained(folder)
+
+
+def open_samples(
+    source: Any,
+    pack: Pack,
+    model: Any,
+    processor: Any,
+    cache: Path,
+    *,
+    start: Path,
+    sft: bool,
+    seed: int,
+    max_tokens: int | None,
+) -> Samples:
+    """The samples of a recipe's source for this model, which `check_source` let pass; relative files begin at `start`,
+    packed text is kept in `cache`.
+    """
+    kind = kind_of(model)
+    if kind == "images":
+        images = Images(find_images(source, start), processor, model.config if has_head(model) else None)
+        if sft and set(images.labels) == {IGNORED}:
+            said = f"{images.found.where} names no class of an image, and sft learns and scores nothing else"
+            raise LinearizeError(f"{said}. Give a folder for each class, labels or label_key, or choose logit_kl")
+        return images
+    text = to_source(source, pack.text_key, start)
+    blocks = build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=max_tokens)
+    return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)
+
+
+def check_source(source: Any, model: Any, start: Path, where: str) -> None:
+    """Refuse the data `where` in a recipe: text for a model of images, images for another (exit 3), or what is not
+    there (exit 2); and by `check_trains`."""
+    kind = kind_of(model)
+    check_trains(model, kind)
+    if holds_images(source) != (kind == "images"):
+        found, due = ("text", "images") if kind == "images" else ("images", "text")
+        instead = "images: FOLDER, arrays: FILE.npz, or path and image_key" if kind == "images" else "files, or path"
+        raise LinearizeError(
+            f"{where} holds {found}, and {type(model).__name__} learns from {due}: give {instead}", Exit.INCOMPATIBLE
+        )
+    what = "no folder" if isinstance(source, ImageSource) else "no such file:"
+    for path in local_paths(source, start):
+        if not path.exists():
+            raise absent(path, what)
+
+
+def check_trains(model: Any, kind: Kind) -> None:
+    """Refuse (exit 3) a model that is no model of single images, of one text, or of masked text."""
+    name, instead = type(model).__name__, "Train its mixers in a loop of your own: they are ordinary parameters"
+    inputs = make_inputs(model, 1, 4)
+    if kind != "images" and model.main_input_name != "input_ids":
+        said = f"{name} takes {model.main_input_name}, and finetune has data of text and of images alone"
+    elif kind != "images" and model.config.is_encoder_decoder:
+        said = f"{name} reads one text and writes another, and finetune has data of single texts alone"
+    elif [*inputs] != [model.main_input_name]:
+        said = f"{name} takes {' and '.join(inputs)} together, and finetune has data of one of them alone"
+    elif kind == "images" and inputs["pixel_values"].ndim != 4:
+        said = f"{name} takes films, and finetune has data of text and of images alone"
+    elif kind == "masked" and has_head(model) and model.get_output_embeddings() is None:
+        said = f"{name} predicts no tokens, and of text finetune has no other labels"
+        instead = "Convert the model with its head for masked tokens, or without a head (feature_cosine)"
+    else:
+        return
+    raise LinearizeError(f"{said}. {instead}", Exit.INCOMPATIBLE)
+
+
+def check_vocabulary(tokenizer: Any, model: Any, data: list[Samples]) -> None:
+    """Refuse (exit 3) a tokenizer that is not the model's: one with more tokens, or data with ids out of range.
+
+    Added tokens alone may exceed the embedding, as an image token in a text model does, unless the data has them.
+    """
+    weight = model.get_input_embeddings().weight
+    rows = getattr(weight, "ds_shape", weight.shape)[0]
+    highest = tokenizer.vocab_size - 1
+    if highest < rows <= len(tokenizer) - 1:
+        highest = max(int(b[i]["input_ids"].max()) for b in data for i in range(len(b)))
+    if highest >= rows:
+        raise LinearizeError(
+            f"the tokenizer makes token {highest}, the model's embedding has {rows} rows: they do not belong together. "
+            "Put the model's own tokenizer into its folder",
+            Exit.INCOMPATIBLE,
+        )

@@ -1,0 +1,54 @@
+"""Under which name packed blocks are kept: hashes of the text and of the tokenizer, which decide what is in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Exit, LinearizeError, absent
+from .documents import SUFFIXES, Source, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROBE = "a B1, 2\n\u00e9  <s>"  # how a tokenizer cuts this stands in for what its vocabulary does not say
+
+
+def identity(source: Source) -> list[Any]:
+    """What the text depends on, for a cache key: content where it is at hand, else the dataset's address."""
+    address = [source.path, source.name, source.split, source.streaming, source.text_key]
+    if source.demo:
+        texts = "\0".join(row.fields[source.text_key] for row in rows_of(source))
+        return [*address, source.demo, hashlib.sha256(texts.encode()).hexdigest()]
+    files = list(source.files)
+    for file in files:
+        if file.suffix not in SUFFIXES:
+            raise LinearizeError(f"{file}: known file types are {', '.join(SUFFIXES)}")
+    if source.path and (folder := Path(source.path)).is_dir():
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+    elif source.path and folder.is_file():
+        raise LinearizeError(f"{folder} is a file: give it as files: [{folder}], not as path")
+    return [*address, [[file.name, _digest(file)] for file in files]]
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> str:
+    """A hash of all that decides which ids a document gets."""
+    if tokenizer.is_fast:
+        rules: Any = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules |= {"truncation": None, "padding": None}  # left behind by whoever called it last
+    else:
+        rules = sorted(tokenizer.get_vocab().items())
+    facts = [type(tokenizer).__name__, tokenizer.eos_token_id, tokenizer(_PROBE)["input_ids"], rules]
+    return hashlib.sha256(json.dumps([*facts, tokenizer.chat_template if sft else None]).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except FileNotFoundError as error:
+        raise absent(file) from error
+    except OSError as error:
+        raise LinearizeError(f"cannot read {file}: {error}", Exit.RESOURCE) from error

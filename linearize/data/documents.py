@@ -1,0 +1,291 @@
+"""Where text comes from, and what the tokenizer makes of it: source -> rows -> pieces of token ids.
+
+A row is a text, or a conversation: `messages` of {role, content}, or `prompt` and `completion`. Nothing here
+knows the block length; packing is data.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ..errors import Exit, LinearizeError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SLAB = 1 << 20  # characters per tokenizer call: feeds its threads, bounds its memory (240 bytes a token)
+SUFFIXES = (".txt", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where documents come from: exactly one of `files`, `path` (a `datasets` name or folder) and `demo`.
+
+    A Hub dataset is known by its name, not by its content: to read a newer version, delete the cache.
+    """
+
+    files: tuple[Path, ...] = ()
+    path: str | None = None
+    name: str | None = None
+    split: str = "train"
+    streaming: bool = False
+    demo: Literal["train", "heldout", "packages"] | None = None
+    text_key: str = "text"
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.files, self.path, self.demo))) != 1:
+            raise LinearizeError("a data source is exactly one of `files`, `path` and `demo`")
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.files)) or self.path or f"the demo's {self.demo} documents"
+
+
+class Piece(NamedTuple):
+    """Consecutive token ids of one document."""
+
+    ids: list[int]
+    learned: list[int] | None  # 1 where the token is a target; None: everywhere
+    first: bool  # does the document begin here?
+    whole: bool  # must it stay in one block?
+
+
+class _Row(NamedTuple):
+    where: str  # file:line, for messages
+    fields: Mapping[str, Any]
+
+
+class _Slab(NamedTuple):
+    text: str
+    first: bool  # of its document
+    last: bool
+
+
+def pieces(source: Source, tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> Iterator[Piece]:
+    """The documents of `source` in order. Without `sft` a conversation is text like any other."""
+    return _Encoder(tokenizer, source.text_key, sft).pieces(rows_of(source))
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What documents end with: eos, or an encoder's separator. Raises LinearizeError where there is neither."""
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    if end is None:
+        said = "the tokenizer has no eos token to end documents with. Name one in the model's tokenizer_config.json"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
+    return int(end)
+
+
+class _Encoder:
+    """Rows -> pieces. A text becomes what the tokenizer puts in front (bos), its tokens, and eos."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text_key: str, sft: bool) -> None:
+        self.tokenizer, self.text_key, self.sft = tokenizer, text_key, sft
+        self.eos = [end_token(tokenizer)]
+        template = tokenizer.chat_template
+        self.template: str | None = template.get("default") if isinstance(template, dict) else template
+        (plain,), full = self._ids(["a"]), tokenizer("a")["input_ids"]
+        self.prefix: list[int] = next(full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain)
+
+    def pieces(self, rows: Iterable[_Row]) -> Iterator[Piece]:
+        batch: list[_Slab] = []
+        size = 0
+        for row in rows:
+            text = self._text(*row)
+            if text is None:
+                ids, learned = self._conversation(*row)
+                yield Piece(ids, learned if self.sft else None, first=True, whole=self.sft)
+                continue
+            for slab in _slabs(text):
+                batch.append(slab)
+                size += len(slab.text)
+                if size >= _SLAB:
+                    yield from self._texts(batch)
+                    batch, size = [], 0
+        yield from self._texts(batch)
+
+    def _text(self, where: str, fields: Mapping[str, Any]) -> str | None:
+        """The plain text of a row, or None for a conversation, which sft prefers where a row holds both."""
+        given = {name for name, value in fields.items() if value is not None}
+        chat = "messages" in given or {"prompt", "completion"} <= given
+        if chat and (self.sft or self.text_key not in given):
+            return None
+        if self.text_key not in given:
+            raise LinearizeError(
+                f"{where}: no {self.text_key!r} (nor `messages`, nor `prompt` and `completion`)."
+                f"{did_you_mean(self.text_key, given)} Found: {', '.join(sorted(given)) or 'nothing'}. "
+                "Name the key of the text with text_key"
+            )
+        return _string(where, fields, self.text_key)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        # verbose=False: no warning that a document is longer than the model's context, it is cut later.
+        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _texts(self, batch: list[_Slab]) -> Iterator[Piece]:
+        encoded = self._ids([slab.text for slab in batch]) if batch else []
+        for slab, ids in zip(batch, encoded, strict=True):
+            yield Piece(self.prefix * slab.first + ids + self.eos * slab.last, None, slab.first, whole=False)
+
+    def _conversation(self, where: str, fields: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        if fields.get("messages") is None:
+            prompt, completion = _string(where, fields, "prompt"), _string(where, fields, "completion")
+            if self.template is None:
+                # Tokenised apart, as at inference, where the prompt comes before there is a completion.
+                before, after = self._ids([prompt, completion])
+                before, after = self.prefix + before, after + self.eos
+                return before + after, [0] * len(before) + [1] * len(after)
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        else:
+            messages = _messages(where, fields["messages"])
+        if self.template is None:
+            raise LinearizeError(
+                f"{where}: `messages` need a chat template and the tokenizer has none. Use the tokenizer of "
+                "an instruct model, set its `chat_template`, or give rows of `prompt` and `completion`",
+                Exit.INCOMPATIBLE,
+            )
+        return self._chat(where, messages)
+
+    def _chat(self, where: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation, and 1 for each token that the assistant writes."""
+        from jinja2 import TemplateError
+
+        marked = re.search(r"\{%-?\s*generation\s*-?%\}", self.template or "")
+        try:
+            if not (marked and self.tokenizer.is_fast):
+                return self._turns(where, messages)
+            chat: Any = self.tokenizer.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True
+            )
+            return chat["input_ids"], chat["assistant_masks"]
+        except (TemplateError, TypeError, ValueError) as error:
+            raise LinearizeError(f"{where}: the chat template refuses this conversation: {error}") from error
+
+    def _turns(self, where: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        """`_chat` by a template that does not mark the assistant: what its turn adds to the tokens before."""
+
+        def render(n: int, prompt: bool = False) -> list[int]:
+            chat: Any = self.tokenizer.apply_chat_template(
+                messages[:n], add_generation_prompt=prompt, return_dict=False
+            )
+            return list(chat)
+
+        ids = render(len(messages))
+        learned = [0] * len(ids)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" or not self.sft:
+                continue
+            before, after = render(i, prompt=True) if i else [], render(i + 1)
+            if ids[: len(after)] != after or after[: len(before)] != before:
+                raise LinearizeError(
+                    f"{where}: the chat template renders message {i} differently when others follow, so its "
+                    "tokens cannot be told apart. Mark them with {% generation %} in the template, or give "
+                    "rows whose only assistant message is the last"
+                )
+            learned[len(before) : len(after)] = [1] * (len(after) - len(before))
+        return ids, learned
+
+
+def _slabs(text: str) -> Iterator[_Slab]:
+    """`text` in stretches for one tokenizer call, cut at line ends; none for blank text."""
+    start = 0
+    while start < len(text) and not text.isspace():
+        end = min(start + _SLAB, len(text))
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield _Slab(text[start:end], start == 0, end == len(text))
+        start = end
+
+
+def _string(where: str, fields: Mapping[str, Any], key: str) -> str:
+    value = fields[key]
+    if not isinstance(value, str):
+        raise LinearizeError(f"{where}: {key!r} is {type(value).__name__}, not a string")
+    return value
+
+
+def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
+    strings = [
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in (messages if isinstance(messages, list) else [])
+    ]
+    if not strings or not all(strings):
+        raise LinearizeError(f"{where}: `messages` is not a list of {{role: string, content: string}}")
+    return list(messages)
+
+
+def rows_of(source: Source) -> Iterator[_Row]:
+    if source.demo:
+        from linearize.demo.corpus import documents, package_documents
+
+        for document in package_documents() if source.demo == "packages" else documents(source.demo):
+            yield _Row(f"demo document {document.name}", {source.text_key: document.text})
+    elif source.path:
+        yield from _dataset_rows(source)
+    for file in source.files:
+        try:
+            yield from _file_rows(file, source.text_key)
+        except UnicodeDecodeError as error:
+            raise LinearizeError(f"{file} is not UTF-8: {error}") from error
+
+
+def _file_rows(file: Path, text_key: str) -> Iterator[_Row]:
+    if file.suffix == ".txt":
+        yield _Row(str(file), {text_key: file.read_text(encoding="utf-8-sig")})
+        return
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                where = f"{file}:{number}"
+                yield _Row(where, _json_object(where, line))
+
+
+def _json_object(where: str, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+        if "\\ud" in line.lower():  # only an escape brings in half a surrogate pair: tokenizers raise
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise LinearizeError(f"{where}:{error.colno}: not JSON ({error.msg}). One object per line") from error
+    except UnicodeEncodeError as error:
+        raise LinearizeError(f"{where}: half of a surrogate pair (\\ud...) is no character") from error
+    if not isinstance(value, dict):
+        raise LinearizeError(f'{where}: {type(value).__name__}, not an object such as {{"text": "..."}}')
+    return value
+
+
+def _dataset_rows(source: Source) -> Iterator[_Row]:
+    assert source.path is not None
+    with dataset_errors(str(source)):
+        for i, fields in enumerate(open_dataset(source.path, source.name, source.split, source.streaming)):
+            yield _Row(f"{source} row {i}", fields)
+
+
+def open_dataset(path: str, name: str | None, split: str, streaming: bool = False) -> Any:
+    """A split of a `datasets` dataset. Raises LinearizeError where there is none."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise LinearizeError(f'dataset {path} needs: pip install "linearize[train]"', Exit.RESOURCE) from error
+    with dataset_errors(path):
+        return load_dataset(path, name, split=split, streaming=streaming)
+
+
+@contextmanager
+def dataset_errors(dataset: str) -> Iterator[None]:
+    """Within: what reading a dataset may raise becomes an error about it."""
+    try:
+        yield
+    except OSError as error:
+        raise LinearizeError(f"no folder {dataset}, and cannot fetch it: {error}", Exit.HUB) from error
+    except ValueError as error:  # an unknown name or split
+        raise LinearizeError(f"dataset {dataset}: {error}") from error
+    except Exception as error:
+        if not type(error).__module__.startswith("datasets."):
+            raise
+        raise LinearizeError(f"dataset {dataset}: {error}") from error  # rows that do not parse

@@ -1,0 +1,188 @@
+"""Images to train on: a folder of classes, rows of a dataset, or arrays; item i is what the model takes.
+
+Images are decoded and processed when they are asked for, by the checkpoint's own image processor. Pixel values that
+are ready are taken as they are, so that a processor is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import Exit, LinearizeError, absent, did_you_mean
+from ..recipe.data import ArraySource, DatasetSource, ImageSource, local_paths
+from ..train.losses import IGNORED
+from .documents import open_dataset
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images that are not decoded yet, and the name or number of each one's class (None: not known)."""
+
+    images: Sequence[Any]
+    labels: Sequence[str | int | None]
+    where: str
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+class Images:
+    """Samples of a vision model. Item i is a dict of tensors: `pixel_values` [C,h,w], `labels` [1] int64 (-100
+    without a class) and `valid` [1] bool, always True. An image counts as one token of a budget.
+    """
+
+    seq_len = 1
+
+    def __init__(self, found: Labelled, processor: Any, config: Any) -> None:
+        if not len(found):
+            raise LinearizeError(f"nothing to train on in {found.where}")
+        self.found, self.processor = found, processor
+        self.labels = class_numbers(found, config)
+        self[0]  # what cannot be read or processed is told before anything is trained
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "pixel_values": self._pixels(index),
+            "labels": torch.tensor([self.labels[index]]),
+            "valid": torch.ones(1, dtype=torch.bool),
+        }
+
+    def _pixels(self, index: int) -> Tensor:
+        image = self.found.images[index]
+        if isinstance(image, np.ndarray) and image.dtype.kind == "f":
+            return torch.from_numpy(np.ascontiguousarray(image, np.float32))
+        if self.processor is None:
+            raise LinearizeError(
+                f"the checkpoint has no image processor for {self.found.where}. Put its preprocessor_config.json into "
+                "the folder, or give arrays of float pixel values [N,C,height,width]",
+                Exit.INCOMPATIBLE,
+            )
+        picture = as_picture(image, f"{self.found.where}, image {index}")
+        return self.processor(picture, return_tensors="pt")["pixel_values"][0]
+
+
+def as_picture(image: Any, where: str) -> Any:
+    """A PIL image in RGB, from one, a path, or a uint8 array [height,width] or [height,width,1 or 3]."""
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim not in (2, 3):
+            raise LinearizeError(f"{where}: {image.dtype} {image.shape} is no picture; give uint8 [height,width,3]")
+        image = Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)
+    elif isinstance(image, Path):
+        try:
+            image = Image.open(image)
+        except (UnidentifiedImageError, OSError) as error:
+            raise LinearizeError(f"cannot read the image {image}: {error}") from error
+    if not isinstance(image, Image.Image):
+        raise LinearizeError(f"{where}: {type(image).__name__} is no image")
+    return image.convert("RGB")
+
+
+def class_numbers(found: Labelled, config: Any) -> list[int]:
+    """The model's number of each image's class: by its name in the config, else in alphabetical order.
+
+    `config` None: the model has no head, and nothing to do with classes. Raises LinearizeError for classes that the
+    model does not have.
+    """
+    if config is None:
+        return [IGNORED] * len(found)
+    numbers = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
+    count = getattr(config, "num_labels", 0)
+    names = sorted({label for label in found.labels if isinstance(label, str)})
+    unknown = [name for name in names if name not in numbers]
+    if unknown and len(unknown) == len(names) == count and all(name.startswith("LABEL_") for name in numbers):
+        numbers = {name: i for i, name in enumerate(names)}  # a config without names
+    elif unknown:
+        raise LinearizeError(
+            f"{found.where} has the class {unknown[0]!r}, the model has {count}: {', '.join(sorted(numbers)[:8])}..."
+            f"{did_you_mean(unknown[0], numbers)}",
+            Exit.INCOMPATIBLE,
+        )
+    # A number below 0 stands for none, as where a dataset keeps its classes to itself.
+    known = [numbers[x] if isinstance(x, str) else -1 if x is None else int(x) for x in found.labels]
+    labels = [number if number >= 0 else IGNORED for number in known]
+    if labels and max(labels) >= count:
+        last = f"the model's last is {count - 1}"
+        raise LinearizeError(f"{found.where} has class {max(labels)}, {last}", Exit.INCOMPATIBLE)
+    return labels
+
+
+# ---------------------------------------------------------------- where they come from
+
+
+def find_images(source: ImageSource | ArraySource | DatasetSource, start: Path) -> Labelled:
+    """The images of a recipe's source; relative paths begin at `start`. Raises LinearizeError for what is not there."""
+    if isinstance(source, ImageSource):
+        return from_folder(*local_paths(source, start))
+    if isinstance(source, ArraySource):
+        return from_arrays(*local_paths(source, start))
+    return from_dataset(source)
+
+
+def from_folder(folder: Path) -> Labelled:
+    """A folder with one folder per class; images that lie in it directly have no class."""
+    if not folder.is_dir():
+        raise absent(folder, "no folder")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    labels = [path.relative_to(folder).parts[0] if path.parent != folder else None for path in files]
+    return Labelled(files, labels, str(folder))
+
+
+def from_arrays(file: Path) -> Labelled:
+    """A .npz with `images`, uint8 [N,height,width(,channels)] or pixel values [N,channels,height,width], and
+    `labels` [N] where there are any."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            if "images" not in arrays:
+                raise LinearizeError(f"{file} has {', '.join(arrays) or 'nothing'}, not `images`")
+            images = arrays["images"]
+            labels = arrays.get("labels")
+    except (OSError, ValueError) as error:
+        raise LinearizeError(f"cannot read {file}: {error}") from error
+    if labels is not None and labels.shape != images.shape[:1]:
+        raise LinearizeError(f"{file}: {len(images)} images, labels {labels.shape}")
+    return Labelled(list(images), [None] * len(images) if labels is None else labels.tolist(), str(file))
+
+
+class _Column(Sequence[Any]):
+    """One column of a dataset, decoded row by row."""
+
+    def __init__(self, dataset: Any, key: str) -> None:
+        self.dataset, self.key = dataset, key
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index][self.key]
+
+
+def from_dataset(source: DatasetSource) -> Labelled:
+    """A `datasets` split with a column of images, and one of class names or numbers unless label_key is null."""
+    dataset = open_dataset(source.path, source.name, source.split)
+    assert source.image_key is not None
+    for key in (source.image_key, source.label_key):
+        if key not in (None, *dataset.column_names):
+            raise LinearizeError(
+                f"{source.path} has the columns {', '.join(dataset.column_names)}, not {key!r}."
+                f"{did_you_mean(str(key), dataset.column_names)}"
+            )
+    labels = [None] * len(dataset)
+    if source.label_key is not None:
+        labels = dataset[source.label_key]
+        names = getattr(dataset.features[source.label_key], "names", None)
+        labels = [names[x] if names and x is not None and x >= 0 else x for x in labels]
+    return Labelled(_Column(dataset, source.image_key), labels, source.path)

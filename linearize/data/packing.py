@@ -1,0 +1,268 @@
+"""Text -> packed blocks of tokens: tokenised once, read at random, in an order that is a pure function.
+
+Legend: T = seq_len. Each piece of a document is a segment of its own: `position_ids` restart at 0 where it
+starts, and its first token is no target. So nothing is predicted across a boundary, and no attention mask is
+needed. Text is one stream, cut every T tokens; a conversation stays in one block, cut off after T tokens.
+
+On disk a block is T little-endian uint32 words: the token id in the low 29 bits, and three flags. Ids,
+positions, labels and padding together cost 4 bytes a token, and there is one file to write, map and rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..errors import Exit, LinearizeError
+from ..train.losses import IGNORED
+from .cache_key import fingerprint, identity
+from .documents import Piece, Source, end_token, pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["BlockOrder", "Blocks", "Source", "build_blocks", "data_fingerprint"]
+
+Words = npt.NDArray[np.uint32]
+
+_START, _TARGET, _PAD = (np.uint32(1 << bit) for bit in (31, 30, 29))
+_TOKEN = np.uint32((1 << 29) - 1)
+_HEADER = 4096  # bytes of JSON before the words: one page, so that the words stay aligned to pages
+_FORMAT = 1  # part of the cache key: raise it whenever the same text would be packed differently
+_OPEN_BINS = 64  # a conversation goes to the first of this many unfinished blocks that holds it
+
+
+class Blocks:
+    """The packed blocks of one cache file, memory-mapped. Item i is a dict of tensors [T]:
+
+    `input_ids`, `position_ids`, `labels` (int64; not shifted, -100 where nothing is learned) and `valid`
+    (bool; False on padding, the only positions that a loss without labels must leave out).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        damaged = LinearizeError(f"{path} is damaged. Delete it, the text makes it again", Exit.RESOURCE)
+        with path.open("rb") as file:
+            try:
+                header = json.loads(file.read(_HEADER))
+            except ValueError as error:
+                raise damaged from error
+        self.seq_len: int = header["seq_len"]
+        self.n_tokens: int = header["n_tokens"]  # without padding
+        self.n_targets: int = header["n_targets"]  # labels other than -100
+        self.skipped: int = header["skipped"]  # conversations with no target among their first T tokens
+        self.sha256: str = header["sha256"]
+        shape = (header["n_blocks"], self.seq_len)
+        if path.stat().st_size != _HEADER + 4 * shape[0] * shape[1]:
+            raise damaged
+        self._words: Words = np.memmap(path, dtype="<u4", mode="r", offset=_HEADER, shape=shape)
+
+    def __reduce__(self) -> tuple[type[Blocks], tuple[Path]]:
+        return Blocks, (self.path,)  # another process maps the file instead of receiving its bytes
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        words = np.asarray(self._words[index])
+        ids, time = (words & _TOKEN).astype(np.int64), np.arange(self.seq_len)
+        piece_start = np.maximum.accumulate(np.where(words & _START, time, 0))
+        arrays = {
+            "input_ids": ids,
+            "position_ids": time - piece_start,
+            "labels": np.where(words & _TARGET, ids, IGNORED),
+            "valid": (words & _PAD) == 0,
+        }
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def data_fingerprint(blocks: Blocks) -> str:
+    """A hash of what is trained on: tokens, boundaries, targets, padding; not of where it came from."""
+    return hashlib.sha256(f"{_FORMAT}/{blocks.seq_len}/{blocks.sha256}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class BlockOrder:
+    """An endless stream over blocks, reshuffled every epoch.
+
+    Sample k is a function of (n_blocks, seed, k) alone: a run resumes anywhere, and processes need not talk.
+    """
+
+    n_blocks: int
+    seed: int
+
+    def block(self, k: int) -> int:
+        """The block that is the k-th sample of the stream."""
+        epoch, position = divmod(k, self.n_blocks)
+        return int(_permutation(self.n_blocks, self.seed, epoch)[position])
+
+    def batch(self, step: int, micro: int, rank: int, world: int, per_device: int, accumulate: int) -> list[int]:
+        """The `per_device` blocks of micro batch `micro` (< accumulate) of a rank.
+
+        Step s owns the samples [s * G, (s + 1) * G), G = per_device * accumulate * world: while G stays the
+        same, a step sees the same blocks however they are divided.
+        """
+        micro_batch = (step * accumulate + micro) * world + rank
+        return [self.block(k) for k in range(micro_batch * per_device, (micro_batch + 1) * per_device)]
+
+
+@lru_cache(maxsize=4)
+def _permutation(n: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(n, generator=hashed_generator(seed, epoch))
+
+
+def hashed_generator(seed: int, number: int) -> torch.Generator:
+    """Random numbers of a seed and an epoch, or a block: with their sum, 1 of one seed would be 0 of the next."""
+    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def build_blocks(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    cache_dir: Path,
+    *,
+    sft: bool,
+    max_tokens: int | None,
+) -> Blocks:
+    """The blocks of `source`: from the cache file that the same input left behind, or tokenised into it now.
+
+    `sft` learns what the assistant writes (and all of plain text); otherwise every token is a target.
+    `max_tokens` ends the reading at that many tokens, rounded up to blocks; a streaming dataset needs it.
+    With several processes let one call this first: the others then find its file. Raises LinearizeError for
+    input that cannot be used.
+    """
+    if seq_len < 2:
+        raise LinearizeError(f"seq_len={seq_len}: must be >= 2, the first token of a block predicts nothing")
+    if source.streaming and max_tokens is None:
+        raise LinearizeError(f"{source} is streamed, its end is unknown: give the stage `tokens` or `steps`")
+    documents = pieces(source, tokenizer, sft=sft)
+    key = json.dumps([_FORMAT, identity(source), fingerprint(tokenizer, sft=sft), seq_len, sft, max_tokens])
+    path = cache_dir / f"blocks-{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
+    if path.exists():
+        return Blocks(path)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            writer = _Writer(file, seq_len, end_token(tokenizer), max_tokens)
+            for piece in documents:
+                writer.add(piece)
+                if writer.full:
+                    break
+            writer.finish()
+        if writer.n_blocks == 0:
+            why = f": {writer.skipped} conversations have no target in their first {seq_len} tokens"
+            raise LinearizeError(f"nothing to train on in {source}{why if writer.skipped else ''}")
+        os.replace(partial, path)
+    except OSError as error:
+        raise LinearizeError(f"cannot write {path}: {error}", Exit.RESOURCE) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    return Blocks(path)
+
+
+class _Bin:
+    """Words that wait for a block to be full."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.pieces = room, list[Words]()
+
+    def add(self, words: Words) -> None:
+        self.room -= len(words)
+        self.pieces.append(words)
+
+
+class _Writer:
+    """Packs pieces into blocks and writes them behind a header, which also serves as the statistics."""
+
+    def __init__(self, file: BinaryIO, seq_len: int, eos: int, max_tokens: int | None) -> None:
+        self.file, self.seq_len, self.eos = file, seq_len, eos
+        self.limit = None if max_tokens is None else -(-max_tokens // seq_len)
+        self.stream = _Bin(seq_len)  # the end of the text so far
+        self.bins: list[_Bin] = []  # unfinished blocks of conversations
+        self.n_blocks = self.n_tokens = self.n_targets = self.skipped = 0
+        self.sha256 = hashlib.sha256()
+        file.write(b" " * _HEADER)
+
+    @property
+    def full(self) -> bool:
+        return self.limit is not None and self.n_blocks >= self.limit
+
+    def add(self, piece: Piece) -> None:
+        words = np.array(piece.ids, np.uint32)
+        words[slice(None) if piece.learned is None else np.array(piece.learned, bool)] |= _TARGET
+        if piece.first:
+            words[:1] = _as_start(words[:1])
+        if piece.whole:
+            self._place(words[: self.seq_len])
+        else:
+            self._append(words)
+
+    def _append(self, words: Words) -> None:
+        self.stream.add(words)
+        if self.stream.room <= 0:
+            joined = np.concatenate(self.stream.pieces)
+            cut = len(joined) - len(joined) % self.seq_len
+            self._write(joined[:cut])
+            self.stream = _Bin(self.seq_len)
+            self.stream.add(joined[cut:])
+
+    def _place(self, words: Words) -> None:
+        """First fit. A block is written once it is full, or the fullest when too many are open."""
+        if not (words & _TARGET).any():
+            self.skipped += 1
+            return
+        chosen = next((block for block in self.bins if len(words) <= block.room), None)
+        if chosen is None:
+            self.bins.append(chosen := _Bin(self.seq_len))
+        chosen.add(words)
+        if len(self.bins) > _OPEN_BINS or chosen.room == 0:
+            fullest = min(range(len(self.bins)), key=lambda i: self.bins[i].room)
+            self._write(self._padded(self.bins.pop(fullest)))
+
+    def finish(self) -> None:
+        for unfinished in [*self.bins, self.stream]:
+            if unfinished.room < self.seq_len:
+                self._write(self._padded(unfinished))
+        names = ("seq_len", "n_blocks", "n_tokens", "n_targets", "skipped")
+        header = {name: getattr(self, name) for name in names} | {"sha256": self.sha256.hexdigest()}
+        self.file.seek(0)
+        self.file.write(json.dumps(header).encode())
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def _padded(self, block: _Bin) -> Words:
+        """One block, filled up with a segment of eos that is neither a target nor valid."""
+        padding = np.full(block.room, self.eos | int(_PAD), np.uint32)
+        padding[:1] = _as_start(padding[:1])
+        return np.concatenate([*block.pieces, padding])
+
+    def _write(self, words: Words) -> None:
+        blocks = words.reshape(-1, self.seq_len)
+        if self.limit is not None:
+            blocks = blocks[: self.limit - self.n_blocks]
+        blocks = blocks.astype("<u4")
+        blocks[:, 0] = _as_start(blocks[:, 0])  # a document that was cut goes on as a new piece
+        self.n_blocks += len(blocks)
+        self.n_tokens += int(((blocks & _PAD) == 0).sum())
+        self.n_targets += int(((blocks & _TARGET) != 0).sum())
+        self.sha256.update(content := blocks.tobytes())
+        self.file.write(content)
+
+
+def _as_start(words: Words) -> Words:
+    return (words | _START) & ~_TARGET

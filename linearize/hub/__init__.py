@@ -1,0 +1,1 @@
+"""The Hugging Face Hub: downloads, pushes, and messages for its errors."""

@@ -1,0 +1,299 @@
+"""The Hub: fetch a source, push a converted folder.
+
+A push is decided by `plan_push`, which asks nothing of the network, and carried out by `push` as one commit: the
+repository is the old one or the new one, never half of each. An interrupted push goes on where it stopped, for the
+client of the Hub sends only what the Hub lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import SECRET, Exit, LinearizeError
+from ..terminal.output import size
+from .errors import answering, hub_errors, unreached
+
+Say = Callable[[str], None]
+
+# What a Hub repository may hold before the first push: it comes with the first, and its web page writes the others.
+EXPECTED = (".gitattributes", "README.md", "LICENSE")
+# For each answer while files are sent: the Hub puts a large file together before it says a word.
+UPLOAD_SECONDS = 120
+# What every folder holds that linearize writes.
+ALWAYS = ("config.json", "model.safetensors.index.json")
+
+
+# ---------------------------------------------------------------- fetching
+
+
+def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str]:
+    """The snapshot of a Hub repository in the cache, and its commit; of its weights one format, or none.
+
+    Raises LinearizeError: 3 for a name that is no repository's, 5 for what the Hub refuses.
+    """
+    from huggingface_hub.errors import HFValidationError
+
+    from ..checkpoint.atomic import MANIFEST
+    from ..checkpoint.source import ADAPTER_CONFIG, SMALL_FILES, weight_files
+
+    offline = f"no such folder {model!r}, and offline no such model is cached. Fetch it once: hf download {model}"
+    try:
+        with hub_errors(model, " and there is no such folder", offline, revision):
+            few = ("config.json", "model_index.json", ADAPTER_CONFIG, MANIFEST, "*.py", "*.index.json")
+            wanted = SMALL_FILES if weights else few
+            # A * also stands for a slash: code in folders would run when transformers loads a loop of generation.
+            patterns = [*wanted, "README.md"]
+            away = unanswered(model, revision)
+            folder = snapshot(model, away, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*.py"])
+            for names in weight_files(folder) if weights else ():
+                # Of that commit, whatever the branch has become meanwhile.
+                snapshot(model, away, revision=folder.name, allow_patterns=names)
+                if all((folder / name).exists() for name in names):
+                    break
+    except HFValidationError as error:
+        raise LinearizeError(f"no such folder {model!r}, and it is no Hub id (user/repo)", Exit.INCOMPATIBLE) from error
+    return folder, folder.name
+
+
+def unanswered(model: str, revision: str | None) -> Exception | None:
+    """Why the Hub gives no answer in time, None where it does; `snapshot_download` would wait without an end."""
+    from huggingface_hub import HfApi
+
+    try:
+        facts(HfApi(), model, revision)
+    except Exception as error:
+        return error if unreached(error) else None  # a refusal meets snapshot_download too, which may have a copy
+    return None
+
+
+def facts(api: Any, repo: str, revision: str | None = None) -> Any:
+    """`model_info`, which waits without an end unless it is told a limit."""
+    from huggingface_hub import constants
+
+    return api.model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+
+
+def snapshot(model: str, away: Exception | None, **wanted: Any) -> Path:
+    """`snapshot_download`; of a Hub that is `away` what lies in the cache, and where nothing does, that error."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=away is not None, **wanted))
+    except LocalEntryNotFoundError:
+        if away is None:
+            raise
+        raise away from away.__cause__
+
+
+# ---------------------------------------------------------------- pushing
+
+
+@dataclasses.dataclass(frozen=True)
+class Upload:
+    """A push, decided: what goes where. `files` are bytes by name; `notes` are what a person should know before."""
+
+    folder: Path
+    repo: str
+    private: bool
+    pr: bool
+    message: str
+    files: dict[str, int]
+    card: str
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything above as plain JSON values."""
+        return {**dataclasses.asdict(self), "folder": str(self.folder)}
+
+
+def plan_push(
+    folder: Path,
+    repo: str,
+    *,
+    private: bool = False,
+    pr: bool = False,
+    message: str | None = None,
+    trust_remote_code: bool = False,
+) -> Upload:
+    """Check a folder and decide what of it is uploaded; asks nothing of the Hub.
+
+    Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not write, 6 for one that does not
+    verify, whose card cannot be shown, or that holds an access token.
+    """
+    from ..checkpoint.atomic import MANIFEST
+    from ..checkpoint.card import for_repo
+    from ..checkpoint.provenance import check_code, read_plan
+    from ..verify.reload import check_keys
+
+    check_name(repo)
+    plan = read_plan(folder)
+    check_code(folder, trust_remote_code)
+    listed = json.loads((folder / MANIFEST).read_text("utf-8")).get("files", ())
+    if MANIFEST not in listed:
+        said = f"{folder / MANIFEST} does not say which files are the model's. Convert or train again"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
+    present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    missing = sorted(set(listed) - present.keys())
+    if missing:
+        raise _failed(f"{folder} lacks {', '.join(missing)}, which {MANIFEST} lists. Convert or train again")
+    check_keys(folder)
+    files = {name: present[name].stat().st_size for name in sorted(listed)}
+    for name in files:
+        if not name.endswith(".safetensors"):
+            check_secrets(present[name])
+    notes = check_card(folder / "README.md")
+    others = sorted(name for name in present.keys() - set(listed) if not name.startswith("."))
+    if others:
+        notes.append(f"not uploaded, for linearize did not write them: {', '.join(others)}. hf upload sends them")
+    mechanisms = "+".join(sorted({step.mechanism for step in plan.steps}))
+    card = for_repo((folder / "README.md").read_text("utf-8"), repo)
+    message = message or f"Upload {plan.source} with {mechanisms} attention"
+    return Upload(folder, repo, private, pr, message, files, card, tuple(notes))
+
+
+def _failed(reason: str) -> LinearizeError:
+    return LinearizeError(reason, Exit.CHECK_FAILED)
+
+
+def check_name(repo: str) -> None:
+    """Refuse (exit 2) what is no user/repo."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise LinearizeError(f"{repo!r} is no name for a Hub repository: {error}") from error
+    if "/" not in repo:
+        raise LinearizeError(f"{repo!r} is no name for a Hub repository. Write user/repo, or organisation/repo")
+
+
+def check_secrets(path: Path) -> None:
+    """Refuse (exit 6) a file that holds an access token or a password, without repeating it."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+        if SECRET.search(line) or (token and token in line):
+            raise _failed(f"{path}:{number} holds an access token or a password. Take it out, and revoke it")
+
+
+def check_card(path: Path) -> list[str]:
+    """What the card of a public model should say and this one does not. Raises LinearizeError (exit 6) when it
+    cannot be read, or names a base that is no Hub repository.
+    """
+    import yaml
+    from huggingface_hub import metadata_load
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        data = metadata_load(path) or {}
+        bases = data.get("base_model", [])
+        for base in [bases] if isinstance(bases, str) else bases:
+            validate_repo_id(base)
+    except (ValueError, TypeError, yaml.YAMLError, HFValidationError) as error:
+        raise _failed(f"{path}: its metadata cannot be used: {error}") from error
+    wanted = {"license": "the source's card names none", "base_model": "the source was a local folder"}
+    notes = [f"the card names no {key}: {why}. Add it to {path}" for key, why in wanted.items() if not data.get(key)]
+    if "trust_remote_code" not in path.read_text("utf-8"):
+        notes.append(f"the card does not say that loading needs trust_remote_code=True. Add it to {path}")
+    return notes
+
+
+def check_access(repo: str) -> None:
+    """Before hours of work: the name is possible, the Hub answers, the token is one, and no other model is there.
+
+    Raises LinearizeError: 2 for the name and for another model, 5 for what the Hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    check_name(repo)
+    with _pushing(repo):
+        HfApi().whoami()
+        with contextlib.suppress(RepositoryNotFoundError):  # the push makes it
+            check_foreign(repo, facts(HfApi(), repo), ALWAYS)
+
+
+def _pushing(repo: str) -> contextlib.AbstractContextManager[None]:
+    offline = f"offline: nothing can be pushed to {repo}. Leave out --offline, and unset HF_HUB_OFFLINE"
+    return hub_errors(repo, "", offline)
+
+
+def push(upload: Upload, say: Say = print) -> dict[str, Any]:
+    """Carry a push out; returns `repo`, `commit`, its `url`, and that of the pull request (`pr`, or None).
+
+    Raises LinearizeError: 2 when something else is in the repository, 5 for what the Hub refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api, repo = HfApi(), upload.repo
+    with _pushing(repo):
+        api.whoami()
+        api.create_repo(repo, private=upload.private or None, exist_ok=True)
+        stale, seen = check_remote(api, upload)
+        operations: list[Any] = [CommitOperationDelete(name) for name in sorted(stale)]
+        for name in upload.files:
+            content = upload.card.encode() if name == "README.md" else upload.folder / name
+            operations.append(CommitOperationAdd(name, content))
+        say(f"pushing {len(upload.files)} files, {size(sum(upload.files.values()))}, to {repo}")
+        with answering(UPLOAD_SECONDS):
+            # Onto what was checked: what someone else pushed meanwhile is not overwritten.
+            done = api.create_commit(
+                repo, operations, commit_message=upload.message, create_pr=upload.pr, parent_commit=seen
+            )
+    say(f"pushed {done.pr_url or done.commit_url}")
+    return {"repo": repo, "commit": done.oid, "url": done.commit_url, "pr": done.pr_url}
+
+
+def check_foreign(repo: str, info: Any, names: Iterable[str]) -> None:
+    """Refuse (exit 2) a repository with files of these `names` that linearize did not write."""
+    from ..checkpoint.atomic import MANIFEST
+
+    present = {file.rfilename for file in info.siblings}
+    theirs = sorted((present & set(names)) - set(EXPECTED))
+    if theirs and MANIFEST not in present:
+        raise LinearizeError(
+            f"{repo} holds a model that linearize did not write ({', '.join(theirs[:3])}). "
+            "Choose another name, or propose it with --pr"
+        )
+
+
+def check_remote(api: Any, upload: Upload) -> tuple[set[str], str]:
+    """Files of an earlier push that this one does not have, and the commit at which this was found.
+
+    Raises LinearizeError: 2 when the repository holds another model, 5 when it is public and was to be private.
+    """
+    from ..checkpoint.atomic import MANIFEST
+
+    repo, info = upload.repo, facts(api, upload.repo)
+    if upload.private and not info.private:
+        raise LinearizeError(f"{repo} exists and is public; --private does not change that. Its settings do", Exit.HUB)
+    present = {file.rfilename for file in info.siblings}
+    if not upload.pr:
+        check_foreign(repo, info, upload.files)
+    if MANIFEST not in present:
+        return set(), info.sha
+    earlier = Path(api.hf_hub_download(repo, MANIFEST, revision=info.sha))
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # whatever someone made of it
+        return present & set(json.loads(earlier.read_text("utf-8"))["files"]) - upload.files.keys(), info.sha
+    return set(), info.sha
+
+
+def push_saved(folder: Path, repo: str, trust_remote_code: bool, say: Say) -> dict[str, Any]:
+    """`plan_push` and `push` of a folder just written; when they fail, the message says how to go on."""
+    try:
+        upload = plan_push(folder, repo, trust_remote_code=trust_remote_code)
+        for note in upload.notes:
+            say(f"note: {note}")
+        return push(upload, say)
+    except LinearizeError as error:
+        again = f"{error.message}. The model is in {folder}; push it later: linearize push {folder} {repo}"
+        raise LinearizeError(again, error.code) from error

@@ -1,0 +1,1 @@
+"""Quality: perplexity, fidelity, recall and generated text."""

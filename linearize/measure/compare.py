@@ -1,0 +1,166 @@
+"""A student beside its teacher, on the same text in the same run: `linearize eval`."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linearize_kernels.hf.seam import evaluating
+
+from ..data.batches import collate, forward, targets
+from ..data.cache_key import fingerprint
+from ..data.packing import Blocks, build_blocks
+from ..errors import Exit, LinearizeError, absent
+from ..recipe.data import holds_images, local_paths
+from ..recipe.recipe import Recipe
+from ..train.losses import IGNORED, cross_entropy, logit_kl
+from ..train.runtime import to_source
+from ..verify.child.behaviours import held_bytes
+from ..verify.child.inputs import most_tokens
+from .evaluate import sample_count
+from .generate import Loaded, device_memory
+from .recall import Writer, rows_of, score
+
+TASKS = ("recall", "needle")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure: `lengths` in tokens, `trials` rows of each task and length, `batch_tokens` at a time."""
+
+    lengths: tuple[int, ...]
+    trials: int
+    seed: int
+    batch_tokens: int
+
+
+def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
+    """`256,1024` -> (256, 1024). Raises LinearizeError (exit 2) for anything but numbers above 0."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[1-9][0-9]{0,7}", part) for part in parts):
+        raise LinearizeError(f"{option} {text}: give whole numbers with commas between, such as 256,1024")
+    return tuple(map(int, parts))
+
+
+def check_pair(student: Loaded, teacher: Loaded) -> None:
+    """Raise LinearizeError (exit 3) unless both cut text into the same tokens."""
+    if fingerprint(student.tokenizer, sft=False) != fingerprint(teacher.tokenizer, sft=False):
+        raise LinearizeError(
+            "student and teacher have different tokenizers: their predictions cannot be compared. Give the model "
+            "that the student was converted from",
+            Exit.INCOMPATIBLE,
+        )
+    ours, theirs = (model.model.get_input_embeddings().weight.shape[0] for model in (student, teacher))
+    if ours != theirs:
+        raise LinearizeError(
+            f"the student's vocabulary has {ours} tokens, the teacher's {theirs}. Give the model that the student was "
+            "converted from",
+            Exit.INCOMPATIBLE,
+        )
+
+
+def check_lengths(student: Loaded, teacher: Loaded, recipe: Recipe, request: Request) -> None:
+    """Raise LinearizeError (exit 2) for texts of more tokens than one of the models takes."""
+    for length, option in ((recipe.data.pack.seq_len, "data.pack.seq_len="), (max(request.lengths), "--lengths ")):
+        for model in (student.model, teacher.model):
+            most = most_tokens(model)
+            if most is not None and length > most:
+                said = f"{type(model).__name__} takes at most {most} tokens"
+                raise LinearizeError(f"{option}{length}: {said}. Give {option}{most}, or less")
+
+
+@device_memory()
+def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: Request) -> dict[str, Any]:
+    """All measures, on the evaluation text of a recipe; what `--json` prints.
+
+    Raises LinearizeError: 2 for text or lengths that do not suffice, 3 for models that do not belong together.
+    """
+    check_pair(student, teacher)
+    check_lengths(student, teacher, recipe, request)
+    with tempfile.TemporaryDirectory() as cache:
+        blocks = read_blocks(recipe, student.tokenizer, Path(cache))
+        return measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
+
+
+def check_text(recipe: Recipe) -> None:
+    """Raise LinearizeError (exit 2) for a recipe without evaluation text, or whose files are not there."""
+    source, instead = recipe.data.eval, "set it, for example data.eval='{files: [heldout.jsonl]}'"
+    if source is None:
+        raise LinearizeError(f"the recipe has no data.eval; {instead}")
+    if holds_images(source):
+        raise LinearizeError(f"the recipe's data.eval holds images, and models are compared on text; {instead}")
+    for path in local_paths(source, recipe.folder):
+        if not path.exists():
+            raise absent(path)
+
+
+def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
+    """The evaluation text of a recipe, packed. Raises LinearizeError as `check_text`."""
+    check_text(recipe)
+    data = recipe.data
+    source = to_source(data.eval, data.pack.text_key, recipe.folder)
+    return build_blocks(source, tokenizer, data.pack.seq_len, cache, sft=False, max_tokens=recipe.eval.max_tokens)
+
+
+def measure(
+    student: Any, teacher: Any, tokenizer: Any, blocks: Blocks, max_tokens: int, request: Request
+) -> dict[str, Any]:
+    """`compare` for models at hand, which are on one device."""
+    with evaluating(student), evaluating(teacher):
+        result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens)
+        text = [token for i in range(sample_count(blocks, max_tokens)) for token in blocks[i]["input_ids"].tolist()]
+        for task in TASKS:
+            result[task] = []
+            for length in request.lengths:
+                rows = rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
+                size = max(1, request.batch_tokens // length)
+                scores = {"student": score(student, rows, size), "teacher": score(teacher, rows, size)}
+                result[task].append({"length": length, "entries": rows[0].entries, **scores})
+        result["state"] = [
+            {"length": length, "student": state_bytes(student, length), "teacher": state_bytes(teacher, length)}
+            for length in request.lengths
+        ]
+    return result
+
+
+@torch.no_grad()
+def predictions(student: Any, teacher: Any, blocks: Blocks, max_tokens: int, batch_tokens: int) -> dict[str, Any]:
+    """Perplexities, KL(teacher, student) in nats a token, and how often both find the same token the likeliest.
+
+    Over the next-token targets of the first `max_tokens` tokens; documents in a block are kept apart.
+    """
+    sums, count = torch.zeros(4, dtype=torch.float64), 0
+    number, size = sample_count(blocks, max_tokens), max(1, batch_tokens // blocks.seq_len)
+    for start in range(0, number, size):
+        batch = collate([blocks[i] for i in range(start, min(start + size, number))], student.device)
+        wanted = targets(batch)
+        asked = wanted != IGNORED
+        ours, theirs = forward(student, batch), forward(teacher, batch)
+        losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (ours, theirs)]
+        kl = logit_kl(ours, theirs, asked, num_tokens=1.0)
+        same = ((ours.argmax(-1) == theirs.argmax(-1)) & asked).sum()
+        sums += torch.stack([*losses, kl, same]).double().cpu()
+        count += int(asked.sum())
+    student_loss, teacher_loss, kl, same = (sums / max(count, 1)).tolist()
+    return {
+        "tokens": count,
+        "student_ppl": math.exp(min(student_loss, 700.0)),
+        "teacher_ppl": math.exp(min(teacher_loss, 700.0)),
+        "ppl_ratio": math.exp(min(student_loss - teacher_loss, 700.0)),
+        "kl": kl,
+        "top1_agreement": same,
+    }
+
+
+@torch.no_grad()
+def state_bytes(model: Any, tokens: int) -> int:
+    """Bytes that a cache holds for one sequence of so many tokens, in layers of every kind."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    layers = model(input_ids=ids, use_cache=True).past_key_values.layers
+    return sum(held_bytes(vars(layer)) for layer in layers)

@@ -1,0 +1,91 @@
+"""Held-out perplexity and accuracy, and how close each mixer comes to the softmax that it replaced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from linearize_kernels.hf.seam import evaluating
+
+from ..data.batches import Batch, Samples, blank, collate, forward, real_tokens, targets
+from ..train.losses import IGNORED, cross_entropy
+from ..train.stages import Listener, listen
+from ..train.student import Student
+
+
+def batches(samples: Samples, size: int, max_tokens: int, accelerator: Accelerator) -> Iterator[Batch]:
+    """This process's share of the first samples, in order, `size` at a time, up to max_tokens tokens over all.
+
+    Every process gets as many batches, for shards are gathered together: what is missing is a sample without tokens.
+    """
+    count = sample_count(samples, max_tokens)
+    for start in range(0, count, size * accelerator.num_processes):
+        own = start + size * accelerator.process_index
+        items = [samples[i] for i in range(own, min(own + size, count))] or [blank(samples[0])]
+        yield collate(items, accelerator.device)
+
+
+def sample_count(samples: Samples, max_tokens: int) -> int:
+    """How many samples an evaluation of at most `max_tokens` tokens reads, at least one."""
+    return max(1, min(len(samples), max_tokens // samples.seq_len))
+
+
+class Score(NamedTuple):
+    """exp of the mean loss in nats, at most 1e304, and the share of targets that the model puts first."""
+
+    ppl: float
+    accuracy: float
+
+
+@torch.no_grad()
+def score(model: Any, data: Iterator[Batch], accelerator: Accelerator) -> Score | None:
+    """Of a model with a head, over every target of every process; None where there is none."""
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+    with evaluating(model):
+        for batch in data:
+            wanted = targets(batch)
+            with accelerator.autocast():
+                logits = forward(model, batch)
+                loss = cross_entropy(logits, wanted)
+            count, hits = (wanted != IGNORED).sum(), (logits.argmax(-1) == wanted).sum()
+            sums += torch.stack([loss.double() * count, hits.double(), count.double()])
+    loss_sum, hits_sum, total = accelerator.reduce(sums, "sum").tolist()
+    return Score(math.exp(min(loss_sum / total, 700.0)), hits_sum / total) if total else None
+
+
+class Fidelity(Listener):
+    """Sums squared errors, powers and cosines of each attention module's output, student against teacher."""
+
+    own_call = True
+
+    def __init__(self, student: Student) -> None:
+        super().__init__(student)
+        self.sums: dict[int, Tensor] = {}
+        self.real: Tensor | None = None
+
+    @torch.no_grad()
+    def compare(self, mixer: Any, y: Tensor, target: Tensor) -> None:
+        kept = torch.ones(y.shape[:-1], dtype=torch.bool, device=y.device) if self.real is None else self.real
+        ours, theirs = y[kept].float(), target[kept].float()
+        cosine = torch.cosine_similarity(ours, theirs, dim=-1).sum()
+        sums = torch.stack([(ours - theirs).square().sum(), theirs.square().sum(), cosine, kept.sum()])
+        self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + sums
+
+
+def layer_fidelity(student: Student, data: Iterator[Batch], accelerator: Accelerator) -> list[dict[str, float]]:
+    """Per layer, on the teacher's hidden states: relative squared error and mean cosine of the module's output."""
+    listener = Fidelity(student)
+    for batch in data:
+        listener.real = real_tokens(batch)
+        with accelerator.autocast():
+            listen(student, listener, batch)
+    rows = []
+    for layer, sums in sorted(listener.sums.items()):
+        error, power, cosine, count = accelerator.reduce(sums, "sum").tolist()
+        rows.append({"layer": layer, "relative_mse": error / power, "cosine": cosine / count})
+    return rows

@@ -1,0 +1,211 @@
+"""Continue a text with a linearized model, with its softmax, or with any other causal model, for comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoTokenizer, CompileConfig, TextStreamer
+
+from ..checkpoint.provenance import saved_again
+from ..checkpoint.source import Source, open_source, read_header
+from ..checkpoint.write import MANIFEST, meta_pickle
+from ..convert import load_config
+from ..errors import Exit, LinearizeError, did_you_mean, os_error, reason_of
+from ..probe.meta_run import quiet
+from ..train.save import load_converted, load_whole
+from ..verify.child.inputs import most_tokens, writes_text
+
+DTYPE_NAMES = ("keep", "float32", "bfloat16", "float16")
+LOWEST = 1e-6  # temperature; below, logits divided by it leave float32
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to write; with `teacher` its mixers rest and softmax runs."""
+
+    model: Any
+    tokenizer: Any
+    teacher: bool
+
+
+class Sampling(NamedTuple):
+    """How tokens are chosen: greedily at temperature 0."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
+class Stream(TextStreamer):
+    """Hands text over as soon as no later token can change it, and keeps the tokens."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write, self.text, self.tokens = write, "", list[int]()
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.tokens += value.flatten().tolist()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        self.write(text)
+
+
+@contextlib.contextmanager
+def device_memory() -> Iterator[None]:
+    """Within: running out of memory, of the machine or of a device, becomes advice (exit 4)."""
+    try:
+        yield
+    except Exception as error:
+        refused = os_error(error)
+        if refused is None or refused.errno != errno.ENOMEM:
+            raise
+        raise LinearizeError(f"{refused.strerror}. Try --dtype bfloat16, or --device cpu", Exit.RESOURCE) from error
+
+
+def check_request(prompt: str, sampling: Sampling) -> None:
+    """Raise LinearizeError (exit 2) for a prompt or a temperature that no model can take, and a top_p of no effect."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise LinearizeError(f"the prompt is not valid UTF-8 at character {error.start + 1}; give text") from error
+    if sampling.temperature != 0 and not LOWEST <= sampling.temperature < math.inf:
+        raise LinearizeError(
+            f"--temperature {sampling.temperature:g}: give 0 for the likeliest token, or >= {LOWEST:g}"
+        )
+    if sampling.temperature == 0 and sampling.top_p != 1:
+        said = f"--top-p {sampling.top_p:g} is for sampling, and --temperature 0 takes the likeliest token"
+        raise LinearizeError(f"{said}. Add --temperature 1, or leave out --top-p")
+
+
+@device_memory()
+def load(
+    model: str, revision: str | None, *, device: str, dtype: str, teacher: bool, trust_remote_code: bool
+) -> Loaded:
+    """The model of a folder or of the Hub, and its tokenizer, on a device.
+
+    A linearized folder's code runs when it is what this version writes. Raises LinearizeError: 2 for an option, 3 for
+    what cannot be loaded or needs trust, 4 for a device that is not there, 5 for the Hub.
+    """
+    where, kind = _device(device), _dtype(dtype)
+    source = open_source(model, revision)
+    linearized = (source.folder / MANIFEST).exists() or saved_again(source.folder) is not None
+    if teacher and not linearized:
+        raise LinearizeError(f"--teacher: {model} is not linearized, softmax is all it has. Leave it out")
+    if linearized:
+        loaded = load_converted(source.folder, kind, trust_remote_code)
+    else:
+        load_config(source, trust_remote_code)  # refuses code of its own without trust
+        loaded = _load_native(source, kind, trust_remote_code)
+    if not writes_text(loaded):
+        said = f"{model} is a {type(loaded).__name__}, which writes no text. Load it in Python, see its README.md"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
+    return Loaded(loaded.to(where).eval(), load_tokenizer(source.folder, linearized or trust_remote_code), teacher)
+
+
+def _device(name: str) -> str:
+    choices = ("auto", "cpu", "cuda")
+    if name not in choices:
+        raise LinearizeError(f"--device {name}: choose {', '.join(choices)}.{did_you_mean(name, choices)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        said = "--device cuda: torch sees no CUDA device. Choose cpu; linearize doctor shows torch"
+        raise LinearizeError(said, Exit.RESOURCE)
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(name: str) -> Any:
+    if name not in DTYPE_NAMES:
+        raise LinearizeError(f"--dtype {name}: choose {', '.join(DTYPE_NAMES)}.{did_you_mean(name, DTYPE_NAMES)}")
+    return "auto" if name == "keep" else getattr(torch, name)
+
+
+def _load_native(source: Source, dtype: Any, trust_remote_code: bool) -> Any:
+    for shard in source.shards:
+        meta_pickle(shard) if source.pickled else read_header(shard)  # raise for a damaged one
+    folder = source.folder
+    try:
+        return load_whole(folder, dtype, trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise LinearizeError(f"cannot load {folder} as a causal language model: {error}", Exit.INCOMPATIBLE) from error
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer of a model folder. Raises LinearizeError (exit 3) when there is none, or only by untrusted code."""
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        if not trust_remote_code and "trust_remote_code=True" in str(error):
+            said = f"the tokenizer of {folder} has code of its own. Read it, then pass --trust-remote-code"
+            raise LinearizeError(f"{said} (in a recipe, model.trust_remote_code: true)", Exit.INCOMPATIBLE) from error
+        raise LinearizeError(
+            f"no tokenizer can be loaded from {folder}: {reason_of(error)}. Copy the source's tokenizer files there",
+            Exit.INCOMPATIBLE,
+        ) from error
+
+
+def check_compiles(model: Any) -> None:
+    """Raise LinearizeError (exit 3) unless generate() can compile this model's decode step; None: a softmax model."""
+    if not hasattr(model, "replays") or not model.replays():
+        raise LinearizeError(
+            "--compile: a decode step can be compiled on a GPU, of a model whose layers are all linear. Leave it out",
+            Exit.INCOMPATIBLE,
+        )
+
+
+def check_fits(model: Any, prompt: int, new: int) -> None:
+    """Raise LinearizeError (exit 2) where `prompt` and `new` tokens are more than a model takes."""
+    most = most_tokens(model)
+    if most is not None and prompt + new > most + 1:  # the last token is not read again
+        said = f"{type(model).__name__} takes at most {most} tokens, and the prompt has {prompt}"
+        instead = f"Give --max-new-tokens {most + 1 - prompt}, or less" if prompt <= most else "Shorten it"
+        raise LinearizeError(f"--max-new-tokens {new}: {said}. {instead}")
+
+
+@device_memory()
+def generate(
+    loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[str], None], compiled: bool = False
+) -> dict[str, Any]:
+    """Continue `prompt`; `write` gets pieces of text as they become known. Returns what `--json` prints.
+
+    `tokens_per_s` counts new tokens over the whole time, the prompt's pass included; with `compiled` torch.compile
+    makes the decode step. Raises LinearizeError: 2 for a prompt without a token and more tokens than the model takes, 3
+    where no step can be compiled.
+    """
+    model, tokenizer = loaded.model, loaded.tokenizer
+    if compiled:
+        check_compiles(None if loaded.teacher else model)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise LinearizeError("the prompt has no token; give some text")
+    check_fits(model, inputs["input_ids"].shape[1], sampling.max_new_tokens)
+    inputs["input_ids"] = inputs["input_ids"].long()
+    stream = Stream(tokenizer, write)
+    # A model's own settings may have beams, which cannot be streamed, and a top_k, which would cut what top_p leaves.
+    sampled = sampling.temperature > 0
+    style: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1}
+    if sampled:
+        style |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    if compiled:
+        style["compile_config"] = CompileConfig()
+    torch.manual_seed(sampling.seed)
+    began = time.monotonic()
+    with quiet(), loaded.model.teacher() if loaded.teacher else contextlib.nullcontext():
+        model.generate(**inputs, max_new_tokens=sampling.max_new_tokens, do_sample=sampled, streamer=stream, **style)
+    seconds = time.monotonic() - began
+    return {
+        "text": stream.text,
+        "tokens": stream.tokens,
+        "tokens_per_s": len(stream.tokens) / seconds,
+        "prompt_tokens": inputs["input_ids"].shape[1],
+        "softmax": loaded.teacher or not hasattr(model, "teacher"),
+    }

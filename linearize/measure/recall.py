@@ -1,0 +1,142 @@
+"""Tasks that ask a language model for what stood in its context, written as Python, with nothing to train.
+
+recall   a list of pairs of random words, then some of the pairs again, in another order; second words are asked for
+needle   one such pair among ordinary text, asked for at the end
+
+A value counts as recalled when every one of its tokens is the likeliest after those before it, which is what greedy
+decoding would write. Entries are put together from tokens, so that a word is cut the same way wherever it stands.
+Of fourteen ways to write a pair this is the one that a small model of Python recalls best.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import LinearizeError
+
+QUERIES = 8  # of a row of recall
+_CONSONANTS, _VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
+_MADE_UP = (len(_CONSONANTS) * len(_VOWELS)) ** 2
+
+Entry = tuple[list[int], list[int], list[int]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One text: its tokens, the places of the values asked for, how many entries it holds."""
+
+    ids: list[int]
+    asked: list[range]
+    entries: int
+
+
+class Writer:
+    """Words, entries and rows in the tokens of one tokenizer, all from one seed."""
+
+    def __init__(self, tokenizer: Any, seed: int) -> None:
+        self.tokenizer, self.random = tokenizer, random.Random(seed)
+        self.known: dict[str, list[int]] = {}
+        self.start = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+        found = (re.fullmatch("[\u0120\u2581]([a-z]{3,10})", token) for token in tokenizer.get_vocab())
+        self.words = sorted(word[1] for word in found if word)
+
+    def tokens(self, text: str) -> list[int]:
+        """Token ids of a stretch of text."""
+        if text not in self.known:
+            self.known[text] = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.known[text]
+
+    def names(self, count: int) -> list[str]:
+        """Different words: those that are one token with the space before them, then made up ones (`bodi`)."""
+        names = self.random.sample(self.words, min(count, len(self.words)))
+        made_up = self.random.sample(range(_MADE_UP), count - len(names))
+        return names + [_syllables(number) for number in made_up]
+
+    def entry(self, key: str, value: str) -> Entry:
+        """`    ( key, value),` and its line end: what comes before the value, the value, the rest."""
+        before = [token for part in ("    (", f" {key}", ",") for token in self.tokens(part)]
+        return before, self.tokens(f" {value}"), self.tokens("),\n")
+
+    def ask(self, ids: list[int], entry: Entry) -> range:
+        """Append an entry; the places of its value."""
+        before, value, after = entry
+        ids += before
+        place = range(len(ids), len(ids) + len(value))
+        ids += [*value, *after]
+        return place
+
+    def recall(self, length: int) -> Row:
+        """As many entries as fit into `length` tokens with the questions after them; keys differ, values may not."""
+        ids, turn = self.start + self.tokens("first = [\n"), self.tokens("]\nagain = [\n")
+        keys = self.names(min(_MADE_UP, length // 6))
+        entries = [self.entry(key, self.random.choice(keys)) for key in keys]
+        sizes = [sum(map(len, entry)) for entry in entries]
+        room = length - len(ids) - len(turn) - QUERIES * max(sizes, default=0)
+        kept = entries[: sum(total <= room for total in itertools.accumulate(sizes))]
+        if len(kept) < QUERIES:
+            raise LinearizeError(f"--lengths {length}: {QUERIES} entries and as many questions do not fit; give more")
+        ids += [token for entry in kept for part in entry for token in part] + turn
+        return Row(ids, [self.ask(ids, entry) for entry in self.random.sample(kept, QUERIES)], len(kept))
+
+    def needle(self, length: int, text: Sequence[int], depth: float) -> Row:
+        """An entry at `depth` (0 to 1) of ordinary text, asked for at the end; `length` tokens in all."""
+        key, value = self.names(2)
+        entry = self.entry(key, value)
+        needle = [*self.tokens("\n"), *(token for part in entry for token in part)]
+        room = length - len(self.start) - 2 * len(needle)
+        if room < 1:
+            raise LinearizeError(f"--lengths {length}: no text fits beside an entry; give more")
+        if len(text) < room:
+            raise LinearizeError(f"--lengths {length}: the text has {len(text)} tokens; raise eval.max_tokens")
+        first = self.random.randrange(len(text) - room + 1)
+        filler, cut = list(text[first : first + room]), round(depth * room)
+        ids = self.start + filler[:cut] + needle + filler[cut:] + self.tokens("\n")
+        return Row(ids, [self.ask(ids, entry)], 1)
+
+
+def _syllables(number: int) -> str:
+    """A word of two syllables for each number below _MADE_UP."""
+    letters = ""
+    for sounds in (_VOWELS, _CONSONANTS) * 2:
+        number, sound = divmod(number, len(sounds))
+        letters = sounds[sound] + letters
+    return letters
+
+
+def rows_of(task: str, writer: Writer, length: int, trials: int, text: Sequence[int]) -> list[Row]:
+    """`trials` rows of `recall` or `needle`; needles lie at depths spread evenly."""
+    if task == "recall":
+        return [writer.recall(length) for _ in range(trials)]
+    return [writer.needle(length, text, (trial + 0.5) / trials) for trial in range(trials)]
+
+
+@torch.no_grad()
+def score(model: Any, rows: Sequence[Row], size: int) -> dict[str, float]:
+    """Share of values recalled, and the mean loss of a value in nats, over all that is asked in `rows`.
+
+    `size` rows go through the model at a time, shorter ones filled up at the right, where no causal model looks.
+    """
+    right, loss, count = 0.0, 0.0, 0
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        longest = max(len(row.ids) for row in part)
+        ids = torch.tensor([row.ids + row.ids[:1] * (longest - len(row.ids)) for row in part], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits
+        places = [(number, place) for number, row in enumerate(part) for place in row.asked]
+        # One token each: its row, its place, and the number of the value that it belongs to.
+        tokens = [(number, t, value) for value, (number, place) in enumerate(places) for t in place]
+        row, place, value = torch.tensor(tokens, device=model.device).T
+        found, wanted = logits[row, place - 1].float(), ids[row, place]
+        missed = torch.zeros(len(places), device=model.device)
+        missed.index_add_(0, value, (found.argmax(-1) != wanted).float())
+        sums = torch.stack([(missed == 0).sum(), F.cross_entropy(found, wanted, reduction="sum")]).tolist()
+        right, loss, count = right + sums[0], loss + sums[1], count + len(places)
+    return {"accuracy": right / count, "loss": loss / count}

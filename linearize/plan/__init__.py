@@ -1,0 +1,1 @@
+"""Plans: what becomes what, decided before anything is written."""

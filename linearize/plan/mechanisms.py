@@ -1,0 +1,208 @@
+"""Mechanisms by name: the kernels folder is the registry, the mixer's signature describes its options."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from ..checkpoint.flatten import flat_files, kernel_files, kernels_folder
+from ..errors import LinearizeError, did_you_mean
+
+
+def mechanism_names() -> list[str]:
+    """Mechanisms: folders of the kernels folder whose file of the same name defines a mixer; none is imported."""
+    defines_mixer = re.compile(r"^class \w+\(Mixer\):", re.MULTILINE)
+    files = [path for path in kernels_folder().glob("*/*.py") if path.stem == path.parent.name]
+    return sorted(path.stem for path in files if defines_mixer.search(path.read_text("utf-8")))
+
+
+def check_name(name: str) -> None:
+    """Raise LinearizeError (exit 2) for an unknown mechanism; imports none."""
+    known = mechanism_names()
+    if name not in known:
+        raise LinearizeError(f"unknown mechanism {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
+
+
+@functools.cache
+def load_mechanism(name: str) -> Any:
+    """The Mixer subclass of mechanism `name`. Raises LinearizeError (exit 2) for an unknown name."""
+    check_name(name)
+    from linearize_kernels.mixer import own_mixer
+
+    return own_mixer(importlib.import_module(f"linearize_kernels.{name}.{name}"))
+
+
+def resolve_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All options of mechanism `name`: its defaults, or as published with `faithful`, overridden by `given`.
+
+    Values may be strings, as from `--set slots=64`. Raises LinearizeError (exit 2) naming the option and its range.
+    """
+    from linearize_kernels.mixer import option_types, published_options
+
+    mixer, base = load_mechanism(name), None
+    kinds, given = option_types(mixer), dict(given)
+    if mixer.bases and "base" in given:
+        base = _parse("base", given["base"], *kinds["base"][:2])
+        kinds = option_types(mixer, base)
+    options = {option: default for option, (_, _, default) in kinds.items()}
+    if _parse("faithful", given.pop("faithful", False), bool, None):
+        options |= published_options(mixer, base)
+    for option, value in given.items():
+        if option not in kinds:
+            raise LinearizeError(_unknown(option, name, mixer, [*kinds, "faithful"], base))
+        kind, bounds, _ = kinds[option]
+        options[option] = _parse(option, value, kind, bounds)
+    return options
+
+
+def _unknown(option: str, name: str, mixer: Any, known: list[str], base: str | None) -> str:
+    """That a mechanism, over its base, has no such option, and which base has it."""
+    from linearize_kernels.mixer import option_types
+
+    owners = [f"base={other}" for other in mixer.bases if option in option_types(mixer, other)]
+    over = f" over {base or option_types(mixer)['base'][2]}" if mixer.bases else ""
+    hint = f" It belongs to {' and '.join(owners)}." if owners else did_you_mean(option, known)
+    return f"{option}: {name}{over} has no such option.{hint} Known: {', '.join(known)}"
+
+
+def _parse(option: str, value: Any, kind: Any, bounds: Any) -> Any:
+    """`value` as `kind`, within `bounds`."""
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            hint = did_you_mean(str(value), choices)
+            raise LinearizeError(f"{option}={value}: must be one of {', '.join(choices)}.{hint}")
+        return value
+    if kind is bool:
+        words = {"true": True, "false": False}
+        if str(value).lower() not in words:
+            raise LinearizeError(f"{option}={value}: must be true or false")
+        return words[str(value).lower()]
+    try:
+        number = kind(value)
+        exact = not isinstance(value, float) or number == value
+    except (TypeError, ValueError):
+        exact = False
+    if not exact or isinstance(value, bool):
+        raise LinearizeError(f"{option}={value}: must be {'a whole number' if kind is int else 'a number'}")
+    if not bounds.low <= number <= bounds.high:
+        raise LinearizeError(f"{option}={value}: must be {_range(bounds)}")
+    return number
+
+
+def _range(bounds: Any) -> str:
+    return f">= {bounds.low:g} and <= {bounds.high:g}"
+
+
+def parse_settings(settings: list[str]) -> dict[str, str]:
+    """`["slots=64"]` -> `{"slots": "64"}`. Raises LinearizeError (exit 2) for a setting without `=` or given twice."""
+    parsed: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise LinearizeError(f"--set {setting}: expected key=value, for example --set slots=64")
+        if key in parsed:
+            raise LinearizeError(f"--set {key}: given twice")
+        parsed[key] = value
+    return parsed
+
+
+def build_mixer(name: str, site: Any, options: dict[str, Any]) -> Any:
+    """A mixer for one site; options that do not fit together become a LinearizeError (exit 2)."""
+    try:
+        return load_mechanism(name)(site, **options)
+    except ValueError as error:
+        raise LinearizeError(f"{name} at layer {site.layer}: {error}") from error
+
+
+# ---------------------------------------------------------------- what there is to know about one
+
+# The attention of Llama 3.2 1B, for numbers.
+EXAMPLE: dict[str, Any] = {
+    "layer": 0, "path": "model.layers.0.self_attn", "kind": "LlamaAttention", "hidden": 2048, "heads": 32,
+    "kv_heads": 8, "key_dim": 64, "value_dim": 64, "scale": 0.125,
+}  # fmt: skip
+EXAMPLE_NAME = "a layer of Llama 3.2 1B"
+EXAMPLE_TOKENS = 4096
+
+
+def summary(name: str) -> dict[str, Any]:
+    """What a mechanism is in a line, read from its file; importing torch to print a table would take seconds.
+
+    Raises LinearizeError (exit 2) for an unknown name.
+    """
+    check_name(name)
+    said = _plain_values("mixer", "nn.Module") | _plain_values(name, "Mixer")
+    code = "".join(flat_files([name]).values())
+    return {
+        "name": name,
+        **{key: said[key] for key in ("title", "paper", "causal", "bidirectional")},
+        "backends": ["torch", *(["triton"] if re.search(r"^ +import triton", code, re.MULTILINE) else [])],
+    }
+
+
+def _plain_values(file: str, base: str) -> dict[str, Any]:
+    """Strings, numbers and switches that the class derived from `base` in a kernel file sets, by name."""
+    body = ast.parse(kernel_files()[file].read_text("utf-8")).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef)]
+    own = next(node for node in classes if [ast.unparse(parent) for parent in node.bases] == [base])
+    lines = [line for line in own.body if isinstance(line, ast.Assign | ast.AnnAssign)]
+    targets = [line.target if isinstance(line, ast.AnnAssign) else line.targets[0] for line in lines]
+    return {
+        ast.unparse(target): line.value.value
+        for target, line in zip(targets, lines, strict=True)
+        if isinstance(line.value, ast.Constant)
+    }
+
+
+def describe(name: str) -> dict[str, Any]:
+    """All there is to know about a mechanism without running it, from its own file; JSON.
+
+    Raises LinearizeError (exit 2) for an unknown name.
+    """
+    import torch
+
+    from linearize_kernels.mixer import Mixer, Site, option_types
+
+    mixer = load_mechanism(name)
+    described = [mixer, Mixer] if option_types(Mixer).keys() <= option_types(mixer).keys() else [mixer]
+    site = Site(**EXAMPLE, causal=mixer.causal)
+    with torch.device("meta"):
+        built = build_mixer(name, site, resolve_options(name, {}))
+    return {
+        **summary(name),
+        "about": inspect.getdoc(mixer),
+        "options": list(_options(mixer)),
+        "options_about": "\n\n".join(inspect.getdoc(one.__init__) or "" for one in described),
+        "state_formula": mixer.state_formula,
+        "example": {
+            "site": EXAMPLE_NAME,
+            "new_parameters": sum(p.numel() for p in built.parameters()),
+            "state_bytes": built.state_bytes(EXAMPLE_TOKENS),
+            "cache_bytes": 2 * EXAMPLE_TOKENS * site.kv_heads * (site.key_dim + site.value_dim),
+            "tokens": EXAMPLE_TOKENS,
+        },
+    }
+
+
+def _options(mixer: Any) -> Iterator[dict[str, Any]]:
+    """An option: its type, default, published value where that differs, and its range or choices."""
+    from linearize_kernels.mixer import option_types, published_options
+
+    published = published_options(mixer)
+    for option, (kind, bounds, default) in option_types(mixer).items():
+        choices = typing.get_args(kind)
+        yield {
+            "name": option,
+            "type": "choice" if choices else kind.__name__,
+            "default": default,
+            "published": published.get(option, default),
+            **({"choices": list(choices)} if choices else {}),
+            **({"low": bounds.low, "high": bounds.high} if bounds else {}),
+        }

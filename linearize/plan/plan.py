@@ -1,0 +1,271 @@
+"""The plan: what becomes what, as a value that can be printed, stored and compared before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from linearize_kernels.mixer import Site
+
+from ..errors import Exit, LinearizeError
+from ..probe.probe import Found, Other
+from ..terminal.output import ranges
+from .dropped_features import losses
+from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
+
+LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
+DIFFUSERS = "diffusers"  # the model type of plans for pipelines of diffusers
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One attention module becomes linear."""
+
+    site: Site
+    mechanism: str
+    options: dict[str, Any]
+    new_parameters: int
+    state_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax; `others` says
+    of other modules that mix tokens why they stay as they are. `reads_masks`, `held`: see `probe.Found`.
+
+    `dtype` is that of the result; source weights are rewritten in it when `cast`, rewritten as safetensors when
+    `pickled`, and else linked or copied byte for byte. `needed_bytes` is what is written anew.
+    """
+
+    source: str
+    revision: str | None
+    architecture: str
+    model_type: str
+    dtype: str
+    cast: bool
+    pickled: bool
+    steps: tuple[Step, ...]
+    kept: tuple[Site, ...]
+    source_bytes: int
+    needed_bytes: int
+    # Fields that were added since the first plans have defaults, for folders of before.
+    others: tuple[str, ...] = ()
+    reads_masks: bool = False
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def new_parameters(self) -> int:
+        return sum(step.new_parameters for step in self.steps)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the conversion drops, by name and layers."""
+        found = losses(step.site for step in self.steps)
+        dropped = [step.site.layer for step in self.steps if step.site.sr == "drop"]
+        lines = [f"{loss.name}: {loss.what} (layers {ranges(layers)})" for loss, layers in found.items()]
+        reduction = "reduction: the source attends to fewer keys than queries, the linear layer to a key for each"
+        return lines + ([f"{reduction} (layers {ranges(dropped)})"] if dropped else [])
+
+    def spec(self) -> dict[str, Any]:
+        """What the saved config carries, enough to rebuild the mixers without probing."""
+        layers = [
+            {"site": dataclasses.asdict(s.site), "mechanism": s.mechanism, "options": s.options} for s in self.steps
+        ]
+        # Then nothing needs a T x T mask, and none is made.
+        alone = not (self.kept or self.others or self.reads_masks)
+        return {"format": 1, "all_linear": alone, "layers": layers}
+
+    def cache_bytes(self, tokens: int) -> dict[str, int]:
+        """Decode memory per sequence after `tokens` tokens: of the source, and of the converted model."""
+        item = item_bytes(self.dtype)
+
+        def kv(site: Site) -> int:
+            row = site.kv_heads * (site.key_dim + site.value_dim) * item * site.causal
+            return min(tokens, self.held.get(site.path, tokens)) * row
+
+        kept = sum(kv(site) for site in self.kept)
+        return {
+            "source": kept + sum(kv(step.site) for step in self.steps),
+            "converted": kept + sum(step.state_bytes for step in self.steps),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything above as plain JSON values."""
+        return {
+            **dataclasses.asdict(self),
+            "new_parameters": self.new_parameters,
+            "notes": self.notes,
+            "decode_bytes": {str(tokens): self.cache_bytes(tokens) for tokens in (4096, 131072)},
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """The inverse of `to_json`; what a plan of an earlier version does not say has its default."""
+        fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
+        fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
+        fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
+        fields["others"] = tuple(data.get("others", ()))
+        return cls(**fields)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one number of a floating dtype."""
+    return torch.finfo(getattr(torch, dtype)).bits // 8
+
+
+def choose_layers(
+    found: Found, layers: str, keep_softmax: str, model: str = "the model"
+) -> tuple[list[Site], list[Site]]:
+    """Split sites of `model` into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave.
+
+    Raises LinearizeError: 2 for a malformed selection or a layer that is not there, 3 for one that cannot be linear.
+    """
+    known = [site.layer for site in found.sites]
+    if layers == "all":
+        chosen = set(known)
+    elif layers.startswith("every:"):
+        step = _number(layers.removeprefix("every:"), "--layers " + layers, LAYERS)
+        if step < 1:
+            raise LinearizeError(f"--layers {layers}: every:N needs N >= 1")
+        chosen = set(known[::step])
+    else:
+        chosen = _layer_set(layers, "--layers", found, model)
+    chosen -= _layer_set(keep_softmax, "--keep-softmax", found, model)
+    if not chosen:
+        raise LinearizeError(f"--layers {layers} with --keep-softmax {keep_softmax} leaves no layer to convert")
+    return [s for s in found.sites if s.layer in chosen], [s for s in found.sites if s.layer not in chosen]
+
+
+def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
+    chosen: set[int] = set()
+    known = [site.layer for site in found.sites]
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        low, dash, high = part.partition("-")
+        form = LAYERS if flag == "--layers" else "0-3,7"
+        first = _number(low, f"{flag} {text}", form)
+        last = _number(high, f"{flag} {text}", form) if dash else first
+        if last < first:
+            raise LinearizeError(f"{flag} {text}: {part} runs backwards")
+        chosen |= set(range(first, min(last, max(known) + 1) + 1))  # one beyond stands for all that are
+        chosen.add(last)
+    missing = sorted(chosen - set(known))
+    for other in found.others:
+        if other.layer in missing:
+            raise LinearizeError(f"{flag} {text}: {other}. Choose among layers {ranges(known)}", Exit.INCOMPATIBLE)
+    if missing and known == list(range(len(known))):
+        raise LinearizeError(f"{flag} {text} but {model} has {len(known)} layers ({ranges(known)})")
+    if missing:
+        raise LinearizeError(
+            f"{flag} {text}: no softmax attention at layer {ranges(missing)}; {model} has it at {ranges(known)}"
+        )
+    return chosen
+
+
+def _number(text: str, where: str, form: str) -> int:
+    if not text.strip().isdecimal() or len(text) > 9:
+        raise LinearizeError(f"{where}: {text!r} is no layer number. Write {form}")
+    return int(text)
+
+
+def grouped(others: tuple[Other, ...]) -> tuple[str, ...]:
+    """A line for each class of module that stays as it is: where it is, and why."""
+    groups: dict[tuple[str, str], list[Other]] = {}
+    for other in others:
+        groups.setdefault((other.kind, other.reason), []).append(other)
+    lines = []
+    for (kind, reason), members in groups.items():
+        layers = sorted({other.layer for other in members if other.layer is not None})
+        where = f"in layers {ranges(layers)}" if layers else some([other.path for other in members])
+        lines.append(f"{kind} {where}: {reason}")
+    return tuple(lines)
+
+
+def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
+    """Raise LinearizeError (exit 3) where mixers without rotary embedding were asked for and would get it."""
+    wrong = [s.site for s in steps if s.site.path in found.fixed_rotation and s.options.get("rope") is False]
+    if wrong:
+        raise LinearizeError(
+            f"rope=false: {wrong[0].kind} at layers {ranges([site.layer for site in wrong])} is not given its rotation "
+            "by an argument position_embeddings, so it cannot be taken away. Leave out rope=false",
+            Exit.INCOMPATIBLE,
+        )
+
+
+def check_idle(found: Found, steps: tuple[Step, ...], given: dict[str, Any]) -> None:
+    """Raise LinearizeError (exit 2) for an option that was given and has no effect at any site."""
+    for option, value in given.items():
+        reasons = [load_mechanism(s.mechanism).idle(s.site, s.site.path in found.flat).get(option) for s in steps]
+        if all(reasons):
+            raise LinearizeError(f"{option}={value} has no effect in this model: {reasons[0]}. Leave it out")
+
+
+def some(names: list[str]) -> str:
+    """The first three of `names`, and whether there are more."""
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
+def fitting(found: Found, mechanism: str, model: str) -> Found:
+    """`found`, in which what `mechanism` does not fit stays as it is: one tower of two, one stage of several.
+
+    Raises LinearizeError (exit 3) when it fits no site, naming the mechanisms that do.
+    """
+    reasons = [(site, misfit(site, mechanism)) for site in found.sites]
+    unfit = tuple(Other(site.layer, site.path, site.kind, reason) for site, reason in reasons if reason)
+    sites = tuple(site for site, reason in reasons if not reason)
+    if not sites:
+        others = [name for name in mechanism_names() if any(not misfit(site, name) for site in found.sites)]
+        instead = f"Choose {' or '.join(others)}" if others else "No mechanism fits"
+        site = unfit[0]
+        raise LinearizeError(f"--to {mechanism}: {model} has no place for it: {site.path} {site.reason}. {instead}",
+            Exit.INCOMPATIBLE)  # fmt: skip
+    return dataclasses.replace(found, sites=sites, others=(*found.others, *unfit))
+
+
+def misfit(site: Site, mechanism: str) -> str | None:
+    """Why a mechanism does not fit a site, after the name of the site; None where it does."""
+    mixer_class = load_mechanism(mechanism)
+    if not (mixer_class.causal if site.causal else mixer_class.bidirectional):
+        return f"is {'causal' if site.causal else 'bidirectional'}; {mechanism!r} is not"
+    obstacle = mixer_class.obstacle(site)
+    return obstacle and f"does not fit {mechanism!r}: {obstacle}"
+
+
+def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: int = 4) -> tuple[Step, ...]:
+    """A step per site of a model whose activations have `item` bytes.
+
+    `sr` among the options is for attention that reduces its keys: `keep` them so, or `drop` the reduction.
+
+    Raises LinearizeError: 2 for unknown names and bad options, 3 for an unfit mechanism.
+    """
+    given = dict(given)
+    sr = given.pop("sr", None)
+    if sr not in (None, "keep", "drop"):
+        raise LinearizeError(f"sr={sr}: must be keep or drop")
+    mixer_class, options = load_mechanism(mechanism), resolve_options(mechanism, given)
+    steps = []
+    for site in sites:
+        reason = misfit(site, mechanism)
+        if reason:
+            raise LinearizeError(f"{site.path} {reason}", Exit.INCOMPATIBLE)
+        if site.reduction:
+            site = dataclasses.replace(site, sr=reduced(sr, site, mechanism, mixer_class.square))
+        with torch.device("meta"):
+            mixer = build_mixer(mechanism, site, options)
+        new = sum(p.numel() for p in mixer.parameters())
+        steps.append(Step(site, mechanism, options, new, mixer.state_bytes(0, item) if site.causal else 0))
+    if sr is not None and sites and not any(site.reduction for site in sites):
+        raise LinearizeError(f"sr={sr}: no attention here computes fewer keys than queries. Leave it out")
+    return tuple(steps)
+
+
+def reduced(sr: str | None, site: Site, mechanism: str, square: bool) -> str:
+    """`keep` or `drop`: what becomes of a site's reduction of keys. `square`: the mechanism needs a key per query."""
+    if sr == "keep" and square:
+        raise LinearizeError(
+            f"sr=keep: {site.path} computes fewer keys than queries, and {mechanism!r} needs one for each. Leave sr "
+            "out (it is then drop), or choose la",
+            Exit.INCOMPATIBLE,
+        )
+    return sr or ("drop" if square else "keep")

@@ -1,0 +1,75 @@
+"""What is asked of a conversion, and the plan that follows from it, whatever kind of source holds the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ..checkpoint.source import DTYPES, Source
+from ..errors import LinearizeError
+from ..probe.probe import Found
+from .dropped_features import check_losses
+from .plan import Plan, check_idle, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """`layers` and `keep_softmax` are as `choose_layers` reads them, `options` the mechanism's; `allow_drop` consents,
+    by name, to what the linear layers will lack (drops.py); `dtype` is the result's, or `keep`.
+
+    Raises LinearizeError (exit 2) for what is wrong with every model: an unknown mechanism, option or dtype.
+    """
+
+    mechanism: str
+    layers: str = "all"
+    keep_softmax: str = ""
+    options: dict[str, Any] | None = None
+    allow_drop: Sequence[str] = ()
+    dtype: str = "keep"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("keep", *DTYPES.values()):
+            raise LinearizeError(f"--dtype {self.dtype}: choose keep, {', '.join(DTYPES.values())}")
+        make_steps([], self.mechanism, self.options or {})
+
+    def plan(
+        self,
+        source: Source,
+        found: Found,
+        *,
+        architecture: str,
+        model_type: str,
+        stored: str,
+        numbers: int,
+        pickled: bool,
+    ) -> Plan:
+        """Decide what becomes of the sites `found` in a source, whose `numbers` parameters are `stored` in that dtype.
+
+        Raises LinearizeError: 2 for a choice of layers or a consent that means nothing here, 3 for what does not fit.
+        """
+        found = fitting(found, self.mechanism, source.name)
+        chosen, kept = choose_layers(found, self.layers, self.keep_softmax, source.name)
+        check_losses(chosen, self.allow_drop)
+        target = stored if self.dtype == "keep" else self.dtype
+        steps = make_steps(chosen, self.mechanism, self.options or {}, item_bytes(target))
+        check_rotation(found, steps)
+        check_idle(found, steps, self.options or {})
+        new = sum(step.new_parameters for step in steps)
+        rewritten = numbers if pickled or target != stored else 0
+        return Plan(
+            source=source.name,
+            revision=source.revision,
+            architecture=architecture,
+            model_type=model_type,
+            dtype=target,
+            cast=target != stored,
+            pickled=pickled,
+            steps=steps,
+            kept=tuple(kept),
+            others=grouped(found.others),
+            reads_masks=found.reads_masks,
+            held=found.held,
+            source_bytes=source.bytes or numbers * item_bytes(stored),
+            needed_bytes=(new + rewritten) * item_bytes(target),
+        )

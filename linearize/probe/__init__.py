@@ -1,0 +1,1 @@
+"""Probing: which attention modules a model has, and what each computes."""

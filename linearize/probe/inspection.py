@@ -1,0 +1,71 @@
+"""What is in a model, as far as this tool cares: its attention modules, and which mechanisms fit them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from linearize_kernels.mixer import Site
+
+from ..checkpoint.source import open_source
+from ..convert import load_config, load_model_class
+from ..errors import LinearizeError
+from ..plan.mechanisms import load_mechanism, mechanism_names
+from ..plan.plan import make_steps
+from .probe import Found, probe
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Layers that a mechanism fits with its default options, and for the others the obstacle: (layer, why)."""
+
+    mechanism: str
+    title: str
+    layers: tuple[int, ...]
+    obstacles: tuple[tuple[int, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """A model's config, looked at."""
+
+    source: str
+    architecture: str
+    model_type: str
+    found: Found
+    fits: tuple[Fit, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "source": self.source,
+            "architecture": self.architecture,
+            "model_type": self.model_type,
+            **dataclasses.asdict(self.found),
+            "mechanisms": [dataclasses.asdict(fit) for fit in self.fits],
+        }
+
+
+def inspect_model(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Inspection:
+    """Look at a model's config; its weights are not read, nor downloaded.
+
+    Raises LinearizeError: 3 when no softmax attention is found or the config is unusable, 5 for the Hub.
+    """
+    source = open_source(model, revision, weights=False)
+    config = load_config(source, trust_remote_code)
+    head = load_model_class(source, config, trust_remote_code)
+    found = probe(config, head)
+    fits = tuple(_fit(name, found.sites) for name in mechanism_names())
+    return Inspection(source.name, head.__name__, config.model_type, found, fits)
+
+
+def _fit(mechanism: str, sites: tuple[Site, ...]) -> Fit:
+    """Whether a step of a plan can be made for each site: the same question that `convert` asks."""
+    layers, obstacles = [], []
+    for site in sites:
+        try:
+            make_steps([site], mechanism, {})
+            layers.append(site.layer)
+        except LinearizeError as error:
+            obstacles.append((site.layer, error.message))
+    return Fit(mechanism, load_mechanism(mechanism).title, tuple(layers), tuple(obstacles))

@@ -1,0 +1,240 @@
+"""Probe: which attention modules a model has, found by running it once on the meta device.
+
+A recording attention function is registered with transformers; one short forward then names every module that
+calls it, with the shapes that it calls it with. A model that calls it nowhere runs once more, to find softmax in its
+own code (unrouted.py). No weights are read and no architecture is known by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from linearize_kernels.hf.capture import OtherForm
+from linearize_kernels.mixer import Site
+
+from ..errors import Exit, LinearizeError, reason_of
+from .meta_run import PROBE, Run, interface_calls, own_softmax, quiet
+
+# Words in the class names of modules that mix tokens, and what is said of one that ran outside the interface.
+MIXING = ("Attention", "Attn", "Mixer", "Mamba", "SSM", "DeltaNet", "ShortConv", "Recurrent", "LSTM", "Retention")
+PLAIN_SLOTS = ("DynamicLayer", "DynamicSlidingWindowLayer")
+NOT_ROUTED = "no softmax(q k) v over its tokens was seen in it"
+# Names of numbers above 1, or switches, that make attention compute fewer keys than queries.
+REDUCTIONS = re.compile(r"(reduction_ratio|^sr_ratio|^linear_attention)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """A module that mixes tokens and keeps doing it its own way; `reason` says why it cannot become linear."""
+
+    layer: int | None
+    path: str
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is {self.kind}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What the probe saw: `sites` can become linear, `others` cannot.
+
+    `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away.
+    `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
+    `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone. `held` is how many tokens the
+    cache holds of sites that forget the others, by path.
+    """
+
+    sites: tuple[Site, ...]
+    others: tuple[Other, ...]
+    reads_masks: bool = False
+    fixed_rotation: tuple[str, ...] = ()
+    flat: tuple[str, ...] = ()
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The transformers class that `architectures` names, else the causal class of the model type, else its bare one.
+
+    Raises LinearizeError (exit 3) when transformers knows none.
+    """
+    for name in config.architectures or ():
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        mapping: Any = auto._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise LinearizeError(
+        f"model type {config.model_type!r} with architectures {config.architectures} has no model class in "
+        f"transformers {transformers.__version__}. Choose another checkpoint or upgrade transformers",
+        Exit.INCOMPATIBLE,
+    )
+
+
+def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
+    """The softmax attention modules of a model, in the order in which they run, and what else mixes tokens in it.
+
+    Raises LinearizeError (exit 3) when the model cannot be built or run on the meta device, or nothing in it fits.
+    """
+    run = _run(config, model_class)
+    calls = Counter(record["path"] for record in run.records)
+    others = _mixing_without_calls(run, calls)
+    if not run.records:
+        raise _nothing(run, others, config, model_class)
+    slots = _cache_slots(config)
+    free = {record["path"] for record in run.records if record.pop("rotation")}
+    flat = tuple(record["path"] for record in run.records if record.pop("flat"))
+    calls -= _shared(run.records)
+    sites: list[Site] = []
+    unfit: list[Other] = []
+    for number, record in enumerate(run.records):
+        site, reason = _site(number, record, calls, slots, config.is_encoder_decoder)
+        if not reason and all(other.path != site.path for other in sites):
+            sites.append(site)
+        elif reason and all(other.path != site.path for other in unfit):
+            unfit.append(Other(site.layer, site.path, site.kind, reason))
+    windows = {n: slot.sliding_window for n, slot in enumerate(slots) if getattr(slot, "sliding_window", None)}
+    held = {site.path: windows[site.layer] - 1 for site in sites if site.causal and site.layer in windows}
+    if len({site.layer for site in sites}) < len(sites):  # of two towers that count from 0
+        sites = [dataclasses.replace(site, layer=number) for number, site in enumerate(sites)]
+    if not sites:
+        raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
+    fixed = {site.path for site in sites} - free if _rotates(run, config) else set()
+    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat, held)
+
+
+def _run(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
+    """A run with the calls of attention; without records where there are none, or where softmax has another form.
+
+    Raises LinearizeError (exit 3) when the model cannot be built or run on the meta device.
+    """
+    run = interface_calls(config, model_class)
+    obstacle = run.error
+    if not run.records:
+        run = own_softmax(config, model_class)
+        # A KeyError of that name: the class looks its attention up in a table of its own.
+        if run.error is None or (isinstance(obstacle, KeyError) and obstacle.args == (PROBE,)):
+            obstacle = run.error
+        if isinstance(run.error, OtherForm):
+            obstacle = None
+    if obstacle:
+        raise LinearizeError(
+            f"{model_class.__name__} cannot be probed on the meta device: {type(obstacle).__name__}: {obstacle}",
+            Exit.INCOMPATIBLE,
+        ) from obstacle
+    return run
+
+
+def _nothing(run: Run, others: list[Other], config: Any, model_class: type[PreTrainedModel]) -> LinearizeError:
+    """What to say of a model without softmax attention."""
+    kinds = ", ".join(sorted({other.kind for other in others}))
+    own = "computes no softmax over keys of its own"
+    if isinstance(run.error, OtherForm):
+        own = f"what it computes itself has another form: {reason_of(run.error)}"
+    return LinearizeError(
+        f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
+        f"attention interface and {own}. Attention-like modules seen: " + (kinds or "none"),
+        Exit.INCOMPATIBLE,
+    )
+
+
+def _rotates(run: Run, config: PreTrainedConfig) -> bool:
+    """Whether a model has a rotary embedding: a module named so, or the settings of one."""
+    parts = run.model.modules() if run.model else ()
+    settings = vars(config.get_text_config(decoder=True))
+    keys = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
+    return any("Rotary" in type(part).__name__ for part in parts) or any(settings.get(key) for key in keys)
+
+
+def _cache_slots(config: PreTrainedConfig) -> list[Any]:
+    """The cache layers that generation will use, by layer; none where the config does not say."""
+    try:
+        with quiet():
+            return DynamicCache(config=config.get_text_config(decoder=True)).layers
+    except Exception:  # a config that no cache is made for
+        return []
+
+
+def _mixing_without_calls(run: Run, calls: Counter[str]) -> list[Other]:
+    """Innermost modules named like attention or recurrence that made no call, nor hold or serve one that did."""
+    found: list[Other] = []
+    for path, module in run.model.named_modules() if run.model else ():
+        inner = any(_mixes(part) for part in module.modules() if part is not module)
+        if not _mixes(module) or inner or any(_within(path, call) or _within(call, path) for call in calls):
+            continue
+        layer = getattr(module, "layer_idx", None)
+        reason = _unused(module) if path in run.ran else "does not run on text"
+        found.append(Other(layer if isinstance(layer, int) else None, path, type(module).__name__, reason))
+    return found
+
+
+def _unused(module: Any) -> str:
+    """Why a module that ran is no site."""
+    if getattr(module, "query_stride", 1) > 1:
+        return "pools its queries, so that fewer tokens come out than go in"
+    return "is torch's own, its softmax out of reach" if isinstance(module, nn.MultiheadAttention) else NOT_ROUTED
+
+
+def _within(inner: str, outer: str) -> bool:
+    return inner == outer or inner.startswith(outer + ".")
+
+
+def _mixes(module: nn.Module) -> bool:
+    kind = type(module).__name__
+    return any(word in kind for word in MIXING) and not kind.endswith(("Norm", "FeedForward", "MLP"))
+
+
+def _site(
+    number: int, record: dict[str, Any], calls: Counter[str], slots: list[Any], two_sided: bool
+) -> tuple[Site, str | None]:
+    """The site of a recorded call, and what keeps it from becoming linear (None: nothing).
+
+    `two_sided`: the model is an encoder and a decoder.
+    """
+    module, keys, queries, denies = (record.pop(name) for name in ("module", "keys", "queries", "denies"))
+    record["reduction"] = reduction_of(module)
+    obstacle = None
+    if keys != queries and not record["reduction"]:
+        obstacle = "takes keys from elsewhere"
+    elif record["hidden"] is None:
+        obstacle = "gets no hidden states"
+    elif calls[record["path"]] > 1:
+        obstacle = f"calls attention {calls[record['path']]} times in a forward pass, and one state cannot serve them"
+    elif two_sided and record["causal"]:
+        obstacle = "is in a decoder that reads an encoder"
+    elif denies:
+        obstacle = "is in a decoder, and says that it is not causal"
+    layer = getattr(module, "layer_idx", None)
+    layer = number if layer is None else int(layer)
+    slot = type(slots[layer]).__name__ if layer < len(slots) else ""
+    if obstacle is None and record["causal"] and slot not in ("", *PLAIN_SLOTS):
+        obstacle = f"shares its slot of the cache ({slot}) with what a state does not replace"
+    return Site(layer=layer, kind=type(module).__name__, **record), obstacle
+
+
+def _shared(records: list[dict[str, Any]]) -> Counter[str]:
+    """Calls of modules that serve several layers, all in the same way and to both sides: one mixer, which has no state
+    there, serves them too."""
+    seen = ("causal", "keys", "queries", "grid", "prefix", "suffix", "extras")
+    ways: dict[str, set[Any]] = {}
+    for record in records:
+        ways.setdefault(record["path"], set()).add(tuple(record[name] for name in seen))
+    alike = {path for path, found in ways.items() if len(found) == 1 and not next(iter(found))[0]}
+    return Counter(record["path"] for record in records if record["path"] in alike)
+
+
+def reduction_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the attributes by which attention makes fewer keys than queries out of its input."""
+    named = {name: value for name, value in vars(module).items() if REDUCTIONS.search(name)}
+    return tuple(sorted(name for name, value in named.items() if value is True or value > 1))

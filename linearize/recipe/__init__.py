@@ -1,0 +1,1 @@
+"""Recipes: YAML, checked and resolved."""

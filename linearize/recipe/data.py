@@ -1,0 +1,139 @@
+"""Where a recipe's text or images come from, and how text is packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, ValidationInfo, field_validator
+
+from ..errors import did_you_mean
+from .types import Count, Listed, Strict, Text, as_list
+from .yaml import shown
+
+
+def _data_file(name: str, info: ValidationInfo) -> str:
+    if not name.endswith((".txt", ".jsonl")):
+        if ((info.context or {}).get("folder", Path()) / Path(name).expanduser()).is_dir():
+            raise ValueError(f"{shown(name)} is a folder. Write its .txt and .jsonl files, each by its name")
+        raise ValueError(f"must be a .txt or .jsonl file, not {shown(name)}")
+    return name
+
+
+def _array_file(name: str) -> str:
+    if not name.endswith(".npz"):
+        raise ValueError(f"must be a .npz file, not {shown(name)}")
+    return name
+
+
+class FileSource(Strict):
+    files: Annotated[
+        Listed[Annotated[str, AfterValidator(_data_file)]],
+        BeforeValidator(as_list, json_schema_input_type=str | list[str]),
+    ]
+    """.txt or .jsonl; relative paths start at the recipe's folder."""
+
+
+class DatasetSource(Strict):
+    path: Text
+    """A Hugging Face dataset."""
+    name: Text | None = None
+    split: Text = "train"
+    streaming: bool = False
+    image_key: Text | None = None
+    """The column of images, for a vision model; text is found by data.pack.text_key."""
+    label_key: Text | None = None
+    """The column of their classes."""
+
+    @field_validator("image_key")
+    @classmethod
+    def _not_streamed(cls, key: str | None, info: ValidationInfo) -> str | None:
+        if key is not None and info.data.get("streaming"):
+            raise ValueError("images cannot be streamed; set streaming: false")
+        return key
+
+    @field_validator("label_key")
+    @classmethod
+    def _with_images(cls, key: str | None, info: ValidationInfo) -> str | None:
+        if key is not None and info.data.get("image_key") is None:
+            raise ValueError("goes with image_key")
+        return key
+
+
+class ImageSource(Strict):
+    images: Text
+    """A folder with one folder of images per class; relative paths start at the recipe's folder."""
+
+
+class ArraySource(Strict):
+    arrays: Annotated[str, AfterValidator(_array_file)]
+    """A .npz file: `images`, uint8 [N,height,width,3] or float pixel values [N,3,height,width], and `labels` [N]."""
+
+
+class DemoSource(Strict):
+    demo: Literal["train", "heldout", "packages"]
+    """The running Python's standard library, split, or the sources of the packages that linearize needs."""
+
+
+SOURCES: dict[str, type[Strict]] = {
+    "files": FileSource,
+    "path": DatasetSource,
+    "demo": DemoSource,
+    "images": ImageSource,
+    "arrays": ArraySource,
+}
+
+
+def holds_images(source: Any) -> bool:
+    """Whether a source is one of images."""
+    return isinstance(source, ImageSource | ArraySource) or getattr(source, "image_key", None) is not None
+
+
+def local_paths(source: Any, start: Path) -> tuple[Path, ...]:
+    """The files, or the one folder, that a source names; relative ones begin at `start`, ~ is the user's folder."""
+    names: tuple[str, ...] = getattr(source, "files", ())
+    names += tuple(getattr(source, key) for key in ("images", "arrays") if hasattr(source, key))
+    return tuple(start / Path(name).expanduser() for name in names)
+
+
+def _source_tag(value: Any) -> str | None:
+    """The one key that tells the sources apart, or the nearest, so that its typo is what gets reported."""
+    if not isinstance(value, dict):
+        return next((tag for tag, source in SOURCES.items() if isinstance(value, source)), None)
+    tags = [tag for tag in SOURCES if tag in value]
+    tags = tags or [tag for tag in SOURCES if any(did_you_mean(key, [tag]) for key in value)]
+    return tags[0] if len(tags) == 1 else None
+
+
+Source = Annotated[
+    Annotated[FileSource, Tag("files")]
+    | Annotated[DatasetSource, Tag("path")]
+    | Annotated[DemoSource, Tag("demo")]
+    | Annotated[ImageSource, Tag("images")]
+    | Annotated[ArraySource, Tag("arrays")],
+    Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}"),
+]
+
+
+class Pack(Strict):
+    seq_len: Count = 2048
+    text_key: Text = "text"
+
+
+class Data(Strict):
+    train: Source
+    eval: Source | None = None
+    pack: Pack = Pack()
+
+
+class StagePack(Strict):
+    seq_len: Count | None = None
+    text_key: Text | None = None
+
+
+class StageData(Strict):
+    """A stage's own data; null inherits the recipe's."""
+
+    train: Source | None = None
+    eval: Source | None = None
+    pack: StagePack = StagePack()

@@ -1,0 +1,83 @@
+"""The recipes that linearize ships, by name; the folder is the list."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import Exit, LinearizeError, did_you_mean
+
+
+class Preset(NamedTuple):
+    """A recipe of the package: its file, the first line of its header, and what its header says was measured."""
+
+    name: str
+    path: Path
+    about: str
+    measured: dict[str, str]
+
+
+def recipes_folder() -> Path:
+    """Where the recipes of the package lie."""
+    import linearize_recipes
+
+    return Path(next(iter(linearize_recipes.__path__)))
+
+
+def presets() -> list[Preset]:
+    """All of them, by name."""
+    return [_read(path) for path in sorted(recipes_folder().glob("*.yaml"))]
+
+
+def _read(path: Path) -> Preset:
+    header = re.match(r"(?:#.*\n)*", path.read_text("utf-8"))
+    lines = [line.removeprefix("#").strip() for line in header[0].splitlines()] if header else []
+    keys = (re.match(r"(command|hardware|duration|result)\s+(.*)", line) for line in lines)
+    return Preset(path.stem, path, lines[0] if lines else "", {found[1]: found[2] for found in keys if found})
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name. Raises LinearizeError (exit 2) with the nearest name."""
+    known = {found.name: found for found in presets()}
+    if name not in known:
+        raise LinearizeError(f"no preset {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
+    return known[name]
+
+
+def recipe_path(recipe: str | Path) -> Path:
+    """The file that a person means by a path or a preset's name; an existing file comes first.
+
+    A word without a folder or an ending that is neither raises LinearizeError (exit 2); what looks like a path is
+    returned as it is.
+    """
+    path = Path(recipe)
+    if path.exists() or path.suffix or path.name != str(recipe):
+        return path
+    known = {found.name: found.path for found in presets()}
+    if path.name in known:
+        return known[path.name]
+    files = [other.name for other in Path().glob("*.y*ml")]
+    raise LinearizeError(
+        f"no recipe file {str(recipe)!r}, and no preset of that name.{did_you_mean(path.name, [*known, *files])} "
+        f"Presets: {', '.join(known)}"
+    )
+
+
+def copy(name: str, to: Path, overwrite: bool = False) -> Path:
+    """Copy a preset to a file, or into a folder that exists; returns the file.
+
+    Raises LinearizeError: 2 for an unknown name or a file that exists without `overwrite`, 4 where nothing can be
+    written.
+    """
+    source = preset(name).path
+    target = to / source.name if to.is_dir() else to
+    if target.exists() and not overwrite:
+        raise LinearizeError(f"{target} exists; --overwrite replaces it, or choose another name")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise LinearizeError(f"cannot write {target}: {error.strerror}", Exit.RESOURCE) from None
+    return target

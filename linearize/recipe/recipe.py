@@ -1,0 +1,299 @@
+"""Recipe: YAML in, validated value out.
+
+`load_recipe` reads a file, applies `key.sub=value` overrides and reports all mistakes at once, each with its
+position. recipe_models.py says what a recipe may hold, recipe_yaml.py where in the file everything stands.
+Relative data files start at the recipe's folder (`Recipe.folder`); `model.base` and `output_dir` start at the
+working directory, as on the command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from ..errors import LinearizeError, did_you_mean, redact
+from ..plan.mechanisms import check_name
+from .data import SOURCES
+from .models import SFT, AttentionTransfer, FeatureCosine, LogitKL, Recipe, Stage
+from .presets import recipe_path, recipes_folder
+from .types import ParentError, Strict
+from .yaml import Document, Keys, dotted, shown
+
+__all__ = [
+    "SFT",
+    "AttentionTransfer",
+    "FeatureCosine",
+    "LogitKL",
+    "Recipe",
+    "Stage",
+    "diff_resolved",
+    "fixed",
+    "load_recipe",
+    "per_step",
+    "recipe_hash",
+    "recipe_schema",
+]
+
+# What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
+CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
+CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
+
+# What pydantic puts into an error's path to tell a union's members apart.
+_TAGGED: dict[str, type[Strict]] = {
+    "attention_transfer": AttentionTransfer,
+    "logit_kl": LogitKL,
+    "feature_cosine": FeatureCosine,
+    "sft": SFT,
+    **SOURCES,
+}
+
+# pydantic's error types, as the end of "must be ..."
+_DUE = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "tuple_type": "a list",
+    "greater_than": "> {gt:g}",
+    "greater_than_equal": ">= {ge:g}",
+    "less_than": "< {lt:g}",
+    "less_than_equal": "<= {le:g}",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of {max_length}",
+    "string_too_short": "some text",
+}
+
+
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, a file or a preset's name, and apply overrides such as `stages.logit_kl.optimizer.lr=1e-4`.
+
+    Raises LinearizeError with a line per mistake: `gsa.yaml:14:5 stages[1].optimizer.lrr: unknown key. ...`.
+    """
+    path = recipe_path(recipe)
+    document = Document(path, overrides)
+    document.substitute("name")
+    for keys, text in _name_clashes(document.data.get("stages")):
+        document.problem(keys, text)
+    for keys in _secrets(document.data, ()):
+        document.problem(keys, "holds an access token or a password, and recipes are stored. Use HF_TOKEN instead")
+    for error in _violations(document.data, path.parent):
+        _report(document, error)
+    document.check()
+    loaded = Recipe.model_validate(document.data)
+    for keys, text in (*_stage_rules(loaded), *_option_rules(loaded)):
+        document.problem(keys, text)
+    document.check()
+    # A preset names no files of its own: those of its overrides start where the person who gives them is.
+    loaded._folder = Path() if path.parent == recipes_folder() else path.parent
+    return loaded
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of recipes, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+
+
+def recipe_hash(resolved: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that name a resolved recipe, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _violations(data: Any, folder: Path) -> Sequence[Mapping[str, Any]]:
+    """What is wrong with a recipe in that folder."""
+    try:
+        Recipe.model_validate(data, context={"folder": folder})
+    except ValidationError as error:
+        return error.errors()
+    return []
+
+
+def _secrets(item: Any, keys: Keys) -> Iterator[Keys]:
+    """Where a recipe holds what must not reach logs and model cards."""
+    if isinstance(item, dict | list):
+        for key, value in item.items() if isinstance(item, dict) else enumerate(item):
+            yield from _secrets(value, (*keys, key))
+    elif isinstance(item, str) and redact(item) != item:
+        yield keys
+
+
+def _name_clashes(stages: Any) -> Iterator[tuple[Keys, str]]:
+    """Stages that share a name. Looked for before validation, so that other mistakes do not hide them."""
+    first: dict[str, int] = {}
+    for i, stage in enumerate(stages if isinstance(stages, list) else ()):
+        name = stage.get("name", stage.get("kind")) if isinstance(stage, dict) else None
+        if isinstance(name, str) and first.setdefault(name, i) != i:
+            yield (
+                ("stages", i, "name"),
+                f"{name!r} names stages[{first[name]}] already; give each stage its own",
+            )
+
+
+def _stage_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """Rules about several stages."""
+    drifted, lora = None, None
+    for i, stage in enumerate(recipe.stages):
+        if stage.name in ("teacher", "converted"):
+            yield ("stages", i, "name"), f"{stage.name!r} is what metrics call the start of a run"
+        if isinstance(stage, AttentionTransfer) and drifted:
+            yield (
+                ("stages", i),
+                f"transfers attention after {drifted} trained source weights: the residual stream is no longer "
+                "the teacher's. Put attention_transfer first",
+            )
+        if {"mixer", "all"} & set(stage.train):
+            drifted = stage.name
+        if lora is not None and stage.lora not in (None, lora):
+            yield ("stages", i, "lora"), "differs from an earlier stage's; a run has one set of adapters"
+        lora = stage.lora or lora
+
+
+def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """A mechanism that there is, and its options one by one."""
+    if recipe.convert is None:
+        return
+    mechanism = recipe.convert.mechanism
+    try:
+        check_name(mechanism)
+    except LinearizeError as error:
+        yield ("convert", "mechanism"), error.message
+        return
+    from ..plan.plan import make_steps
+
+    # `base` first, for others may belong to it.
+    options = dict(sorted(recipe.convert.options.items(), key=lambda item: item[0] != "base"))
+    base: dict[str, Any] = {}
+    for option, value in options.items():
+        try:
+            make_steps([], mechanism, {**base, option: value})
+            base |= {option: value} if option == "base" else {}
+        except LinearizeError as error:
+            text = error.message.removeprefix(f"{option}={value}: ").removeprefix(f"{option}: ")
+            yield ("convert", "options", option), text
+
+
+def _report(document: Document, error: Mapping[str, Any]) -> None:
+    """Note one of pydantic's errors at its place in the document."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "default_factory_not_called" or (kind == "too_short" and error["input"]):
+        return  # echoes of other errors: a default made from an invalid field, a list of invalid entries
+    keys, known = _place(error["loc"])
+    if kind.startswith("union_tag"):
+        keys = (*keys, context["discriminator"].strip("'"))
+    elif isinstance(context.get("error"), ParentError):
+        keys = keys[:-1]
+    document.problem(keys, _mistake(error, keys, known), at_key=kind == "extra_forbidden")
+
+
+def _place(path: Sequence[str | int]) -> tuple[Keys, Collection[str]]:
+    """The keys of an error's path without the union tags among them, and what its last mapping may hold."""
+    keys: Keys = ()
+    model: type[Strict] | None = Recipe
+    holder: type[Strict] | None = None
+    tagged: dict[str | int, type[Strict]] = {}
+    for part in path:
+        if part in tagged:
+            model, tagged = tagged[part], {}
+            continue
+        keys = (*keys, part)
+        if isinstance(part, str):
+            holder = model
+            field = holder.model_fields.get(part) if holder else None
+            found = list(_models_in(field.annotation)) if field else []
+            model = found[0] if len(found) == 1 else None
+            tagged = {tag: kind for tag, kind in _TAGGED.items() if kind in found and len(found) > 1}
+    return keys, holder.model_fields if holder else ()
+
+
+def _models_in(annotation: Any) -> Iterator[type[Strict]]:
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> str:
+    """One of pydantic's errors in the words of recipes; `known` are the keys of the mapping around `keys`."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key.{did_you_mean(str(keys[-1]), known) or ' Known: ' + ', '.join(known)}"
+    if kind in ("missing", "union_tag_not_found"):
+        return f"missing; set it in the file or with {dotted(keys)}=..."
+    if kind == "string_pattern_mismatch":
+        return f"must match {context['pattern']}, not {shown(value)}"
+    if kind in _DUE:
+        found = f"one of {len(value)}" if kind in ("too_short", "too_long") else shown(value)
+        quote = " (quote it)" if kind == "string_type" and isinstance(value, int | float) else ""
+        return f"must be {_DUE[kind].format(**context)}, not {found}{quote}"
+    if kind in ("literal_error", "union_tag_invalid"):
+        expected = context.get("expected") or context["expected_tags"]
+        choices = re.findall(r"'([^']*)'", expected) or [expected]
+        value = value if kind == "literal_error" else value[keys[-1]]
+        near = did_you_mean(str(value), choices)
+        return f"must be {' | '.join(choices)}, not {shown(value)}{near and '.' + near}"
+    said = str(context.get("error") or error["msg"])
+    if kind == "rule" and isinstance(value, dict) and len(given := [key for key in value if key in SOURCES]) > 1:
+        # As of a preset's `path` with an override of `files`.
+        said += f", not {' and '.join(given)}. Replace it whole: {dotted(keys)}={{{given[-1]}: ...}}"
+    return said
+
+
+def per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:
+    """A resolved recipe with the blocks of a whole optimizer step in place of what divides them."""
+    stages = [dict(stage) for stage in resolved["stages"]]
+    for stage in stages:
+        batch = stage.pop("batch")
+        stage["blocks_per_step"] = batch["per_device"] * batch["accumulate"] * processes
+    return {**resolved, "stages": stages}
+
+
+def fixed(resolved: dict[str, Any]) -> dict[str, Any]:
+    """A resolved recipe without what may change at a named checkpoint."""
+    stages = [{k: v for k, v in stage.items() if k not in CHANGEABLE_IN_STAGE} for stage in resolved["stages"]]
+    return {**{k: v for k, v in resolved.items() if k not in CHANGEABLE}, "stages": stages}
+
+
+def diff_resolved(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed between two resolved recipes, a line each: `stages[0].optimizer.lr 1e-3 -> 1e-2`."""
+    return list(_changes(old, new, ()))
+
+
+def _changes(old: Any, new: Any, keys: Keys) -> Iterator[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        before, after = dict(old), dict(new)
+    elif _is_nested(old) and _is_nested(new):
+        before, after = dict(enumerate(old)), dict(enumerate(new))
+    else:
+        if old != new:
+            yield f"{dotted(keys)} {_compact(old)} -> {_compact(new)}"
+        return
+    for key in before | after:
+        child = (*keys, key)
+        if key not in after:
+            yield f"{dotted(child)} removed (was {_compact(before[key])})"
+        elif key not in before:
+            yield f"{dotted(child)} added ({_compact(after[key])})"
+        else:
+            yield from _changes(before[key], after[key], child)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
+
+
+def _compact(value: Any) -> str:
+    """JSON, cut short, with small numbers as recipes write them: 1e-3."""
+    if isinstance(value, float) and 0 < abs(value) <= 0.01:
+        digits = next(text for n in range(18) if float(text := f"{value:.{n}e}") == value)
+        return re.sub(r"e-0?", "e-", digits)
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

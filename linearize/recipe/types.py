@@ -1,0 +1,79 @@
+"""What the values of a recipe are made of: strict models, counts, ratios, budgets in tokens, lists of layers."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from .yaml import shown
+
+
+class ParentError(ValueError):
+    """A broken rule about several fields: reported at the mapping that holds them."""
+
+
+def _tokens(value: Any) -> Any:
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([kmb]?)", value.lower())):
+        exact = Fraction(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2]]
+        value = int(exact) if exact.denominator == 1 else value
+    if type(value) is float and value.is_integer():  # 2e7
+        value = int(value)
+    if value is not None and type(value) is not int:
+        raise ValueError(f"must be a whole number of tokens such as 20M, 1.5B or 300k, not {shown(value)}")
+    return value
+
+
+def _layers(value: Any) -> Any:
+    """One spelling, the command line's, for [7, 15], 7 and '7,15'."""
+    items = value if isinstance(value, list) else [value]
+    return ",".join(map(str, items)) if all(type(item) in (int, str) for item in items) else value
+
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("names a part twice")
+    if "all" in names and len(names) > 1:
+        raise ValueError("'all' already includes the others")
+    return names
+
+
+def as_list(value: Any) -> Any:
+    """A list of one where there is only its entry."""
+    return [value] if isinstance(value, str) else value
+
+
+T = TypeVar("T")
+Listed = Annotated[tuple[T, ...], Field(strict=False, min_length=1)]  # strict would refuse YAML's lists
+Text = Annotated[str, Field(min_length=1)]
+Names = Annotated[
+    tuple[Text, ...], Field(strict=False), BeforeValidator(as_list, json_schema_input_type=str | list[str])
+]
+Count = Annotated[int, Field(gt=0)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Tokens = Annotated[Count | None, BeforeValidator(_tokens, json_schema_input_type=int | str | None)]
+Layers = Annotated[str, BeforeValidator(_layers, json_schema_input_type=int | str | list[int | str])]
+Part = Literal["new", "mixer", "lora", "all"]
+TransferPart = Literal["new", "lora"]
+Parts = Annotated[
+    Listed[Part],
+    AfterValidator(_distinct),
+    BeforeValidator(as_list, json_schema_input_type=Part | list[Part]),
+]
+TransferParts = Annotated[
+    Listed[TransferPart],
+    AfterValidator(_distinct),
+    BeforeValidator(as_list, json_schema_input_type=TransferPart | list[TransferPart]),
+]
+
+
+class Strict(BaseModel):
+    """Refuses unknown keys and coercions: "8" is no number, 1 is no boolean."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )

@@ -1,0 +1,58 @@
+"""Where words go: human text to stderr, results to stdout."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import redact
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+
+
+def say(text: str) -> None:
+    """One message for a person, without secrets."""
+    print(redact(text), file=sys.stderr, flush=True)
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """A result as JSON; what is not finite becomes null, JSON has no word for it."""
+    print(json.dumps(finite(value), indent=indent, allow_nan=False))
+
+
+def finite(value: Any) -> Any:
+    """The same value, None in place of each number that is not finite."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def percent(share: float | None) -> str:
+    """Runs of earlier versions did not measure it."""
+    return "" if share is None else f"{share:.1%}"
+
+
+def ranges(numbers: list[int]) -> str:
+    """`[0,1,2,5]` -> `0-2,5`."""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,236 @@
+"""The optimizer loop of one stage, on accelerate: steps, metrics, evaluation, checkpoints, interruption.
+
+Data order, learning rate and random numbers are functions of the step, so a stage continues anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..data.batches import Samples, collate, targets
+from ..data.packing import BlockOrder
+from ..errors import Exit, LinearizeError
+from ..recipe.recipe import AttentionTransfer, Stage
+from .fsdp import like, reshard, whole
+from .losses import IGNORED
+from .progress import StageProgress, memory_bytes
+from .runs import Position
+from .stages import end_to_end_loss, transfer_loss
+
+if TYPE_CHECKING:
+    from .session import Finetuner
+
+
+def seed_for(*parts: int) -> int:
+    """A seed that no other tuple of numbers has."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
+
+
+class StageLoop:
+    """The optimizer loop of one stage; `power` is set before a transfer stage runs."""
+
+    def __init__(
+        self,
+        owner: Finetuner,
+        number: int,
+        stage: Stage,
+        blocks: Samples,
+        order: BlockOrder,
+        steps: int,
+        parameters: list[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        schedule: Callable[[int], float],
+    ) -> None:
+        self.owner, self.number, self.stage, self.blocks, self.order = owner, number, stage, blocks, order
+        self.steps, self.parameters, self.schedule = steps, parameters, schedule
+        self.power: dict[int, Tensor] = {}
+        self.stopping = False
+        self.tokens_per_step = blocks.seq_len * owner.blocks_per_step(stage)
+        accelerator = owner.accelerator
+        accelerator.free_memory()  # forget the optimizer of the stage before
+        self.transfers = isinstance(stage, AttentionTransfer)
+        self.wrapped, self.optimizer = owner.model, accelerator.prepare_optimizer(optimizer)
+        # Layer losses of a transfer are backpropagated inside forward, past the hooks of DDP: no wrapper there,
+        # gradients are added up by hand. A single process needs none, and accelerate's would widen the logits.
+        self.replicated = not self.transfers and accelerator.num_processes > 1 and not owner.sharded
+        if self.replicated:
+            self.wrapped = accelerator.prepare_model(owner.model)
+        if not self.transfers and owner.recipe.runtime.compile:
+            self.wrapped = torch.compile(self.wrapped)
+        set_checkpointing(owner.model, owner.recipe.runtime.gradient_checkpointing and not self.transfers)
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self, start: int) -> None:
+        """Steps `start`..`steps`, with metrics, evaluation and checkpoints on the way."""
+        owner, began = self.owner, time.monotonic()
+        quiet = not owner.accelerator.is_main_process
+        with StageProgress(self.stage.name, self.steps, start, quiet) as bar, self._interruptible():
+            for step in range(start, self.steps):
+                loss, norm, lr = self.step(step)
+                done = step + 1
+                rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
+                self._log(done, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
+                bar.update(done, loss, rate)
+                self._after(done)
+        if self.wrapped is not owner.model:
+            owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
+
+    def _after(self, done: int) -> None:
+        """What is due after a step: evaluation, a checkpoint, the end of an interrupted run."""
+        owner, recipe, last = self.owner, self.owner.recipe, done == self.steps
+        if last or (recipe.eval.every_steps and done % recipe.eval.every_steps == 0):
+            found = owner.evaluate(self.stage)
+            if found is not None:
+                if math.isnan(found.ppl):
+                    raise owner.not_finite("held-out loss is nan", self.number, done + 1)
+                owner.log_evaluation(self.stage.name, done, done * self.tokens_per_step, found)
+        if last or self.stopping or done % recipe.checkpoint.every_steps == 0:
+            owner.save(Position(self.number, done, done * self.tokens_per_step, last), {} if last else self.state())
+        if self.stopping:
+            raise LinearizeError(
+                f"interrupted after step {done} of {self.stage.name}; state saved in {owner.last_checkpoint}. "
+                "The same command continues",
+                Exit.INTERRUPTED,
+            )
+
+    def step(self, step: int) -> tuple[float, float, float]:
+        """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate."""
+        owner, accelerator = self.owner, self.owner.accelerator
+        micro = [self.batch(step, m) for m in range(self.stage.batch.accumulate)]
+        counts = torch.stack([torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum()]) for b in micro])
+        tokens = accelerator.reduce(counts.sum(0), "sum")
+        losses = []
+        owner.model.train()
+        for number, batch in enumerate(micro):
+            torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, number, accelerator.process_index))
+            last = number == len(micro) - 1
+            with accelerator.no_sync(self.wrapped) if self.replicated and not last else contextlib.nullcontext():
+                losses.append(self._micro_batch(batch, tokens))
+        if not self.replicated and accelerator.num_processes > 1:
+            self._add_gradients()
+        norm = float(accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.clip))
+        shares = torch.stack(losses).sum()
+        loss, stop = accelerator.reduce(torch.stack([shares, shares.new_tensor(owner.interrupted)]), "sum").tolist()
+        self.stopping = stop > 0  # all processes stop after the same step, whichever was told first
+        lr = self.stage.optimizer.lr * self.schedule(step)
+        self._update(loss, norm, lr, step)
+        return loss, norm, lr
+
+    def _add_gradients(self) -> None:
+        """Over processes, for parameters that neither DDP nor FSDP takes care of."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                how = "sum" if self.transfers else "mean"
+                parameter.grad = self.owner.accelerator.reduce(parameter.grad, how)
+
+    def _update(self, loss: float, norm: float, lr: float, step: int) -> None:
+        """The optimizer's part of a step, unless loss or gradients are unusable."""
+        scaler = self.owner.accelerator.scaler
+        # A loss scale that was too high makes infinite gradients now and then; such a step is skipped.
+        if not math.isfinite(loss) or (scaler is None and not math.isfinite(norm)):
+            self._log(step + 1, loss=loss, grad_norm=norm, lr=lr)
+            what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+            raise self.owner.not_finite(what, self.number, step + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["factor"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        reshard(self.owner.model)  # DeepSpeed leaves weights gathered whose module's input has no gradient
+
+    def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        """Forward and backward of one micro batch; returns its share of the step's loss, without gradient."""
+        owner, accelerator = self.owner, self.owner.accelerator
+        if self.transfers:
+            with accelerator.autocast():
+                return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward)
+        loss = end_to_end_loss(self.stage, owner.student, self.wrapped, batch, tokens, accelerator.autocast)
+        # DDP and FSDP take the mean over processes of what has to be a sum.
+        accelerator.backward(loss * accelerator.num_processes)
+        return loss.detach()
+
+    def batch(self, step: int, micro: int) -> dict[str, Tensor]:
+        """The blocks of one micro batch of this process."""
+        accelerator, batch = self.owner.accelerator, self.stage.batch
+        indices = self.order.batch(
+            step, micro, accelerator.process_index, accelerator.num_processes, batch.per_device, batch.accumulate
+        )
+        return collate([self.blocks[i] for i in indices], self.owner.device)
+
+    # ------------------------------------------------------------ around the loop
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Within: the first Ctrl-C or SIGTERM finishes the step and saves, the second stops at once."""
+
+        def on_signal(number: int, frame: Any) -> None:
+            if self.owner.interrupted:
+                raise KeyboardInterrupt
+            self.owner.interrupted = True
+            self.owner.say("interrupted: finishing this step, then saving (again to stop at once)")
+
+        try:
+            before = {kind: signal.signal(kind, on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: nobody can press Ctrl-C here
+            yield
+            return
+        try:
+            yield
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
+    def _log(self, step: int, **values: float) -> None:
+        if self.owner.accelerator.is_main_process:
+            tokens = step * self.tokens_per_step
+            self.owner.run.log(stage=self.stage.name, step=step, tokens=tokens, **values, memory=memory_bytes())
+            self.owner.accelerator.log({f"{self.stage.name}/{k}": v for k, v in values.items()}, step=step)
+
+    def names(self) -> list[str]:
+        """Names of the trained parameters in the optimizer's order, which depends on what is in shards."""
+        known = {id(parameter): name for name, parameter in self.owner.student.named_parameters()}
+        return [known[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def state(self) -> dict[str, Any]:
+        """Optimizer and loss scale, for a checkpoint of the main process; the rest follows from the step."""
+        scaler, kept = self.owner.accelerator.scaler, self.owner.accelerator.is_main_process
+        names, moments = self.names(), {}
+        own = dict(self.owner.student.named_parameters())
+        for number, values in self.optimizer.state_dict()["state"].items():
+            full = {key: whole(value, own[names[number]]) for key, value in values.items()}
+            if kept:
+                moments[names[number]] = {key: value.cpu() for key, value in full.items()}
+        return {"optimizer": moments, "scaler": scaler.state_dict() if scaler is not None else None}
+
+    def restore(self, checkpoint: Path) -> None:
+        """The inverse of `state`; learning rate, betas and the like are the recipe's, which may have changed."""
+        state = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
+        own = dict(self.owner.student.named_parameters())
+        moments = {
+            number: {key: like(value, own[name]) for key, value in state["optimizer"][name].items()}
+            for number, name in enumerate(self.names())
+            if name in state["optimizer"]  # not one that never had a gradient
+        }
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        if state["scaler"] is not None and self.owner.accelerator.scaler is not None:
+            self.owner.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def set_checkpointing(model: Any, on: bool) -> None:
+    """Recompute activations in backward, or not; transformers renamed the switch after 5.17."""
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    if on:
+        getattr(model, f"{name}_enable")({"use_reentrant": False})
+    elif getattr(model, f"is_{name}"):
+        getattr(model, f"{name}_disable")()

@@ -1,0 +1,108 @@
+"""From a recipe to objects: devices and precision, budgets in steps, schedules, data sources."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, patch_environment
+from transformers import get_scheduler
+
+from ..data.packing import Source
+from ..errors import Exit, LinearizeError
+from ..recipe.data import local_paths
+from ..recipe.recipe import Recipe, Stage
+from .deepspeed_zero3 import read_config
+from .fsdp import read_plugin
+
+Say = Callable[[str], None]
+SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
+# The main process converts, tokenises and saves alone, while the others wait.
+PATIENCE = timedelta(days=1)
+
+
+def on_cpu(recipe: Recipe) -> bool:
+    """Whether a run of this recipe takes the CPU here."""
+    return recipe.runtime.device == "cpu" or not torch.cuda.is_available()
+
+
+def check_runtime(recipe: Recipe) -> str:
+    """accelerate's name for the precision: bf16 on a GPU, fp32 on a CPU, unless the recipe says otherwise.
+
+    Raises LinearizeError (exit 4) for a device that is not there, a precision it has not, a tracker not installed.
+    """
+    runtime, track = recipe.runtime, recipe.track.to
+    if runtime.device == "cuda" and not torch.cuda.is_available():
+        said = "runtime.device is cuda, but torch sees no CUDA device. Set it to cpu; linearize doctor shows torch"
+        raise LinearizeError(said, Exit.RESOURCE)
+    cpu = on_cpu(recipe)
+    if runtime.precision == "fp16" and cpu:
+        raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)
+    if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
+        raise LinearizeError(f"track.to {track} needs: pip install {track}", Exit.RESOURCE)
+    return {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(runtime.precision, runtime.precision)
+
+
+def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
+    """Devices and precision, as the recipe says and `accelerate launch` set them up."""
+    precision = check_runtime(recipe)
+    track = None if recipe.track.to == "none" else recipe.track.to
+    # Another run in this process may have had another precision, which accelerate would hold against this one.
+    AcceleratorState._reset_state(True)
+    plugin, zero = read_plugin(recipe, precision), read_config(recipe, precision)
+    # autocast would keep its casts of weights that DeepSpeed frees; accelerate would give it the optimizer as well.
+    handlers = [InitProcessGroupKwargs(timeout=PATIENCE), AutocastKwargs(cache_enabled=zero is None)]
+    with patch_environment(accelerate_use_deepspeed="false"):
+        accelerator = Accelerator(
+            mixed_precision=precision,
+            cpu=on_cpu(recipe),
+            log_with=track,
+            project_dir=str(folder),
+            fsdp_plugin=plugin,
+            kwargs_handlers=handlers,
+        )
+    if accelerator.distributed_type not in SUPPORTED:
+        kind = accelerator.distributed_type.value
+        raise LinearizeError(f"{kind} is not supported; launch with plain data parallelism or FSDP2", Exit.INCOMPATIBLE)
+    accelerator.state.fsdp_plugin = plugin  # on a CPU accelerate would drop it, and replicate in silence
+    return accelerator
+
+
+def to_source(source: Any, text_key: str, folder: Path) -> Source:
+    """A recipe's source of text, with relative files starting at the recipe's folder."""
+    values = source.model_dump(exclude={"image_key", "label_key"})
+    if "files" in values:
+        values["files"] = local_paths(source, folder)
+    return Source(**values, text_key=text_key)
+
+
+def make_schedule(stage: Stage, optimizer: torch.optim.Optimizer, steps: int) -> Callable[[int], float]:
+    """Steps done -> factor of the learning rate; the schedules of transformers, by their names."""
+    schedule = stage.schedule
+    name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
+    extra = {"min_lr_rate": schedule.min_lr_ratio} if schedule.min_lr_ratio is not None else None
+    warmup = schedule.warmup_steps or round(schedule.warmup_ratio * steps)
+    factor: Callable[[int], float] = get_scheduler(
+        name, optimizer, warmup, steps, scheduler_specific_kwargs=extra
+    ).lr_lambdas[0]
+    return factor
+
+
+def stage_steps(stage: Stage, per_step: int, seq_len: int, cap: int | None, n_blocks: int | None = None) -> int | None:
+    """Optimizer steps of a stage from its budget, capped by --max-steps; None for epochs over unknown data."""
+    if stage.steps is not None:
+        steps = stage.steps
+    elif stage.tokens is not None:
+        steps = math.ceil(stage.tokens / (per_step * seq_len))
+    elif n_blocks is not None and stage.epochs is not None:
+        steps = math.ceil(stage.epochs * n_blocks / per_step)
+    else:
+        return cap
+    return min(steps, cap or steps)

@@ -1,0 +1,262 @@
+"""From a run to a model folder: load the converted base for training, save what training made of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from linearize_kernels.hf.seam import evaluating
+
+from ..checkpoint import card
+from ..checkpoint import write as checkpoint
+from ..checkpoint.atomic import output_folder
+from ..checkpoint.code import Natives, code_files
+from ..checkpoint.provenance import check_code, read_plan
+from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
+from ..checkpoint.source import Entry, Source, find_shards, read_header
+from ..errors import Exit, LinearizeError
+from ..plan.plan import Plan, some
+from ..probe.meta_run import quiet
+from ..recipe.recipe import Recipe
+from ..verify.child.inputs import auto_class, outputs
+from ..verify.reload import LOAD, TOLERANCE, check_keys, clean_command, compare, fits_twice, result_of, started
+from .student import ADAPTER, Student
+
+# Relative to the largest logit, after rounding the trained weights to the dtype that is saved.
+ROUNDING = {"float64": TOLERANCE, "float32": TOLERANCE, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_converted(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
+    """The linearized model in `folder`. Its code runs when it is byte for byte what this version writes.
+
+    Raises LinearizeError (exit 3) for a folder that linearize did not write, other code without trust, and damaged
+    or missing weights.
+    """
+    check_code(folder, trust_remote_code)
+    for shard in sorted(folder.glob("*.safetensors")):
+        read_header(shard)
+    return load_whole(folder, dtype, True)
+
+
+def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
+    """`from_pretrained` of its Auto class, which fills in what is missing at random and only reports it.
+
+    Raises LinearizeError (exit 3) naming the weights that are missing or have another shape.
+    """
+    with quiet():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        loaded: Any = getattr(transformers, auto_class(config)).from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    model, report = loaded
+    absent = sorted({*map(str, report["missing_keys"]), *(str(key[0]) for key in report["mismatched_keys"])})
+    if absent:
+        raise LinearizeError(
+            f"{folder} lacks weights of {type(model).__name__}: {some(absent)}. Download it again, or choose the model "
+            "with its head",
+            Exit.INCOMPATIBLE,
+        )
+    return model
+
+
+def meta_model(
+    folder: Path | None,
+    planned: tuple[Plan, Source, Natives] | None,
+    dtype: Any,
+    trust_remote_code: bool,
+    device: str = "meta",
+) -> Any:
+    """The linearized model without memory behind its weights: of a conversion that is planned, or of a folder.
+
+    `dtype` None is the one that the weights are stored in. On another `device` its weights are random.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        if planned is not None:
+            plan, source, natives = planned
+            folder = Path(scratch)
+            for path in source.folder.glob("*.py"):  # a source's own code, which ours imports
+                shutil.copyfile(path, folder / path.name)
+            for name, text in code_files(plan, natives).items():
+                (folder / name).write_text(text, "utf-8")
+            checkpoint.write_json(folder / "config.json", checkpoint.converted_config(source.config, plan, natives))
+        else:
+            assert folder is not None
+            plan = check_code(folder, trust_remote_code)
+        with quiet(), torch.device(device):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+            dtype = dtype or getattr(torch, plan.dtype)
+            return getattr(transformers, auto_class(config)).from_config(config, dtype=dtype, trust_remote_code=True)
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save_final(student: Student, base: Path, output: Path, recipe: Recipe, report: dict[str, Any], say: Any) -> None:
+    """Write the finished model, reload it in a clean process, compare, then put it in place.
+
+    Whatever was not trained is linked or copied from the base, byte for byte. The card has the `report`'s figures.
+    """
+    plan = read_plan(base)
+    shutil.rmtree(output, ignore_errors=True)
+    keep_adapter = recipe.keeps_adapter
+    student.model.to("cpu")
+    trained = None
+    if recipe.finish.verify and fits_twice([base]):
+        trained = logits_of(student.model.float())
+    with output_folder(output, overwrite=False) as folder:
+        changed = finish_adapters(student, folder if keep_adapter else None)
+        checkpoint.copy_small_files(base, folder)
+        for name in ("config.json", checkpoint.INDEX):
+            shutil.copyfile(base / name, folder / name)
+        untouched = write_trained(student, base, folder, changed)
+        (folder / "README.md").write_text(card.model_card(plan, base, recipe, report), "utf-8")
+        checkpoint.write_json(
+            folder / checkpoint.MANIFEST,
+            {**checkpoint.manifest(folder, plan, untouched), "recipe": card.portable(recipe.resolved())},
+        )
+        if recipe.finish.verify:
+            say(verify_final(folder, plan, student, trained, recipe))
+    apart = ", without its LoRA, which lies in its folder adapter (see its README.md)" if keep_adapter else ""
+    say(f"saved {output}{apart}")
+
+
+def finish_adapters(student: Student, folder: Path | None) -> set[str]:
+    """Merge LoRA layers into the source weights, or save them as `folder`/adapter and take them off.
+
+    Returns the names of the source weights that training changed.
+    """
+    changed = set(student.originals)
+    if student.lora is None:
+        return changed
+    if folder is None:
+        changed |= student.adapted()
+        student.lora.merge_and_unload()
+        return changed
+    target = folder / "adapter"
+    target.mkdir()
+    own = {name: p.detach() for name, p in student.named_parameters() if ".lora_" in name}
+    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous() for name, value in own.items()}
+    save_file(named, target / "adapter_model.safetensors", {"format": "pt"})
+    student.lora.peft_config[ADAPTER].save_pretrained(target)
+    student.lora.unload()
+    return changed
+
+
+def write_trained(student: Student, base: Path, folder: Path, changed: set[str]) -> checkpoint.Untouched:
+    """The shards of the base with the trained values in their places; a shard without any is linked.
+
+    Returns what of it nothing has changed since the source, with its sha256: whole shards, and tensors of others.
+    """
+    headers = {shard: read_header(shard) for shard in find_shards(base, True)[0]}
+    known = {name for header in headers.values() for name in header}
+    values = stored_names(student.model, changed, known, folder)
+    values |= {name: p.detach() for name, p in student.named_parameters() if ".mixer." in name}
+    missing = values.keys() - known
+    if missing:
+        raise RuntimeError(f"the converted base has no {', '.join(sorted(missing))}")
+    before = json.loads((base / checkpoint.MANIFEST).read_text("utf-8")).get("untouched", {})
+    shards, tensors = before.get("shards", {}), dict(before.get("tensors", {}))
+    untouched: checkpoint.Untouched = {"shards": {}, "tensors": {}}
+    for shard, header in headers.items():
+        if not header.keys() & values.keys():
+            link_or_copy(shard, folder / shard.name)
+            untouched["shards"] |= {shard.name: shards[shard.name]} if shard.name in shards else {}
+            continue
+        hashes = write_shard(folder / shard.name, header, functools.partial(_value, values, shard, header))
+        tensors |= hashes if shard.name in shards else {}
+    untouched["tensors"] = {name: value for name, value in tensors.items() if name not in values}
+    return untouched
+
+
+def _value(values: dict[str, Tensor], shard: Path, header: dict[str, Entry], name: str) -> Iterator[Tensor]:
+    """A tensor of the base's shard, or what training made of it."""
+    if name not in values:
+        yield from read_tensor(shard, header[name])
+    else:
+        yield values[name].to(TORCH_DTYPES[header[name].dtype])
+
+
+def stored_names(model: Any, names: set[str], known: set[str], scratch: Path) -> dict[str, Tensor]:
+    """Trained source tensors by the names that the base's shards (`known`) give them."""
+    if not names:
+        return {}
+    tensors = {name: value for name, value in model.state_dict().items() if name in names}
+    values: dict[str, Tensor] = {}
+    with tempfile.TemporaryDirectory(dir=scratch) as work, quiet():
+        model.save_pretrained(work, state_dict=tensors)  # transformers undoes its own renames
+        for shard in Path(work).glob("*.safetensors"):
+            values |= load_file(shard)
+    for alias, original in model.all_tied_weights_keys.items():
+        if original in values and alias in known:
+            values[alias] = values[original]
+            if original not in known:
+                del values[original]
+        elif alias in values and known.isdisjoint({alias, alias.removeprefix(f"{model.base_model_prefix}.")}):
+            values[original] = values.pop(alias)  # its head comes before its embedding, and gave the name
+    short = {name: name.removeprefix(f"{model.base_model_prefix}.") for name in values}
+    return {name if name in known else short[name]: value for name, value in values.items()}
+
+
+# ---------------------------------------------------------------- verifying
+
+
+def logits_of(model: Any) -> Tensor:
+    """Logits, or what else comes out, of the inputs that clean processes give, by the same few lines."""
+    with evaluating(model):
+        return outputs(model)
+
+
+def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | None, recipe: Recipe) -> str:
+    """Reload in a clean process; raises LinearizeError (exit 6) unless tensors and logits are those of the student.
+
+    Two comparisons: saving rounds the trained weights a little, reloading must not change them at all.
+    """
+    said = "reloaded in a clean process: {} tensors, none missing, none unexpected"
+    if trained is None:
+        return said.format(check_keys(folder)) + "; logits not compared, twice the weights exceed free memory"
+    dtypes = {entry.dtype for shard in folder.glob("*.safetensors") for entry in read_header(shard).values()}
+    round_weights(student.model, getattr(torch, plan.dtype))
+    rounded = logits_of(student.model)
+    if not recipe.keeps_adapter:
+        what = "merging adapters and rounding to the saved dtype changed logits by"
+        compare(rounded, trained, what, ROUNDING[plan.dtype])
+    # With several dtypes in the shards, or trained in a narrower one, what was loaded for training was rounded too.
+    loaded = recipe.model.dtype or plan.dtype
+    rounds = len(dtypes) > 1 or ROUNDING[loaded] > ROUNDING[plan.dtype]
+    limit = max(ROUNDING[plan.dtype], ROUNDING[loaded]) if rounds else TOLERANCE
+    with ThreadPoolExecutor() as pool:  # of two child processes, each of which mostly starts up
+        count, reloaded = pool.submit(check_keys, folder), pool.submit(reload_logits, folder)
+    difference = compare(reloaded.result(), rounded, "reloading changed logits by", limit)
+    return said.format(count.result()) + f"; logits equal the trained model's (largest difference {difference:.1e})"
+
+
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Round what a checkpoint holds of a model to `dtype`; `to` would round the frequencies of a rotary embedding too,
+    which a loaded model computes anew in float32."""
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            value.copy_(value.to(dtype))
+
+
+def reload_logits(folder: Path) -> Tensor:
+    """`logits_of` a saved model, in float32, computed in a process where linearize cannot be imported."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "logits.pt"
+        with clean_command(LOAD, [str(folder), str(out)]) as command, started(*command) as child:
+            result_of(child)
+        return torch.load(out)

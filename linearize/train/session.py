@@ -1,0 +1,310 @@
+"""One process of a training run: devices, model, data, and the stages one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from safetensors.torch import load_file, save_file
+
+from ..checkpoint.provenance import trained_before
+from ..data.batches import (
+    Samples,
+    check_source,
+    check_vocabulary,
+    collate,
+    has_head,
+    kind_of,
+    open_processor,
+    open_samples,
+)
+from ..data.packing import BlockOrder
+from ..errors import Exit, LinearizeError
+from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score
+from ..recipe.recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
+from ..verify.child.inputs import most_tokens
+from .deepspeed_zero3 import partition, read_config
+from .fsdp import reshard, shard, whole
+from .loop import StageLoop, seed_for
+from .runs import Position, Run, read_position
+from .runtime import Say, make_schedule, stage_steps
+from .save import load_converted
+from .stages import Calibration, error_scale, listen
+from .student import Student, check_targets
+
+# Enough for two digits of a mean over tokens, and cheap beside a stage.
+FIDELITY_TOKENS = 16384
+# The scale of each layer's loss needs one digit.
+POWER_BLOCKS = 8
+# At most: norms and windows have a few numbers per head, but fitted on 512 tokens they fit those alone.
+CALIBRATION_TOKENS = 4096
+
+
+class Finetuner:
+    """State of one `linearize finetune` process."""
+
+    def __init__(self, recipe: Recipe, run: Run, accelerator: Accelerator, say: Say = print) -> None:
+        self.recipe, self.run, self.accelerator = recipe, run, accelerator
+        self.say = say if accelerator.is_main_process else lambda text: None
+        self.device = accelerator.device
+        self.last_checkpoint: Path | None = run.resume_from
+        self.interrupted = False  # by a signal, in this process
+        self._blocks: dict[tuple[str, str], Samples | None] = {}
+        self.eval_tokens = 0  # of the last evaluation
+        self.wide = accelerator.mixed_precision != "no"
+        self.zero = read_config(recipe, accelerator.mixed_precision)
+        self.sharded = self.zero is not None or accelerator.state.fsdp_plugin is not None
+
+    def load(self, folder: Path) -> None:
+        """Model, tokenizer and data, with every check that must not wait until a stage begins."""
+        self.base = folder
+        self.model = self.open_model()
+        check_model(self.model, self.recipe)
+        if note := trained_before(folder):
+            self.say(note)
+        self.student = Student(self.model)
+        if self.sharded:
+            self.shard()
+        else:
+            self.model.to(self.device)
+        self.processor = open_processor(folder, kind_of(self.model))
+        found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
+        if kind_of(self.model) != "images":
+            check_vocabulary(self.processor, self.model, [blocks for blocks in found if blocks is not None])
+
+    def open_model(self) -> Any:
+        """The converted base, on the CPU."""
+        dtype = "auto" if self.wide else torch.float32
+        if self.wide and self.recipe.model.dtype is not None:
+            dtype = getattr(torch, self.recipe.model.dtype)
+        return load_converted(self.base, dtype, self.recipe.model.trust_remote_code)
+
+    def shard(self) -> None:
+        """Divide the source's weights among the processes; those that some stage trains become float32 masters."""
+        names = {name for stage in self.recipe.stages for name in self.student.names_of(stage.train)}
+        trained = [parameter for name, parameter in self.student.named_parameters() if name in names]
+        if self.wide:
+            for parameter in trained:
+                parameter.data = parameter.data.float()
+        if self.zero is None:
+            shard(self.model, self.accelerator, trained)
+        else:
+            partition(self.model, self.accelerator, self.zero, trained)
+
+    def whole_student(self) -> Student:
+        """The trained model in one piece, in the main process: from shards, the base and the last checkpoint's."""
+        if self.sharded:
+            assert self.last_checkpoint is not None
+            self.model = self.open_model()
+            self.student = Student(self.model)
+            self.restore_weights(len(self.recipe.stages) - 1, self.last_checkpoint)
+        return self.student
+
+    # ------------------------------------------------------------ data
+
+    def blocks(self, stage: Stage, split: str) -> Samples | None:
+        """The packed blocks, or images, of a stage's train or eval data, opened once: opening reads all the text."""
+        if (stage.name, split) not in self._blocks:
+            self._blocks[stage.name, split] = self._open_blocks(stage, split)
+        return self._blocks[stage.name, split]
+
+    def _open_blocks(self, stage: Stage, split: str) -> Samples | None:
+        """Samples from the cache or tokenised now, by the main process first."""
+        data = self.recipe.data_for(stage)
+        source = getattr(data, split)
+        if source is None:
+            return None
+        limit = None
+        if split == "eval":
+            limit = self.recipe.eval.max_tokens
+        elif getattr(source, "streaming", False) or getattr(source, "demo", None) == "packages":
+            # Far more text than a run may need; one limit for all stages, so that they share one cache file.
+            limit = max(self._token_budget(s, data.pack.seq_len) for s in self.recipe.stages) or None
+        with self.accelerator.main_process_first():
+            return open_samples(
+                source,
+                data.pack,
+                self.model,
+                self.processor,
+                self.run.folder / "cache",
+                start=self.recipe.folder,
+                sft=stage.kind == "sft",
+                seed=self.recipe.seed,
+                max_tokens=limit,
+            )
+
+    def _token_budget(self, stage: Stage, seq_len: int) -> int:
+        return (stage_steps(stage, self.blocks_per_step(stage), seq_len, self.run.max_steps) or 0) * (
+            self.blocks_per_step(stage) * seq_len
+        )
+
+    def blocks_per_step(self, stage: Stage) -> int:
+        """Blocks of one optimizer step, over all micro batches and processes."""
+        return stage.batch.per_device * stage.batch.accumulate * self.accelerator.num_processes
+
+    # ------------------------------------------------------------ stages
+
+    def train(self, only: str | None = None) -> bool:
+        """All stages from the resume point on, or `only` the one of that name; True when the last one is done."""
+        resume = self.run.resume_from
+        position = read_position(resume) if resume else Position(-1, 0, 0, True)
+        if resume:
+            self.restore_weights(position.stage, resume)
+        else:
+            self.baseline()
+        for number, stage in enumerate(self.recipe.stages):
+            within = number == position.stage and not position.done
+            if number > position.stage or within:
+                if only not in (None, stage.name):
+                    said = f"--stage {only} needs {stage.name}, which is not finished in {self.run.folder}"
+                    raise LinearizeError(f"{said}. Run --stage {stage.name} first, or all without --stage")
+                self.train_stage(number, stage, position.step if within else 0, resume if within else None)
+            if stage.name == only:
+                return number == len(self.recipe.stages) - 1
+        return True
+
+    def train_stage(self, number: int, stage: Stage, start: int, checkpoint: Path | None) -> None:
+        """One stage: parameters, optimizer, schedule, then the loop, from step `start` of `checkpoint`."""
+        blocks = self.blocks(stage, "train")
+        assert blocks is not None
+        steps = stage_steps(stage, self.blocks_per_step(stage), blocks.seq_len, self.run.max_steps, len(blocks))
+        assert steps is not None
+        parameters = self.prepare(number, stage)
+        optimizer = torch.optim.AdamW(
+            self.student.groups(stage, parameters),
+            lr=stage.optimizer.lr,
+            betas=stage.optimizer.betas,
+            weight_decay=stage.optimizer.weight_decay,
+            fused=self.device.type == "cuda",
+        )
+        order = BlockOrder(len(blocks), self.recipe.seed)
+        if number == 0 and start == 0:
+            count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
+            self.calibrate(collate([blocks[order.block(k)] for k in range(count)], self.device))
+        schedule = make_schedule(stage, optimizer, steps)
+        loop = StageLoop(self, number, stage, blocks, order, steps, parameters, optimizer, schedule)
+        if isinstance(stage, AttentionTransfer):
+            chosen = [blocks[order.block(k)] for k in range(min(POWER_BLOCKS, len(blocks)))]
+            with self.accelerator.autocast():
+                loop.power = error_scale(stage, self.student, (collate([block], self.device) for block in chosen))
+        if checkpoint is not None:
+            loop.restore(checkpoint)
+        loop.run(start)
+
+    def prepare(self, number: int, stage: Stage) -> list[torch.nn.Parameter]:
+        """What a stage trains; a stage prepared again gets the same adapters."""
+        return self.student.prepare(stage, wide=self.wide, seed=seed_for(self.recipe.seed, number))
+
+    def restore_weights(self, number: int, checkpoint: Path) -> None:
+        """Trained tensors of the resume point; LoRA layers and teacher copies of the stages so far come first."""
+        for earlier, stage in enumerate(self.recipe.stages[: number + 1]):
+            self.prepare(earlier, stage)
+        self.student.load_state(load_file(checkpoint / "trained.safetensors"))
+
+    def calibrate(self, batch: dict[str, torch.Tensor]) -> None:
+        """Before the first step: norms take the teacher's scale, windows their share, the same in every process."""
+        with self.accelerator.autocast():
+            listen(self.student, Calibration(self.student), batch)
+        for name, parameter in self.student.named_parameters():
+            if ".mixer." in name:
+                parameter.data.copy_(broadcast(parameter.data))
+
+    # ------------------------------------------------------------ evaluation and checkpoints
+
+    def baseline(self) -> None:
+        """Held-out perplexity of the teacher and of the model just converted, when there is eval data."""
+        stage = self.recipe.stages[0]
+        with self.student.as_teacher():
+            teacher = self.evaluate(stage)
+        converted = self.evaluate(stage)
+        if teacher is not None and converted is not None:
+            self.log_evaluation("teacher", 0, 0, teacher)
+            self.log_evaluation("converted", 0, 0, converted)
+
+    def evaluate(self, stage: Stage) -> Score | None:
+        """Held-out perplexity and accuracy of the model as it is, None without eval data or a head."""
+        blocks = self.blocks(stage, "eval")
+        if blocks is None or not has_head(self.model):
+            return None
+        self.eval_tokens = sample_count(blocks, self.recipe.eval.max_tokens) * blocks.seq_len
+        data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.accelerator)
+        found = score(self.model, data, self.accelerator)
+        reshard(self.model)
+        return found
+
+    def log_evaluation(self, name: str, step: int, tokens: int, found: Score) -> None:
+        """One evaluation into metrics.jsonl and to the person who waits."""
+        if self.accelerator.is_main_process:
+            values = {"eval_ppl": found.ppl, "eval_accuracy": found.accuracy, "eval_tokens": self.eval_tokens}
+            self.run.log(stage=name, step=step, tokens=tokens, **values)
+        told = f"{name}{f' step {step}' if step else ''}: held-out perplexity {found.ppl:.4g}"
+        self.say(told + ("" if kind_of(self.model) == "text" else f", accuracy {found.accuracy:.1%}"))
+
+    def fidelity(self) -> list[dict[str, float]]:
+        """Per-layer distance to the teacher on held-out text; empty without eval data."""
+        stage = self.recipe.stages[-1]
+        blocks = self.blocks(stage, "eval")
+        if blocks is None:
+            return []
+        data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.accelerator)
+        return layer_fidelity(self.student, data, self.accelerator)
+
+    def save(self, position: Position, state: dict[str, Any]) -> None:
+        """A checkpoint: trained tensors by name, whole, and the optimizer unless the stage is over."""
+        tensors, own = {}, dict(self.student.named_parameters())
+        for name, tensor in self.student.state().items():  # of shards, one at a time is whole on the device
+            tensor = whole(tensor, own[name])
+            if self.accelerator.is_main_process:
+                tensors[name] = tensor.contiguous().cpu()
+
+        def write(folder: Path) -> None:
+            broken = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
+            if broken is not None:
+                raise self.not_finite(f"{broken} is not finite", position.stage, position.step + 1)
+            save_file(tensors, folder / "trained.safetensors")
+            if not position.done:
+                torch.save(state, folder / "optimizer.pt")
+
+        if self.accelerator.is_main_process:
+            self.last_checkpoint = self.run.save(position, write)
+        self.accelerator.wait_for_everyone()
+
+    def not_finite(self, what: str, number: int, step: int) -> LinearizeError:
+        """The error for a loss, a gradient or a weight that is NaN or infinite; `step` of that stage went wrong."""
+        kept = self.run.last_good(number, step)
+        stage = self.recipe.stages[number]
+        then = f"continue with --resume {kept}" if kept else "start again with --resume never"
+        return LinearizeError(
+            f"{what} at step {step} of {stage.name}; last good checkpoint: {kept or 'none was written'}. Lower "
+            f"stages[{number}].optimizer.lr (now {stage.optimizer.lr:g}) or set runtime.precision: fp32, and {then}",
+            Exit.CHECK_FAILED,
+        )
+
+
+def check_model(model: Any, recipe: Recipe) -> None:
+    """Refuse (exit 3) what the model cannot do, and data that it cannot learn from; `model` may be without weights."""
+    most = most_tokens(model)
+    for number, stage in enumerate(recipe.stages):
+        if stage.lora is not None:
+            check_targets(model, stage.lora.target)
+        if isinstance(stage, FeatureCosine) == has_head(model) and not isinstance(stage, AttentionTransfer):
+            what, other = ("has a head", "logit_kl or sft") if has_head(model) else ("has no head", "feature_cosine")
+            raise LinearizeError(f"{stage.name}: {type(model).__name__} {what}; use {other}", Exit.INCOMPATIBLE)
+        for split in ("train", "eval"):
+            source = getattr(recipe.data_for(stage), split)
+            if source is not None:
+                own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
+                check_source(source, model, recipe.folder, f"{own}data.{split}")
+        length = recipe.data_for(stage).pack.seq_len
+        if most is not None and length > most:
+            own = f"stages[{number}]." * (stage.data.pack.seq_len is not None)
+            said = f"{own}data.pack.seq_len is {length}, and {type(model).__name__} takes at most {most} tokens"
+            raise LinearizeError(f"{said}. Set it to {most}, or less", Exit.INCOMPATIBLE)
+    if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise LinearizeError(
+            f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
+            Exit.INCOMPATIBLE,
+        )

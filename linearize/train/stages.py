@@ -1,0 +1,163 @@
+"""The loss of each kind of stage, for one micro batch: backpropagated here, its value returned.
+
+`attention_transfer`: softmax goes on through the network, each layer's mixer is compared with it on the same
+input, and each layer's loss is backpropagated as it arises: memory is one layer's. `logit_kl`: a teacher pass,
+then the student's, then backward, never a switch in between; `feature_cosine` does the same for last hidden states.
+`sft`: cross entropy alone.
+
+Every loss is divided by counts of the whole optimizer step, so that micro batches and processes simply add up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batches import Batch, forward, real_tokens, run, targets
+from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, Stage
+from .losses import cosine_distance, cross_entropy, logit_kl, relative_mse
+from .student import Student
+
+Inputs = tuple[Tensor, ...]
+
+
+class Listener:
+    """What `model.transferring` calls for each layer; the default hears nothing.
+
+    `own_call` asks for a second run of each attention module, as the student, because the student's q, k, v are
+    not the teacher's.
+    """
+
+    own_call = False
+
+    def __init__(self, student: Student) -> None:
+        self.student_model = student
+
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+        """One layer: inputs (q, k, v, x) as for `Mixer.mix`, its output and softmax's, both [B,T,H,Dv]; `layout` is
+        that of the call."""
+
+    def compare(self, mixer: Any, y: Tensor, target: Tensor) -> None:
+        """Outputs [B,T,hidden] of one attention module after a second run: the student's, the teacher's."""
+
+    def student(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """The context of that second run."""
+        return self.student_model.as_student(module)
+
+
+class Transfer(Listener):
+    """Trains each mixer, on the spot, towards the softmax output of its layer.
+
+    `power` divides a token's squared error in each layer, constant for the stage: the error relative to the micro
+    batch's own would not add up to the error of the step. `tokens` counts the whole step.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        real: Tensor | None,
+        tokens: Tensor,
+        power: dict[int, Tensor],
+        backward: Callable[[Tensor], None],
+    ) -> None:
+        super().__init__(student)
+        self.own_call = student.lora is not None
+        self.real, self.tokens, self.power, self.backward = real, tokens, power, backward
+        self.losses: dict[int, Tensor] = {}
+
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+        layer = mixer.site.layer
+        share = square_sum(target, self.real) / (self.power[layer] * self.tokens).clamp_min(1e-12)
+        loss = relative_mse(o, target, self.real) * share
+        # This is inside the forward pass, where autocast may be on; a backward pass must not be under it.
+        with torch.autocast(loss.device.type, enabled=False):
+            self.backward(loss)
+        self.losses[layer] = loss.detach()
+
+
+class Calibration(Listener):
+    """Lets each mixer set its norms, and its window's share, from the teacher's outputs of one batch."""
+
+    @torch.no_grad()
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+        mixer.calibrate(*inputs, o, target)
+        mixer.calibrate_window(*inputs, target, layout)
+
+
+class Power(Listener):
+    """Sums, by layer: square norms of softmax outputs, their number of elements, and what counts: tokens, or images."""
+
+    def __init__(self, student: Student) -> None:
+        super().__init__(student)
+        self.sums: dict[int, Tensor] = {}
+        self.real: Tensor | None = None
+        self.count = torch.empty(0)
+
+    @torch.no_grad()
+    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+        elements = square_sum(torch.ones_like(target), self.real)
+        found = torch.stack([square_sum(target, self.real), elements, self.count])
+        self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + found
+
+
+def square_sum(o: Tensor, real: Tensor | None) -> Tensor:
+    """sum ||o||^2 over real tokens, in float32; o [B,T,H,Dv]."""
+    return (o if real is None else torch.where(real[..., None, None], o, 0.0)).float().square().sum()
+
+
+def error_scale(stage: AttentionTransfer, student: Student, batches: Iterable[Batch]) -> dict[int, Tensor]:
+    """What the squared error of a token (of an image's tokens) is divided by in each layer, as the stage's loss says:
+    the softmax output's own mean square norm, or its number of elements."""
+    listener = Power(student)
+    for batch in batches:
+        listener.real, listener.count = real_tokens(batch), batch["valid"].sum().float()
+        listen(student, listener, batch)
+    which = 0 if stage.loss.error == "relative" else 1
+    return {layer: sums[which] / sums[2] / stage.loss.weight for layer, sums in listener.sums.items()}
+
+
+def transfer_loss(
+    student: Student, batch: Batch, tokens: Tensor, power: dict[int, Tensor], backward: Callable[[Tensor], None]
+) -> Tensor:
+    """Mean over layers of this batch's share of the relative error; gradients are accumulated when this returns."""
+    listener = Transfer(student, real_tokens(batch), tokens, power, backward)
+    listen(student, listener, batch)
+    return torch.stack(list(listener.losses.values())).mean()
+
+
+def listen(student: Student, listener: Listener, batch: Batch) -> None:
+    """One pass of the teacher (source weights, adapters and dropout off) during which `listener` hears each layer."""
+    with student.teacher_state(), student.model.transferring(listener):
+        run(student.model, batch, head=False)
+
+
+def end_to_end_loss(
+    stage: Stage, student: Student, wrapped: Any, batch: Batch, tokens: Tensor, autocast: Callable[[], Any]
+) -> Tensor:
+    """logit_kl, feature_cosine or sft on one micro batch; `wrapped` is the model as accelerate prepared it.
+
+    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes.
+    """
+    teacher = None
+    if isinstance(stage, FeatureCosine) or (isinstance(stage, LogitKL) and stage.loss.kl):
+        # A context of its own: autocast caches weights, and what it casts without gradients must not be reused.
+        with student.as_teacher(), autocast():
+            teacher = forward(student.model, batch)
+    with autocast():
+        found = forward(wrapped, batch)
+    if isinstance(stage, FeatureCosine):
+        assert teacher is not None
+        return cosine_distance(found, teacher, real_tokens(batch), batch["valid"].sum() / tokens[0])
+    if not isinstance(stage, LogitKL):
+        return cross_entropy(found, targets(batch), num_tokens=tokens[1])
+    loss = found.new_zeros((), dtype=torch.float32)
+    if teacher is not None:
+        kl = logit_kl(found, teacher, batch["valid"], temperature=stage.loss.temperature, num_tokens=tokens[0])
+        loss = loss + stage.loss.kl * kl
+    if stage.loss.ce:
+        loss = loss + stage.loss.ce * cross_entropy(found, targets(batch), num_tokens=tokens[1])
+    return loss

@@ -1,0 +1,245 @@
+"""What a stage trains, and the teacher that does not move while it does.
+
+While every source weight is frozen the teacher is the same model with softmax switched on and adapters off. Once
+a stage trains source weights, the teacher's values of exactly those tensors are kept aside and swapped in for the
+length of a teacher pass. Tensors go by the names that they have without adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import Exit, LinearizeError, did_you_mean
+from ..recipe.recipe import Stage
+from .fsdp import face, like, reshard, whole
+
+ADAPTER = "default"
+
+
+class Student:
+    """A linearized model in training: its adapters, its trained tensors, its teacher.
+
+    `model` is the linearized model itself (never a wrapper); `originals` holds the source's values of the source
+    tensors that some stage trains or trained, on the model's device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.lora: Any = None
+        self.originals: dict[str, Tensor] = {}
+        self.trained: set[str] = set()
+        self._aside: dict[str, Tensor] = {}  # the student's own values while the source's are swapped in
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's, or their shards, by names that stay when peft moves an adapted weight into `base_layer`."""
+        for name, parameter in self.model.named_parameters():
+            yield name.replace(".base_layer.", "."), face(parameter)
+
+    # ------------------------------------------------------------ what trains
+
+    def prepare(self, stage: Stage, *, wide: bool, seed: int = 0) -> list[nn.Parameter]:
+        """Set requires_grad for a stage and return its parameters; with `wide` they become float32 masters."""
+        if stage.lora is not None and self.lora is None:
+            torch.manual_seed(seed)
+            self.lora = inject_lora(self.model, stage.lora)
+        names = self.names_of(stage.train)
+        self.keep_originals(names)
+        self.trained |= names
+        chosen = []
+        for (name, parameter), own in zip(self.named_parameters(), self.model.parameters(), strict=True):
+            own.requires_grad_(name in names)
+            if name in names:
+                if wide and parameter.dtype != torch.float32:
+                    parameter.data = parameter.data.float()
+                chosen.append(parameter)
+        return chosen
+
+    def groups(self, stage: Stage, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        """A stage's parameters as an optimizer's groups; `factor` is what multiplies the stage's learning rate.
+
+        New parameters may have their own. Shards and whole tensors lie apart: one kernel takes no mixture.
+        """
+        new = {id(parameter) for name, parameter in self.named_parameters() if ".mixer." in name}
+        factor = (stage.optimizer.new_lr or stage.optimizer.lr) / stage.optimizer.lr
+        found: dict[tuple[float, bool], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            key = (factor if id(parameter) in new else 1.0, isinstance(parameter, DTensor))
+            found.setdefault(key, []).append(parameter)
+        return [{"params": group, "factor": key[0]} for key, group in sorted(found.items(), key=lambda item: item[0])]
+
+    def names_of(self, parts: tuple[str, ...]) -> set[str]:
+        """Names of the parameters that `new`, `mixer`, `lora`, `all` stand for."""
+        folders = {"new": [f"{path}.mixer." for path in self.sites()], "mixer": [f"{path}." for path in self.sites()]}
+        within = tuple(prefix for part in parts for prefix in folders.get(part, ()))
+        names = set()
+        for name, _ in self.named_parameters():
+            adapter = ".lora_" in name
+            if "all" in parts or ("lora" in parts if adapter else name.startswith(within)):
+                names.add(name)
+        return names
+
+    def sites(self) -> list[str]:
+        """Paths of the attention modules that have a mixer."""
+        return [name.removesuffix(".mixer") for name, _ in self.model.named_modules() if name.endswith(".mixer")]
+
+    def keep_originals(self, names: set[str]) -> None:
+        """Clone the source's values of these tensors, unless that was done before an earlier stage."""
+        for name, parameter in self.named_parameters():
+            if name in names and is_source(name) and name not in self.originals:
+                self.originals[name] = parameter.detach().clone()
+
+    def adapted(self) -> set[str]:
+        """Names of the source weights that adapters change."""
+        inside = (name for name, _ in self.model.named_parameters() if name.endswith(".base_layer.weight"))
+        return {name.replace(".base_layer.", ".") for name in inside}
+
+    # ------------------------------------------------------------ teacher
+
+    @contextlib.contextmanager
+    def as_teacher(self) -> Iterator[None]:
+        """Within: softmax, source weights, no adapters, no dropout, no gradients."""
+        with self.teacher_state(), self.model.teacher():
+            yield
+
+    @contextlib.contextmanager
+    def teacher_state(self) -> Iterator[None]:
+        """Within: source weights, no adapters, no gradients; the model's own switches turn dropout off."""
+        with self.source_weights(), _adapters(self.model, enabled=False), torch.no_grad():
+            yield
+
+    @contextlib.contextmanager
+    def source_weights(self) -> Iterator[None]:
+        """Swap the source's values in and back."""
+        reshard(self.model)
+        self._aside = self._swap(self.originals)
+        try:
+            yield
+        finally:
+            reshard(self.model)
+            self._swap(self._aside)
+            self._aside = {}
+
+    def _swap(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put these tensors where the named parameters are; returns what was there.
+
+        Parameters change places, not their `data`: a `data` of another dtype, even for a moment, loses DDP's hooks.
+        FSDP gathers from memory that it knows, so shards are copied; within its forward pass a layer is gathered.
+        """
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        old: dict[str, Tensor] = {}
+        new: dict[str, nn.Parameter] = {}
+        for module in self.model.modules():
+            for key, parameter in module._parameters.items():
+                name = names.get(id(face(parameter)), "")
+                if name not in values or parameter is None:
+                    continue
+                if name not in old:  # a tied weight comes twice
+                    old[name], new[name] = self._exchange(parameter, values[name])
+                module._parameters[key] = new[name]
+        return old
+
+    @staticmethod
+    def _exchange(parameter: nn.Parameter, value: Tensor) -> tuple[Tensor, nn.Parameter]:
+        """What to keep of a parameter, and what to put where it was, so that `value` is there."""
+        shard = face(parameter)
+        if isinstance(shard, DTensor):
+            kept = shard.detach().clone()
+            with torch.no_grad():
+                shard.copy_(value)
+            return kept, parameter
+        value = whole(value, value)
+        return parameter, value if isinstance(value, nn.Parameter) else nn.Parameter(value, False)
+
+    @contextlib.contextmanager
+    def as_student(self, module: nn.Module) -> Iterator[None]:
+        """Within a teacher pass: one module has the student's weights and adapters again."""
+        inside = {id(face(p)) for p in module.parameters()}
+        names = {n for n, p in self.named_parameters() if id(p) in inside and n in self._aside}
+        source = self._swap({name: self._aside[name] for name in names})
+        try:
+            with _adapters(module, enabled=True):
+                yield
+        finally:
+            self._swap(source)
+
+    def teacher_bytes(self) -> int:
+        """Memory of the frozen copies."""
+        return sum(t.numel() * t.element_size() for t in self.originals.values())
+
+    # ------------------------------------------------------------ state on disk
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that some stage has trained, and the mixers, which calibration may have set, by name."""
+        return {n: p.detach() for n, p in self.named_parameters() if n in self.trained or ".mixer." in n}
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Copy tensors written by `state` back; names must exist."""
+        own = dict(self.named_parameters())
+        for name, value in tensors.items():
+            if own[name].dtype != value.dtype:
+                own[name].data = own[name].data.to(value.dtype)
+            own[name].copy_(like(value, own[name]))
+
+
+def is_source(name: str) -> bool:
+    """True for a parameter that the source model has."""
+    return ".mixer." not in name and ".lora_" not in name
+
+
+@contextlib.contextmanager
+def _adapters(module: nn.Module, enabled: bool) -> Iterator[None]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [m for m in module.modules() if isinstance(m, BaseTunerLayer)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        # The flag alone: peft's own switch would also flip requires_grad of the adapter in the middle of a step.
+        layer._disable_adapters = not enabled
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
+
+
+def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
+    """Raise LinearizeError (exit 3) unless each target of LoRA names a linear layer of the source."""
+    linear = set(_linear_layers(model))
+    for target in targets:
+        if target not in linear:
+            raise LinearizeError(
+                f"lora.target {target!r} is no linear layer of {type(model).__name__}."
+                f"{did_you_mean(target, linear)} It has {', '.join(sorted(linear))}",
+                Exit.INCOMPATIBLE,
+            )
+
+
+def _linear_layers(model: nn.Module) -> dict[str, type[nn.Module]]:
+    """Last names of the source's linear layers, and their classes."""
+    found = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and ".mixer." not in n)
+    return {name.rpartition(".")[2]: type(module) for name, module in found}
+
+
+def inject_lora(model: nn.Module, lora: Any) -> Any:
+    """LoRA layers on the modules named by `lora.target`; returns peft's tuner. Raises LinearizeError (exit 3)."""
+    from peft import LoraConfig, LoraModel
+
+    check_targets(model, lora.target)
+    linear = _linear_layers(model)
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target),
+        bias="none",
+        fan_in_fan_out=any(issubclass(linear[target], Conv1D) for target in lora.target),
+    )
+    return LoraModel(model, config, ADAPTER)

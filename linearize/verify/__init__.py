@@ -1,0 +1,1 @@
+"""Verification: reload a saved model in a clean process and compare."""

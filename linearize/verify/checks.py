@@ -1,0 +1,231 @@
+"""`linearize verify`: what a saved folder promises, checked one by one; the checks that run code do so elsewhere.
+
+Weights are compared with the hashes that linearize.json recorded, names with the index, and behaviours.py says in a
+clean process whether the model loads and whether all ways to cut up a forward pass agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.provenance import changed_code, plan_of, refuse_code
+from ..checkpoint.shards import in_parallel, read_bytes, read_tensor, sha256
+from ..checkpoint.source import DTYPES, Entry, check_revision, open_source, read_header
+from ..checkpoint.write import INDEX, MANIFEST
+from ..errors import Exit, LinearizeError
+from ..plan.plan import Plan, some
+from .reload import CHILD, clean_command, free_memory, result_of, started
+
+# Difference of logits over the largest. float32: whatever the weights are stored in, they are computed with in
+# float32, where two orders of the same sums differ by 1e-7 to 6e-6 on small models and broken code by 1e-3 and more.
+# A model that fits memory only as it is stored is held to the rounding of that dtype.
+LIMITS = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+STRICT_LIMIT = 2e-5
+# Tokens of a row: more than a chunk; strict: more than two chunks of the largest size.
+LENGTH, STRICT_LENGTH = 100, 560
+BEHAVIOURS = ("both_ways.py", "behaviours.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One row of the table. `status` is passed, failed, warning (failed when strict) or skipped (the same)."""
+
+    name: str
+    status: str
+    detail: str = ""
+    difference: float | None = None
+    limit: float | None = None
+
+
+def verify_folder(
+    model: str, *, strict: bool = False, trust_remote_code: bool = False, revision: str | None = None
+) -> list[Check]:
+    """Every check of the linearized model in a folder, or of `revision` on the Hub.
+
+    Raises LinearizeError: 3 for what is no linearized model, and for code that this version does not write unless
+    `trust_remote_code`; 2, 4 and 5 as `open_source`.
+    """
+    from ..diffusion.convert import holds_diffusers
+
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        check_revision(model, revision)
+    else:
+        folder = open_source(model, revision).folder
+    if holds_diffusers(model):
+        from ..diffusion import verify
+
+        return verify.verify_folder(folder, strict=strict, trust_remote_code=trust_remote_code)
+    plan = read_config_plan(folder)
+    if not trust_remote_code:
+        refuse_code(folder, changed_code(folder, plan))
+    checks = [
+        attempt("files", lambda: check_files(folder)),
+        attempt("index", lambda: check_index(folder)),
+        attempt("untouched weights", lambda: check_hashes(folder)),
+        attempt("new weights", lambda: check_new(folder, strict)),
+    ]
+    checks += check_behaviours(folder, strict)
+    return [strictly(check) for check in checks] if strict else checks
+
+
+def strictly(check: Check) -> Check:
+    status = "failed" if check.status in ("warning", "skipped") else check.status
+    return dataclasses.replace(check, status=status)
+
+
+def attempt(name: str, work: Callable[[], tuple[str, str]]) -> Check:
+    """`work` returns (status, detail); files that cannot be read are failures."""
+    try:
+        return Check(name, *work())
+    except LinearizeError as error:
+        return Check(name, "failed", error.message.removeprefix("verification failed: "))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Check(name, "failed", f"{type(error).__name__}: {error}")
+
+
+def read_config_plan(folder: Path) -> Plan:
+    """The plan in config.json of a linearized model; raises LinearizeError (exit 3) that says what is there instead."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        linear = bool(config.get("linearize"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise LinearizeError(f"{folder} is no model folder: {path.name}: {error}", Exit.INCOMPATIBLE) from error
+    if not linear:
+        kind = ", ".join(map(str, config.get("architectures") or [])) or "a model"
+        raise LinearizeError(
+            f"{folder} is {kind} ({config.get('model_type')}) as transformers has it, with no layer that linearize "
+            f"converted: nothing to verify. Convert it first: linearize convert {folder} --to gsa",
+            Exit.INCOMPATIBLE,
+        )
+    try:
+        return plan_of(config)
+    except (LookupError, TypeError, AttributeError) as error:
+        said = f"{path}: its plan is damaged ({type(error).__name__}: {error}). Convert or download the model again"
+        raise LinearizeError(said, Exit.INCOMPATIBLE) from error
+
+
+# ---------------------------------------------------------------- what is on disk
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """linearize.json, empty where there is none: save_pretrained does not write it."""
+    path = folder / MANIFEST
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def check_files(folder: Path) -> tuple[str, str]:
+    """linearize.json lists the files and the hashes of the code; others beside them are worth a warning."""
+    manifest = manifest_of(folder)
+    if not manifest:
+        return "warning", f"no {MANIFEST}: not written by linearize convert or finetune, or saved again since"
+    present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    present = {name for name in present if not any(part.startswith((".", "__pycache__")) for part in name.split("/"))}
+    listed, code = set(manifest["files"]), manifest.get("code", {})
+    lost = sorted(name for name in listed - present if not name.split("/")[-1].startswith("."))
+    if lost:
+        return "failed", f"missing: {some(lost)}"
+    edited = sorted(name for name, value in code.items() if name in present and sha256(folder / name) != value)
+    edited += sorted(name for name in present - listed if name.endswith(".py"))
+    if edited:
+        return "warning", f"code that linearize did not write: {some(edited)}"
+    foreign = sorted(present - listed)
+    return ("warning", f"files that linearize did not write: {some(foreign)}") if foreign else ("passed", "")
+
+
+def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:
+    """Every tensor of the index is in the shard that it names, and the other way round."""
+    if (folder / name).exists():
+        index = json.loads((folder / name).read_text("utf-8"))["weight_map"]
+    else:
+        index = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
+    held = {(tensor, path.name) for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path)}
+    wrong = sorted(held ^ set(index.items()))
+    if wrong:
+        tensor, name = wrong[0]
+        return "failed", f"{tensor} is in {name} by the {'shards' if (tensor, name) in held else 'index'} only"
+    return "passed", f"{len(index)} tensors"
+
+
+def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[str, str]:
+    """What linearize.json calls untouched, or what is `recorded`, has the bytes that the source had."""
+    recorded = manifest_of(folder).get("untouched") if recorded is None else recorded
+    if not recorded:
+        return "warning", "no hashes are recorded"
+    shards, tensors = recorded["shards"], recorded["tensors"]
+    wrong = [name for name, value in zip(shards, in_parallel(lambda n: sha256(folder / n), shards), strict=True)
+             if value != shards[name]]  # fmt: skip
+    if tensors:
+        places = {name: (p, entry) for p in folder.glob("*.safetensors") for name, entry in read_header(p).items()}
+        found = in_parallel(lambda name: tensor_sha256(*places[name]), tensors)
+        wrong += [name for name, value in zip(tensors, found, strict=True) if value != tensors[name]]
+    if wrong:
+        return "failed", f"not the recorded bytes: {some(sorted(wrong))}"
+    return "passed", f"{len(shards)} shards" + (f", {len(tensors)} tensors of other shards" if tensors else "")
+
+
+def tensor_sha256(path: Path, entry: Entry) -> str:
+    """The hash of one tensor's bytes."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for block in read_bytes(path, entry.start, entry.size):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def check_new(folder: Path, everything: bool) -> tuple[str, str]:
+    """The mixers' numbers (or `everything`) are finite."""
+    for shard in sorted(folder.glob("*.safetensors")):
+        for name, entry in read_header(shard).items():
+            wanted = (everything or ".mixer." in name) and entry.dtype in DTYPES
+            if wanted and not all(bool(block.isfinite().all()) for block in read_tensor(shard, entry)):
+                return "failed", f"{name} has values that are not finite"
+    return "passed", "all weights are finite" if everything else "all mixers are finite"
+
+
+# ---------------------------------------------------------------- what it computes
+
+
+def check_behaviours(folder: Path, strict: bool) -> list[Check]:
+    """Reload in a clean process and run behaviours.py there."""
+    dtype = fitting_dtype(folder)
+    if dtype is None:
+        return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
+    limit = min(STRICT_LIMIT, LIMITS[dtype]) if strict and dtype == "float32" else LIMITS[dtype]
+    script = "".join((CHILD / name).read_text("utf-8") for name in BEHAVIOURS)
+    arguments = [str(folder.absolute()), dtype, str(STRICT_LENGTH if strict else LENGTH), str(limit)]
+
+    def wrong(found: dict[str, Any]) -> list[str]:
+        return [f"{kind.replace('_', ' ')}: {some(names)}" for kind, names in found["keys"].items()]
+
+    return reload(script, arguments, wrong)
+
+
+def reload(script: str, arguments: list[str], wrong: Callable[[dict[str, Any]], list[str]]) -> list[Check]:
+    """What a script that loads a folder in a clean process found; `wrong` names the keys that do not match."""
+    try:
+        with clean_command(script, arguments) as command, started(*command) as child:
+            found = result_of(child)
+    except LinearizeError as error:
+        return [Check("reload", "failed", error.message.removeprefix("verification failed: "))]
+    keys = wrong(found)
+    first = Check("reload", "failed" if keys else "passed", "; ".join(keys) or "no key missing, none unexpected")
+    return [first, *(Check(name, **row) for name, row in found["checks"].items())]
+
+
+def fitting_dtype(folder: Path) -> str | None:
+    """float32 where the model fits memory so, else what it is stored in, else None."""
+    free = free_memory()
+    entries = [entry for shard in folder.glob("*.safetensors") for entry in read_header(shard).values()]
+    numbers, stored = sum(math.prod(e.shape) for e in entries), sum(e.size for e in entries)
+    if 4 * numbers < free:
+        return "float32"
+    kinds = [DTYPES[e.dtype] for e in entries if e.dtype in DTYPES]
+    return max(set(kinds), key=kinds.count) if stored < free else None

@@ -1,0 +1,1 @@
+"""What runs in the clean process, where linearize is not installed."""

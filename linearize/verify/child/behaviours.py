@@ -1,0 +1,299 @@
+"""What a saved model must do: the ways to cut up a forward pass all agree. Imports torch and transformers alone.
+
+`linearize verify` sends the text of this file, of both_ways.py and of inputs.py to a clean process, `python -c ...
+FOLDER DTYPE LENGTH LIMIT`, and reads the JSON that it prints. No other file of linearize may be imported here.
+
+Letters: B batch, T tokens, V vocabulary. Each check returns the largest difference over the largest logit, or None
+where the model has no such thing. A check that fails is repeated with softmax switched on: what the source does not
+do either (packing without position_ids, say) is not held against the mixers. A check that raises never passes: it
+has failed, or is skipped where softmax raises the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .encoder_behaviours import BOTH_WAYS, heads
+from .inputs import auto_class, difference, make_inputs, make_tokens, tokens_of, writes_text
+
+STEPS = 6
+# The shortest rows that can be cut up in all the ways below.
+SHORTEST = STEPS + 2
+
+
+def cut(length: int, wanted: list[int]) -> list[int]:
+    """`length` tokens in pieces of the sizes `wanted`, as far as they go, and the rest; none is empty."""
+    sizes: list[int] = []
+    for size in [*wanted, length]:
+        sizes.append(min(size, length - sum(sizes)))
+    return [size for size in sizes if size]
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Positions as generate() makes them from a padding mask [B,T]."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def call(model: Any, ids: Tensor, **arguments: Any) -> Any:
+    """One forward pass; position_ids only where the model takes them."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        arguments.pop("position_ids", None)
+    with torch.no_grad():
+        return model(input_ids=ids, **{"use_cache": False, **arguments})
+
+
+def pieces(model: Any, ids: Tensor, lengths: list[int]) -> Tensor:
+    """Logits [B,T,V] of `ids` taken in pieces through one cache."""
+    cache, found = None, []
+    for part in ids.split(lengths, 1):
+        out = call(model, part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        found.append(out.logits)
+    return torch.cat(found, 1)
+
+
+# ---------------------------------------------------------------- the checks
+
+
+def steps(model: Any, ids: Tensor) -> float:
+    """A prefill and single steps are one forward pass."""
+    T = ids.shape[1]
+    return difference(pieces(model, ids, [T - STEPS] + [1] * STEPS), call(model, ids).logits)
+
+
+def chunks(model: Any, ids: Tensor) -> float:
+    """Neither the chunk size of the mixers nor that of the prefill matters."""
+    T, whole = ids.shape[1], call(model, ids).logits
+    worst = difference(pieces(model, ids, cut(T, [5, T // 3, 1])), whole)
+    own = {part: part.chunk_size for name, part in model.named_modules() if name.endswith(".mixer") and sized(part)}
+    for size in (16, 32, 128):
+        for part in own:
+            part.chunk_size = size
+        worst = max(worst, difference(call(model, ids).logits, whole))
+    for part, size in own.items():
+        part.chunk_size = size
+    return worst
+
+
+def sized(part: Any) -> bool:
+    return isinstance(getattr(part, "chunk_size", None), int)
+
+
+def padding(model: Any, ids: Tensor, left: bool) -> float:
+    """Rows of a padded batch, continued by one step, are the rows alone."""
+    B, T = ids.shape
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 4, T - 5)):
+        mask[row, slice(0, pad) if left else slice(T - pad, T)] = 0
+    real = mask.bool()
+    batch = call(model, ids, attention_mask=mask, position_ids=positions(mask), use_cache=True)
+    longer, last = torch.cat([mask, torch.ones_like(mask[:, :1])], 1), make_tokens(model, B, 1)
+    place = positions(longer)[:, -1:]
+    cache = batch.past_key_values
+    step = call(model, last, attention_mask=longer, position_ids=place, past_key_values=cache, use_cache=True)
+    worst = 0.0
+    for row in range(B):
+        alone = call(model, torch.cat([ids[row : row + 1, real[row]], last[row : row + 1]], 1)).logits[0]
+        worst = max(worst, difference(torch.cat([batch.logits[row, real[row]], step.logits[row]]), alone))
+    return worst
+
+
+def left_padding(model: Any, ids: Tensor) -> float:
+    return padding(model, ids, left=True)
+
+
+def right_padding(model: Any, ids: Tensor) -> float:
+    return padding(model, ids, left=False)
+
+
+def packed(model: Any, ids: Tensor) -> float | None:
+    """Documents in one row, told by positions that restart, are the documents one by one."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    lengths = cut(ids.shape[1], [7, 1, ids.shape[1] // 2])
+    places = torch.cat([torch.arange(n) for n in lengths])[None].expand(len(ids), -1)
+    apart = torch.cat([call(model, part).logits for part in ids.split(lengths, 1)], 1)
+    return difference(call(model, ids, position_ids=places).logits, apart)
+
+
+def beams(model: Any, ids: Tensor) -> float:
+    """States follow their beams: after a reorder, and in beam search with a cache and without."""
+    order = torch.tensor([2, 0, 0])
+    cache = call(model, ids, use_cache=True).past_key_values
+    cache.reorder_cache(order)
+    last = make_tokens(model, len(ids), 1)
+    step = call(model, last, past_key_values=cache, use_cache=True).logits
+    worst = difference(step, call(model, torch.cat([ids[order], last], 1)).logits[:, -1:])
+    found = [generate(model, ids[:2, :9], num_beams=3, use_cache=cached).sequences_scores for cached in (True, False)]
+    return max(worst, difference(*found))
+
+
+def generate(model: Any, ids: Tensor, **arguments: Any) -> Any:
+    """generate() without chance, for exactly STEPS new tokens."""
+    settings = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "return_dict_in_generate": True}
+    pad = model.config.get_text_config().pad_token_id
+    settings |= {"output_logits": True, "output_scores": True, "pad_token_id": pad if isinstance(pad, int) else 0}
+    return model.generate(ids, **{"attention_mask": torch.ones_like(ids), **settings, **arguments})
+
+
+def greedy(model: Any, ids: Tensor) -> float:
+    """generate() of a left-padded batch computes what one pass over its result computes."""
+    ids = ids[:2, :13].clone()
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    out = generate(model, ids, attention_mask=mask)
+    longer = torch.cat([mask, mask.new_ones(2, STEPS - 1)], 1)
+    whole = call(model, out.sequences[:, :-1], attention_mask=longer, position_ids=positions(longer)).logits
+    return difference(torch.stack(out.logits, 1), whole[:, -STEPS:])
+
+
+CHECKS: dict[str, Callable[[Any, Tensor], float | None]] = {
+    "prefill and steps": steps,
+    "chunk size": chunks,
+    "left padding": left_padding,
+    "right padding": right_padding,
+    "packed documents": packed,
+    "beams": beams,
+    "generate": greedy,
+}
+
+
+def constant_state(model: Any, ids: Tensor) -> str:
+    """Why the decode state is not what the config promises, or nothing: one per linear layer, and it does not grow."""
+    held = []
+    for length in (8, ids.shape[1]):
+        cache = call(model, ids[:, :length], use_cache=True).past_key_values
+        layers = [layer for layer in cache.layers if hasattr(layer, "state")]
+        held.append([held_bytes(vars(layer)) for layer in layers])
+    wanted = len(model.config.linearize["layers"])
+    if len(held[0]) != wanted:
+        return f"{len(held[0])} layers keep a state, the config has {wanted}"
+    return "" if held[0] == held[1] else f"the state grows from {sum(held[0])} to {sum(held[1])} bytes"
+
+
+def held_bytes(value: Any) -> int:
+    """Bytes of the tensors in a value, single numbers not counted."""
+    if isinstance(value, Tensor):
+        return value.nbytes if value.ndim else 0
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return sum(map(held_bytes, parts))
+
+
+def loads_without_trust(folder: str) -> str:
+    """Why a user who does not run the folder's code gets a model of softmax in silence, or nothing."""
+    from transformers import AutoConfig
+
+    try:
+        kind = type(AutoConfig.from_pretrained(folder, trust_remote_code=False)).__name__
+    except Exception:
+        return ""
+    return f"without trust_remote_code it loads as {kind}, its mixers ignored"
+
+
+def said(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def result(work: Callable[[], str]) -> dict[str, Any]:
+    """The row of a check that returns what is wrong, or nothing; an exception is wrong as well."""
+    try:
+        reason = work()
+    except Exception as error:
+        reason = f"the check raised {said(error)}"
+    return {"status": "failed" if reason else "passed", "detail": reason}
+
+
+def run(check: Callable[[Any, Any], float | None], model: Any, given: Any, limit: float) -> dict[str, Any]:
+    """The row of one check, which is given token ids or inputs by name."""
+    if isinstance(given, Tensor) and given.shape[1] < SHORTEST:
+        return {"status": "skipped", "detail": f"the model takes too few positions: {given.shape[1] + STEPS}"}
+    found = attempt(check, model, given)
+    if found is None:
+        return {"status": "skipped", "detail": "the model takes no position_ids"}
+    numbers = {} if isinstance(found, Exception) else {"difference": found, "limit": limit}
+    if not isinstance(found, Exception) and found <= limit:
+        return {"status": "passed", "detail": "", **numbers}
+    with model.teacher():
+        source = attempt(check, model, given)
+    if isinstance(found, Exception):
+        same = type(found) is type(source)
+        detail = f"raises {said(found)}" + ("; so does the model with softmax" if same else "")
+        return {"status": "skipped" if same else "failed", "detail": detail}
+    worse = math.isinf(found) and not (isinstance(source, float) and math.isinf(source))
+    if isinstance(source, float) and source > limit and not worse:
+        return {"status": "passed", "detail": f"differs, and so does the model with softmax ({source:.1e})", **numbers}
+    detail = f"with softmax it raises {said(source)}" if isinstance(source, Exception) else ""
+    return {"status": "failed", "detail": detail, **numbers}
+
+
+def attempt(check: Callable[[Any, Any], float | None], model: Any, given: Any) -> float | Exception | None:
+    """What a check returns or raises."""
+    try:
+        return check(model, given)
+    except Exception as error:
+        return error
+
+
+def behave(model: Any, folder: str, length: int, limit: float) -> dict[str, dict[str, Any]]:
+    """Every check of a loaded model, on rows of `length` tokens where it takes as many, by name."""
+    checks = written(model, length, limit) if writes_text(model) else both_ways(model, length, limit)
+    checks["trust"] = result(lambda: loads_without_trust(folder))
+    return checks
+
+
+def written(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
+    """The checks of a model that writes text."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length + STEPS
+    ids = make_tokens(model, 3, max(1, min(length, positions - STEPS)))
+
+    def finite() -> str:
+        return "" if bool(call(model, ids).logits.isfinite().all()) else "logits that are not finite"
+
+    checks = {"finite logits": result(finite)}
+    checks |= {name: run(check, model, ids, limit) for name, check in CHECKS.items()}
+    checks["constant state"] = result(lambda: constant_state(model, ids))
+    return checks
+
+
+def both_ways(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
+    """The checks of any other model; what has no meaning for its inputs is left out."""
+    inputs = make_inputs(model, 2, tokens_of(model, length))
+
+    def finite() -> str:
+        bad = [name for name, value in heads(model, inputs).items() if not bool(value.isfinite().all())]
+        return f"not finite: {', '.join(bad)}" if bad else ""
+
+    checks = {"finite outputs": result(finite)}
+    for name, check in BOTH_WAYS.items():
+        row = run(check, model, inputs, limit)
+        if row["detail"] != "the model takes no position_ids":
+            checks[name] = row
+    return checks
+
+
+def main() -> None:
+    import transformers
+
+    folder, dtype, length, limit = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    loaded: Any = getattr(transformers, auto_class(config)).from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, dtype=getattr(torch, dtype)
+    )
+    print("loaded", flush=True)  # what goes wrong from here on is no matter of loading
+    model, report = loaded[0].eval(), loaded[1]
+    checks = behave(model, folder, length, limit)
+    keys = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    print(json.dumps({"keys": keys, "checks": checks}))
+
+
+if __name__ == "__main__":
+    main()

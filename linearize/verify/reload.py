@@ -1,0 +1,289 @@
+"""Proof that a checkpoint stands on its own, found by loading it in clean processes.
+
+Each child refuses to import linearize, linearize_kernels, triton and peft, has a fresh cache for remote code, and
+no network. `keys`: built on the meta device, every tensor accounted for, the mixers decoded. `full`: also the
+logits, against the source class with the package's own mixers, each side in its own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers.utils import HF_MODULES_CACHE
+
+from ..checkpoint.shards import read_tensor
+from ..checkpoint.source import DTYPES, Source, read_header
+from ..checkpoint.write import INDEX, MIXER_SHARD
+from ..errors import SECRET_VARIABLES, Exit, LinearizeError
+from ..plan.plan import Plan, some
+
+Level = Literal["auto", "full", "keys", "none"]
+# Logits of two processes running the same float32 maths on the same CPU: equal up to the order of additions.
+TOLERANCE = 1e-4
+
+PRELUDE = """
+import json, sys
+
+class Without:
+    # Refused packages look as if they were not installed, so that optional imports of others still work.
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {refused}:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+import torch, transformers
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+"""
+
+# Loads the checkpoint as anyone would. On `meta`, its tensors have names and shapes only: transformers would read
+# every weight in the folder to load it there.
+LOAD = """
+from transformers import AutoConfig
+folder, target = sys.argv[1:3]
+auto = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=True))
+if target == "meta":
+    from pathlib import Path
+    from safetensors import safe_open
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.modeling_utils import str_to_torch_dtype
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    weights = {}
+    for shard in Path(folder).glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():
+                value = file.get_slice(name)
+                dtype = str_to_torch_dtype[value.get_dtype()]
+                weights[name] = torch.empty(value.get_shape(), dtype=dtype, device="meta")
+    model_class = get_class_from_dynamic_module(config.auto_map[auto], folder)
+    arguments = {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
+    arguments["device_map"] = {"": "meta"}
+else:
+    model_class = getattr(transformers, auto)
+    arguments = {"pretrained_model_name_or_path": folder, "trust_remote_code": True, "dtype": torch.float32}
+model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
+print("loaded", flush=True)
+if target != "meta":
+    torch.save(outputs(model.eval()), target)
+ours = tuple(layer["site"]["path"] + ".mixer." for layer in model.config.linearize["layers"])
+print(json.dumps({
+    "report": {key: sorted(map(str, value)) for key, value in report.items()},
+    "mixers": {name: list(p.shape) for name, p in model.state_dict().items() if name.startswith(ours)},
+}))
+"""
+
+# The other side: the native class on the source's own weights, mixers from the installed package.
+SOURCE_SIDE = """
+import importlib
+from safetensors.torch import load_file
+from transformers.utils import HF_MODULES_CACHE
+from linearize_kernels.hf.capture import capture
+from linearize_kernels.mixer import own_mixer
+from linearize_kernels.hf.seam import attach
+source, options = sys.argv[3], json.loads(sys.argv[4])
+model_class = getattr(transformers, options["class"], None) or transformers.AutoModelForCausalLM
+model = model_class.from_pretrained(source, dtype=getattr(torch, options["dtype"]), trust_remote_code=options["trust"])
+spec = options["spec"]
+names = {layer["mechanism"] for layer in spec["layers"]}
+mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}.{n}")) for n in names}
+routed = all(layer["site"].get("routed", True) for layer in spec["layers"])
+attach(model, spec, mechanisms, None if routed else capture)
+mixers = load_file(sys.argv[1] + "/" + options["mixers"])
+loaded = model.load_state_dict(mixers, strict=False)
+assert not loaded.unexpected_keys, loaded.unexpected_keys
+print("loaded", flush=True)
+torch.save(outputs(model.float().eval()), sys.argv[2])
+"""
+
+# Where a container finds its limit of memory: version 2 of control groups, and 1.
+CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+CHILD = Path(__file__).parent / "child"
+REFUSED = ("linearize", "linearize_kernels", "triton", "peft")
+
+
+def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) -> str:
+    """Check a freshly written checkpoint; returns a sentence that says what was checked.
+
+    Raises LinearizeError (exit 6) when anything is missing, unexpected, of another shape or dtype, or unequal.
+    """
+    if level == "none":
+        return "not verified (--verify none)"
+    full = level == "full" or (level == "auto" and fits_twice([folder]))
+    said = "reloaded in a clean process without linearize: {} tensors, none missing, none unexpected"
+    if full:
+        count, difference = check_logits(folder, source, plan, trust)
+        return said.format(count) + f"; logits equal the source class with mixers (largest difference {difference:.1e})"
+    said = said.format(check_keys(folder))
+    if level == "auto":
+        said += "; logits not compared, twice the weights exceed free memory (--verify full forces it)"
+    return said
+
+
+def fits_twice(folders: Iterable[Path]) -> bool:
+    """Whether two float32 copies of the models in these folders, one a side, fit in free memory."""
+    return 2 * 4 * numbers(folders) < free_memory()
+
+
+def numbers(folders: Iterable[Path]) -> int:
+    """How many numbers the weights in these folders hold."""
+    shards = [shard for folder in folders for shard in folder.glob("*.safetensors")]
+    return sum(math.prod(entry.shape) for shard in shards for entry in read_header(shard).values())
+
+
+def free_memory() -> float:
+    """Bytes that a new process can take without swapping, or being killed where a container has a limit."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                machine = int(line.split()[1]) * 1024
+    return min(machine, *(_left(*group) for group in CGROUPS))
+
+
+def _left(folder: Path, limit: str, used: str, cached: str) -> float:
+    """What a control group's limit leaves, pages of files not counted as `used`; infinite without a limit."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is none
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        room, taken = (int((folder / name).read_text()) for name in (limit, used))
+        return room - taken + int(counts[cached])
+    return math.inf
+
+
+def check_keys(folder: Path) -> int:
+    """Every tensor of the index exists in its shard and in the model, and the other way round; returns how many."""
+    count = _check_index(folder)
+    with clean_command(LOAD, [str(folder), "meta"]) as command, started(*command) as loading:
+        _check_loaded(folder, result_of(loading))
+    return count
+
+
+def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple[int, float]:
+    """`check_keys`, and the largest difference between the checkpoint's logits and those of the source class with the
+    same mixers, relative to the largest; the two sides load at the same time.
+    """
+    count = _check_index(folder)
+    dtype = plan.dtype if plan.cast else "float32"
+    options = {"spec": plan.spec(), "class": plan.architecture, "dtype": dtype, "trust": trust, "mixers": MIXER_SHARD}
+    with tempfile.TemporaryDirectory() as scratch:
+        ours, theirs = Path(scratch) / "ours.pt", Path(scratch) / "theirs.pt"
+        arguments = [str(folder), str(theirs), str(source.folder.resolve()), json.dumps(options)]
+        with (
+            clean_command(LOAD, [str(folder), str(ours)]) as a,
+            clean_command(SOURCE_SIDE, arguments, refused=()) as b,
+            started(*a) as loading,
+            started(*b) as comparing,
+        ):
+            loaded = result_of(loading)
+            result_of(comparing)
+        _check_loaded(folder, loaded)
+        reloaded = torch.load(ours)
+        if not bool(torch.isfinite(reloaded).all()):
+            _fail("the reloaded model's logits are not finite")
+        return count, compare(reloaded, torch.load(theirs), "logits differ from the source class with mixers by")
+
+
+def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = TOLERANCE) -> float:
+    """The largest difference relative to the largest value. Raises LinearizeError (exit 6) over the limit."""
+    difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+    if not difference <= limit:  # so that nan is over it
+        _fail(f"{what} {difference:.1e} (limit {limit:.0e})")
+    return difference
+
+
+def _check_index(folder: Path) -> int:
+    """Index and shards list the same tensors, and the new ones are finite; returns how many there are."""
+    index = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+    stored = {tensor: name for name in set(index.values()) for tensor in read_header(folder / name)}
+    for tensor, name in sorted(set(stored.items()) ^ set(index.items())):
+        _fail(f"{tensor} is in {name} by the {'index' if index.get(tensor) == name else 'shards'} only")
+    for tensor, entry in read_header(folder / MIXER_SHARD).items():
+        if not all(bool(block.isfinite().all()) for block in read_tensor(folder / MIXER_SHARD, entry)):
+            _fail(f"{tensor} has values that are not finite")
+    return len(index)
+
+
+def _check_loaded(folder: Path, result: dict[str, Any]) -> None:
+    for kind, names in result["report"].items():
+        if names:
+            _fail(f"{kind.replace('_', ' ')}: {some(names)}")
+    _check_mixers(folder, result["mixers"])
+
+
+def _check_mixers(folder: Path, expected: dict[str, list[int]]) -> None:
+    """The new shard has the model's names and shapes, and the dtype of the config."""
+    dtype = json.loads((folder / "config.json").read_text("utf-8"))["dtype"]
+    stored = read_header(folder / MIXER_SHARD)
+    for name in sorted(set(stored) ^ set(expected)):
+        _fail(f"{name} is {'not in the model' if name in stored else 'not in ' + MIXER_SHARD}")
+    for name, entry in stored.items():
+        if list(entry.shape) != expected[name] or DTYPES.get(entry.dtype) != dtype:
+            _fail(f"{name} is {entry.dtype} {list(entry.shape)}, expected {dtype} {expected[name]}")
+
+
+@contextlib.contextmanager
+def clean_command(
+    script: str, arguments: list[str], refused: tuple[str, ...] = REFUSED
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Command and environment that run `script` after PRELUDE in a clean process; its code cache goes at the end."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        for variable in ("PYTHONPATH", *SECRET_VARIABLES):
+            environment.pop(variable, None)
+        inputs = (CHILD / "inputs.py").read_text("utf-8")
+        # -I hides user packages and this process's additions to the path; torch may be installed there, and what is
+        # found first here must be there. The code cache of this process is among them and must not be found.
+        paths = [path for path in sys.path if path and path != HF_MODULES_CACHE]
+        setup = f"import sys\nsys.path[:0] = {paths!r}\n"
+        setup += PRELUDE.replace("{refused}", repr(set(refused) or {""}))
+        # The script may be made of files of this package, which import each other.
+        script = re.sub(r"^from (__future__|\.[\w.]+) import .*$", "", inputs + script, flags=re.MULTILINE)
+        yield [sys.executable, "-I", "-c", setup + script, *arguments], environment
+
+
+@contextlib.contextmanager
+def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A running child, killed when the block is left before it has ended."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def result_of(child: subprocess.Popen[str]) -> Any:
+    """Wait for a child, which says "loaded" once it is; the JSON of its last line, None when there is none."""
+    out, errors = child.communicate()
+    lines = out.strip().splitlines()
+    if child.returncode:
+        what = "loads it and then fails" if "loaded" in lines else "cannot load it"
+        killed = f"\nended by signal {-child.returncode}" if child.returncode < 0 else ""
+        _fail(f"a clean process {what}:\n{errors.strip()[-2000:]}{killed}")
+    return json.loads(lines[-1]) if lines and lines[-1] != "loaded" else None
+
+
+def _fail(reason: str) -> None:
+    raise LinearizeError(f"verification failed: {reason}", Exit.CHECK_FAILED)

@@ -1,0 +1,191 @@
+"""The command line as a person and a script meet it: speed, streams, colours, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+from models import SMALL, save_source
+from transformers import Olmo2Config
+
+from linearize import __version__
+from linearize.errors import Exit, LinearizeError
+
+ROOT = Path(__file__).resolve().parents[2]
+COLOUR = re.compile(r"\x1b\[(\d+;)*[39][0-8][;\d]*m")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("cli") / "tiny", "mistral")
+
+
+# ---------------------------------------------------------------- help
+
+
+def test_help_answers_at_once() -> None:
+    """In processor time, which does not grow with whatever else the machine is doing; the best of three."""
+    times = []
+    for _ in range(3):
+        child = subprocess.Popen([sys.executable, "-m", "linearize", "--help"], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        assert child.returncode == 0
+        times.append(usage.ru_utime + usage.ru_stime)
+    assert min(times) < 0.4
+
+
+@pytest.mark.parametrize(("arguments", "word"), [(["convert", "--help"], "--keep-softmax"), (["mechanisms"], "gsa")])
+def test_help_imports_neither_torch_nor_transformers(arguments: list[str], word: str) -> None:
+    code = (
+        f"import sys; from linearize.cli import main; sys.argv[1:] = {arguments}\n"
+        "try: main()\n"
+        "finally: print(*{'torch', 'transformers'} & set(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert word in done.stdout
+    assert not done.stderr.strip()
+
+
+def test_version(linearize: Command) -> None:
+    assert linearize("--version") == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["convrt"], "Did you mean 'convert'?"),
+        (["convert", "model"], "--to"),
+        (["convert", "model", "--to", "gsa", "--layer", "0"], "--layers"),
+        (["finetune", "a.yaml", "--max-steps", "0"], "--max-steps"),
+    ],
+)
+def test_wrong_usage_is_told_on_stderr(linearize: Command, arguments: list[str], said: str) -> None:
+    code, out, err = linearize(*arguments)
+    assert (code, out) == (Exit.USAGE, "")
+    assert said in err
+
+
+# ---------------------------------------------------------------- exit codes
+
+
+@pytest.mark.parametrize("expected", [code for code in Exit if code not in (Exit.OK, Exit.INTERRUPTED)])
+def test_an_error_is_one_message_and_its_exit_code(
+    linearize: Command, monkeypatch: pytest.MonkeyPatch, expected: Exit
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise LinearizeError("the cause; the remedy", expected)
+
+    monkeypatch.setattr("linearize.convert.plan_conversion", fail)
+    assert linearize("convert", "model", "--to", "gsa") == (expected, "", "error: the cause; the remedy\n")
+
+
+def test_an_interrupt_is_130(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("linearize.convert.plan_conversion", interrupt)
+    assert linearize("convert", "model", "--to", "gsa")[:2] == (Exit.INTERRUPTED, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "said"),
+    [
+        (["convert", "SOURCE", "--to", "gsaa"], Exit.USAGE, "unknown mechanism 'gsaa'. Did you mean 'gsa'?"),
+        (["convert", "SOURCE", "--to", "gsa", "--set", "slot=8"], Exit.USAGE, "Did you mean 'slots'?"),
+        (["convert", "SOURCE", "--to", "gsa", "--set", "slots=0"], Exit.USAGE, "slots=0: must be >= 1"),
+        (["convert", "SOURCE", "--to", "gsa", "--layers", "0-9"], Exit.USAGE, "0-3"),
+        (["convert", "SOURCE", "--to", "gsa", "--verify", "often"], Exit.USAGE, "auto, full, keys or none"),
+        (["convert", "SOURCE", "--to", "gsa", "--dtype", "int8"], Exit.USAGE, "--dtype int8"),
+        (["convert", "SOURCE", "--to", "gsa", "-o", "SOURCE"], Exit.USAGE, "SOURCE"),
+        (["convert", "EMPTY", "--to", "gsa"], Exit.INCOMPATIBLE, "EMPTY"),
+        (["finetune", "EMPTY/none.yaml"], Exit.USAGE, "none.yaml"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(
+    linearize: Command, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], expected: Exit, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").mkdir()
+    places = {"SOURCE": str(source)}
+    before = sorted(path.name for path in source.iterdir())
+    code, out, err = linearize(*(places.get(word, word) for word in arguments))
+    assert (code, out) == (expected, "")
+    assert places.get(said, said) in err
+    assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["EMPTY"]
+    assert sorted(path.name for path in source.iterdir()) == before
+
+
+# ---------------------------------------------------------------- streams
+
+
+def test_stdout_is_for_results_and_stderr_for_people(linearize: Command, source: Path, tmp_path: Path) -> None:
+    plan = ("convert", source, "--to", "gsa", "--dry-run")
+    code, out, err = linearize(*plan)
+    assert (code, out) == (0, "")
+    assert "decode memory at 128k tokens" in err
+    code, out, told = linearize(*plan, "--json")
+    assert code == 0
+    assert told == err
+    assert [step["mechanism"] for step in json.loads(out)["plan"]["steps"]] == ["gsa"] * 4
+
+    output = tmp_path / "linear"
+    code, out, err = linearize("convert", source, "--to", "gsa", "-o", output, "--verify", "keys", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["output"] == str(output)
+    assert result["verified"] in err
+
+
+@pytest.mark.parametrize("command", [("convert", "--to", "gsa", "--dry-run", "--keep-softmax", "1"), ("inspect",)])
+def test_tables_of_layers_fit_a_terminal(
+    linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """A name of every kind is whole, and layers that are alike share a row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    olmo = Olmo2Config(**SMALL | {"num_hidden_layers": 16}, architectures=["Olmo2ForCausalLM"])
+    olmo.save_pretrained(tmp_path / "olmo2")
+    code, _, err = linearize(command[0], str(tmp_path / "olmo2"), *command[1:])
+    assert code == 0, err
+    assert "…" not in err
+    assert all(len(line) <= 80 for line in err.splitlines() if "─" in line or "Olmo2Attention" in line)
+    rows = [line for line in err.splitlines() if "Olmo2Attention" in line]
+    assert all("model.layers.*.self_attn" in line for line in rows)
+    assert err.count("'saga' is not") == (command[0] == "inspect")  # why it does not fit: once, not for each layer
+    assert [row.split()[0] for row in rows] == (["0,2-15", "1"] if command[0] == "convert" else ["0-15"])
+
+
+def test_a_recipe_is_planned_without_training(linearize: Command, tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "demo.yaml"
+    code, out, err = linearize("finetune", recipe, f"output_dir={tmp_path / 'run'}", "--dry-run", "--json")
+    assert code == 0, err
+    assert "teacher copy" in " ".join(err.split())
+    stages = json.loads(out)["stages"]
+    assert stages[0]["kind"] == "attention_transfer"
+    assert all(stage["parameters"] > 0 for stage in stages)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("off", [None, "NO_COLOR", "--no-color"])
+def test_colours_can_be_turned_off(
+    linearize: Command, source: Path, monkeypatch: pytest.MonkeyPatch, off: str | None
+) -> None:
+    """The sliding windows that a linear layer drops are told in yellow."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1" if off == "NO_COLOR" else "")
+    flags = [off] if off == "--no-color" else []
+    code, _, err = linearize(*flags, "convert", source, "--to", "gsa", "--dry-run")
+    assert code == 0, err
+    assert "sliding" in err
+    assert bool(COLOUR.search(err)) == (off is None)

@@ -1,0 +1,218 @@
+"""Images and masked text as training data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from transformers import ViTConfig, ViTImageProcessor
+
+from linearize.data.batches import open_processor
+from linearize.data.documents import end_token
+from linearize.data.images import Images, find_images
+from linearize.data.masked import MaskedBlocks
+from linearize.errors import LinearizeError
+from linearize.recipe.data import ArraySource, DatasetSource, ImageSource
+from linearize.train.losses import cosine_distance
+
+PROCESSOR = ViTImageProcessor(size={"height": 8, "width": 8})
+CONFIG = ViTConfig(id2label={0: "ant", 1: "bee"}, label2id={"ant": 0, "bee": 1})
+
+
+def picture(shade: int, size: tuple[int, int] = (12, 10)) -> Image.Image:
+    return Image.new("RGB", size, (shade, 0, 255 - shade))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, shade in (("bee/1.png", 20), ("ant/1.png", 90), ("ant/2.jpg", 200)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        picture(shade).save(tmp_path / name)
+    (tmp_path / "ant" / "notes.txt").write_text("no image")
+    return tmp_path
+
+
+def test_a_folder_of_classes_gives_what_the_processor_makes_of_each_file(folder: Path) -> None:
+    samples = Images(find_images(ImageSource(images=folder.name), folder.parent), PROCESSOR, CONFIG)
+    assert [int(samples[i]["labels"]) for i in range(len(samples))] == [0, 0, 1]
+    expected = PROCESSOR(Image.open(folder / "bee" / "1.png"), return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(samples[2]["pixel_values"], expected)
+    assert samples[2]["valid"].tolist() == [True]
+
+
+def test_classes_follow_the_alphabet_where_the_config_has_no_names_for_them(folder: Path) -> None:
+    samples = Images(find_images(ImageSource(images=str(folder)), Path()), PROCESSOR, ViTConfig(num_labels=2))
+    assert samples.labels == [0, 0, 1]
+
+
+def test_images_without_a_class_are_not_learned(tmp_path: Path) -> None:
+    picture(3).save(tmp_path / "a.png")
+    assert Images(find_images(ImageSource(images=str(tmp_path)), Path()), PROCESSOR, CONFIG).labels == [-100]
+
+
+def arrays(path: Path, **values: Any) -> ArraySource:
+    np.savez(path / "x.npz", **values)
+    return ArraySource(arrays=str(path / "x.npz"))
+
+
+def test_arrays_are_pictures_or_ready_pixel_values(tmp_path: Path) -> None:
+    pictures = np.stack([np.asarray(picture(shade)) for shade in (1, 250)])
+    found = find_images(arrays(tmp_path, images=pictures, labels=np.array([1, 0])), Path())
+    samples = Images(found, PROCESSOR, CONFIG)
+    assert samples.labels == [1, 0]
+    assert torch.equal(samples[1]["pixel_values"], PROCESSOR(picture(250), return_tensors="pt")["pixel_values"][0])
+    ready = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)
+    samples = Images(find_images(arrays(tmp_path, images=ready), Path()), None, CONFIG)
+    assert np.array_equal(samples[1]["pixel_values"], ready[1])
+
+
+def test_a_grey_array_becomes_rgb(tmp_path: Path) -> None:
+    grey = np.full((1, 10, 12, 1), 7, np.uint8)
+    pixels = Images(find_images(arrays(tmp_path, images=grey), Path()), PROCESSOR, CONFIG)[0]["pixel_values"]
+    assert pixels.shape == (3, 8, 8)
+    assert torch.equal(pixels[0], pixels[2])
+
+
+def test_a_dataset_with_columns_of_images_and_of_classes(tmp_path: Path) -> None:
+    features = Features({"img": ImageFeature(), "kind": ClassLabel(names=["bee", "ant"]), "note": Value("string")})
+    rows = {"img": [picture(5), picture(6)], "kind": [0, 1], "note": ["", ""]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    source = DatasetSource(path=str(tmp_path), image_key="img", label_key="kind")
+    samples = Images(find_images(source, Path()), PROCESSOR, CONFIG)
+    assert samples.labels == [1, 0]
+    assert torch.equal(samples[0]["pixel_values"], PROCESSOR(picture(5), return_tensors="pt")["pixel_values"][0])
+    with pytest.raises(LinearizeError, match=r"columns img, kind, note, not 'imgs'.*img"):
+        find_images(DatasetSource(path=str(tmp_path), image_key="imgs"), Path())
+
+
+def test_a_number_below_0_is_no_class(tmp_path: Path) -> None:
+    """As datasets have it where classes are kept secret."""
+    features = Features({"img": ImageFeature(), "kind": ClassLabel(names=["bee", "ant"])})
+    rows = {"img": [picture(5)] * 3, "kind": [-1, None, 0]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    found = find_images(DatasetSource(path=str(tmp_path), image_key="img", label_key="kind"), Path())
+    assert Images(found, PROCESSOR, CONFIG).labels == [-100, -100, 1]
+    ready = arrays(tmp_path, images=np.zeros((2, 3, 8, 8), np.float32), labels=np.array([-1, 1]))
+    assert Images(find_images(ready, Path()), None, CONFIG).labels == [-100, 1]
+
+
+def test_a_model_without_a_head_has_no_classes_to_fit(folder: Path) -> None:
+    found = find_images(ImageSource(images=str(folder)), Path())
+    assert Images(found, PROCESSOR, None).labels == [-100] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"pictures": np.zeros(1)}, "has pictures, not `images`"),
+        ({"images": np.zeros((2, 4, 4, 3), np.uint8), "labels": np.zeros(3)}, "2 images, labels"),
+        ({"images": np.zeros((2, 4, 4, 3), np.int64)}, "int64"),
+        ({"images": np.zeros((1, 4, 4, 3), np.uint8), "labels": np.array([2])}, "class 2, the model's last is 1"),
+        ({"images": np.zeros((0, 4, 4, 3), np.uint8)}, "nothing to train on"),
+    ],
+)
+def test_arrays_that_cannot_be_used(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(LinearizeError, match=message):
+        Images(find_images(arrays(tmp_path, **values), Path()), PROCESSOR, CONFIG)
+
+
+def test_what_cannot_be_read_is_named(folder: Path) -> None:
+    with pytest.raises(LinearizeError, match=r"no folder .*bees.*bee"):
+        find_images(ImageSource(images="bees"), folder)
+    with pytest.raises(LinearizeError, match=r"cannot read .*none\.npz"):
+        find_images(ArraySource(arrays="none.npz"), folder)
+    (folder / "ant" / "0.png").write_text("no image")
+    with pytest.raises(LinearizeError, match=r"cannot read the image .*0\.png"):
+        Images(find_images(ImageSource(images=str(folder)), Path()), PROCESSOR, CONFIG)
+
+
+def test_a_class_that_the_model_lacks_is_named(folder: Path) -> None:
+    (folder / "bee").rename(folder / "bees")
+    with pytest.raises(LinearizeError, match=r"class 'bees', the model has 2: ant, bee.*bee"):
+        Images(find_images(ImageSource(images=str(folder)), Path()), PROCESSOR, CONFIG)
+
+
+def test_pictures_need_the_checkpoints_processor(folder: Path) -> None:
+    with pytest.raises(LinearizeError, match="no image processor"):
+        Images(find_images(ImageSource(images=str(folder)), Path()), None, CONFIG)
+
+
+def test_a_processor_is_found_by_its_name_where_transformers_wants_torchvision_to_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As AutoImageProcessor of transformers 5.17 does."""
+
+    def wants(*arguments: Any, **named: Any) -> None:
+        raise ImportError("AutoImageProcessor requires the Torchvision library")
+
+    monkeypatch.setattr("linearize.data.batches.AutoImageProcessor", SimpleNamespace(from_pretrained=wants))
+    PROCESSOR.save_pretrained(tmp_path)
+    assert type(open_processor(tmp_path, "images")) is type(PROCESSOR)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(LinearizeError, match=r"images need: .*Torchvision"):
+        open_processor(tmp_path, "images")
+
+
+class _Blocks:
+    """Packed blocks of 400 tokens, the last 50 of them padding; 0 is special, 9 the mask."""
+
+    seq_len = 400
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = 10 + torch.arange(self.seq_len) % 80
+        ids[::40] = 0
+        return {"input_ids": ids, "valid": torch.arange(self.seq_len) < 350}
+
+
+def masked(seed: int = 0, mask: int | None = 9) -> MaskedBlocks:
+    tokenizer = SimpleNamespace(mask_token_id=mask, vocab_size=90, all_special_ids=[0, 9])
+    return MaskedBlocks(_Blocks(), tokenizer, seed)  # type: ignore[arg-type]
+
+
+def test_masked_text_hides_some_tokens_and_asks_for_them() -> None:
+    item, plain = masked()[0], _Blocks()[0]
+    asked = item["labels"] != -100
+    assert torch.equal(item["labels"][asked], plain["input_ids"][asked])
+    assert torch.equal(item["input_ids"][~asked], plain["input_ids"][~asked])
+    assert 0.08 < float(asked[:350].float().mean()) < 0.22
+    assert not asked[350:].any()
+    assert not asked[plain["input_ids"] == 0].any()
+    masks = float((item["input_ids"][asked] == 9).float().mean())
+    assert 0.6 < masks < 0.95
+    assert item["attention_mask"].sum() == 350
+
+
+def test_masks_are_a_function_of_seed_and_block() -> None:
+    assert torch.equal(masked()[1]["input_ids"], masked()[1]["input_ids"])
+    assert not torch.equal(masked()[0]["input_ids"], masked()[1]["input_ids"])
+    assert not torch.equal(masked()[0]["input_ids"], masked(seed=1)[0]["input_ids"])
+
+
+def test_a_tokenizer_without_mask_is_refused() -> None:
+    with pytest.raises(LinearizeError, match="no mask token"):
+        masked(mask=None)
+
+
+def test_cosine_distance_leaves_padding_out() -> None:
+    s, t = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    real = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
+    expected = torch.cat([1 - torch.cosine_similarity(s[0], t[0]), 1 - torch.cosine_similarity(s[1, :2], t[1, :2])])
+    t[1, 2:] = torch.nan
+    assert torch.allclose(cosine_distance(s, t, real, share=0.5), 0.5 * expected.mean())
+    assert torch.allclose(cosine_distance(s[:1], 3 * s[:1], None), torch.zeros(()), atol=1e-6)
+
+
+def test_text_of_an_encoder_ends_with_its_separator() -> None:
+    assert end_token(SimpleNamespace(eos_token_id=None, sep_token_id=4)) == 4  # type: ignore[arg-type]
+    with pytest.raises(LinearizeError, match="no eos token"):
+        end_token(SimpleNamespace(eos_token_id=None, sep_token_id=None))  # type: ignore[arg-type]

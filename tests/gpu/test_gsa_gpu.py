@@ -1,0 +1,66 @@
+"""GSA's kernels on a GPU: against float64, no worse than the PyTorch path in the same dtype, and the same bits twice.
+
+Skipped without a GPU. `python tests/gpu/test_gsa_gpu.py` prints the errors and needs no pytest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpu_errors import checked, masks
+from torch.nn.functional import logsigmoid
+
+from linearize_kernels.gsa.gsa import GSAState, gsa
+
+BASE: dict[str, Any] = {"B": 2, "T": 200, "H": 4, "Hkv": 2, "E": 2, "D": 64, "M": 64, "dtype": "bfloat16"}
+CASES: list[dict[str, Any]] = [
+    *({"D": D, "M": M} for D in (64, 80, 96, 128, 256) for M in (16, 32, 64, 128)),
+    *({"D": D, "M": 64, "dtype": kind} for D in (64, 128, 256) for kind in ("float16", "float32")),
+    *({"T": T} for T in (2, 63, 64, 65, 1000)),
+    *({"H": H, "Hkv": Hkv, "E": E} for H, Hkv, E in ((8, 8, 8), (6, 2, 2), (8, 1, 1), (8, 2, 4))),
+    *({"gate": gate, "dtype": kind} for gate in (8.0, 30.0) for kind in ("bfloat16", "float32")),
+    *({"special": s} for s in ("open", "infinite", "zero")),
+    # All of dg cancels, and logits of hundreds: what 16 bits leave over counts more (measured 1.6e-4 and 1.3e-4).
+    {"special": "closed", "slack": 5},
+    {"special": "huge", "slack": 5},
+    {"state": True},
+    {"state": True, "segments": 37},
+    {"cu": [0, 1, 1, 90, 200], "B": 1, "state": True},
+    {"padding": True},
+    {"gates": "bfloat16"},
+]
+
+
+def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any], list[torch.Tensor]]:
+    """Leaves (q, k, v, g and perhaps memories), other arguments, and the gradients that arrive."""
+    c = BASE | case
+    torch.manual_seed(0)
+    B, T, H, Hkv, E, D, M = (c[name] for name in ("B", "T", "H", "Hkv", "E", "D", "M"))
+    dtype, rows = getattr(torch, c["dtype"]), len(c["cu"]) - 1 if "cu" in c else B
+    q, k, v = (torch.randn(B, T, heads, D, device="cuda").to(dtype) for heads in (H, Hkv, Hkv))
+    g = c.get("gate", 1.0) * logsigmoid(torch.randn(B, T, E, M, device="cuda") + torch.linspace(-2, 8, M).cuda()) / 8
+    special = c.get("special")
+    g = {"closed": torch.full_like(g, -1e4), "open": torch.zeros_like(g)}.get(special, g)
+    if special == "infinite":
+        g[:, ::7] = -torch.inf
+    q, k = (0 * q, 0 * k) if special == "zero" else (300 * q, k) if special == "huge" else (q, k)
+    g = g.to(getattr(torch, c.get("gates", "float32")))
+    memories = [torch.randn(rows, E, M, D, device="cuda") for _ in range(2)] if c.get("state") else []
+    sent = [torch.randn_like(q), *(torch.randn(rows, E, M, D, device="cuda") for _ in range(2))]
+    return [q, k, v, g, *memories], masks(c), sent
+
+
+def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str, torch.Tensor]:
+    """Output, last memories and every gradient."""
+    inputs, arguments, sent = build(case)
+    leaves = [(x.double() if exact else x).requires_grad_() for x in inputs]
+    state = GSAState(*leaves[4:], torch.zeros(len(leaves[4]), device="cuda").long()) if leaves[4:] else None
+    o, last = gsa(*leaves[:4], **arguments, state=state, backend=backend)
+    outputs = (o, last.keys, last.values)
+    gradients = torch.autograd.grad(outputs, leaves, [x.to(y.dtype) for x, y in zip(sent, outputs, strict=True)])
+    names = ("o", "keys", "values", "dq", "dk", "dv", "dg", "dkeys", "dvalues")
+    return dict(zip(names, (x.detach() for x in (*outputs, *gradients)), strict=False))
+
+
+test_kernels_are_no_worse_than_pytorch = checked(__name__, results, BASE, CASES)

@@ -1,0 +1,739 @@
+"""The Hub, on 127.0.0.1 with the real client: push, load and convert from it, and each of its refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import Command
+from hub_server import TOKEN, Hub, Repo, serve
+from huggingface_hub import HfApi, constants, get_session, metadata_load
+from models import HYBRID, Zoo, load, logits, save_source, tokens
+from training import T, base, byte_tokenizer, make_recipe, stage, train, write_recipe
+
+import linearize.hub.hub
+from linearize.checkpoint import card
+from linearize.checkpoint.atomic import MANIFEST
+from linearize.checkpoint.write import MIXER_SHARD
+from linearize.convert import convert, plan_conversion
+from linearize.errors import Exit, LinearizeError
+from linearize.finetune import dry_run
+from linearize.hub.hub import plan_push, push
+from linearize.recipe.recipe import load_recipe
+
+REPO = "user/tiny-gsa"
+LLAMA_CARD = """---
+license: llama3.2
+license_name: llama-licence
+license_link: LICENSE
+language: [en, de]
+tags: [theirs]
+base_model: someone/else
+---
+# Theirs
+"""
+
+# Runs before everything else in a process: any address but 127.0.0.1 is an error, and linearize is not there.
+GUARD = """
+import os, sys
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        host = arguments[1] if event == "socket.connect" else arguments[:1]
+        if isinstance(host, tuple):
+            with open(os.environ["GUARD_LOG"], "a") as log:
+                print(host[0], file=log)
+            if host[0] != "127.0.0.1":
+                raise PermissionError(f"a request left this machine: {host}")
+sys.addaudithook(watch)
+for name in os.environ.get("GUARD_HIDES", "").split():
+    sys.modules[name] = None
+"""
+
+LOAD = """
+import sys, torch
+from huggingface_hub import snapshot_download
+from transformers import AutoModel, AutoModelForCausalLM
+repo, ids, out = sys.argv[1], torch.load(sys.argv[2]), sys.argv[3]
+folder = snapshot_download(repo)
+model, report = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True, output_loading_info=True)
+assert not any(report.values()), report
+bare = AutoModel.from_pretrained(repo, trust_remote_code=True).eval()
+with torch.no_grad():
+    found = model.eval()(input_ids=ids, use_cache=False).logits
+    hidden = bare(input_ids=ids, use_cache=False).last_hidden_state
+    torch.save({"logits": found, "bare": model.lm_head(hidden), "folder": folder}, out)
+"""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub that this process takes for the real one, with an empty cache and a valid token."""
+    with serve() as served:
+        template = served.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield served
+
+
+@pytest.fixture
+def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the clean process, where something else is the point."""
+    monkeypatch.setattr("linearize.verify.reload.check_keys", lambda folder: 0)
+
+
+@pytest.fixture
+def folder(zoo: Zoo, tmp_path: Path) -> Path:
+    """A converted model that a test may change."""
+    return Path(shutil.copytree(zoo.folders("llama", HYBRID)[1], tmp_path / "linear"))
+
+
+def put_source(hub: Hub, place: Path, name: str = "user/base", shard: str = "5GB", **files: bytes) -> Path:
+    """A source repository with a tokenizer, a card and more; returns the folder that it was made of."""
+    save_source(place, shard=shard)
+    byte_tokenizer().save_pretrained(place)
+    (place / "README.md").write_text(LLAMA_CARD)
+    (place / "LICENSE").write_text("terms")
+    repo = hub.repos.setdefault(name, Repo())
+    repo.commit({path.name: path.read_bytes() for path in place.iterdir()} | files)
+    return place
+
+
+def refused(code: Exit, call: Callable[[], Any]) -> str:
+    """The message of the LinearizeError with that exit code which the call raises; never with a token in it."""
+    with pytest.raises(LinearizeError) as caught:
+        call()
+    assert caught.value.code == code, caught.value.message
+    assert TOKEN not in caught.value.message
+    return caught.value.message
+
+
+# ---------------------------------------------------------------- there and back
+
+
+def test_what_is_pushed_loads_elsewhere_and_nothing_leaves_this_machine(folder: Path, tmp_path: Path) -> None:
+    """Every process is watched: an audit hook sees Python's sockets, and a proxy would catch those of native code."""
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "sitecustomize.py").write_text(GUARD)
+    log = tmp_path / "addresses"
+    torch.save(tokens(2, 20), tmp_path / "ids.pt")
+    with serve() as hub, serve() as proxy:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_TOKEN": TOKEN,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path / "guard"), os.environ.get("PYTHONPATH", "")]),
+            "GUARD_LOG": str(log),
+            **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), proxy.endpoint),
+            "NO_PROXY": "127.0.0.1",
+        }
+        environment.pop("HF_MODULES_CACHE")
+
+        def run(*arguments: Any, **more: str) -> str:
+            done = subprocess.run(
+                [sys.executable, *map(str, arguments)], env=environment | more, capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert TOKEN not in done.stdout + done.stderr
+            return done.stdout
+
+        pushed = json.loads(run("-m", "linearize", "push", folder, REPO, "--json", "--message", "mine"))
+        repo = hub.repos[REPO]
+        assert pushed["commit"] == repo.refs["main"]
+        assert repo.messages == ["mine"]
+        assert hub.blobs
+        listed = json.loads((folder / MANIFEST).read_text())["files"]
+        assert set(repo.files()) == {*listed, ".gitattributes"}
+        for name in listed:
+            if name != "README.md":
+                assert repo.files()[name] == (folder / name).read_bytes()
+        assert f'name = "{REPO}"'.encode() in repo.files()["README.md"]
+
+        hides = {"GUARD_HIDES": "linearize linearize_kernels triton peft"}
+        run("-c", LOAD, REPO, tmp_path / "ids.pt", tmp_path / "out.pt", HF_TOKEN="", **hides)
+        assert not proxy.requests
+    found = torch.load(tmp_path / "out.pt")
+    assert torch.equal(found["logits"], logits(load(folder), tokens(2, 20)))
+    assert torch.equal(found["bare"], found["logits"])
+    assert set(log.read_text().split()) == {"127.0.0.1"}
+    assert {path.name for path in Path(found["folder"]).iterdir()} == set(repo.files())
+
+
+def test_the_guard_sees_a_request_that_leaves(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(GUARD)
+    code = "import socket; socket.create_connection(('192.0.2.1', 80), 1)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "GUARD_LOG": str(tmp_path / "log")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "a request left this machine" in done.stderr
+    assert "192.0.2.1" in (tmp_path / "log").read_text()
+
+
+def test_an_interrupted_push_goes_on(hub: Hub, tmp_path: Path, unverified: None) -> None:
+    source = save_source(tmp_path / "source", shard="20KB")
+    output = tmp_path / "linear"
+    convert(*plan_conversion(str(source), "gsa"), output, level="none", say=lambda text: None)
+    large = {path.read_bytes() for path in output.glob("*.safetensors")}
+    assert len(large) > 3
+    upload = plan_push(output, REPO)
+    hub.accept_uploads = 2
+    said = refused(Exit.HUB, lambda: push(upload, lambda text: None))
+    assert "403" in said
+    assert set(hub.repos[REPO].files()) == {".gitattributes"}  # never half a model
+    hub.accept_uploads = -1
+    sent = len(hub.paths("PUT"))
+    push(plan_push(output, REPO), lambda text: None)
+    assert len(hub.blobs) == len(large)
+    assert len(hub.paths("PUT")) - sent == len(large) - 2
+    assert set(upload.files) < set(hub.repos[REPO].files())
+
+
+@pytest.mark.parametrize("lfs", [True, False], ids=["lfs", "regular"])
+def test_a_push_replaces_the_one_before(hub: Hub, folder: Path, unverified: None, lfs: bool) -> None:
+    hub.lfs = lfs
+    manifest = json.loads((folder / MANIFEST).read_text())
+    old = folder / "model-source-00002-of-00002.safetensors"
+    old.write_bytes(b"weights of before")
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": [*manifest["files"], old.name]}))
+    push(plan_push(folder, REPO), lambda text: None)
+    repo = hub.repos[REPO]
+    repo.commit({**repo.files(), "picture.png": b"of a person"})
+    old.unlink()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    push(plan_push(folder, REPO), lambda text: None)
+    assert old.name not in repo.files()
+    assert repo.files()["picture.png"] == b"of a person"
+    for name in manifest["files"]:
+        assert name == "README.md" or repo.files()[name] == (folder / name).read_bytes()
+    assert bool(hub.blobs) == lfs
+    commits = len(repo.commits)
+    push(plan_push(folder, REPO), lambda text: None)
+    assert len(repo.commits) == commits  # nothing has changed
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_a_dry_run_prints_what_would_be_uploaded(linearize: Command, hub: Hub, folder: Path, unverified: None) -> None:
+    (folder / "notes.txt").write_text("my own")
+    code, out, err = linearize("push", folder, REPO, "--dry-run", "--json", "--private", "--pr", "--message", "mine")
+    assert code == 0, err
+    upload = json.loads(out)["upload"]
+    listed = json.loads((folder / MANIFEST).read_text())["files"]
+    assert upload["files"] == {name: (folder / name).stat().st_size for name in listed}
+    assert (upload["repo"], upload["private"], upload["pr"], upload["message"]) == (REPO, True, True, "mine")
+    for said in (*listed, f'name = "{REPO}"', "for linearize did not write them: notes.txt", "names no license"):
+        assert said in err
+    assert hub.requests == []
+
+
+def test_private_pull_request_and_message(linearize: Command, hub: Hub, folder: Path, unverified: None) -> None:
+    assert linearize("push", folder, REPO, "--private")[0] == 0
+    assert hub.repos[REPO].private
+    (folder / "generation_config.json").write_text("{}")
+    main = hub.repos[REPO].refs["main"]
+    code, out, err = linearize("push", folder, REPO, "--pr", "--message", "proposed", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["pr"].endswith("/discussions/1")
+    assert hub.repos[REPO].refs == {"main": main, "refs/pr/1": result["commit"]}
+    assert hub.repos[REPO].messages[-1] == "proposed"
+
+
+def test_convert_pushes(linearize: Command, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_source(hub, tmp_path / "base")
+    call = ("convert", "user/base", "--to", "gsa", "--set", "slots=8", "--verify", "none", "--push", REPO, "--json")
+    code, out, err = linearize(*call)
+    assert code == 0, err
+    assert json.loads(out)["pushed"]["commit"] == hub.repos[REPO].refs["main"]
+    assert b"base_model: user/base" in hub.repos[REPO].files()["README.md"]
+
+    shutil.rmtree("base-gsa")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrongWrongWrongWrongWrongWrong12")
+    code, _, err = linearize(*call)
+    assert (code, Path("base-gsa").exists()) == (Exit.HUB, False)  # before the work, not after it
+    assert "does not accept the token" in err
+    assert "wrongWrong" not in err
+    code, _, err = linearize(*call[:-2], "tiny", "--dry-run")
+    assert (code, "'tiny' is no name for a Hub repository" in err) == (Exit.USAGE, True)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("token", "repo", "said"),
+    [
+        ("", REPO, "there is no token: hf auth login, or set HF_TOKEN"),
+        ("hf_wrongWrongWrongWrongWrongWrong12", REPO, "does not accept the token (401)"),
+        (TOKEN, "others/model", "the token may not do this to others/model (403)"),
+    ],
+)
+def test_a_push_without_the_right_is_refused(
+    hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch, token: str, repo: str, said: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    upload = plan_push(folder, repo)
+    assert said in refused(Exit.HUB, lambda: push(upload))
+    assert not hub.repos
+
+
+def test_a_push_needs_the_hub(hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = plan_push(folder, REPO)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "offline: nothing can be pushed" in refused(Exit.HUB, lambda: push(upload))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere())
+    assert "cannot be reached (ConnectError: " in refused(Exit.HUB, lambda: push(upload))
+
+
+def nowhere() -> str:
+    """An address on this machine where nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_push_leaves_other_models_alone(hub: Hub, folder: Path, unverified: None) -> None:
+    hub.repos[REPO] = repo = Repo()
+    repo.commit({"config.json": b"{}", "README.md": b"theirs"})
+    assert "holds a model that linearize did not write (config.json)" in refused(
+        Exit.USAGE, lambda: push(plan_push(folder, REPO))
+    )
+    assert repo.files() == {"config.json": b"{}", "README.md": b"theirs"}
+    push(plan_push(folder, REPO, pr=True), lambda text: None)
+    assert repo.files() == {"config.json": b"{}", "README.md": b"theirs"}
+
+
+def test_a_push_does_not_undo_what_came_between(
+    hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Someone pushes after the repository was looked at."""
+    push(plan_push(folder, REPO), lambda text: None)
+    repo = hub.repos[REPO]
+    look = linearize.hub.hub.check_remote
+
+    def looked(*arguments: Any) -> Any:
+        found = look(*arguments)
+        repo.commit({**repo.files(), "theirs.py": b""})
+        return found
+
+    monkeypatch.setattr("linearize.hub.hub.check_remote", looked)
+    (folder / "generation_config.json").write_text("{}")
+    said = refused(Exit.HUB, lambda: push(plan_push(folder, REPO), lambda text: None))
+    assert "was changed while this was uploaded (412). Look what is there now, and push again" in said
+    assert repo.files()["generation_config.json"] != b"{}"
+
+
+@pytest.mark.parametrize("mute", ["/whoami", "/repos/create", "/api/models/", "/commit/"])
+def test_a_push_does_not_wait_for_a_silent_hub(
+    hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch, mute: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    monkeypatch.setattr("linearize.hub.hub.UPLOAD_SECONDS", 0.3)
+    upload, hub.mute = plan_push(folder, REPO), mute
+    end = threading.Timer(5, hub.over.set)
+    end.start()
+    assert "cannot be reached (ReadTimeout: " in refused(Exit.HUB, lambda: push(upload, lambda text: None))
+    assert not hub.over.is_set()
+    end.cancel()
+
+
+def test_a_hub_has_longer_for_files_and_its_client_is_left_as_it_was(
+    hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+    known = HfApi.create_commit
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        limits.append(get_session().timeout.read)
+        return known(*arguments, **named)
+
+    monkeypatch.setattr(HfApi, "create_commit", watched)
+    before = get_session().timeout
+    push(plan_push(folder, REPO), lambda text: None)
+    assert limits == [120]
+    assert get_session().timeout == before
+
+
+def test_a_conversion_asks_before_it_works_whether_another_model_is_there(
+    linearize: Command, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_source(hub, tmp_path / "base")
+    hub.repos[REPO] = Repo()
+    hub.repos[REPO].commit({"config.json": b"{}", "README.md": b"theirs"})
+    code, _, err = linearize("convert", "base", "--to", "gsa", "--set", "slots=8", "--verify", "none", "--push", REPO)
+    assert (code, Path("base-gsa").exists()) == (Exit.USAGE, False)
+    assert "holds a model that linearize did not write (config.json)" in err
+
+
+def test_a_private_push_never_goes_to_a_public_repository(hub: Hub, folder: Path, unverified: None) -> None:
+    hub.repos[REPO] = Repo()
+    assert "exists and is public" in refused(Exit.HUB, lambda: push(plan_push(folder, REPO, private=True)))
+    assert set(hub.repos[REPO].files()) == {".gitattributes"}
+
+
+def test_the_hub_refuses_a_card(hub: Hub, folder: Path, unverified: None) -> None:
+    text = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(text.replace("---\n", "---\nlicense: nonsense\n", 1))
+    said = refused(Exit.HUB, lambda: push(plan_push(folder, REPO)))
+    assert '"license" must be one of the known' in said
+
+
+def spoil_mixers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["linearize"]["layers"][0]["options"]["slots"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "said"),
+    [
+        (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, "but has no linearize.json"),
+        (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, "carries other code"),
+        (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, f"lacks {MIXER_SHARD}"),
+        (spoil_mixers, Exit.CHECK_FAILED, "verification failed"),
+        (lambda f: (f / "README.md").write_text("---\nbase_model: a b\n---\n"), Exit.CHECK_FAILED, "'a b'"),
+        (lambda f: (f / "README.md").write_text("---\n- [\n---\n"), Exit.CHECK_FAILED, "metadata cannot be used"),
+        (lambda f: (f / "generation_config.json").write_text(f"\n{TOKEN}"), Exit.CHECK_FAILED, "json:2 holds an acc"),
+        (
+            lambda f: (f / "generation_config.json").write_text("https://me:secret@host"),
+            Exit.CHECK_FAILED,
+            "json:1 holds an access token or a password",
+        ),
+    ],
+)
+def test_a_folder_that_should_not_be_pushed_is_not(
+    hub: Hub, folder: Path, spoil: Callable[[Path], Any], code: Exit, said: str
+) -> None:
+    spoil(folder)
+    assert said in refused(code, lambda: plan_push(folder, REPO))
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", ["tiny", "user/", "user/a/b", "user/a--b", "us er/x"])
+def test_names_are_checked_first(tmp_path: Path, name: str) -> None:
+    assert "is no name for a Hub repository" in refused(Exit.USAGE, lambda: plan_push(tmp_path, name))
+
+
+# ---------------------------------------------------------------- sources
+
+
+def source_weights(hub: Hub) -> set[str]:
+    """Weight files that were asked for."""
+    names = {path.rpartition("/")[2] for path in hub.paths("GET") if "/resolve/" in path}
+    return {name for name in names if name.endswith((".safetensors", ".bin", ".onnx", ".pt"))}
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"], ids=["one file", "many files"])
+def test_a_source_comes_from_the_hub(hub: Hub, tmp_path: Path, shard: str) -> None:
+    others = {"pytorch_model.bin": b"same in bin", "consolidated.safetensors": b"same again", "x.onnx": b"and again"}
+    nested = {"original/model.safetensors": b"again", "onnx/model.onnx": b"again", "curve.csv": b"1,2"}
+    nested |= {"custom_generate/generate.py": b"raise SystemExit('ran')"}
+    place = put_source(hub, tmp_path / "base", shard=shard, **others, **nested)
+    plan, source, natives = plan_conversion("user/base", "gsa", options={"slots": 8})
+    wanted = {path.name for path in place.glob("*.safetensors")}
+    assert source_weights(hub) == wanted
+    assert not {"original", "onnx", "curve.csv", "custom_generate"} & {path.name for path in source.folder.iterdir()}
+    assert all(path.is_symlink() for path in source.folder.glob("*.safetensors"))
+    assert (plan.source, plan.revision) == ("user/base", hub.repos["user/base"].refs["main"])
+
+    output = tmp_path / "linear"
+    said: list[str] = []
+    convert(plan, source, natives, output, level="full", say=said.append)
+    assert "logits equal" in said[-1]
+    for number, name in enumerate(sorted(wanted), 1):
+        linked = output / f"model-source-{number:05d}-of-{len(wanted):05d}.safetensors"
+        assert not linked.is_symlink()
+        assert linked.samefile(source.folder / name)
+        assert linked.read_bytes() == (place / name).read_bytes()
+    assert (output / "LICENSE").read_text() == "terms"
+    assert (output / "tokenizer.json").exists()
+    facts = metadata_load(output / "README.md")
+    assert (facts["base_model"], facts["base_model_relation"]) == ("user/base", "finetune")
+    inherited = {key: facts[key] for key in ("license", "license_name", "license_link", "language")}
+    assert inherited == {
+        "license": "llama3.2",
+        "license_name": "llama-licence",
+        "license_link": "LICENSE",
+        "language": ["en", "de"],
+    }
+    assert "theirs" not in facts["tags"]
+    assert f"`user/base` at `{plan.revision}`" in (output / "README.md").read_text()
+    assert "huggingface.co/user/base" in (output / "README.md").read_text()
+
+
+def test_a_dry_run_fetches_no_weights(hub: Hub, tmp_path: Path) -> None:
+    put_source(hub, tmp_path / "base")
+    plan, source, _ = plan_conversion("user/base", "gsa", weights=False)
+    assert source_weights(hub) == set()
+    assert {path.name for path in source.folder.iterdir()} == {"config.json", "README.md"}
+    assert plan.source_bytes > 0
+    put_source(hub, tmp_path / "adapted", "user/adapted", **{"adapter_config.json": b"{}"})
+    message = refused(Exit.INCOMPATIBLE, lambda: plan_conversion("user/adapted", "gsa", weights=False))
+    assert "Merge the adapter first" in message
+
+
+def test_a_dry_run_of_a_converted_base_fetches_no_weights(hub: Hub, root: Path, tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in base(root, "llama").iterdir()}
+    hub.repos.setdefault("user/linear", Repo()).commit(files)
+    recipe = write_recipe(tmp_path, Path("user/linear"), stage("logit_kl"))
+    (row,) = dry_run(load_recipe(recipe), print)
+    assert row["parameters"] > 0
+    assert source_weights(hub) == set()
+
+
+def test_pickled_weights_are_fetched_where_there_are_no_others(hub: Hub, tmp_path: Path) -> None:
+    place = put_source(hub, tmp_path / "base")
+    from safetensors.torch import load_file
+
+    torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
+    files = hub.repos["user/base"].files()
+    del files["model.safetensors"]
+    hub.repos["user/base"].commit({**files, "pytorch_model.bin": (place / "pytorch_model.bin").read_bytes()})
+    assert plan_conversion("user/base", "gsa")[0].pickled
+    assert source_weights(hub) == {"pytorch_model.bin"}
+
+
+def test_a_revision_is_that_revision(hub: Hub, tmp_path: Path) -> None:
+    put_source(hub, tmp_path / "base")
+    repo = hub.repos["user/base"]
+    old = repo.refs["main"]
+    repo.commit({**repo.files(), "LICENSE": b"new terms"})
+    assert plan_conversion("user/base", "gsa")[0].revision == repo.refs["main"] != old
+    plan, source, _ = plan_conversion("user/base", "gsa", revision=old)
+    assert plan.revision == old
+    assert (source.folder / "LICENSE").read_text() == "terms"
+    said = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa", revision="v9"))
+    assert "user/base has no revision 'v9' on http://127.0.0.1" in said
+
+
+def test_verify_takes_a_revision(linearize: Command, hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linearize.verify.checks.check_behaviours", lambda folder, strict: [])
+    repo = hub.repos.setdefault(REPO, Repo())
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    earlier = repo.commit(files)
+    repo.commit({name: data for name, data in files.items() if name != "gsa.py"})
+    code, _, err = linearize("verify", REPO, "--revision", earlier)
+    assert code == 0, err
+    code, _, err = linearize("verify", REPO, "--trust-remote-code")
+    assert (code, "missing: gsa.py" in err) == (Exit.CHECK_FAILED, True)
+    assert "has no revision 'v9'" in linearize("verify", REPO, "--revision", "v9")[2]
+
+
+@pytest.mark.parametrize("away", ["offline", "unreachable"])
+def test_a_cached_source_needs_no_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: str) -> None:
+    put_source(hub, tmp_path / "base", shard="20KB")
+
+    def leave() -> None:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", away == "offline")
+        monkeypatch.setattr(constants, "ENDPOINT", nowhere() if away == "unreachable" else hub.endpoint)
+
+    leave()
+    said = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))
+    assert {"offline": "Fetch it once: hf download user/base", "unreachable": "cannot be reached (ConnectError: "}[
+        away
+    ] in said
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    plan = plan_conversion("user/base", "gsa", weights=False)[0]
+    leave()
+    assert plan_conversion("user/base", "gsa", weights=False)[0] == plan
+    refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))  # only its config is here
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    plan = plan_conversion("user/base", "gsa")[0]
+    leave()
+    asked = len(hub.requests)
+    assert plan_conversion("user/base", "gsa")[0] == plan
+    assert len(hub.requests) == asked
+
+
+def test_a_silent_hub_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a firewall that drops what it does not let through."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+        end = threading.Timer(5, silent.shutdown, [socket.SHUT_RDWR])
+        end.start()
+        began = time.monotonic()
+        assert "cannot be reached (ReadTimeout: " in refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))
+        assert time.monotonic() - began < 4
+        end.cancel()
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "said"),
+    [
+        (None, TOKEN, "no repo 'user/base' on http://127.0.0.1"),
+        (Repo(private=True), "", "no repo 'user/base' on http://127.0.0.1"),
+        (Repo(gated=True), "", "is gated. 1) accept the licence at http://127.0.0.1"),
+        (Repo(gated=True), TOKEN, "is gated. 1) accept the licence at http://127.0.0.1"),
+        (Repo(), "hf_wrongWrongWrongWrongWrongWrong12", "does not accept the token (401)"),
+    ],
+    ids=["none", "private", "gated, no token", "gated, no access", "wrong token"],
+)
+def test_a_source_that_the_hub_does_not_give(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Repo | None, token: str, said: str
+) -> None:
+    if repo is not None:
+        hub.repos["user/base"] = repo
+        put_source(hub, tmp_path / "base")
+    monkeypatch.setenv("HF_TOKEN", token)
+    message = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))
+    assert said in message
+    assert "hf auth login, or set HF_TOKEN" in message
+
+
+def test_a_loop_of_generation_does_not_travel(tmp_path: Path, zoo: Zoo) -> None:
+    """transformers would run it when the converted model is loaded, though nobody trusted the source's code."""
+    source = Path(shutil.copytree(zoo.folders("llama")[0], tmp_path / "source"))
+    (source / "custom_generate").mkdir()
+    (source / "custom_generate" / "generate.py").write_text("raise SystemExit('ran')")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    for name in ("curve.csv", "trainer_state.json", "picture.png", "run.log"):
+        (source / name).write_text("{}")
+    output = tmp_path / "linear"
+    convert(*plan_conversion(str(source), "gsa"), output, level="keys", say=lambda text: None)
+    found = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    assert "additional_chat_templates/tools.jinja" in found
+    assert not {"custom_generate/generate.py", "curve.csv", "trainer_state.json", "picture.png", "run.log"} & found
+
+
+# ---------------------------------------------------------------- after training
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+def test_a_recipe_pushes_what_it_measured(hub: Hub, root: Path, tmp_path: Path) -> None:
+    data = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
+    llama = Path(shutil.copytree(base(root, "llama"), tmp_path / "linear"))
+    text = (llama / "README.md").read_text()
+    (llama / "README.md").write_text(text.replace("---\n", "---\nlicense: apache-2.0\n", 1))
+    recipe = make_recipe(
+        tmp_path, llama, stage("logit_kl"), data=data, finish={"verify": False, "push": REPO}, eval={"max_tokens": 100}
+    )
+    report = train(recipe)
+    assert report["pushed"]["commit"] == hub.repos[REPO].refs["main"]
+    text = hub.repos[REPO].files()["README.md"].decode()
+    assert "license: apache-2.0" in text
+    assert f"| teacher (softmax) | | 96 | {report['teacher_ppl']:.4g} | 1 |" in text
+    for row in report["stages"]:
+        assert row["eval_tokens"] == 96  # three blocks of 32
+        line = f"| {row['name']} | {row['tokens']:,} | 96 | {row['ppl']:.4g} | {row['ppl_ratio']:.4g} |"
+        assert line in text
+    assert "untrained" not in text
+    shown = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    assert shown["model"] == {"base": "linear"}
+    assert shown["stages"][0]["optimizer"]["lr"] == 1e-2
+    for name, content in hub.repos[REPO].files().items():
+        if not name.endswith(".safetensors"):
+            assert str(tmp_path).encode() not in content, name  # nothing of this machine
+
+
+def test_a_run_goes_on_from_the_commit_it_began_with(hub: Hub, root: Path, tmp_path: Path) -> None:
+    repo = hub.repos.setdefault("user/linear", Repo())
+    began = repo.commit({path.name: path.read_bytes() for path in base(root, "llama").iterdir()})
+    stages = stage("attention_transfer", steps=1), stage("logit_kl", steps=1)
+    recipe = make_recipe(tmp_path, Path("user/linear"), *stages)
+    train(recipe, only="attention_transfer")
+    repo.commit({**repo.files(), "model-mixers.safetensors": b"another"})
+    assert train(recipe)["output"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["commit"] == began
+    with pytest.raises(LinearizeError, match="damaged or cut short"):
+        train(recipe, resume="never")
+
+
+def test_a_recipe_asks_before_it_trains(
+    linearize: Command, hub: Hub, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = {"verify": False, "push": REPO}
+    recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), finish=finish)
+    monkeypatch.setenv("HF_TOKEN", "")
+    code, _, err = linearize("finetune", recipe)
+    assert (code, (tmp_path / "run").exists()) == (Exit.HUB, False)
+    assert "there is no token" in err
+    assert linearize("finetune", recipe, "finish.push=tiny")[0] == Exit.USAGE
+
+
+def test_a_model_is_kept_when_its_push_fails(
+    linearize: Command, hub: Hub, root: Path, tmp_path: Path, unverified: None
+) -> None:
+    hub.accept_uploads = 0
+    finish = {"verify": False, "push": REPO}
+    recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), finish=finish)
+    code, _, err = linearize("finetune", recipe)
+    final = tmp_path / "run" / "final"
+    assert code == Exit.HUB
+    assert f"push it later: linearize push {final} {REPO}" in err
+    assert load(final)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_results_have_a_name_on_the_hub_or_none(root: Path, tmp_path: Path, named: bool) -> None:
+    texts = {"path": "someone/books", "name": "small", "split": "test"}
+    data = {"train": {**texts, "split": "train"}, "eval": texts if named else {"files": ["heldout.txt"]}}
+    folder = base(root, "llama")
+    recipe = make_recipe(tmp_path, folder, stage("logit_kl"), data={**data, "pack": {"seq_len": T}})
+    row = {"name": "logit_kl", "tokens": 10, "eval_tokens": 96, "ppl": 12.5, "ppl_ratio": None}
+    report = {"teacher_ppl": None, "stages": [row]}
+    plan = plan_conversion(str(folder.parent / "source"), "gsa")[0]
+    (tmp_path / "README.md").write_text(card.model_card(plan, folder, recipe, report))
+    facts = metadata_load(tmp_path / "README.md")
+    assert facts["datasets"] == ["someone/books"]
+    assert ("model-index" in facts) == named
+    if named:
+        (result,) = facts["model-index"][0]["results"]
+        assert result["dataset"] == {
+            "name": "someone/books",
+            "type": "someone/books",
+            "config": "small",
+            "split": "test",
+        }
+        assert result["metrics"][0]["value"] == 12.5
+    assert "base_model" not in facts  # a local folder has no name on the Hub
+
+
+def test_a_card_names_the_device_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"name": "kl", "tokens": 64, "eval_tokens": 8, "ppl": 8.0, "ppl_ratio": 2.0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    for device, name in (("cpu", "CPU"), ("auto", "a GPU")):
+        recipe = load_recipe("demo", [f"runtime.device={device}"])
+        assert f"`linearize finetune`, {name}, torch" in card.measured(recipe, {"stages": [row], "teacher_ppl": 4.0})
+
+
+def test_secrets_stay_out_of_cards(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that no pattern knows and that the recipe was read without."""
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", name="stage-keyOfSomeone"))
+    plan = plan_conversion(str(base(root, "llama").parent / "source"), "gsa")[0]
+    monkeypatch.setenv("WANDB_API_KEY", "keyOfSomeone")
+    text = card.model_card(plan, tmp_path, recipe, {"teacher_ppl": None, "stages": []})
+    assert "stage-***" in text
+    assert "keyOfSomeone" not in text

@@ -1,0 +1,223 @@
+"""Gated DeltaNet against its definition, and what a delta rule must do."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from conftest import TOLERANCE, relative_error
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
+
+from linearize.plan.mechanisms import build_mixer, resolve_options
+from linearize_kernels.gdn.gdn import DeltaState, gdn, gdn_reference
+from linearize_kernels.layers.conv import short_conv
+from linearize_kernels.layout import TokenLayout
+from linearize_kernels.mixer import Site
+
+EXACT = TOLERANCE[torch.float64]
+
+
+def inputs(T: int, H: int = 4, Hkv: int = 1, E: int = 2, D: int = 8, Dv: int = 6, gate: float = 1.0) -> list[Tensor]:
+    """Unit q and k, v, g, beta, both gates and a state, in float64."""
+    q, k = (normalize(torch.randn(2, T, heads, D, dtype=torch.float64), dim=-1) for heads in (H, Hkv))
+    v, g = torch.randn(2, T, Hkv, Dv, dtype=torch.float64), torch.randn(2, T, E, dtype=torch.float64)
+    beta, read, write = (torch.rand(2, T, heads, dtype=torch.float64) for heads in (E, H, E))
+    beta[:, ::7] = 0.0
+    return [q, k, v, gate * logsigmoid(g), beta, read, write, torch.randn(2, E, D, Dv, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("T", [1, 2, 31, 32, 33, 100])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize("gate", [0.0, 1.0, 8.0])
+def test_it_is_its_definition_with_all_gradients(T: int, padded: bool, packed: bool, gate: float) -> None:
+    leaves = [y.requires_grad_() for y in inputs(T, gate=gate)]
+    *rows, read, write, S = leaves
+    masks = {
+        "padding": torch.rand(2, T) > 0.3 if padded else None,
+        "segments": (torch.rand(2, T) < 0.05).long().cumsum(1) if packed else None,
+    }
+    results = []
+    for op, options in ((gdn, {"chunk_size": 32}), (gdn_reference, {})):
+        o, (last,) = op(*rows, scale=0.7, read_gate=read, write_gate=write, state=DeltaState(S), **masks, **options)
+        torch.manual_seed(1)
+        loss = (o * torch.randn_like(o)).sum() + (last * torch.randn_like(last)).sum()
+        results.append((o, last, *torch.autograd.grad(loss, leaves, materialize_grads=True)))
+    ours, exact = results
+    assert all(relative_error(x, y) < 1e-9 or float(y.abs().max()) < 1e-9 for x, y in zip(ours, exact, strict=True))
+
+
+def test_weak_gates_after_strong_ones_keep_their_digits() -> None:
+    rows = inputs(64)[:5]
+    rows[3] = torch.full_like(rows[3], -1e-3)
+    rows[3][:, :20] = -1000.0
+    single = [y.float() for y in rows]
+    o, _ = gdn(*single)
+    assert relative_error(o, gdn_reference(*rows)[0]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("cuts", [(0, 40, 40, 41, 100), (0, 100)])
+def test_sequences_end_to_end_are_sequences_apart(cuts: tuple[int, ...]) -> None:
+    rows = [y[:1] for y in inputs(100)[:7]]
+    S = torch.randn(len(cuts) - 1, 2, 8, 6, dtype=torch.float64)
+    gates = {"read_gate": rows.pop(5), "write_gate": rows.pop(5)}
+    cu = torch.tensor(cuts, dtype=torch.int32)
+    o, (last,) = gdn(*rows, **gates, cu_seqlens=cu, state=DeltaState(S))
+    for n, (start, end) in enumerate(pairwise(cuts)):
+        own = {name: y[:, start:end] for name, y in gates.items()}
+        alone, (after,) = gdn_reference(*(y[:, start:end] for y in rows), **own, state=DeltaState(S[n : n + 1]))
+        assert relative_error(o[:, start:end], alone) < EXACT
+        assert relative_error(last[n : n + 1], after) < EXACT
+    assert torch.equal(gdn(*rows, cu_seqlens=cu)[0][:, :40], gdn(*(y[:, :40] for y in rows))[0])
+
+
+def test_what_was_written_with_full_strength_is_read_back() -> None:
+    """beta = 1, no decay: the value last written under a unit key replaces what was there."""
+    _, k, v, g, beta, *_ = inputs(50, H=1, E=1)
+    o, _ = gdn(k, k, v, 0 * g, torch.ones_like(beta), scale=1.0)
+    assert relative_error(o, v) < EXACT
+    same = k[:, :1].expand_as(k)
+    o, (S,) = gdn(same, same, v, 0 * g, torch.ones_like(beta), scale=1.0)
+    assert relative_error(o, v) < EXACT
+    assert torch.linalg.matrix_rank(S[0, 0], rtol=1e-9) == 1
+
+
+def test_neutral_gates_leave_the_state_alone() -> None:
+    q, k, v, g, beta, *_, S = inputs(50)
+    o, (last,) = gdn(q, k, v, 0 * g, 0 * beta, scale=1.0, state=DeltaState(S))
+    assert torch.equal(last, S)
+    assert relative_error(o.unflatten(2, (2, 2)), torch.einsum("btegd,bedv->btegv", q.unflatten(2, (2, 2)), S)) < EXACT
+
+
+def test_equal_keys_do_not_blow_up_in_fp32() -> None:
+    """Powers of the matrix that is inverted would reach 1e18 here."""
+    q, k, v, g, beta, *_ = inputs(64)
+    k = k[:, :1].expand_as(k).contiguous()
+    rows = [q, k, v, 0 * g, torch.ones_like(beta)]
+    o, _ = gdn(*(y.float() for y in rows))
+    assert relative_error(o, gdn_reference(*rows)[0]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (2, 9, 1, 7)}, "equal B, T and key dim"),
+        ({"g": (2, 9, 3), "beta": (2, 9, 3)}, "state heads, and those query heads"),
+        ({"beta": (2, 9, 4)}, r"beta must be \[B,T,E\], found \(2, 9, 4\) .*E=2"),
+        ({"read_gate": (2, 9, 2)}, r"read_gate must be \[B,T,H\], found"),
+        ({"padding": (2, 8)}, r"padding must be \[B,T\]"),
+        ({"cu_seqlens": (2,)}, "cu_seqlens needs B=1"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_told(change: dict[str, tuple[int, ...]], message: str) -> None:
+    given: dict[str, Any] = dict(zip(("q", "k", "v", "g", "beta"), inputs(9), strict=False))
+    given |= {name: torch.zeros(shape) for name, shape in change.items()}
+    with pytest.raises(ValueError, match=message):
+        gdn(**given)
+    if "cu_seqlens" not in change:
+        with pytest.raises(ValueError, match="cannot run here"):
+            gdn(*inputs(9)[:5], backend="triton")
+
+
+# ---------------------------------------------------------------- the convolution
+
+
+def convolved(y: Tensor, taps: Tensor) -> Tensor:
+    """One document [T,heads,Y], by definition."""
+    K = taps.shape[-1]
+    padded = torch.cat([y.new_zeros(K - 1, *y.shape[1:]), y])
+    return sum((padded[i : i + len(y)] * taps[..., i] for i in range(K)), torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_the_convolution_sees_real_tokens_of_one_document(K: int) -> None:
+    y, taps = torch.randn(2, 20, 3, 5, dtype=torch.float64), torch.randn(3, 5, K, dtype=torch.float64)
+    padding = torch.rand(2, 20) > 0.3
+    segments = (torch.arange(20) // 7).expand(2, -1)
+    out, tail = short_conv(y, taps, None, padding, segments)
+    for row in range(2):
+        for document in range(3):
+            own = (segments[row] == document) & padding[row]
+            assert relative_error(out[row, own], convolved(y[row, own], taps)) < EXACT
+        last = torch.cat([torch.zeros(K - 1, 3, 5, dtype=torch.float64), y[row, own]])[-(K - 1) :]
+        assert torch.equal(tail[row], last)
+
+
+def test_the_tail_carries_the_convolution_on() -> None:
+    y, taps = torch.randn(2, 20, 3, 5, dtype=torch.float64), torch.randn(3, 5, 4, dtype=torch.float64)
+    whole, last = short_conv(y, taps, None, None, None)
+    pieces, tail = [], None
+    for part in y.split([1, 2, 9, 1, 7], 1):
+        out, tail = short_conv(part, taps, tail, None, None)
+        pieces.append(out)
+    assert relative_error(torch.cat(pieces, 1), whole) < EXACT
+    assert tail is not None
+    assert torch.equal(tail, last)
+    kept = short_conv(y[:, :5], taps, tail, torch.zeros(2, 5, dtype=torch.bool), None)[1]
+    assert torch.equal(kept, tail)
+    # A document that begins leaves the tail behind.
+    fresh = short_conv(y, taps, tail, None, (torch.arange(20) > 0).long().expand(2, -1))[0]
+    assert relative_error(fresh[:, 1:], short_conv(y[:, 1:], taps, None, None, None)[0]) < EXACT
+
+
+def test_the_tail_is_that_of_the_last_document_and_goes_to_the_first() -> None:
+    """Also where padding is all that the one has begun with, or the other ends with."""
+    y, taps = torch.randn(1, 12, 3, 5, dtype=torch.float64), torch.randn(3, 5, 4, dtype=torch.float64)
+    segments, padding = (torch.arange(12) // 4)[None], torch.ones(1, 12, dtype=torch.bool)
+    padding[0, [4, 7]] = False
+    cuts, tail, outputs = (slice(0, 5), slice(5, 7), slice(7, 12)), None, []
+    for cut in cuts:
+        out, tail = short_conv(y[:, cut], taps, tail, padding[:, cut], segments[:, cut])
+        outputs.append(out)
+    whole, last = short_conv(y, taps, None, padding, segments)
+    assert relative_error(torch.cat(outputs, 1)[padding], whole[padding]) < EXACT
+    assert tail is not None
+    assert torch.equal(tail, last)
+
+
+# ---------------------------------------------------------------- the mixer
+
+
+def test_a_mixer_starts_with_the_half_lives_and_strength_asked_for() -> None:
+    site = Site(0, "a", "self", 24, 6, 3, 8, 8, 8**-0.5, causal=True)
+    options = {"half_life_min": 10.0, "half_life_max": 1000.0, "write": 0.2, "gate_std": 0.0}
+    mixer: Any = build_mixer("gdn", site, resolve_options("gdn", options))
+    mixer.reset_parameters()
+    g, beta = mixer.gates(torch.randn(1, 2, 24))
+    assert relative_error(torch.log(torch.tensor(0.5)) / g[0, 1], torch.tensor([10.0, 100.0, 1000.0])) < 1e-4
+    strong: Any = build_mixer("gdn", site, resolve_options("gdn", options | {"half_life_min": 1e-4}))
+    strong.reset_parameters()
+    found = torch.log(torch.tensor(0.5)) / strong.gates(torch.randn(1, 2, 24))[0][0, 1, 0]
+    assert relative_error(found, torch.tensor(1e-4)) < 1e-4
+    assert relative_error(beta, torch.full_like(beta, 0.2)) < 1e-6
+
+
+def test_uniform_gates_of_one_change_nothing() -> None:
+    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+    mixer: Any = build_mixer("gdn", site, resolve_options("gdn", {"taps": 4}))
+    mixer.reset_parameters()
+    rows = [torch.randn(2, 30, heads, dim) for heads, dim in ((4, 8), (2, 8), (2, 6))]
+    inputs = (*rows, torch.randn(2, 30, 24), TokenLayout())
+    plain, state = mixer(*inputs)
+    gated, same = mixer.mix(*inputs, None, torch.ones(2, 30, 4), torch.ones(2, 30, 2))
+    assert torch.equal(plain, gated)
+    assert all(torch.equal(a, b) for a, b in zip(state, same, strict=True))
+    halved, _ = mixer.mix(*inputs, None, torch.full((2, 30, 4), 0.5))
+    assert relative_error(halved, plain / 2) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"half_life_min": 9.0, "half_life_max": 8.0}, "must be >= half_life_min=9"),
+        ({"chunk_size": 48}, "must be a power of two"),
+        ({"window": 8, "rope": False}, "needs the rotary embedding"),
+    ],
+)
+def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str) -> None:
+    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+    with pytest.raises(Exception, match=message):
+        build_mixer("gdn", site, resolve_options("gdn", options))

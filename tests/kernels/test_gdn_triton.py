@@ -1,0 +1,147 @@
+"""The Triton kernels of Gated DeltaNet against the token-by-token reference, in Triton's interpreter.
+
+bf16 is garbage in the interpreter; it is proved on a GPU (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from test_gdn_gpu import build, outcome
+from triton_tools import (
+    compile_kernel,
+    complaints,
+    flops_whichever_way,
+    interpreted,
+    largest_errors,
+    masks,
+    transposed_products,
+)
+
+# Largest error over the largest reference value.
+TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
+BASE: dict[str, Any] = {"B": 1, "T": 40, "H": 2, "Hkv": 1, "E": 1, "D": 16, "DV": 16, "dtype": "float32"}
+CASES: dict[str, list[dict[str, Any]]] = {
+    "sizes": [
+        *({"T": T} for T in (1, 2, 31, 33, 99)),
+        {"B": 2, "H": 4, "Hkv": 2, "E": 2},
+        {"H": 3, "D": 20, "DV": 24},
+        {"H": 4, "E": 2, "DV": 40},
+        {"dtype": "float16"},
+        {"dtype": "float16", "H": 4, "Hkv": 2, "E": 2, "T": 33, "heads": True},
+    ],
+    "gates": [
+        {"heads": True, "B": 2, "H": 4, "E": 2, "D": 20, "state": True},
+        {"gate": 100.0},
+        {"gate": 100.0, "segments": 7, "H": 4, "E": 2, "heads": True},
+        {"special": "closed"},
+        {"special": "infinite"},
+        {"special": "open", "state": True},
+        {"special": "zero", "state": True},
+        {"special": "silent", "state": True},
+    ],
+    "layouts": [
+        {"segments": 9, "B": 2},
+        {"segments": 33, "T": 80, "state": True},
+        {"cu": [0, 1, 1, 36, 70], "T": 70, "state": True, "heads": True},
+        {"padding": "each", "B": 3, "state": True},
+    ],
+    "step": [
+        {"T": 1, "step": True},
+        {"T": 1, "step": True, "padding": "left", "B": 2, "H": 4, "E": 2, "D": 20, "DV": 24},
+        {"T": 1, "step": True, "heads": True, "state": True, "H": 4, "E": 2},
+    ],
+}
+
+
+@pytest.mark.parametrize("group", CASES)
+def test_kernels_match_the_reference(group: str) -> None:
+    assert complaints(compare, CASES[group], TOLERANCE) == []
+
+
+def test_operators_compile_checkpoint_and_count() -> None:
+    interpreted(check_operators)
+
+
+# ---------------------------------------------------------------- compiled for real, without a GPU
+
+
+def compiled(name: str, capability: int, shared: int, D: int) -> Any:
+    """A kernel as bf16 inputs have it on a GPU with so much shared memory."""
+    from linearize_kernels.gdn import backward as gdn_triton_bwd
+    from linearize_kernels.gdn import forward as gdn_triton
+    from linearize_kernels.gdn.config import choose
+
+    kernel = getattr(gdn_triton, name, None) or getattr(gdn_triton_bwd, name)
+    c = choose((capability // 10, capability % 10), shared, D, D, torch.bfloat16)
+    how = getattr(c, name.removesuffix("_kernel"))
+    values = {"G": 1, "D": D, "DV": D, "C": c.chunk, "LEVELS": (c.chunk // 8).bit_length() - 1, "BD": c.block_d}
+    values |= {"BK": how.columns, "BV": c.block_dv if name == "key_kernel" else how.columns, "PREC": c.precision}
+    values |= dict.fromkeys(("VARLEN", "SEGMENTS", "READ", "WRITE", "START", "LAST"), False)
+    absent = ("p_seg", "p_chunks", "p_rows", "p_cu", "p_gate", "p_read", "p_write", "p_S0", "p_S1", "p_dS1", "p_dS0")
+    half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_S", "p_dS", "p_e", "p_dx", "p_Te")
+    half = (*half, *(f"{name}_low" for name in ("p_e", "p_dx", "p_Te")))
+    kinds = {"scale": "fp32"} | dict.fromkeys(half, "*bf16")
+    return compile_kernel(kernel, capability, values | dict.fromkeys(absent), kinds, how.warps)
+
+
+@pytest.mark.parametrize("name", ["scan_kernel", "output_kernel", "back_kernel", "key_kernel"])
+@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 99), (90, 227)])
+def test_no_product_takes_the_transpose_of_a_product_and_all_fit(name: str, capability: int, kilobytes: int) -> None:
+    """triton 3.4 to 3.7 miscompile some dot(trans(x)) on Hopper where x comes out of a dot; ours never does."""
+    kernel = compiled(name, capability, kilobytes * 1024, 128)
+    assert transposed_products(kernel) == []
+    assert kernel.metadata.shared <= kilobytes * 1024
+
+
+def test_sizes_that_do_not_fit_are_told() -> None:
+    from linearize_kernels.gdn.config import safe
+
+    assert safe(48 * 1024, 64, 64, torch.bfloat16).chunk == 32
+    with pytest.raises(ValueError, match="head dims 256 and 128 need more than 16384 bytes"):
+        safe(16 * 1024, 256, 128, torch.float32)
+
+
+# ---------------------------------------------------------------- in the interpreter
+
+
+def sequences_apart(cu: list[int], state: Any, **rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The reference for sequences laid end to end."""
+    from linearize_kernels.gdn.gdn import gdn_reference
+    from linearize_kernels.layers.scan import each_sequence
+
+    return each_sequence(gdn_reference, torch.tensor(cu), state, **rows)
+
+
+def compare(case: dict[str, Any]) -> dict[str, float]:
+    from linearize_kernels.gdn.gdn import gdn, gdn_reference
+
+    full = BASE | case
+    leaves, sent = build(full)
+    layout = masks(full, full["B"], full["T"])
+    op = partial(gdn, backend="triton", **layout)
+    exact = partial(sequences_apart, case["cu"]) if "cu" in case else partial(gdn_reference, **layout)
+    wanted = not case.get("step")
+    ours = outcome(full, [x.clone().requires_grad_(wanted) for x in leaves], sent, op)
+    reference = outcome(full, [x.double().requires_grad_(wanted) for x in leaves], sent, exact)
+    return largest_errors(ours, reference)
+
+
+def check_operators() -> None:
+    """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
+    from linearize_kernels.gdn.gdn import gdn
+    from linearize_kernels.gdn.ops import chunked_op, step_op
+
+    leaves, _ = build(BASE | {"T": 9, "heads": True, "state": True})
+    *rows, S = (x.requires_grad_() for x in leaves)
+    torch.library.opcheck(chunked_op, (*rows, 0.25, None, None, S))
+    torch.library.opcheck(step_op, (*(x[:, :1].detach() for x in rows), 0.25, None, S.detach()))
+
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        return gdn(*inputs, backend="triton")[0].square().sum()
+
+    state, query = 2 * 64 * (16 + 16) + 4 * 16 * 16, 2 * 64 * (16 + 16) + 2 * 16 * 16
+    assert flops_whichever_way(loss, rows[:5]) == 9 * (3 * (state + 2 * query) + state)

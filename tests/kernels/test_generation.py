@@ -1,0 +1,499 @@
+"""Generation and everything else a model is asked at run time: the ways a forward pass can be cut up all agree.
+
+Logits are compared, not tokens: on random models equal tokens prove little.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TOLERANCE, relative_error
+from models import ARCHITECTURES, HYBRID, Zoo, convert_folder, load, logits, save_source, small_model, tokens
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from linearize_kernels.hf.cache import StateLayer
+from linearize_kernels.hf.interface import register_backend
+from linearize_kernels.hf.seam import mixers_of
+
+EXACT = TOLERANCE[torch.float32]
+every_model = pytest.mark.parametrize(
+    ("name", "layers"), [(name, layers) for name in ARCHITECTURES for layers in ("all", HYBRID)]
+)
+# One of each kind of mask: none, a padding mask, a full 4D mask, sliding and full 4D masks by layer.
+some_models = pytest.mark.parametrize(
+    ("name", "layers"), [("llama", "all"), ("llama", HYBRID), ("mistral", "1,3"), ("gemma2", "0,2"), ("gemma2", "1,3")]
+)
+
+
+def steps(model: Any, ids: Tensor, *lengths: int, cache: Any = None, mask: Tensor | None = None) -> Tensor:
+    """Logits of `ids` taken in pieces of these lengths, the rest token by token, through one cache."""
+    pieces, start = [], 0
+    lengths += (1,) * (ids.shape[1] - sum(lengths))
+    for length in lengths:
+        end = start + length
+        extra = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": places(mask)[:, start:end]}
+        with torch.no_grad():
+            out = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, **extra)
+        cache, start = out.past_key_values, end
+        pieces.append(out.logits)
+    return torch.cat(pieces, 1)
+
+
+def places(mask: Tensor) -> Tensor:
+    """Positions as generate() makes them from a padding mask."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+# ---------------------------------------------------------------- cutting a sequence
+
+
+@every_model
+def test_prefill_and_steps_are_one_forward(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(2, 24)
+    # 19 is no multiple of the chunk of 16.
+    assert relative_error(steps(model, ids, 19), logits(model, ids)) < EXACT
+
+
+@some_models
+def test_a_prefill_in_pieces_is_one_forward(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(2, 24)
+    assert relative_error(steps(model, ids, 5, 12, 2, cache=DynamicCache()), logits(model, ids)) < EXACT
+
+
+def test_a_mask_that_hides_nothing_costs_nothing(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = zoo.model("llama"), tokens(2, 20)
+    mixer, heard = mixers_of(model)["model.layers.0.self_attn"], []
+    real = mixer.mix
+    monkeypatch.setattr(mixer, "mix", lambda *call: (heard.append(call[4].padding), real(*call))[1])
+    mask = torch.ones_like(ids)
+    assert torch.equal(logits(model, ids, attention_mask=mask), logits(model, ids))
+    mask[1, 0] = 0
+    logits(model, ids, attention_mask=mask)
+    assert [padding is None for padding in heard] == [True, True, False]
+
+
+def test_positions_that_restart_mean_nothing_beside_a_mask(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama"), tokens(2, 20)
+    places = (torch.arange(20) % 7).expand(2, -1)
+    mask = torch.ones_like(ids)
+    masked = logits(model, ids, attention_mask=mask, position_ids=places)
+    assert relative_error(masked, logits(model, ids, position_ids=places)) > 0.01
+    hidden = torch.cat([mask, mask.new_zeros(2, 1)], 1)
+    longer, more = torch.cat([ids, ids[:, :1]], 1), torch.cat([places, places[:, -1:] + 1], 1)
+    padded = logits(model, longer, attention_mask=hidden, position_ids=more)[:, :-1]
+    assert relative_error(masked, padded) < EXACT
+
+
+@every_model
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_is_its_rows(zoo: Zoo, name: str, layers: str, side: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(3, 20)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 4, 17)):
+        mask[row, :pad] = 0
+    if side == "right":
+        mask = mask.flip(1)
+    batch = logits(model, ids, attention_mask=mask, position_ids=places(mask))
+    for row in range(3):
+        real = mask[row].bool()
+        assert relative_error(batch[row, real], logits(model, ids[row, real][None])[0]) < EXACT
+
+
+@some_models
+def test_a_left_padded_batch_decodes_as_its_rows(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    batch = steps(model, ids, 11, mask=mask)
+    assert relative_error(batch[1, 7:], logits(model, ids[1:, 7:])[0]) < EXACT
+    assert relative_error(batch[0], logits(model, ids[:1])[0]) < EXACT
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_no_quadratic_mask_where_no_layer_needs_one(zoo: Zoo, name: str) -> None:
+    model, ids, seen = zoo.model(name), tokens(2, 20), []
+
+    def watch(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["attention_mask"])
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(watch, with_kwargs=True)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    logits(model, ids)
+    assert seen == [None] * 4
+    logits(model, ids, attention_mask=mask)
+    assert all(found.shape == (2, 20) for found in seen[4:])
+
+
+def test_padding_between_turns_is_skipped(zoo: Zoo) -> None:
+    for layers in ("all", HYBRID):
+        model, ids = zoo.model("llama", layers), tokens(1, 20)
+        mask = torch.ones_like(ids)
+        mask[0, 8:11] = 0
+        real = mask[0].bool()
+        with_gap = logits(model, ids, attention_mask=mask, position_ids=places(mask))[0, real]
+        assert relative_error(with_gap, logits(model, ids[:, real])[0]) < EXACT
+
+
+# ---------------------------------------------------------------- packed documents
+
+LENGTHS = (7, 1, 12, 4)
+
+
+def packed(ids: Tensor) -> dict[str, Tensor]:
+    """position_ids that restart at each document."""
+    return {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].expand(ids.shape[0], -1)}
+
+
+def each_document(model: Any, ids: Tensor) -> Tensor:
+    """Logits of the documents taken one by one."""
+    return torch.cat([logits(model, part) for part in ids.split(LENGTHS, 1)], 1)
+
+
+@every_model
+def test_packed_documents_are_separate(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(2, sum(LENGTHS))
+    assert relative_error(logits(model, ids, **packed(ids)), each_document(model, ids)) < EXACT
+    model.set_attn_implementation("eager")
+    assert relative_error(logits(model, ids, **packed(ids)), each_document(model, ids)) < EXACT
+
+
+def test_padding_between_packed_documents_joins_none(zoo: Zoo) -> None:
+    """A 4D mask says which tokens are real; positions restart after padding, which has any itself."""
+    model, ids = zoo.model("llama"), tokens(1, sum(LENGTHS))
+    places, real = packed(ids)["position_ids"].clone(), torch.ones(1, sum(LENGTHS), dtype=torch.bool)
+    real[0, 5:8], places[0, 5:8], real[0, 12:14], places[0, 12:14] = False, 1, False, 1
+    places[0, 14:20] -= 2
+    found = logits(model, ids, attention_mask=torch.diag_embed(real)[:, None], position_ids=places)[real]
+    documents = [ids[:, :5], torch.cat([ids[:, 8:12], ids[:, 14:20]], 1), ids[:, 20:]]
+    assert relative_error(found, torch.cat([logits(model, part)[0] for part in documents])) < EXACT
+
+
+def test_packed_documents_by_their_bounds(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama"), tokens(1, sum(LENGTHS))
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    # Positions that run on say nothing of documents; rotary embedding is relative, so the logits are the same.
+    for positions in ({}, packed(ids)):
+        ours = logits(model, ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, **positions)
+        assert relative_error(ours, each_document(model, ids)) < EXACT
+
+
+# ---------------------------------------------------------------- generate
+
+
+def generate(model: Any, ids: Tensor, **arguments: Any) -> Any:
+    """generate() with 8 new tokens and the logits of each."""
+    settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    return model.generate(ids, pad_token_id=0, **(settings | arguments))
+
+
+def scores(out: Any) -> Tensor:
+    """[B, new tokens, V]."""
+    return torch.stack(out.logits, 1)
+
+
+@some_models
+def test_greedy_uses_its_cache_rightly(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(2, 13)
+    cached, uncached = generate(model, ids), generate(model, ids, use_cache=False)
+    assert torch.equal(cached.sequences, uncached.sequences)
+    assert relative_error(scores(cached), scores(uncached)) < EXACT
+    whole = logits(model, cached.sequences[:, :-1])[:, 12:]
+    assert relative_error(scores(cached), whole) < EXACT
+
+
+@some_models
+def test_a_left_padded_batch_generates_as_its_rows(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(2, 13)
+    mask = torch.ones_like(ids)
+    ids[1, :6], mask[1, :6] = 0, 0
+    batch = generate(model, ids, attention_mask=mask)
+    alone = generate(model, ids[1:, 6:])
+    assert relative_error(scores(batch)[1], scores(alone)[0]) < EXACT
+
+
+@some_models
+def test_beams_carry_their_states(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(2, 9)
+    cached = generate(model, ids, num_beams=3, num_return_sequences=2, output_scores=True)
+    uncached = generate(model, ids, num_beams=3, num_return_sequences=2, output_scores=True, use_cache=False)
+    assert torch.equal(cached.sequences, uncached.sequences)
+    assert relative_error(cached.sequences_scores, uncached.sequences_scores) < EXACT
+    assert cached.beam_indices.unique().numel() > 3  # the beams were reordered indeed
+
+
+def test_sampling(zoo: Zoo) -> None:
+    for layers in ("all", HYBRID):
+        model, ids = zoo.model("llama", layers), tokens(2, 9)
+        torch.manual_seed(5)
+        cached = generate(model, ids, do_sample=True, top_k=20, num_return_sequences=3)
+        torch.manual_seed(5)
+        uncached = generate(model, ids, do_sample=True, top_k=20, num_return_sequences=3, use_cache=False)
+        assert torch.equal(cached.sequences, uncached.sequences)
+        assert relative_error(scores(cached), scores(uncached)) < EXACT
+
+
+@some_models
+def test_generation_goes_on_from_a_cache(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(1, 9)
+    first = generate(model, ids, max_new_tokens=4)
+    longer = torch.cat([first.sequences, tokens(1, 3, seed=8)], 1)  # the next turn of a conversation
+    second = generate(model, longer, past_key_values=first.past_key_values)
+    assert relative_error(scores(second), scores(generate(model, longer))) < EXACT
+
+
+def test_a_prefill_by_chunks(zoo: Zoo) -> None:
+    for layers in ("all", HYBRID):
+        model, ids = zoo.model("llama", layers), tokens(2, 21)
+        chunked = generate(model, ids, prefill_chunk_size=8)
+        assert relative_error(scores(chunked), scores(generate(model, ids))) < EXACT
+
+
+@some_models
+def test_the_state_does_not_grow(zoo: Zoo, name: str, layers: str) -> None:
+    model = zoo.model(name, layers)
+    cache = generate(model, tokens(2, 40), use_cache=True).past_key_values
+    states = [layer for layer in cache.layers if hasattr(layer, "state")]
+    assert len(states) == len(mixers_of(model))
+    for layer, mixer in zip(states, mixers_of(model).values(), strict=True):
+        assert 2 * mixer.state_bytes(47) == sum(part.numel() * part.element_size() for part in layer.state)
+        assert layer.get_seq_length() == 47
+    assert cache.get_seq_length() == 47
+
+
+@pytest.mark.parametrize("layers", ["all", HYBRID, "1,3"])
+def test_a_static_cache_falls_back(zoo: Zoo, layers: str) -> None:
+    model, ids = zoo.model("mistral", layers), tokens(2, 9)
+    static = generate(model, ids, cache_implementation="static")
+    assert relative_error(scores(static), scores(generate(model, ids))) < EXACT
+    assert isinstance(static.past_key_values, DynamicCache)
+
+
+@pytest.mark.parametrize("layers", [HYBRID, "1,3"])
+def test_a_static_cache_by_hand_is_refused_in_hybrids(zoo: Zoo, layers: str) -> None:
+    model = zoo.model("llama", layers)
+    with pytest.raises(ValueError, match=r"static cache .* DynamicCache"):
+        model(tokens(1, 4), past_key_values=StaticCache(model.config, max_cache_len=16))
+
+
+def test_what_a_state_cannot_do_is_refused(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama"), tokens(1, 9)
+    with pytest.raises(ValueError, match="assisted generation is not supported"):
+        generate(model, ids, assistant_model=small_model("llama"))
+    with pytest.raises(ValueError, match="assisted generation is not supported"):
+        generate(model, ids, prompt_lookup_num_tokens=2)
+    cache = model(ids, use_cache=True).past_key_values
+    cache.crop(0)
+    with pytest.raises(NotImplementedError, match="cannot drop tokens"):
+        cache.crop(-2)
+    with pytest.raises(ValueError, match="already holds softmax keys"), torch.no_grad():
+        model(ids, past_key_values=small_model("llama")(ids, use_cache=True).past_key_values)
+    with pytest.raises(TypeError, match="pass a transformers Cache"):
+        model.model.layers[0].self_attn(torch.zeros(1, 1, 32), past_key_values=((0, 0),))
+
+
+def test_cache_batches_are_repeated_selected_and_reset(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama", HYBRID), tokens(2, 9)
+    cache = model(ids, use_cache=True).past_key_values
+    cache.batch_repeat_interleave(3)
+    cache.batch_select_indices(torch.tensor([0, 5]))
+    assert relative_error(steps(model, tokens(2, 3, seed=9), cache=cache), whole_after(model, ids)) < EXACT
+    state = next(layer for layer in cache.layers if isinstance(layer, type(cache.layers[0])))
+    cache.reset()
+    assert state.state is None
+    assert cache.get_seq_length() == 0
+
+
+def whole_after(model: Any, ids: Tensor) -> Tensor:
+    """Logits of three more tokens after `ids`, in one pass."""
+    return logits(model, torch.cat([ids, tokens(2, 3, seed=9)], 1))[:, ids.shape[1] :]
+
+
+# ---------------------------------------------------------------- attention maps, backends
+
+
+@pytest.mark.parametrize("layers", ["all", HYBRID])
+def test_attention_maps_are_refused_by_name(zoo: Zoo, layers: str) -> None:
+    model, ids = zoo.model("llama", layers), tokens(1, 6)
+    model.set_attn_implementation("eager")
+    for ask in (model, model.model):
+        with pytest.raises(ValueError, match="output_attentions=True"):
+            ask(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        generate(model, ids, output_attentions=True)
+    with model.teacher(), torch.no_grad():
+        assert model(ids, output_attentions=True).attentions[0].shape == (1, 4, 6, 6)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.config.output_attentions = True
+    asked = load(zoo.folders("llama", layers)[1], output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        asked(ids)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize(("name", "layers"), [("llama", "all"), ("llama", HYBRID), ("gpt2", HYBRID)])
+def test_a_backend_serves_the_layers_that_keep_softmax(zoo: Zoo, name: str, layers: str, backend: str) -> None:
+    folder, ids = zoo.folders(name, layers)[1], tokens(2, 12)
+    model = load(folder, attn_implementation=backend)
+    later = load(folder)
+    later.set_attn_implementation(backend)
+    names = {model.config._attn_implementation, later.config._attn_implementation}
+    assert names == {("linearize_all_" if layers == "all" else "linearize_") + backend}
+    assert torch.equal(logits(model, ids), logits(later, ids))
+    with later.teacher():
+        assert later.config._attn_implementation == backend
+        softmax = logits(later, ids)
+    assert relative_error(logits(model, ids), softmax) > 1e-2
+    source = small_model(name)
+    source.set_attn_implementation(backend)
+    assert torch.equal(softmax, logits(source, ids))
+
+
+def test_an_unknown_backend_is_refused(zoo: Zoo) -> None:
+    with pytest.raises(ValueError, match="nonsense"):
+        zoo.model("llama").set_attn_implementation("nonsense")
+
+
+def test_flash_attention_sees_its_own_name(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def flash(module: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(module.config._attn_implementation)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *args, **kwargs)
+
+    model, ids = zoo.model("llama", HYBRID), tokens(2, 12)
+    expected = logits(model, ids)
+    AttentionInterface.register("flash_stand_in", flash)
+    AttentionMaskInterface.register("flash_stand_in", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    register_backend("flash_stand_in")
+    model.config._attn_implementation_internal = "linearize_flash_stand_in"
+    assert torch.equal(logits(model, ids), expected)
+    assert seen == ["flash_stand_in", "flash_stand_in"]
+    assert model.config._attn_implementation == "linearize_flash_stand_in"
+
+
+# ---------------------------------------------------------------- training-time machinery
+
+
+@every_model
+def test_gradient_checkpointing_changes_nothing(zoo: Zoo, name: str, layers: str) -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model, ids = zoo.model(name, layers), tokens(2, 18)
+        mask = torch.ones_like(ids)
+        mask[1, 12:] = 0
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train()
+        torch.manual_seed(1)
+        model(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        grads.append({key: p.grad for key, p in model.named_parameters()})
+    assert all(torch.equal(grads[0][key], grads[1][key]) for key in grads[0])
+
+
+def test_it_compiles_without_a_break(tmp_path: Path) -> None:
+    """Two layers and four tokens: tracing takes seconds per layer."""
+    torch._dynamo.reset()
+    source = save_source(tmp_path / "source", num_hidden_layers=2)
+    ids, mask = tokens(2, 4), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    hybrid = load(convert_folder(source, tmp_path / "hybrid", "0"))
+    compiled = torch.compile(hybrid, backend="aot_eager", fullgraph=True)
+    out = compiled(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert relative_error(out.detach(), logits(hybrid, ids, attention_mask=mask)) < EXACT
+    out.square().mean().backward()
+    assert all(p.grad is not None for mixer in mixers_of(hybrid).values() for p in mixer.parameters())
+    with hybrid.teacher():
+        expected = logits(small_model("llama", num_hidden_layers=2), ids)
+        assert relative_error(logits(compiled, ids), expected) < EXACT
+    linear = load(convert_folder(source, tmp_path / "linear"))
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    assert relative_error(logits(compiled, ids), logits(linear, ids)) < EXACT
+
+
+def test_threads_keep_apart(zoo: Zoo) -> None:
+    model, ids, other = zoo.model("llama", HYBRID), tokens(2, 12), tokens(1, 5, seed=9)
+    expected, inside, go_on = logits(model, ids), threading.Event(), threading.Event()
+
+    def pause(module: Any, args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert go_on.wait(60)
+
+    model.model.layers[2].self_attn.q_proj.register_forward_pre_hook(pause)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(logits, model, ids)
+        assert inside.wait(60)  # the hooks of layer 2 have handed over, its mixer has not run
+        alone = logits(model, other)
+        go_on.set()
+        assert torch.equal(slow.result(), expected)
+    assert torch.equal(alone, logits(model, other))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_are_complete_and_apart(zoo: Zoo, way: str) -> None:
+    model, ids = zoo.model("llama", HYBRID, rope=False), tokens(2, 12)
+    expected = logits(model, ids)
+
+    def interrupt(module: Any, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids)  # leaves a call unfinished, with hidden states that have a graph
+    handle.remove()
+    twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(twin, ids), expected)
+    for mixer in mixers_of(model).values():
+        mixer.forget.bias.data.zero_()
+    assert torch.equal(logits(twin, ids), expected)
+    with twin.teacher():
+        assert relative_error(logits(twin, ids), expected) > 1e-2
+        assert torch.equal(logits(twin, ids), logits(small_model("llama"), ids))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
+def test_without_rotary_embedding_positions_do_not_matter(zoo: Zoo, name: str) -> None:
+    ids = tokens(2, 12)
+    shifted, near = torch.arange(12)[None] + 50, torch.arange(12)[None]
+    for rope in (True, False):
+        model = zoo.model(name, rope=rope)
+        difference = relative_error(logits(model, ids, position_ids=shifted), logits(model, ids, position_ids=near))
+        stretched = relative_error(
+            logits(model, ids, position_ids=shifted, attention_mask=torch.ones_like(ids)),
+            logits(model, ids, position_ids=near * 3, attention_mask=torch.ones_like(ids)),
+        )
+        assert (difference == 0.0 and stretched == 0.0) != rope
+        assert relative_error(steps(model, ids, 5), logits(model, ids)) < EXACT
+        with model.teacher():
+            assert torch.equal(logits(model, ids), logits(small_model(name), ids))
+
+
+def test_the_teacher_has_no_dropout_and_gives_the_mode_back(zoo: Zoo) -> None:
+    model, ids = zoo.model("gpt2", HYBRID), tokens(2, 12)
+    model.train()
+    model.transformer.h[2].eval()
+    before = [module.training for module in model.modules()]
+    assert relative_error(logits(model, ids), logits(model, ids)) > 0
+    with model.teacher():
+        assert torch.equal(logits(model, ids), logits(small_model("gpt2"), ids))
+    assert [module.training for module in model.modules()] == before
+
+
+def test_the_state_layer_answers_as_transformers_asks() -> None:
+    layer = StateLayer()
+    assert (layer.get_seq_length(), layer.get_max_length(), layer.get_max_cache_shape()) == (0, -1, -1)
+    key = torch.zeros(2, 2, 5, 8)
+    assert layer.update(key, key)[0] is key
+    assert layer.get_mask_sizes(3) == (8, 0)
+    assert layer.get_seq_length() == 5

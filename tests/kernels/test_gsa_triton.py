@@ -1,0 +1,222 @@
+"""The Triton kernels of GSA against the token-by-token reference, in Triton's interpreter.
+
+bf16 is garbage in the interpreter; it is proved on a GPU (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton_tools import (
+    compile_kernel,
+    complaints,
+    flops_whichever_way,
+    interpreted,
+    largest_errors,
+    masks,
+    transposed_products,
+)
+
+# Largest error over the largest reference value.
+TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
+
+# group -> cases; unset sizes are B1 T40 H2 Hkv1 E1 D16 Dv16 M16
+CASES: dict[str, list[dict[str, Any]]] = {
+    "lengths": [{"T": T} for T in (1, 32, 33, 70)],
+    "heads_and_sizes": [
+        {"H": 4, "Hkv": 2, "E": 2, "DV": 32},
+        {"H": 3, "Hkv": 1, "E": 1, "D": 20, "DV": 24},
+        {"H": 4, "Hkv": 1, "E": 2, "M": 20},
+    ],
+    "half_precision": [{"dtype": "float16", "H": 4, "Hkv": 2, "E": 2, "T": 33}],
+    "states": [{"state": True}, {"state": True, "T": 65, "H": 2, "Hkv": 2, "E": 2}],
+    "strong_gates": [{"gate": 40.0, "segments": 7}, {"special": "closed"}, {"special": "infinite"}],
+    "open_gates": [{"special": "open", "state": True}, {"special": "zero", "state": True}],
+    # Logits of thousands carry the rounding of fp32 into the softmax.
+    "huge_logits": [{"special": "huge", "slack": 10}],
+    "segments": [{"segments": 9, "B": 2}, {"segments": 33, "T": 80, "state": True}],
+    "sequences": [{"cu": [0, 1, 1, 36, 70], "T": 70, "state": True}, {"cu": [0, 70], "T": 70}],
+    "padding": [{"padding": "each", "B": 3, "state": True}],
+    "step": [{"T": 1, "step": True}, {"T": 1, "step": True, "padding": "left", "B": 2, "H": 4, "E": 2, "M": 20}],
+}
+
+
+@pytest.mark.parametrize("group", CASES)
+def test_kernels_match_the_reference(group: str) -> None:
+    assert complaints(compare, CASES[group], TOLERANCE) == []
+
+
+def test_operators_compile_checkpoint_and_count() -> None:
+    interpreted(check_operators)
+
+
+def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
+    from linearize_kernels.gsa.gsa import gsa
+
+    q, g = torch.randn(1, 5, 2, 16), -torch.rand(1, 5, 1, 16)
+    k = torch.randn(1, 5, 1, 16)
+    assert torch.equal(gsa(q, k, k, g)[0], gsa(q, k, k, g, backend="torch")[0])
+    with pytest.raises(ValueError, match="on cpu"):
+        gsa(q, k, k, g, backend="triton")
+
+
+# ---------------------------------------------------------------- compiled for real, without a GPU
+
+
+def compiled(name: str, capability: int, **overrides: Any) -> Any:
+    """A kernel compiled with the configuration in `overrides`."""
+    from linearize_kernels.gsa import backward as gsa_triton_bwd
+    from linearize_kernels.gsa import forward as gsa_triton
+
+    kernel = getattr(gsa_triton, name, None) or getattr(gsa_triton_bwd, name)
+    constants = {"VARLEN": False, "SEGMENTS": False, "SHARE": 1, "p_seg": None, "p_chunks": None}
+    constants |= {key: overrides[key] for key in overrides if key.isupper()}
+    half = ("p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_x", "p_y", "p_dy")
+    kinds = {"scale": "fp32", **dict.fromkeys(half, "*bf16")}
+    return compile_kernel(kernel, capability, constants, kinds, overrides["warps"], overrides["stages"])
+
+
+def overrides_for(config: Any, M: int, D: int) -> dict[str, Any]:
+    return {
+        "C": config.chunk,
+        "LEVELS": config.chunk.bit_length() - 1,
+        "M": M,
+        "D": D,
+        "DV": D,
+        "BM": config.block_m,
+        "BD": config.block_d,
+        "BDV": config.block_dv,
+        "RANGE": config.range,
+        "STACK": config.stack,
+        "HOLD": config.hold,
+        "PREC": config.precision,
+        "warps": config.warps * config.stack,
+    }
+
+
+@pytest.mark.parametrize(
+    ("budget", "M", "D"),
+    [(48, 64, 64), (64, 64, 64), (100, 64, 64), (100, 64, 128), (164, 64, 128), (164, 128, 64), (227, 64, 128)],
+)
+def test_safe_configurations_fit_their_budget(budget: int, M: int, D: int) -> None:
+    from linearize_kernels.gsa.config import choose
+
+    config = choose((8, 7), budget * 1024, M, D, D, torch.bfloat16)
+    capability = 90 if budget > 164 else 80
+    for name in ("logits_kernel", "key_kernel"):
+        kernel = compiled(name, capability, stages=1, **overrides_for(config, M, D))
+        assert kernel.metadata.shared <= budget * 1024, (name, config)
+
+
+def test_every_size_has_a_configuration_or_says_why_not() -> None:
+    from linearize_kernels.gsa.config import choose
+
+    for shared in (48, 64, 100, 164, 227):
+        for M in (16, 32, 64, 128):
+            for D in (64, 80, 96, 128, 256):
+                for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                    try:
+                        config = choose((8, 6), shared * 1024, M, D, D, dtype)
+                    except ValueError as error:
+                        assert "shared memory" in str(error)  # noqa: PT017
+                        assert shared <= 164 or dtype == torch.float32
+                    else:
+                        assert config.chunk in (16, 32, 64)
+
+
+@pytest.mark.parametrize(
+    "name", ["states_kernel", "output_kernel", "logits_kernel", "query_kernel", "writes_kernel", "key_kernel"]
+)
+def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
+    """triton 3.4 to 3.7 miscompile some dot(trans(x)) on Hopper where x comes out of a dot; ours never does."""
+    from linearize_kernels.gsa.config import choose
+
+    config = choose((9, 0), 227 * 1024, 64, 64, 64, torch.bfloat16)
+    assert transposed_products(compiled(name, 90, stages=1, **overrides_for(config, 64, 64))) == []
+
+
+# ---------------------------------------------------------------- in the interpreter
+
+
+def build(case: dict[str, Any]) -> dict[str, Any]:
+    """Random inputs of one case."""
+    torch.manual_seed(0)
+    size = {"B": 1, "T": 40, "H": 2, "Hkv": 1, "E": 1, "D": 16, "DV": 16, "M": 16, **case}
+    B, T, H, E, M = (size[x] for x in "BTHEM")
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    q, k, v, do = (
+        torch.randn(B, T, heads, dim).to(dtype)
+        for heads, dim in ((H, size["D"]), (size["Hkv"], size["D"]), (size["Hkv"], size["DV"]), (H, size["DV"]))
+    )
+    g = torch.nn.functional.logsigmoid(2 * torch.randn(B, T, E, M) + 1) / 4 * case.get("gate", 1.0)
+    special = case.get("special")
+    g = {"closed": torch.full_like(g, -1e4), "open": torch.zeros_like(g)}.get(special, g)
+    if special == "infinite":
+        g[:, ::5] = -torch.inf
+    if special == "zero":
+        q, k = 0 * q, 0 * k
+    if special == "huge":
+        q = 1e3 * q
+    rows = len(case["cu"]) - 1 if "cu" in case else B
+    state = (torch.randn(rows, E, M, size["D"]), torch.randn(rows, E, M, size["DV"])) if case.get("state") else ()
+    return {
+        "inputs": (q, k, v, g, *state),
+        "do": do,
+        "dlast": (torch.randn(rows, E, M, size["D"]), torch.randn(rows, E, M, size["DV"])),
+        "masks": masks(case, B, T),
+    }
+
+
+def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict[str, torch.Tensor]:
+    """Output, last memories and every gradient, by the float64 reference or by the kernels."""
+    from linearize_kernels.gsa.gsa import GSAState, gsa, gsa_reference
+
+    leaves = [(x.double() if reference else x).clone().requires_grad_(not case.get("step")) for x in made["inputs"]]
+    q, k, v, g, *memories = leaves
+    rows = made["dlast"][0].shape[0]
+    state = GSAState(*memories, torch.zeros(rows, dtype=torch.long)) if memories else None
+    layout = dict(made["masks"])
+    cu = layout.pop("cu_seqlens", None) if reference else None
+    if not reference:
+        o, last = gsa(q, k, v, g, **layout, state=state, backend="triton")
+    elif cu is None:
+        o, last = gsa_reference(q, k, v, g, **layout, state=state)
+    else:
+        bounds, parts = case["cu"], []
+        for n in range(len(bounds) - 1):
+            own = None if state is None else GSAState(*(x[n : n + 1] for x in state))
+            span = slice(bounds[n], bounds[n + 1])
+            parts.append(gsa_reference(*(x[:, span] for x in (q, k, v, g)), state=own))
+        o = torch.cat([part[0] for part in parts], 1)
+        last = GSAState(*(torch.cat(x) for x in zip(*(part[1] for part in parts), strict=True)))
+    out = {"o": o, "keys": last.keys, "values": last.values, "seen": last.seen}
+    if not case.get("step"):
+        targets = zip((o, last.keys, last.values), (made["do"], *made["dlast"]), strict=True)
+        loss = sum((x.double() * y.double()).sum() for x, y in targets)
+        names = ("dq", "dk", "dv", "dg", "dkeys", "dvalues")
+        out |= dict(zip(names, torch.autograd.grad(loss, leaves), strict=False))
+    return out
+
+
+def compare(case: dict[str, Any]) -> dict[str, float]:
+    made = build(case)
+    return largest_errors(results(case, made, False), results(case, made, True))
+
+
+def check_operators() -> None:
+    """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
+    from linearize_kernels.gsa.gsa import gsa
+    from linearize_kernels.gsa.ops import chunked_op, step_op
+
+    made = build({"T": 9, "state": True})
+    q, k, v, g, K, V = (x.requires_grad_() for x in made["inputs"])
+    torch.library.opcheck(chunked_op, (q, k, v, g, 0.25, None, None, K, V))
+    one = [x[:, :1].detach() for x in (q, k, v, g)]
+    torch.library.opcheck(step_op, (*one, 0.25, None, K.detach(), V.detach(), torch.zeros(1, dtype=torch.long)))
+
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        return gsa(*inputs, backend="triton")[0].square().sum()
+
+    assert flops_whichever_way(loss, (q, k, v, g)) == 4 * 9 * 2 * (2 * 64 * (16 + 16 + 2 * 16) + 4 * 16 * (16 + 16))

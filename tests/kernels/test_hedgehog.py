@@ -1,0 +1,71 @@
+"""Hedgehog's map: the Triton kernels in Triton's interpreter against PyTorch in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from conftest import TOLERANCE, relative_error
+from triton_tools import gradients, interpreted
+
+from linearize_kernels.layers.features import Features
+from linearize_kernels.layers.hedgehog import fits, hedgehog_op
+
+SHAPES = [(2, 5, 3, 16), (1, 150, 2, 24)]
+HALF, FULL = torch.float16, torch.float32
+
+
+def mapped(shape: tuple[int, ...], dtype: torch.dtype, weights: torch.dtype) -> float:
+    """The largest error of the features of y of a shape [B,T,H,D], and of the gradients of y and W."""
+    torch.manual_seed(shape[1])
+    H, D = shape[2:]
+    inputs = [torch.randn(shape).to(dtype), (torch.eye(D) + 0.3 * torch.randn(H, D, D)).to(weights)]
+    df = torch.randn(*shape[:3], 2 * D)
+
+    def plain(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        z = torch.einsum("bthd,hed->bthe", y * D**-0.25, weight)
+        return torch.cat([z.softmax(-1), (-z).softmax(-1)], -1) * (D / 2) ** 0.5
+
+    ours = gradients(lambda y, weight: hedgehog_op(y, weight, D**-0.25), inputs, df)
+    reference = gradients(plain, [x.double() for x in inputs], df.to(dtype))
+    return max(itertools.starmap(relative_error, zip(ours, reference, strict=True)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "weights"), [(FULL, FULL), (HALF, FULL), (HALF, HALF)], ids=str)
+def test_kernels_compute_what_pytorch_does(shape: tuple[int, ...], dtype: torch.dtype, weights: torch.dtype) -> None:
+    assert interpreted(mapped, shape, dtype, weights) < TOLERANCE[dtype]
+
+
+def taken(dtype: torch.dtype, weights: torch.dtype) -> bool:
+    return fits(torch.zeros(1, 5, 2, 16, dtype=dtype), torch.zeros(2, 16, 16, dtype=weights))
+
+
+@pytest.mark.parametrize("dtype", [FULL, HALF, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [FULL, HALF, torch.bfloat16, torch.float64], ids=str)
+def test_kernels_take_weights_in_the_dtype_of_y_or_in_fp32(dtype: torch.dtype, weights: torch.dtype) -> None:
+    """A product of fp32 and bf16 does not compile, as of a q that was rotated in fp32 in a model in bf16."""
+    assert interpreted(taken, dtype, weights) == (weights in (dtype, FULL))
+
+
+def check_operator() -> None:
+    inputs = [x.requires_grad_() for x in (torch.randn(2, 5, 2, 16), torch.randn(2, 16, 16))]
+    torch.library.opcheck(hedgehog_op, (*inputs, 0.5))
+
+
+def test_the_operator_is_registered_as_it_should_be() -> None:
+    interpreted(check_operator)
+
+
+def feature_paths() -> float:
+    """The difference between what a mixer's features are with kernels, and in PyTorch."""
+    torch.manual_seed(0)
+    features, y = Features("hedgehog", 2, 1, 16, 0.2), torch.randn(2, 9, 2, 16)
+    features.reset_parameters()
+    exact = features.double()(y.double(), "query")
+    return relative_error(features.float()(y, "query"), exact)
+
+
+def test_features_of_both_paths_are_the_same() -> None:
+    assert interpreted(feature_paths) < TOLERANCE[torch.float32]

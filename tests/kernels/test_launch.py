@@ -1,0 +1,136 @@
+"""What launches of kernels share, without a GPU: kernels are compiled for one, and a driver of ours notes the launches.
+
+Each case is a clean process running this file, since triton knows one driver a process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(case: str, cache: Path) -> str:
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)]),
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(cache),
+    }
+    done = subprocess.run([sys.executable, __file__, case], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("case", ["again", "ahead", "ints", "kinds", "alignment", "failure"])
+def test_launches(case: str, tmp_path: Path) -> None:
+    assert run(case, tmp_path).split() == ["fine"]
+
+
+def main(case: str) -> None:
+    import torch
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+
+    from linearize_kernels.gpu import launch
+    from linearize_kernels.gpu.tiles import jit
+
+    launched: list[tuple[object, ...]] = []
+    compiled: list[str] = []
+
+    class Launcher:
+        def __init__(self, src: object, metadata: object) -> None:
+            self.source = src
+
+        def __call__(self, x: int, y: int, z: int, stream: int, function: int, packed: object, *rest: object) -> None:
+            launched.append((self.source, (x, y, z), *rest[3:]))
+
+    class Utilities:
+        def load_binary(self, name: str, *rest: object) -> tuple[int, ...]:
+            compiled.append(name)
+            return 1, 2, 32, 0, 1024
+
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"max_shared_mem": 232448}
+
+        def unload_module(self, module: int) -> None: ...
+
+    class Driver:
+        launcher_cls, utils = Launcher, Utilities()
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    triton.runtime.driver.set_active(Driver())
+    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
+    torch.cuda.set_device = lambda device: None
+
+    @jit
+    def double(p_x, p_y, scale, n, BLOCK: tl.constexpr, TWICE: tl.constexpr):  # type: ignore[no-untyped-def]
+        o = tl.arange(0, BLOCK)
+        b_x = tl.load(p_x + o, mask=o < n) * scale
+        if TWICE:
+            b_x += b_x
+        tl.store(p_y + o, b_x, mask=o < n)
+
+    def once(call: int, x: torch.Tensor, twice: bool = False, n: int = 7) -> torch.Tensor:
+        y = launch.scratch(x, *x.shape)
+        launch.launch(double, (3, 2), x, y, 0.5, n, call=call, num_warps=1, TWICE=twice, BLOCK=16, UNUSED=None)
+        return y
+
+    def later(call: int, x: torch.Tensor) -> None:
+        assert once(call, x, True).is_meta
+
+    x = torch.randn(16)
+    if case == "again":  # the same launch, whichever way it was found
+        operator = launch.entry(once)
+        for _ in range(3):
+            operator(x)
+        assert [a[:2] + a[4:] for a in launched] == 3 * [(launched[0][0], (3, 2, 1), 0.5, 7, 16, False)]
+        assert compiled == ["double"]
+    elif case == "ahead":  # with a gradient wanted, what comes later is compiled with the rest, and not launched
+        operator = launch.entry(once, later)
+        operator(x)
+        assert (len(compiled), len(launched)) == (1, 1)
+        operator(x.requires_grad_())
+        assert (len(compiled), len(launched)) == (2, 2)
+        assert [a[-1] for a in launched] == [False, False]
+    elif case == "ints":  # triton makes a constant of an int that is 1
+        once(0, x, n=1)
+        once(0, x, n=7)
+        assert len({id(a[0]) for a in launched}) == 2
+    elif case == "kinds":  # another dtype or constant within one call is another kernel
+        for y, twice in ((x, False), (x.half(), False), (x, True), (x.half(), True)):
+            once(0, y, twice)
+            once(0, y, twice)
+        assert len({id(a[0]) for a in launched}) == len(compiled) == 4
+    elif case == "alignment":  # tensors that start off 16 bytes may not run what was compiled for aligned ones
+        operator = launch.entry(once)
+        operator(x)
+        operator(torch.randn(17)[1:])
+        assert len({id(a[0]) for a in launched}) == 2
+    else:  # what a compiler says in a thread reaches the caller
+
+        @jit
+        def wrong(p_x, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+            tl.store(p_x + tl.arange(0, BLOCK), nothing_of_that_name)  # type: ignore[name-defined]  # noqa: F821
+
+        with pytest.raises(triton.compiler.CompilationError, match="nothing_of_that_name"):
+            launch.entry(lambda call, x: launch.launch(wrong, (1,), x, call=call, num_warps=1, BLOCK=16))(x)
+    print("fine")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

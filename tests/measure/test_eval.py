@@ -1,0 +1,334 @@
+"""`linearize eval`: a student beside its teacher."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from conftest import Command
+from models import small_model
+from torch import Tensor
+from training import base, byte_tokenizer, stage, write_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from linearize.demo import model_folder
+from linearize.errors import Exit
+from linearize.measure.compare import state_bytes
+from linearize.measure.recall import QUERIES, Row, Writer, rows_of, score
+from linearize.train.save import load_converted
+from linearize.verify.child.inputs import most_tokens
+from linearize_kernels.hf.seam import mixers_of
+
+LENGTH = 448
+SMALL = ("--lengths", str(LENGTH), "--trials", "2", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid with a tokenizer of bytes, its source beside it, and a recipe with text."""
+    root = tmp_path_factory.mktemp("eval")
+    student = base(root, "llama", layers="0", window=8)
+    write_recipe(root, student, stage("logit_kl"), data=data())
+    return student
+
+
+def data(**changes: Any) -> dict[str, Any]:
+    return {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 64}, **changes}
+
+
+def recipe(folder: Path) -> Path:
+    return folder.parent.parent / "recipe.yaml"
+
+
+def measured(linearize: Command, folder: Path, *options: str | Path, student: Path | None = None) -> dict[str, Any]:
+    source = folder.parent / "source"
+    given = ("--teacher", source, "--recipe", recipe(folder), *SMALL, *options)
+    code, out, err = linearize("eval", student or folder, *given, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+# ---------------------------------------------------------------- text
+
+
+def test_the_measures_are_those_of_the_logits(linearize: Command, folder: Path) -> None:
+    told = measured(linearize, folder)
+    ids = byte_tokenizer()((folder.parent.parent / "heldout.txt").read_text(), return_tensors="pt")["input_ids"]
+    ids = ids.view(-1, 64)
+    student = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    teacher = AutoModelForCausalLM.from_pretrained(folder.parent / "source")
+    with torch.no_grad():
+        ours, theirs = (model(ids).logits[:, :-1].double().log_softmax(-1) for model in (student, teacher))
+    losses = [-log_p.gather(-1, ids[:, 1:, None]).mean().item() for log_p in (ours, theirs)]
+    assert told["tokens"] == ids[:, 1:].numel()
+    assert told["student_ppl"] == pytest.approx(math.exp(losses[0]), rel=1e-4)
+    assert told["teacher_ppl"] == pytest.approx(math.exp(losses[1]), rel=1e-4)
+    assert told["ppl_ratio"] == pytest.approx(math.exp(losses[0] - losses[1]), rel=1e-4)
+    assert told["kl"] == pytest.approx((theirs.exp() * (theirs - ours)).sum(-1).mean().item(), rel=1e-3)
+    assert told["top1_agreement"] == pytest.approx((ours.argmax(-1) == theirs.argmax(-1)).double().mean().item())
+    assert told["kl"] > 0.01
+    assert told["top1_agreement"] < 1
+
+
+def test_a_teacher_is_its_own_best_student(linearize: Command, folder: Path) -> None:
+    told = measured(linearize, folder, student=folder.parent / "source")
+    assert (told["ppl_ratio"], told["top1_agreement"]) == (1.0, 1.0)
+    assert abs(told["kl"]) < 1e-6
+    assert all(row["student"] == row["teacher"] for task in ("recall", "needle", "state") for row in told[task])
+
+
+def test_a_teacher_may_have_any_name(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    """It becomes a value of YAML, where 123 is a number."""
+    for name, code in {"123": Exit.HUB, "a: b #c": Exit.INCOMPATIBLE}.items():
+        found, _, err = linearize("eval", folder, "--teacher", name, "--recipe", recipe(folder))
+        assert (found, f"no such folder '{name}'" in err) == (code, True)
+
+
+def test_the_text_is_the_recipes(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    """Its data.eval, data.pack and eval.max_tokens, whatever model the recipe is about."""
+    some = measured(linearize, folder, "eval.max_tokens=512", "data.pack.seq_len=32")
+    assert some["tokens"] == 16 * 31
+    (tmp_path / "other.jsonl").write_text(json.dumps({"body": "abc" * 500}))
+    other = measured(linearize, folder, f"data.eval={{files: [{tmp_path / 'other.jsonl'}]}}", "data.pack.text_key=body")
+    assert other["tokens"] == 23 * 63 + 28
+    assert other["teacher_ppl"] != some["teacher_ppl"]
+    code, _, err = linearize("eval", folder, "data.eval=null", "--teacher", folder, "--recipe", recipe(folder))
+    assert code == Exit.USAGE
+    assert "no data.eval" in err
+    code, _, err = linearize("eval", folder, "data.evil=null", "--teacher", folder, "--recipe", recipe(folder))
+    assert code == Exit.USAGE
+    assert "Did you mean 'eval'?" in err
+
+
+# ---------------------------------------------------------------- recall
+
+
+class Oracle:
+    """Predicts what followed the longest of a few contexts that stood in the text before: a perfect memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary, self.widths = vocabulary, list[int]()
+
+    def __call__(self, input_ids: Tensor, use_cache: bool) -> Any:
+        self.widths.append(len(input_ids))
+        logits = torch.zeros(*input_ids.shape, self.vocabulary)
+        for row, ids in enumerate(input_ids.tolist()):
+            follows: dict[tuple[int, ...], int] = {}
+            for t, token in enumerate(ids):
+                contexts = [tuple(ids[t - size : t]) for size in (12, 3) if size <= t]
+                found = next((follows[context] for context in contexts if context in follows), None)
+                if found is not None:
+                    logits[row, t - 1, found] = 9.0
+                follows |= dict.fromkeys(contexts, token)
+        return SimpleNamespace(logits=logits)
+
+
+def words_tokenizer(kind: str) -> Any:
+    return byte_tokenizer() if kind == "bytes" else AutoTokenizer.from_pretrained(model_folder())
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+@pytest.mark.parametrize("task", ["recall", "needle"])
+def test_a_memory_is_what_recall_takes(task: str, kind: str) -> None:
+    tokenizer = words_tokenizer(kind)
+    filler = tokenizer("def read(self):\n    return 7\n" * 100, add_special_tokens=False)["input_ids"]
+    rows = rows_of(task, Writer(tokenizer, 3), LENGTH, 3, filler)
+    memory = Oracle(len(tokenizer))
+    found = score(memory, rows, 2)
+    assert found["accuracy"] == 1.0
+    assert found["loss"] < len(rows[0].asked[0])
+    assert memory.widths == [2, 1]
+    for row in rows:
+        assert len(row.ids) <= LENGTH
+        assert len(row.ids) > 0.9 * LENGTH
+        assert len(row.asked) == (QUERIES if task == "recall" else 1)
+        for place in row.asked:
+            check_question(tokenizer, row, place)
+
+    def distracted(input_ids: Tensor, use_cache: bool) -> Any:
+        """The last token of each value is lost."""
+        out = memory(input_ids, use_cache)
+        for row in rows:
+            for place in row.asked:
+                out.logits[:, place.stop - 2] = 0.0
+        return out
+
+    distracted.device = torch.device("cpu")  # type: ignore[attr-defined]
+    assert score(distracted, rows, 3)["accuracy"] == 0.0
+
+    def forgetful(input_ids: Tensor, use_cache: bool) -> Any:
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, len(tokenizer)))
+
+    forgetful.device = torch.device("cpu")  # type: ignore[attr-defined]
+    nothing = score(forgetful, rows, 2)
+    assert nothing["accuracy"] == 0.0
+    tokens = sum(len(place) for row in rows for place in row.asked) / sum(len(row.asked) for row in rows)
+    assert nothing["loss"] == pytest.approx(tokens * math.log(len(tokenizer)), rel=1e-4)
+
+
+def check_question(tokenizer: Any, row: Row, place: range) -> None:
+    """The key of a value that is asked for stands once before, with that value."""
+    value = tokenizer.decode(row.ids[place.start : place.stop])
+    before = tokenizer.decode(row.ids[: place.start])
+    key = before[before.rindex("(") :]
+    assert before.count(f"{key}{value})") == 1
+    assert before.count(key) == 2
+
+
+def test_needles_lie_at_all_depths_and_values_do_not_tell_each_other(linearize: Command) -> None:
+    tokenizer = words_tokenizer("words")
+    filler = tokenizer("x = 1\n" * 400, add_special_tokens=False)["input_ids"]
+    rows = rows_of("needle", Writer(tokenizer, 0), 256, 4, filler)
+    texts = [tokenizer.decode(row.ids) for row in rows]
+    depths = [text.index("(") / len(text) for text in texts]
+    assert depths == sorted(depths)
+    assert depths[0] < 0.25
+    assert depths[-1] > 0.75
+    assert len({text[text.index("(") :][:20] for text in texts}) == 4
+
+
+def test_the_seed_decides_the_texts(linearize: Command, folder: Path) -> None:
+    tokenizer = words_tokenizer("words")
+    same, other = (rows_of("recall", Writer(tokenizer, seed), 256, 2, []) for seed in (1, 2))
+    assert same == rows_of("recall", Writer(tokenizer, 1), 256, 2, [])
+    assert same != other
+    first, again, second = (measured(linearize, folder, "--seed", seed)["recall"] for seed in ("1", "1", "2"))
+    assert first == again != second
+
+
+def test_lengths_trials_and_batches_are_as_asked(linearize: Command, folder: Path) -> None:
+    wide = measured(linearize, folder, "--lengths", "448,512", "--trials", "3")
+    assert [row["length"] for task in ("recall", "needle", "state") for row in wide[task]] == [448, 512] * 3
+    assert wide["recall"][0]["entries"] < wide["recall"][1]["entries"]
+    narrow = measured(linearize, folder, "--lengths", "448,512", "--trials", "3", "--batch-tokens", "1")
+    for task in ("recall", "needle"):
+        for ours, theirs in zip(wide[task], narrow[task], strict=True):
+            for who in ("student", "teacher"):
+                assert ours[who]["loss"] == pytest.approx(theirs[who]["loss"], rel=1e-4)
+    fewer = measured(linearize, folder, "--lengths", "448", "--trials", "1")
+    assert fewer["recall"][0]["teacher"] != wide["recall"][0]["teacher"]
+
+
+# ---------------------------------------------------------------- state
+
+
+def test_the_state_is_what_the_cache_holds(linearize: Command, folder: Path) -> None:
+    told = {row["length"]: row for row in measured(linearize, folder, "--lengths", "448,896")["state"]}
+    model = load_converted(folder, torch.float32, False)
+    own = {tokens: sum(mixer.state_bytes(tokens) for mixer in mixers_of(model).values()) for tokens in (448, 896)}
+    config = model.config
+    row = 2 * config.num_key_value_heads * config.head_dim * 4
+    for tokens in (448, 896):
+        assert told[tokens]["teacher"] == 2 * row * tokens
+        assert told[tokens]["student"] == own[tokens] + row * tokens
+    half = measured(linearize, folder, "--dtype", "bfloat16")["state"][0]
+    assert half["teacher"] == told[448]["teacher"] // 2
+
+
+def test_layers_that_were_linear_before_count_too() -> None:
+    model = architectures.small_model("qwen3_next").eval()
+    config = model.config
+    row = 2 * config.num_key_value_heads * config.head_dim * 4 * config.layer_types.count("full_attention")
+    sizes = [state_bytes(model, tokens) for tokens in (12, 24)]
+    assert sizes[0] > 12 * row == sizes[1] - sizes[0]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--lengths", "64,x"), Exit.USAGE, "--lengths 64,x: give whole numbers"),
+        (("--lengths", "64"), Exit.USAGE, "--lengths 64: 8 entries and as many questions do not fit"),
+        (("--lengths", "4000"), Exit.USAGE, "the text has"),
+        (("data.eval={images: .}",), Exit.USAGE, "data.eval holds images, and models are compared on text"),
+        (("data.eval={files: hedlout.txt}",), Exit.USAGE, "Did you mean 'heldout.txt'?"),
+        (("--device", "tpu"), Exit.USAGE, "choose auto, cpu, cuda"),
+        (("--dtype", "int8"), Exit.USAGE, "choose keep"),
+    ],
+)
+def test_mistakes_are_told(linearize: Command, folder: Path, options: tuple[str, ...], code: Exit, words: str) -> None:
+    given = ("--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL, *options)
+    found, out, err = linearize("eval", folder, *given)
+    assert (found, out) == (code, "")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--lengths", "64,300"), "--lengths 300: LinearizedGPT2LMHeadModel takes at most 256 tokens"),
+        (("data.pack.seq_len=257",), "Give data.pack.seq_len=256, or less"),
+    ],
+)
+def test_no_more_tokens_than_a_model_takes(
+    linearize: Command, folder: Path, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    student = base(tmp_path, "gpt2")
+    given = ("--teacher", student.parent / "source", "--recipe", recipe(folder), *SMALL, *options)
+    code, out, err = linearize("eval", student, *given)
+    assert (code, out) == (Exit.USAGE, "")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("gpt2", 256), ("opt", 256), ("bert", 256), ("roberta", 254), ("gptj", 256), ("llama", None)],
+)
+def test_tables_of_positions_end(kind: str, most: int | None) -> None:
+    model = architectures.small_model(kind)
+    assert most_tokens(model) == most
+    model(torch.full((1, most or 300), 5))
+    if most is not None:
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, most + 1), 5))
+
+
+def test_a_teacher_is_needed_and_must_be_the_students(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    code, _, err = linearize("eval", folder)
+    assert code == Exit.USAGE
+    assert "--teacher is missing" in err
+    code, _, err = linearize("eval", folder, "--teacher", model_folder(), "--recipe", recipe(folder), *SMALL)
+    assert code == Exit.INCOMPATIBLE
+    assert "different tokenizers" in err
+    small_model("llama", vocab_size=300).save_pretrained(tmp_path / "wide")
+    byte_tokenizer().save_pretrained(tmp_path / "wide")
+    code, _, err = linearize("eval", folder, "--teacher", tmp_path / "wide", "--recipe", recipe(folder), *SMALL)
+    assert code == Exit.INCOMPATIBLE
+    assert "300" in err
+
+
+def test_other_code_runs_only_when_trusted(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, other := tmp_path / "other")
+    (other / "mixer.py").write_text((other / "mixer.py").read_text() + "\n# mine\n")
+    given = ("--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL)
+    code, _, err = linearize("eval", other, *given)
+    assert code == Exit.INCOMPATIBLE
+    assert "--trust-remote-code" in err
+    assert linearize("eval", other, *given, "--trust-remote-code")[0] == 0
+
+
+def test_the_table_has_every_measure(linearize: Command, folder: Path) -> None:
+    code, out, err = linearize(
+        "eval", folder, "--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL
+    )
+    assert (code, out) == (0, "")
+    for words in (
+        "perplexity",
+        "KL from the teacher",
+        "same likeliest token",
+        "recall at 448",
+        "needle",
+        "state at 448",
+    ):
+        assert words in err

@@ -1,0 +1,273 @@
+"""The recipes that ship: they are what their schema says, they run, and the command hands them out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from conftest import Command
+from models import small_model
+from training import BASES, T, byte_tokenizer, make_recipe, metrics, stage, train, write_data
+from training import base as converted
+
+from linearize.errors import Exit, LinearizeError
+from linearize.recipe.presets import Preset, copy, presets, recipe_path
+from linearize.recipe.recipe import load_recipe, recipe_schema
+from linearize.recipe.yaml import Document
+from linearize.terminal.tables import recipe_table, short
+from linearize.train.save import load_converted
+from linearize.train.stages import error_scale, transfer_loss
+from linearize.train.student import Student
+
+PRESETS = presets()
+by_name = pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small unconverted model in `source` and text beside it."""
+    folder = tmp_path_factory.mktemp("presets")
+    small_model("llama", **BASES["llama"]).save_pretrained(folder / "source")
+    byte_tokenizer().save_pretrained(folder / "source")
+    write_data(folder)
+    return folder
+
+
+def tiny(preset: Preset, folder: Path) -> list[str]:
+    """Overrides by which a preset runs on the small model and its text, in no time."""
+    recipe = load_recipe(preset.path, ["model.base=demo"])
+    assert recipe.convert is not None
+    small = ["convert.options.slots=8"] if recipe.convert.mechanism == "gsa" else []
+    small += ["convert.options.clock=6"] if recipe.convert.options.get("clock", 0) > 8 else []
+    stages = recipe.stages
+    return [
+        f"model.base={folder / 'source'}",
+        "model.dtype=null",
+        f"output_dir={folder / preset.name}",
+        "data.train={files: [train.jsonl]}",
+        "data.eval={files: [heldout.txt]}",
+        "eval.max_tokens=128",
+        f"data.pack.seq_len={T}",
+        *small,
+        "runtime.device=cpu",
+        *(f"stages.{s.name}.batch.accumulate=1" for s in stages),
+        *(f"stages.{s.name}.data=" + "{}" for s in stages),
+    ]
+
+
+# ---------------------------------------------------------------- what ships
+
+
+@by_name
+def test_a_preset_is_planned_and_trains(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, preset: Preset
+) -> None:
+    """By name, on a base and text given as overrides: files there start at the working directory."""
+    monkeypatch.chdir(place)
+    command = ("finetune", preset.name, *tiny(preset, place), "--max-steps", "1", "--json")
+    code, out, err = linearize(*command, "--dry-run")
+    assert code == 0, err
+    planned = json.loads(out)["stages"]
+    assert all(plan["parameters"] > 0 for plan in planned)
+    assert not (place / preset.name).exists()
+    # The conversion is planned above; made once for all, since each ends with a clean process.
+    ready = ("convert=null", f"model.base={converted(place, 'llama')}", "finish.verify=false")
+    code, out, err = linearize(*command, *ready)
+    assert code == 0, err
+    trained = [row["name"] for row in json.loads(out)["stages"]]
+    assert trained == ["converted", *(plan["name"] for plan in planned)]
+    assert (place / preset.name / "final" / "config.json").exists()
+
+
+@by_name
+def test_a_preset_is_what_the_schema_says(preset: Preset) -> None:
+    data = Document(preset.path, ["model.base=some/model"]).data
+    jsonschema.Draft202012Validator(recipe_schema()).validate(data)
+
+
+def test_the_schema_refuses_what_recipes_refuse() -> None:
+    checker = jsonschema.Draft202012Validator(recipe_schema())
+    checker.check_schema(recipe_schema())
+    path = next(preset.path for preset in PRESETS if preset.name == "demo")
+    for mistake in (
+        "stages[0].optimizer.lrr=1",
+        "stages[0].kind=distil",
+        "stages[0].train=[mixer]",
+        "stages[0].loss={error: l1}",
+        "stages[1].schedule.warmup_steps=0",
+        "stages=[]",
+        "data.train={file: a.txt}",
+        "version=2",
+        "seed=-1",
+    ):
+        assert list(checker.iter_errors(Document(path, [mistake]).data)), mistake
+
+
+@by_name
+def test_a_preset_says_where_it_was_measured(preset: Preset) -> None:
+    assert preset.about.endswith(".")
+    assert list(preset.measured) == ["command", "hardware", "duration", "result"]
+    assert preset.measured["command"].startswith("linearize finetune ")
+    assert all(source.model_dump().get("files") is None for source in sources(preset)), "no files beside a preset"
+
+
+def sources(preset: Preset) -> list[Any]:
+    recipe = load_recipe(preset.path, ["model.base=demo"])
+    data = [recipe.data_for(stage) for stage in recipe.stages]
+    return [source for one in data for source in (one.train, one.eval) if source is not None]
+
+
+# ---------------------------------------------------------------- what they need of a recipe
+
+
+@pytest.mark.parametrize("weight", [1.0, 31.25])
+def test_the_error_of_a_transfer_can_be_absolute(tmp_path: Path, weight: float) -> None:
+    """`mse` is the mean over tokens, heads and dims, times the weight; `relative` divides by the teacher's power."""
+    folder = converted(tmp_path, "llama")
+    student = Student(load_converted(folder, torch.float32, False))
+    batch = {
+        "input_ids": torch.arange(2 * T).reshape(2, T) % 250,
+        "position_ids": torch.arange(T).expand(2, T),
+        "valid": torch.ones(2, T, dtype=torch.bool),
+    }
+    found, heard = {}, []
+
+    class Reference:
+        own_call = False
+
+        def hear(self, mixer: Any, inputs: Any, o: torch.Tensor, target: torch.Tensor, layout: Any) -> None:
+            heard.append(((o - target).square().mean(), (o - target).square().sum() / target.square().sum()))
+
+    with torch.no_grad(), student.model.transferring(Reference()):
+        student.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    for error in ("mse", "relative"):
+        loss = {"error": error, "weight": weight}
+        recipe = make_recipe(tmp_path / error, folder, stage("attention_transfer", loss=loss))
+        scale = error_scale(recipe.stages[0], student, [batch])
+        found[error] = transfer_loss(student, batch, torch.tensor(2 * T), scale, lambda loss: None)
+    for error, expected in zip(found, zip(*heard, strict=True), strict=True):
+        torch.testing.assert_close(found[error], weight * torch.stack(expected).mean(), rtol=1e-4, atol=0)
+
+
+def test_a_warmup_can_be_counted_in_steps(tmp_path: Path) -> None:
+    counted = stage("sft", "new", steps=4, optimizer={"lr": 1e-2}, schedule={"warmup_steps": 4})
+    train(make_recipe(tmp_path, converted(tmp_path, "llama"), counted))
+    assert metrics(tmp_path, "lr") == pytest.approx([0.0, 2.5e-3, 5e-3, 7.5e-3])
+
+
+# ---------------------------------------------------------------- linearize recipes
+
+
+def test_presets_are_listed_and_shown(linearize: Command) -> None:
+    code, out, _ = linearize("recipes", "ls")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == [preset.name for preset in PRESETS]
+    code, out, _ = linearize("recipes", "ls", "--json")
+    every = {"demo", "gsa", "gsa-t2r", "gsa-window", "lolcats-style", "radlads-style"}
+    assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla"}
+    assert all(row["result"] for row in json.loads(out))
+    for preset in PRESETS:
+        assert linearize("recipes", "show", preset.name) == (0, preset.path.read_text("utf-8"), "")
+    code, out, err = linearize("recipes", "show", "lolcat-style")
+    assert (code, out) == (Exit.USAGE, "")
+    assert "no preset 'lolcat-style'. Did you mean 'lolcats-style'?" in err
+
+
+def test_a_preset_is_copied_and_nothing_is_overwritten(
+    linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = linearize("recipes", "cp", "gsa")
+    assert code == 0
+    assert "gsa.yaml" in err
+    shipped = recipe_path("demo").read_bytes()
+    (tmp_path / "gsa.yaml").write_text("mine")
+    code, _, err = linearize("recipes", "cp", "demo", "gsa.yaml")
+    assert code == Exit.USAGE
+    assert "--overwrite" in err
+    assert (tmp_path / "gsa.yaml").read_text() == "mine"
+    assert linearize("recipes", "cp", "demo", "gsa.yaml", "--overwrite")[0] == 0
+    assert linearize("recipes", "cp", "demo", "new/other.yml")[0] == 0
+    assert (tmp_path / "gsa.yaml").read_bytes() == (tmp_path / "new" / "other.yml").read_bytes() == shipped
+    with pytest.raises(LinearizeError) as refused:
+        copy("demo", tmp_path / "gsa.yaml" / "x.yaml")
+    assert refused.value.code == Exit.RESOURCE
+
+
+def test_every_mistake_of_every_file_is_told(linearize: Command, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    copy("demo", good)
+    text = good.read_text()
+    bad.write_text(text.replace("seed: 42", "seed: x").replace("slots: 64", "slot: 64").replace("tokens: 120k", ""))
+    code, out, err = linearize("recipes", "validate", good, bad, "gsa-t2r")
+    assert (code, out) == (Exit.USAGE, "")
+    line = {key: number for number, row in enumerate(text.splitlines(), 1) for key in ("seed", "slots") if key in row}
+    told = err.splitlines()
+    assert told[0] == f"{good}: fine"
+    assert told[1].startswith(f"error: {bad}:{line['seed']}:7 seed: must be a whole number")
+    assert told[2].startswith(f"{bad}:")
+    assert "needs exactly one of tokens" in told[2]
+    assert told[3] == "gsa-t2r: fine"
+    code, out, _ = linearize("recipes", "validate", bad, "--set", "seed=1", "--set", "stages[0].steps=3", "--json")
+    assert code == Exit.USAGE
+    (mistake,) = json.loads(out)["mistakes"][str(bad)]
+    assert "slot: gsa has no such option" in mistake
+    assert linearize("recipes", "validate", good)[0] == 0
+
+
+def test_the_schema_is_printed(linearize: Command) -> None:
+    code, out, err = linearize("recipes", "schema")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == recipe_schema()
+
+
+def test_a_recipe_is_a_file_or_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recipe_path("demo").name == "demo.yaml"
+    with pytest.raises(LinearizeError, match=r"no preset of that name\. Did you mean 'demo'\?"):
+        recipe_path("deom")
+    Path("mine.yaml").write_text("")
+    with pytest.raises(LinearizeError, match=r"Did you mean 'mine\.yaml'\?"):
+        recipe_path("mine")
+    Path("demo").write_text("")
+    assert recipe_path("demo") == Path("demo")  # a file comes first
+    assert recipe_path("folder/demo") == Path("folder/demo")
+    assert recipe_path("demo.yaml") == Path("demo.yaml")
+
+
+@pytest.mark.parametrize(("name", "key"), [("gsa", " model.base=DIR"), ("gsa-t2r", "")])
+def test_the_hint_after_a_copy_has_the_key_that_lacks(linearize: Command, tmp_path: Path, name: str, key: str) -> None:
+    target = tmp_path / "mine.yaml"
+    code, _, err = linearize("recipes", "cp", name, str(target))
+    assert (code, f"Next: linearize finetune {target}{key} --dry-run" in err.replace("\n", "")) == (0, True), err
+
+
+def test_the_table_of_stages_fits_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    recipe_table(
+        [
+            {"name": "attention_transfer", "kind": "attention_transfer", "train": ["new", "mixer", "lora"],
+             "parameters": 8_012_345_678, "steps": 100_000, "epochs": None, "tokens": 20_000_538_624, "lr": 2.5e-4,
+             "teacher_copy_bytes": 1000 << 20},
+            {"name": "end", "kind": "sft", "train": ["all"], "parameters": 999_999, "steps": None, "epochs": 2.5,
+             "tokens": None, "lr": 1e-5, "teacher_copy_bytes": 0},
+        ]
+    )  # fmt: skip
+    told = capsys.readouterr().err
+    assert "…" not in told
+    assert all(len(line) <= 80 for line in told.splitlines())
+    words = ("attention_transfer", "8.01B", "100,000", "20B", "0.00025", "1M", "2.5 epochs", "1000.0", "none")
+    assert all(word in told for word in words)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (1000, "1k"), (999_600, "1M"), (2e9, "2B"), (5e12, "5T")]
+)
+def test_counts_for_people(count: float, text: str) -> None:
+    assert short(count) == text

@@ -1,0 +1,214 @@
+"""Several processes on one run, and two commands on one folder. On a CPU they talk through gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import relative_error
+from forks import Done, Forks, Task
+from training import AT, T, base, make_recipe, metrics, stage, tensors, train, write_recipe
+from transformers import ViTConfig, ViTModel
+
+from linearize.errors import Exit, LinearizeError
+from linearize.train.fsdp import shard
+from linearize.train.loop import StageLoop
+from linearize.train.runs import Run
+from linearize.train.save import load_converted
+from linearize.train.student import Student
+
+DATA = {"train": {"files": ["chat.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+STEPS = 3
+FINETUNE = ("-m", "linearize", "finetune", "--json")
+
+
+def stages(per_device: int, accumulate: int) -> list[dict[str, Any]]:
+    """Backward within forward; adapters in a teacher that stays; a teacher whose weights are kept, in shards too."""
+    # A small rate: Adam turns rounding into a full step where a gradient is next to nothing.
+    shared = {"steps": STEPS, "optimizer": {"lr": 1e-4}, "batch": {"per_device": per_device, "accumulate": accumulate}}
+    return [
+        stage("attention_transfer", ["new", "lora"], **shared),
+        stage("sft", ["new", "lora"], **shared),
+        stage("logit_kl", ["all"], **shared),
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base(tmp_path_factory.mktemp("bases"), "llama")
+
+
+def recipe_in(folder: Path, model: Path, per_device: int, accumulate: int, **changes: Any) -> Path:
+    """A recipe whose step is four blocks if `per_device` x `accumulate` x processes is."""
+    changes = {"data": DATA, "checkpoint": {"every_steps": 1}, "eval": {"max_tokens": 3 * T}, **changes}
+    return write_recipe(folder, model, *stages(per_device, accumulate), **changes)
+
+
+@pytest.fixture(scope="module")
+def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the run of one process."""
+    folder = tmp_path_factory.mktemp("one")
+    recipe_in(folder, model, 2, 2)
+    train(make_recipe(folder, model, *stages(2, 2), **json_rest(folder)))
+    return folder
+
+
+def json_rest(folder: Path) -> dict[str, Any]:
+    """What the recipe in a folder says besides its stages and its model."""
+    values = json.loads((folder / "recipe.yaml").read_text())
+    return {key: values[key] for key in ("data", "checkpoint", "eval", "runtime")}
+
+
+def launch(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Two processes of a script or a module, as a launcher of torch starts them; accelerate's sets the same."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += map(str, arguments)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
+
+
+def together(forks: Forks, *arguments: Any, script: str = "") -> list[Done]:
+    """Two processes with FSDP and the variables that a launcher sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**FSDP, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    return forks.together([Task([*map(str, arguments)], environment=rank, script=script) for rank in ranks])
+
+
+def assert_same_run(folder: Path, one: Path) -> None:
+    """Losses, gradients, evaluations, fidelity and weights of one process, each line once."""
+    for key in ("stage", "step", "tokens", "lr"):
+        assert metrics(folder, key) == metrics(one, key), key
+    for key in ("loss", "grad_norm", "eval_ppl"):
+        ours, theirs = (torch.tensor(metrics(place, key)) for place in (folder, one))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+    reports = [json.loads((place / "run" / "report.json").read_text())["layers"] for place in (folder, one)]
+    for ours, theirs in zip(*reports, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    trained, expected = (tensors(place / "run" / "final") for place in (folder, one))
+    assert trained.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative_error(trained[name], value) < 1e-3, name
+
+
+def test_two_processes_train_what_one_does(model: Path, one: Path, tmp_path: Path) -> None:
+    done = launch(*FINETUNE, recipe_in(tmp_path, model, 1, 2))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 1  # one of them speaks
+    assert done.stderr.count("held-out perplexity of") + done.stderr.count("saved ") == 1
+    assert_same_run(tmp_path, one)
+
+
+class Stop(BaseException):
+    """Ends a run from within, as abruptly as an exception can."""
+
+
+def test_shards_train_the_same_and_resume_on_another_number_of_processes(
+    model: Path, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks
+) -> None:
+    """Two with FSDP2 until one of them is told to end; then one alone, which dies; then two again."""
+    steps = STEPS + 1  # SIGTERM comes after the first step of sft, is noticed in the second, which is saved
+    stopped = together(forks, "SIGTERM", "step", steps, recipe_in(tmp_path, model, 1, 2), script=AT)
+    assert [done.code for done in stopped] == [Exit.INTERRUPTED] * 2, stopped
+    assert all("state saved in" in done.said for done in stopped)
+    assert metrics(tmp_path, "step")[-1] == 2
+
+    with pytest.raises(LinearizeError, match=r"stages\[0\].blocks_per_step 4 -> 2") as caught:
+        train(make_recipe(tmp_path, model, *stages(1, 2), **json_rest(tmp_path)))
+    assert caught.value.code == Exit.USAGE
+    update = StageLoop._update
+
+    def dying(loop: StageLoop, loss: float, norm: float, lr: float, step: int) -> None:
+        update(loop, loss, norm, lr, step)
+        if loop.number == 2 and step == 1:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageLoop, "_update", dying)
+        with pytest.raises(Stop):
+            train(make_recipe(tmp_path, model, *stages(2, 2), **json_rest(tmp_path)))
+    assert metrics(tmp_path, "stage")[-1] == "logit_kl"
+
+    ended = together(forks, "finetune", recipe_in(tmp_path, model, 1, 2))
+    assert [done.code for done in ended] == [0, 0], ended
+    assert_same_run(tmp_path, one)
+
+
+def test_shards_in_mixed_precision(model: Path, tmp_path: Path, forks: Forks) -> None:
+    """Nothing of the source trains at first, so FSDP's first pass sees no gradients; float32 masters come later."""
+    folder = base(model.parent.parent, "llama", "bfloat16")
+    shared = {"steps": 2, "optimizer": {"lr": 1e-4}}
+    two = [stage("attention_transfer", **shared), stage("logit_kl", ["all"], **shared)]
+    runtime = {"device": "cpu", "precision": "bf16"}
+    train(make_recipe(tmp_path / "one", folder, *two, runtime=runtime))
+    two = [{**each, "batch": {"per_device": 1}} for each in two]
+    ended = together(forks, "finetune", write_recipe(tmp_path / "two", folder, *two, runtime=runtime))
+    assert [done.code for done in ended] == [0, 0], ended
+    # Within FSDP the residual stream is bf16, of one process it is float32 like the trained embedding.
+    assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), rel=2e-2)
+
+
+def test_a_teacher_pass_keeps_the_hooks_of_ddp(model: Path, tmp_path: Path) -> None:
+    """The source's values are bf16, what trains is float32; DDP's hooks hang on what adds a parameter's gradients."""
+    folder = base(model.parent.parent, "llama", "bfloat16")
+    student = Student(load_converted(folder, "auto", False))
+    (trained,) = make_recipe(tmp_path, folder, stage("logit_kl", ["all"])).stages
+    parameters, called = student.prepare(trained, wide=True), []
+    nodes = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
+    for number, node in enumerate(nodes):
+        node.register_hook(lambda *_, number=number: called.append(number))
+    with student.source_weights():
+        assert {parameter.dtype for _, parameter in student.named_parameters()} == {torch.bfloat16, torch.float32}
+    sum(parameter.sum() for parameter in parameters).backward()
+    assert sorted(called) == list(range(len(parameters)))
+
+
+FSDP_REFUSED = [
+    ({"FSDP_VERSION": "1"}, {}, "--fsdp_version 2"),
+    ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "--fsdp_offload_params false"),
+    ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "runtime.gradient_checkpointing: true"),
+    ({}, {"compile": True}, "runtime.compile: false"),
+]
+
+
+@pytest.mark.parametrize(("environment", "runtime", "message"), FSDP_REFUSED, ids=str)
+def test_fsdp_settings_that_are_refused(
+    environment: dict[str, str], runtime: dict[str, Any], message: str, model: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in {**FSDP, **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LinearizeError, match=message) as caught:
+        train(make_recipe(tmp_path, model, stage("logit_kl"), runtime={"device": "cpu", **runtime}))
+    assert caught.value.code == Exit.INCOMPATIBLE
+    assert not (tmp_path / "run").exists()
+
+
+def test_fsdp_is_for_models_that_write_text() -> None:
+    with pytest.raises(LinearizeError, match="FSDP of ViTModel, which writes no text, is not supported"):
+        shard(ViTModel(ViTConfig(hidden_size=4, num_hidden_layers=0, num_attention_heads=1)), None, [])
+
+
+def test_a_folder_has_one_command_at_a_time(model: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, model, stage("logit_kl"))
+    first = Run(recipe, "auto")
+    with first.preparing(True):
+        pass
+    with pytest.raises(LinearizeError, match=rf"in use: process {os.getpid()} runs in it") as caught:
+        train(recipe)
+    assert caught.value.code == Exit.USAGE
+    first.close()
+    late = Run(recipe, "auto")  # looked before the other was done
+    train(recipe)
+    with pytest.raises(LinearizeError, match="changed while this started"), late.preparing(True):
+        pass
+    assert (tmp_path / "run" / "final").exists()
