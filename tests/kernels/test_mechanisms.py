@@ -100,7 +100,7 @@ def test_there_are_mechanisms_and_an_unknown_one_is_told() -> None:
 
 @every_mechanism
 def test_its_file_defines_one_mixer_an_op_and_a_reference(name: str) -> None:
-    module = importlib.import_module(f"linearize_kernels.{name}")
+    module = importlib.import_module(f"linearize_kernels.{name}.{name}")
     assert own_mixer(module) is load_mechanism(name)
     assert callable(getattr(module, name))
     assert callable(getattr(module, f"{name}_reference"))
