@@ -95,10 +95,12 @@ class Mixer(nn.Module):
     # Mechanisms that its option `base` names: with **options in its signature, theirs become its own.
     bases: ClassVar[dict[str, type[Mixer]]] = {}
     # Set by the seam: its attention function, the config that names the implementation, what its model was told of
-    # places (noted.py), and the names of the positional arguments of the attention module.
+    # places (noted.py), the prefix of the implementation's name, and the names of the positional arguments of the
+    # attention module.
     seam: Any
     switch: Any
     noted: Any
+    prefix: str
     arguments: tuple[str, ...]
 
     def __init__(

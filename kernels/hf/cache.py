@@ -26,13 +26,24 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.state: Any = None
         self.seen = 0
+        # Set by the seam for one call of a layer with a mixer: nothing else can read a state.
+        self.awaited = False
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the mixer makes the state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Count the new tokens and return their keys and values unchanged; the mixer folds them in."""
+        """Count the new tokens and return their keys and values unchanged; the mixer folds them in.
+
+        Raises ValueError when softmax attention asks (the teacher, or another model): it would see no earlier token.
+        """
+        if not self.awaited:
+            raise ValueError(
+                "this cache holds the states of linear layers, and softmax attention cannot read the earlier tokens "
+                "from them. Give the teacher, or the other model, a cache of its own: past_key_values=DynamicCache()"
+            )
+        self.awaited = False
         self.seen += key_states.shape[-2]
         return key_states, value_states
 
@@ -83,6 +94,17 @@ def map_state(change: Callable[[Tensor], Tensor], state: Any) -> Any:
     if state is None or isinstance(state, Tensor):
         return state if state is None else change(state)
     return type(state)(*(map_state(change, part) for part in state))
+
+
+def check_rows(state: Any, rows: int) -> None:
+    """Raise ValueError unless a state (None: of no token yet) has as many rows as the input; it would broadcast."""
+    while state is not None and not isinstance(state, Tensor):
+        state = state[0]
+    if state is not None and state.shape[0] != rows:
+        raise ValueError(
+            f"the cache holds {state.shape[0]} sequences and the input has {rows}. Use one cache for each batch, or "
+            "repeat its rows first: past_key_values.batch_repeat_interleave(n)"
+        )
 
 
 def state_slot(cache: Any, layer_idx: int, *, alone: bool) -> StateLayer:

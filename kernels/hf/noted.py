@@ -25,6 +25,8 @@ class Noted:
 
     def __init__(self) -> None:
         self.passes: dict[int, dict[str, Any]] = {}
+        # Whether the model runs as its softmax teacher.
+        self.teacher = False
 
     def watch(self, model: Any) -> None:
         """Note what each call of `model`, or of a model in it, is told."""

@@ -27,7 +27,7 @@ from ..layout import Geometry, call_geometry, call_layout, is_causal, reduce_key
 from ..mixer import Mixer, Site
 from .noted import Noted, places_in
 from .cuda_graphs import Replayed
-from .cache import StateLayer, state_slot
+from .cache import StateLayer, check_rows, state_slot
 
 # What architectures call the cache among the arguments of an attention module.
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
@@ -52,7 +52,13 @@ class Call:
 def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook: keep the hidden states, swap the cache slot for a state, take rotary embedding away if asked."""
     mixer = module.mixer
-    prefix, _ = split_name(mixer.switch._attn_implementation)
+    prefix, backend = split_name(mixer.switch._attn_implementation)
+    if not prefix and not mixer.noted.teacher:
+        # Someone wrote a backend's name into the config; as `set_attn_implementation`, that chooses the softmax of
+        # the layers that keep it.
+        prefix, backend = mixer.prefix, backend or "eager"
+        register_backend(backend)
+        mixer.switch._attn_implementation_internal = prefix + backend
     reduce_keys(module, mixer.reductions, prefix in ("", TRANSFER))
     if not prefix:
         return None
@@ -64,6 +70,9 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         i for i in (bound.get("layer_idx"), getattr(module, "layer_idx", None), mixer.site.layer) if i is not None
     )
     slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
+    if slot is not None:
+        check_rows(slot.state, bound[hidden_name(mixer)].shape[0])
+        slot.awaited = True
     x = bound[hidden_name(mixer)]
     # Images have positions, too, which say nothing of documents.
     places = mixer.noted.told(x) if mixer.site.causal else {}
@@ -232,7 +241,7 @@ def attach(
         if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
         mixer.switch = switch or getattr(module, "config", model.config)
-        mixer.seam, mixer.noted = seam, noted
+        mixer.seam, mixer.noted, mixer.prefix = seam, noted, prefix_for(spec)
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         mixer.reductions = {name: getattr(module, name) for name in site.reduction if site.sr == "drop"}
         if site.grid == "patches":
@@ -246,7 +255,7 @@ def attach(
         module.register_forward_hook(after, with_kwargs=True)
     parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
-        part.linearize_switch = switch
+        part.linearize_switch, part.linearize_noted = switch, noted
         part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
         noted.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
@@ -284,7 +293,7 @@ def refuse_attention_maps(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Pre-hook: a linear layer has no T x T attention map to return."""
     asked = kwargs.get("output_attentions")
     asked = getattr(model.config, "output_attentions", False) if asked is None else asked
-    if asked and split_name((model.linearize_switch or model.config)._attn_implementation)[0]:
+    if asked and not model.linearize_noted.teacher:
         raise ValueError(
             "output_attentions=True: linearized layers compute no attention maps; ask under `with model.teacher():`"
         )
@@ -330,8 +339,13 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
     @contextmanager
     def teacher(self) -> Iterator[None]:
         """Within: the original softmax model, bit for bit, on the same weights, with dropout off."""
-        with evaluating(self), renamed(self, lambda name: split_name(name)[1]):
-            yield
+        noted: Any = self.linearize_noted
+        outer, noted.teacher = noted.teacher, True
+        try:
+            with evaluating(self), renamed(self, lambda name: split_name(name)[1]):
+                yield
+        finally:
+            noted.teacher = outer
 
     @contextmanager
     def transferring(self, listener: Any) -> Iterator[None]:

@@ -303,6 +303,31 @@ def test_what_a_state_cannot_do_is_refused(zoo: Zoo) -> None:
         model.model.layers[0].self_attn(torch.zeros(1, 1, 32), past_key_values=((0, 0),))
 
 
+@pytest.mark.parametrize(("name", "layers"), [("llama", "all"), ("llama", HYBRID), ("gpt2", "all")])
+def test_softmax_cannot_go_on_from_states(zoo: Zoo, name: str, layers: str) -> None:
+    """Neither the teacher nor the source model: both would see the new tokens alone."""
+    model, ids = zoo.model(name, layers), tokens(2, 9)
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"states of linear layers.*DynamicCache"), model.teacher():
+        model(ids[:, :1], past_key_values=cache)
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="states of linear layers"):
+        small_model(name)(ids[:, :1], past_key_values=cache)
+    with model.teacher():  # with a cache of its own it goes on as the source does
+        expected = small_model(name)(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
+        cache = model(ids, use_cache=True).past_key_values
+        assert relative_error(model(ids[:, :1], past_key_values=cache).logits, expected) < EXACT
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4}], ids=str)
+@pytest.mark.parametrize(("held", "given"), [(1, 3), (3, 1), (2, 4)])
+def test_a_cache_of_other_rows_is_refused(zoo: Zoo, held: int, given: int, options: dict[str, int]) -> None:
+    model = zoo.model("llama", "all", **options)
+    cache = model(tokens(held, 9), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=rf"holds {held} sequences and the input has {given}.*batch_repeat_interleave"):
+        model(tokens(given, 1), past_key_values=cache)
+
+
 def test_cache_batches_are_repeated_selected_and_reset(zoo: Zoo) -> None:
     model, ids = zoo.model("llama", HYBRID), tokens(2, 9)
     cache = model(ids, use_cache=True).past_key_values
@@ -358,6 +383,22 @@ def test_a_backend_serves_the_layers_that_keep_softmax(zoo: Zoo, name: str, laye
     source = small_model(name)
     source.set_attn_implementation(backend)
     assert torch.equal(softmax, logits(source, ids))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize(("name", "layers"), [("llama", "all"), ("mistral", HYBRID), ("gpt2", "all")])
+def test_a_name_written_into_the_config_keeps_the_mixers(zoo: Zoo, name: str, layers: str, backend: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    given = {"attention_mask": mask, "position_ids": places(mask)}
+    expected = logits(model, ids, **given)[mask.bool()]
+    model.config._attn_implementation = backend
+    assert relative_error(logits(model, ids, **given)[mask.bool()], expected) < EXACT
+    assert model.config._attn_implementation.startswith("linearize_")
+    with model.teacher():
+        assert model.config._attn_implementation == backend
+        assert relative_error(logits(model, ids), logits(small_model(name), ids)) < EXACT
 
 
 def test_an_unknown_backend_is_refused(zoo: Zoo) -> None:
@@ -494,6 +535,7 @@ def test_the_state_layer_answers_as_transformers_asks() -> None:
     layer = StateLayer()
     assert (layer.get_seq_length(), layer.get_max_length(), layer.get_max_cache_shape()) == (0, -1, -1)
     key = torch.zeros(2, 2, 5, 8)
+    layer.awaited = True
     assert layer.update(key, key)[0] is key
     assert layer.get_mask_sizes(3) == (8, 0)
     assert layer.get_seq_length() == 5
