@@ -20,7 +20,7 @@ from .convert import convert, plan_conversion
 from .data.batches import kind_of, tokens_per_sample
 from .demo import model_folder
 from .errors import Exit, LinearizeError, did_you_mean
-from .hub.hub import check_access, push_saved
+from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
 from .recipe.recipe import Recipe
 from .train.runs import Run, processes

@@ -27,7 +27,7 @@ from linearize.checkpoint.atomic import output_folder, write_atomically
 from linearize.checkpoint.card import measured
 from linearize.cli import main
 from linearize.errors import Exit, LinearizeError, redact
-from linearize.hub.hub import check_secrets
+from linearize.hub.push import check_secrets
 from linearize.recipe.recipe import load_recipe
 from linearize.train.runs import Position, Run
 

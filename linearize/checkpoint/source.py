@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Exit, LinearizeError
-from ..hub.hub import download
+from ..hub.download import download
+from .atomic import MANIFEST
 
 # What belongs to a model beside its weights: configs, tokenizer, templates, its own code, and the licence with what it
 # asks to be passed on. Weights of other frameworks, logs, tables, pictures and states of a training do not.
@@ -26,6 +27,8 @@ SMALL_FILES = (
 )
 # An adapter of peft in a model's own folder: transformers would put it onto the base that it names.
 ADAPTER_CONFIG = "adapter_config.json"
+# What tells of a model without its weights.
+CONFIG_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG, MANIFEST, "*.py", "*.index.json")
 # Weights in the order in which they are looked for: stem and suffix, in one file or, with an index, in many.
 FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 # Keys of a config that say how often a part is built, and more than any model has; building them takes half a minute.
@@ -81,7 +84,8 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
         if local:
             check_revision(model, revision)
         else:
-            folder, revision = download(model, revision, weights)
+            names = SMALL_FILES if weights else CONFIG_FILES
+            folder, revision = download(model, revision, names, weight_files if weights else None)
         config = _read_config(folder)
         shards, pickled = find_shards(folder, weights)
     except OSError as error:

@@ -39,7 +39,7 @@ def convert(
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
     from .. import convert as of_transformers
     from ..diffusion import convert as of_diffusers
-    from ..hub import hub
+    from ..hub import push as hub
     from ..plan.mechanisms import parse_settings
     from ..terminal.tables import plan_table
 

@@ -23,7 +23,7 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Upload a converted model to the Hub, with its card; an interrupted push goes on where it stopped."""
-    from ..hub import hub
+    from ..hub import push as hub
 
     upload = hub.plan_push(folder, repo, private=private, pr=pr, message=message, trust_remote_code=trust_remote_code)
     for note in upload.notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,10 +30,18 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove that a saved model stands on its own: reload it without linearize, compare weights and behaviour."""
+    from ..checkpoint.source import check_revision
+    from ..diffusion import verify as of_diffusers
+    from ..diffusion.convert import holds_diffusers
     from ..terminal.tables import checks_table
     from ..verify.checks import verify_folder
 
-    checks = verify_folder(model, strict=strict, trust_remote_code=trust_remote_code, revision=revision)
+    how = {"strict": strict, "trust_remote_code": trust_remote_code}
+    if holds_diffusers(model):
+        check_revision(model, revision)
+        checks = of_diffusers.verify_folder(Path(model).expanduser(), **how)
+    else:
+        checks = verify_folder(model, revision=revision, **how)
     failed = [check for check in checks if check.status == "failed"]
     checks_table(model, checks)
     if as_json:

@@ -50,17 +50,11 @@ def verify_folder(
     Raises LinearizeError: 3 for what is no linearized model, and for code that this version does not write unless
     `trust_remote_code`; 2, 4 and 5 as `open_source`.
     """
-    from ..diffusion.convert import holds_diffusers
-
     folder = Path(model).expanduser()
     if folder.is_dir():
         check_revision(model, revision)
     else:
         folder = open_source(model, revision).folder
-    if holds_diffusers(model):
-        from ..diffusion import verify
-
-        return verify.verify_folder(folder, strict=strict, trust_remote_code=trust_remote_code)
     plan = read_config_plan(folder)
     if not trust_remote_code:
         refuse_code(folder, changed_code(folder, plan))

@@ -23,14 +23,14 @@ from huggingface_hub import HfApi, constants, get_session, metadata_load
 from models import HYBRID, Zoo, load, logits, save_source, tokens
 from training import T, base, byte_tokenizer, make_recipe, stage, train, write_recipe
 
-import linearize.hub.hub
+import linearize.hub.push
 from linearize.checkpoint import card
 from linearize.checkpoint.atomic import MANIFEST
 from linearize.checkpoint.write import MIXER_SHARD
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run
-from linearize.hub.hub import plan_push, push
+from linearize.hub.push import plan_push, push
 from linearize.recipe.recipe import load_recipe
 
 REPO = "user/tiny-gsa"
@@ -330,14 +330,14 @@ def test_a_push_does_not_undo_what_came_between(
     """Someone pushes after the repository was looked at."""
     push(plan_push(folder, REPO), lambda text: None)
     repo = hub.repos[REPO]
-    look = linearize.hub.hub.check_remote
+    look = linearize.hub.push.check_remote
 
     def looked(*arguments: Any) -> Any:
         found = look(*arguments)
         repo.commit({**repo.files(), "theirs.py": b""})
         return found
 
-    monkeypatch.setattr("linearize.hub.hub.check_remote", looked)
+    monkeypatch.setattr("linearize.hub.push.check_remote", looked)
     (folder / "generation_config.json").write_text("{}")
     said = refused(Exit.HUB, lambda: push(plan_push(folder, REPO), lambda text: None))
     assert "was changed while this was uploaded (412). Look what is there now, and push again" in said
@@ -349,7 +349,7 @@ def test_a_push_does_not_wait_for_a_silent_hub(
     hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch, mute: str
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
-    monkeypatch.setattr("linearize.hub.hub.UPLOAD_SECONDS", 0.3)
+    monkeypatch.setattr("linearize.hub.push.UPLOAD_SECONDS", 0.3)
     upload, hub.mute = plan_push(folder, REPO), mute
     end = threading.Timer(5, hub.over.set)
     end.start()

@@ -1,4 +1,4 @@
-"""The Hub: fetch a source, push a converted folder.
+"""Push a converted folder to the Hub.
 
 A push is decided by `plan_push`, which asks nothing of the network, and carried out by `push` as one commit: the
 repository is the old one or the new one, never half of each. An interrupted push goes on where it stopped, for the
@@ -16,7 +16,8 @@ from typing import Any
 
 from ..errors import SECRET, Exit, LinearizeError
 from ..terminal.output import size
-from .errors import answering, hub_errors, unreached
+from .download import facts
+from .errors import answering, hub_errors
 
 Say = Callable[[str], None]
 
@@ -26,72 +27,6 @@ EXPECTED = (".gitattributes", "README.md", "LICENSE")
 UPLOAD_SECONDS = 120
 # What every folder holds that linearize writes.
 ALWAYS = ("config.json", "model.safetensors.index.json")
-
-
-# ---------------------------------------------------------------- fetching
-
-
-def download(model: str, revision: str | None, weights: bool) -> tuple[Path, str]:
-    """The snapshot of a Hub repository in the cache, and its commit; of its weights one format, or none.
-
-    Raises LinearizeError: 3 for a name that is no repository's, 5 for what the Hub refuses.
-    """
-    from huggingface_hub.errors import HFValidationError
-
-    from ..checkpoint.atomic import MANIFEST
-    from ..checkpoint.source import ADAPTER_CONFIG, SMALL_FILES, weight_files
-
-    offline = f"no such folder {model!r}, and offline no such model is cached. Fetch it once: hf download {model}"
-    try:
-        with hub_errors(model, " and there is no such folder", offline, revision):
-            few = ("config.json", "model_index.json", ADAPTER_CONFIG, MANIFEST, "*.py", "*.index.json")
-            wanted = SMALL_FILES if weights else few
-            # A * also stands for a slash: code in folders would run when transformers loads a loop of generation.
-            patterns = [*wanted, "README.md"]
-            away = unanswered(model, revision)
-            folder = snapshot(model, away, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*.py"])
-            for names in weight_files(folder) if weights else ():
-                # Of that commit, whatever the branch has become meanwhile.
-                snapshot(model, away, revision=folder.name, allow_patterns=names)
-                if all((folder / name).exists() for name in names):
-                    break
-    except HFValidationError as error:
-        raise LinearizeError(f"no such folder {model!r}, and it is no Hub id (user/repo)", Exit.INCOMPATIBLE) from error
-    return folder, folder.name
-
-
-def unanswered(model: str, revision: str | None) -> Exception | None:
-    """Why the Hub gives no answer in time, None where it does; `snapshot_download` would wait without an end."""
-    from huggingface_hub import HfApi
-
-    try:
-        facts(HfApi(), model, revision)
-    except Exception as error:
-        return error if unreached(error) else None  # a refusal meets snapshot_download too, which may have a copy
-    return None
-
-
-def facts(api: Any, repo: str, revision: str | None = None) -> Any:
-    """`model_info`, which waits without an end unless it is told a limit."""
-    from huggingface_hub import constants
-
-    return api.model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-
-
-def snapshot(model: str, away: Exception | None, **wanted: Any) -> Path:
-    """`snapshot_download`; of a Hub that is `away` what lies in the cache, and where nothing does, that error."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, local_files_only=away is not None, **wanted))
-    except LocalEntryNotFoundError:
-        if away is None:
-            raise
-        raise away from away.__cause__
-
-
-# ---------------------------------------------------------------- pushing
 
 
 @dataclasses.dataclass(frozen=True)
