@@ -20,8 +20,8 @@ from ..plan.plan import DIFFUSERS, Plan, some
 from ..plan.request import Request
 from ..probe.meta_run import quiet
 from ..probe.probe import Found, Other
+from ..verify.child.latents import INPUTS
 from ..verify.reload import Level
-from .latents import INPUTS
 from .probe import Part, build, probe
 from .write import FORMATS, INDEX_FILE, write_pipeline
 

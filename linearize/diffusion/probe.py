@@ -21,8 +21,8 @@ from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan
 from ..probe.meta_run import quiet
 from ..probe.probe import Found, Other
+from ..verify.child.latents import make_latents
 from .code import READERS, readers
-from .latents import make_latents
 
 
 @dataclasses.dataclass(frozen=True)

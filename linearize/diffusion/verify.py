@@ -1,6 +1,6 @@
 """Proof that a converted pipeline stands on its own: loaded in a clean process, by diffusers, without linearize.
 
-At the end of a conversion, and by `linearize verify`. The child runs the text of latents.py; see ../verify.py.
+At the end of a conversion, and by `linearize verify`. The child runs verify/child/latents.py.
 """
 
 from __future__ import annotations
@@ -26,23 +26,20 @@ from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
 from ..verify import checks
 from ..verify.checks import Check
+from ..verify.child.latents import denoised, make_latents, parts_of
 from ..verify.reload import Level, clean_command, compare, fits_twice, free_memory, numbers, result_of, started
 from .code import code_for, readers
-from .latents import denoised, make_latents, parts_of
 from .probe import Part
 from .write import INDEX_FILE, SHARDS
 
 LIMIT, STRICT_LIMIT = 1e-4, 2e-5
-QUIET = """
+CHECK = """
 import diffusers
 diffusers.utils.logging.set_verbosity_error()
 diffusers.utils.logging.disable_progress_bar()
+from linearize_child.latents import main
+main()
 """
-
-
-def script() -> str:
-    """What the child runs."""
-    return QUIET + (Path(__file__).parent / "latents.py").read_text("utf-8")
 
 
 # ---------------------------------------------------------------- after a conversion
@@ -59,7 +56,7 @@ def verify(folder: Path, level: Level, plan: Plan, parts: list[Part]) -> str:
     full = level == "full" or (level == "auto" and fits_twice(places))
     with tempfile.TemporaryDirectory() as scratch:
         target = f"{scratch}/ours.pt" if full else "keys"
-        with clean_command(script(), [str(folder), target, "0"]) as command, started(*command) as child:
+        with clean_command(CHECK, [str(folder), target, "0"]) as command, started(*command) as child:
             theirs = {part.name: source_outputs(folder, part, plan) for part in parts} if full else {}
             found = result_of(child)
         count = sum(check_keys(folder / name, shapes) for name, shapes in found["shapes"].items())
@@ -181,4 +178,4 @@ def check_behaviours(folder: Path, limit: float) -> list[Check]:
     def wrong(found: dict[str, Any]) -> list[str]:
         return [said for part, shapes in found["shapes"].items() for said in unlike(folder / part, shapes)]
 
-    return checks.reload(script(), [str(folder.absolute()), "checks", str(limit)], wrong)
+    return checks.reload(CHECK, [str(folder.absolute()), "checks", str(limit)], wrong)

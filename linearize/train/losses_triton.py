@@ -4,8 +4,8 @@ A program owns one token. KL reads its two rows twice, for log-normalisers and t
 they are in the cache. `losses.py` has the formulas; here R tokens, V vocabulary, c = 1 / temperature.
 
 Forward and backward in bf16 on an NVIDIA H200, torch 2.11, triton 3.6 (`python tests/train/test_losses_triton.py
-gpu`): KL of 16,384 tokens of 8,192 words 0.73 ms, PyTorch 10.35, of 4,096 tokens of 128,256 words 2.15 ms, PyTorch 40.34
-(2026-11-21); cross entropy 0.99 ms, PyTorch 4.15, and 0.95 ms, PyTorch 15.83 (2026-11-22, beside other work there).
+gpu`): KL of 16,384 tokens of 8,192 words 0.73 ms, PyTorch 10.35, of 4,096 tokens of 128,256 words 2.15 ms, PyTorch
+40.34 (2026-11-21); cross entropy 0.99 ms, PyTorch 4.15, and 0.95 ms, PyTorch 15.83 (2026-11-22, beside other work).
 """
 
 # mypy: disallow-untyped-defs=False

@@ -19,7 +19,7 @@ from ..checkpoint.source import DTYPES, Entry, check_revision, open_source, read
 from ..checkpoint.write import INDEX, MANIFEST
 from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan, some
-from .reload import CHILD, clean_command, free_memory, result_of, started
+from .reload import clean_command, free_memory, result_of, started
 
 # Difference of logits over the largest. float32: whatever the weights are stored in, they are computed with in
 # float32, where two orders of the same sums differ by 1e-7 to 6e-6 on small models and broken code by 1e-3 and more.
@@ -28,7 +28,7 @@ LIMITS = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 STRICT_LIMIT = 2e-5
 # Tokens of a row: more than a chunk; strict: more than two chunks of the largest size.
 LENGTH, STRICT_LENGTH = 100, 560
-BEHAVIOURS = ("both_ways.py", "behaviours.py")
+BEHAVIOURS = "from linearize_child.behaviours import main; main()"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,18 +188,17 @@ def check_new(folder: Path, everything: bool) -> tuple[str, str]:
 
 
 def check_behaviours(folder: Path, strict: bool) -> list[Check]:
-    """Reload in a clean process and run behaviours.py there."""
+    """Reload in a clean process and run the checks of child/behaviours.py there."""
     dtype = fitting_dtype(folder)
     if dtype is None:
         return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
     limit = min(STRICT_LIMIT, LIMITS[dtype]) if strict and dtype == "float32" else LIMITS[dtype]
-    script = "".join((CHILD / name).read_text("utf-8") for name in BEHAVIOURS)
     arguments = [str(folder.absolute()), dtype, str(STRICT_LENGTH if strict else LENGTH), str(limit)]
 
     def wrong(found: dict[str, Any]) -> list[str]:
         return [f"{kind.replace('_', ' ')}: {some(names)}" for kind, names in found["keys"].items()]
 
-    return reload(script, arguments, wrong)
+    return reload(BEHAVIOURS, arguments, wrong)
 
 
 def reload(script: str, arguments: list[str], wrong: Callable[[dict[str, Any]], list[str]]) -> list[Check]:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,6 +58,7 @@ transformers.utils.logging.disable_progress_bar()
 # every weight in the folder to load it there.
 LOAD = """
 from transformers import AutoConfig
+from linearize_child.inputs import auto_class, outputs
 folder, target = sys.argv[1:3]
 auto = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=True))
 if target == "meta":
@@ -93,6 +94,7 @@ print(json.dumps({
 # The other side: the native class on the source's own weights, mixers from the installed package.
 SOURCE_SIDE = """
 import importlib
+from linearize_child.inputs import outputs
 from safetensors.torch import load_file
 from transformers.utils import HF_MODULES_CACHE
 from linearize_kernels.hf.capture import capture
@@ -245,19 +247,22 @@ def _check_mixers(folder: Path, expected: dict[str, list[int]]) -> None:
 def clean_command(
     script: str, arguments: list[str], refused: tuple[str, ...] = REFUSED
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Command and environment that run `script` after PRELUDE in a clean process; its code cache goes at the end."""
-    with tempfile.TemporaryDirectory() as cache:
+    """Command and environment that run `script` after PRELUDE in a clean process.
+
+    The folder `child` is copied and found there as the package `linearize_child`; the copy and the process's cache of
+    remote code are removed at the end.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        copied, cache = f"{scratch}/package", f"{scratch}/modules"
+        shutil.copytree(CHILD, f"{copied}/linearize_child", ignore=shutil.ignore_patterns("__pycache__"))
         environment = {**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         for variable in ("PYTHONPATH", *SECRET_VARIABLES):
             environment.pop(variable, None)
-        inputs = (CHILD / "inputs.py").read_text("utf-8")
         # -I hides user packages and this process's additions to the path; torch may be installed there, and what is
         # found first here must be there. The code cache of this process is among them and must not be found.
-        paths = [path for path in sys.path if path and path != HF_MODULES_CACHE]
+        paths = [copied, *(path for path in sys.path if path and path != HF_MODULES_CACHE)]
         setup = f"import sys\nsys.path[:0] = {paths!r}\n"
         setup += PRELUDE.replace("{refused}", repr(set(refused) or {""}))
-        # The script may be made of files of this package, which import each other.
-        script = re.sub(r"^from (__future__|\.[\w.]+) import .*$", "", inputs + script, flags=re.MULTILINE)
         yield [sys.executable, "-I", "-c", setup + script, *arguments], environment
 
 

@@ -27,11 +27,12 @@ pytest.importorskip("diffusers")
 import diffusers
 from diffusion import pipeline, sample, transformer
 
-from linearize.diffusion import code, latents
+from linearize.diffusion import code
 from linearize.diffusion.convert import convert, plan_conversion
-from linearize.diffusion.latents import INPUTS, denoised, make_latents
 from linearize.diffusion.verify import check_keys, source_outputs, verify_folder
 from linearize.errors import Exit, LinearizeError
+from linearize.verify.child import latents
+from linearize.verify.child.latents import INPUTS, denoised, make_latents
 from linearize.verify.reload import clean_command, result_of, started
 from linearize_kernels.hf.diffusion import Processor
 from linearize_kernels.layout import Grid, TokenLayout

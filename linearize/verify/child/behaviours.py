@@ -1,7 +1,7 @@
 """What a saved model must do: the ways to cut up a forward pass all agree. Imports torch and transformers alone.
 
-`linearize verify` sends the text of this file, of both_ways.py and of inputs.py to a clean process, `python -c ...
-FOLDER DTYPE LENGTH LIMIT`, and reads the JSON that it prints. No other file of linearize may be imported here.
+`linearize verify` copies this folder to a clean process, calls `main` there with the arguments FOLDER DTYPE LENGTH
+LIMIT, and reads the JSON that it prints. Nothing outside this folder may be imported here.
 
 Letters: B batch, T tokens, V vocabulary. Each check returns the largest difference over the largest logit, or None
 where the model has no such thing. A check that fails is repeated with softmax switched on: what the source does not
@@ -293,7 +293,3 @@ def main() -> None:
     checks = behave(model, folder, length, limit)
     keys = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     print(json.dumps({"keys": keys, "checks": checks}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What to give a model so that it runs once, by the names of its arguments, and what came out. Imports torch alone.
 
-The text of this file goes to clean processes too; nothing else may be imported from linearize's other files here.
+This folder is copied to clean processes; nothing outside it may be imported here.
 
 Letters: B batch, T tokens.
 """

@@ -1,6 +1,6 @@
 """What to give a transformer of diffusers so that it runs once, and what a converted one must do. Imports torch alone.
 
-The text of this file goes to clean processes after that of inputs.py; no other file may be imported here.
+This folder is copied to clean processes; nothing outside it may be imported here.
 
 Letters: B batch, C channels; h, w rows and columns of a grid of patches, t frames of it.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..verify.child.inputs import difference, noise
+from .inputs import difference, noise
 
 # Patches, no axis as long as another.
 FRAMES, ROWS, COLUMNS = 3, 7, 5
@@ -196,7 +196,3 @@ def main() -> None:
                 both[part].append(denoised(model, make_latents(model)))
         torch.save(both, target)
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
