@@ -17,12 +17,11 @@ import typer
 from . import __version__
 from .commands import bench, convert, demo, doctor, eval, finetune, generate, inspect, mechanisms, push, recipes, verify
 from .errors import Exit, LinearizeError, resource_error
-from .terminal.output import say
+from .terminal.output import say, say_error
 
 app = typer.Typer(
     name="linearize",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Replace softmax attention in a pretrained Transformer by a linear-time mechanism, distil, save.",
@@ -41,7 +40,10 @@ def main() -> None:
         known = error if isinstance(error, LinearizeError) else resource_error(error)
         rank = os.environ.get("RANK", "0")  # of several processes each speaks for itself
         where = "" if rank == "0" else f" in process {rank}"
-        say(f"error{where}: {known.message}" if known else bug_report(error))
+        if known:
+            say_error(where, known.message)
+        else:
+            say(bug_report(error))
         sys.exit(int(known.code if known else Exit.BUG))
 
 

@@ -147,25 +147,25 @@ def _hub() -> dict[str, Any]:
     }
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
-    """What `linearize doctor` found, a line each."""
+def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What `linearize doctor` found: a result (`ok`, `missing`, `optional` or `note`) and what it is of."""
     for package in found["packages"]:
-        told = package["problem"] or f"{package['version']} (needs {package['needed'] or 'any'})"
-        yield f"{'missing' if package['problem'] else 'ok':<8} {package['name']}: {told}"
+        state = package["problem"] or f"{package['version']} (needs {package['needed'] or 'any'})"
+        yield "missing" if package["problem"] else "ok", f"{package['name']}: {state}"
     for extra, missing in found["extras"].items():
-        told = f'without {", ".join(missing)}: pip install "linearize[{extra}]"' if missing else "complete"
-        yield f"{'optional' if missing else 'ok':<8} extra {extra}: {told}"
+        state = f'without {", ".join(missing)}: pip install "linearize[{extra}]"' if missing else "complete"
+        yield "optional" if missing else "ok", f"extra {extra}: {state}"
     for device in found["cuda"]["devices"]:
         memory = f"{size(device['free'])} of {size(device['total'])} free"
-        yield f"{'ok':<8} {device['name']}, capability {device['capability']}, {memory}"
+        yield "ok", f"{device['name']}, capability {device['capability']}, {memory}"
     kernels = found["triton"]
-    told = "used" if kernels["used"] else f"not used, {kernels['reason']}; the PyTorch path is correct, and slower"
-    yield f"{'ok' if kernels['used'] else 'note':<8} Triton kernels: {told}"
+    state = "used" if kernels["used"] else f"not used, {kernels['reason']}; the PyTorch path is correct, and slower"
+    yield "ok" if kernels["used"] else "note", f"Triton kernels: {state}"
     for place, free in found["disk"].items():
-        yield f"{'ok':<8} disk: {size(free)} free in {place}"
+        yield "ok", f"disk: {size(free)} free in {place}"
     hub = found["hub"]
     if "problem" in hub:
-        yield f"missing  Hub: {hub['problem']}"
+        yield "missing", f"Hub: {hub['problem']}"
     else:
         token = "a token is set" if hub["token"] else "no token (hf auth login, for gated models and for uploads)"
-        yield f"{'ok':<8} Hub: {hub['endpoint']}{', offline' if hub['offline'] else ''}; {token}"
+        yield "ok", f"Hub: {hub['endpoint']}{', offline' if hub['offline'] else ''}; {token}"

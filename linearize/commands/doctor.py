@@ -9,13 +9,14 @@ from ..terminal.output import Json, print_json
 
 
 def doctor(as_json: Json = False) -> None:
-    """What this machine has of what linearize needs; exit 4 when something is missing."""
-    from ..doctor import examine, lines
+    """Check this machine: packages, GPU, disk and Hub. Exit 4 when something is missing."""
+    from ..doctor import examine, rows
+    from ..terminal.tables import doctor_table
 
     found = examine()
     if as_json:
         print_json(found)
     else:
-        print("\n".join(lines(found)))
+        doctor_table(list(rows(found)))
     if found["missing"]:
         raise typer.Exit(int(Exit.RESOURCE))

@@ -17,15 +17,15 @@ Name = Annotated[str, typer.Argument(help="A preset; linearize recipes ls has th
 
 @recipes.command("ls")
 def ls(as_json: Json = False) -> None:
-    """The presets: name, and what each is."""
+    """List the presets: name, and what each does."""
     from ..recipe.presets import presets
+    from ..terminal.tables import presets_table
 
     found = presets()
     if as_json:
         print_json([{"name": p.name, "about": p.about, **p.measured} for p in found])
         return
-    for one in found:
-        print(f"{one.name:<{max(len(p.name) for p in found)}}  {one.about}")
+    presets_table(found)
 
 
 @recipes.command("show")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from typing import Annotated, Any
 
@@ -17,6 +18,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 def say(text: str) -> None:
     """One message for a person, without secrets."""
     print(redact(text), file=sys.stderr, flush=True)
+
+
+def say_error(where: str, message: str) -> None:
+    """A message about an error; its first word is red on a terminal."""
+    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    word = "\033[1;31merror\033[0m" if coloured else "error"
+    print(f"{word}{where}: {redact(message)}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any, indent: int | None = None) -> None:

@@ -1,8 +1,9 @@
-"""Tables for people, on stderr."""
+"""Tables for people, all in one style: on stderr beside messages, on stdout where the table is the result."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,12 +16,43 @@ from .output import percent, ranges, size
 if TYPE_CHECKING:
     from ..plan.plan import Plan
     from ..probe.inspection import Inspection
+    from ..recipe.presets import Preset
     from ..verify.checks import Check
 
 
 def console() -> Console:
     """The console for human text, in which brackets are brackets: paths and messages may have some."""
     return Console(stderr=True, highlight=False, markup=False)
+
+
+def results() -> Console:
+    """The console for tables that are a command's result."""
+    return Console(highlight=False, markup=False)
+
+
+# Words of results, and how they are coloured.
+COLOURS = {"passed": "green", "ok": "green", "failed": "red", "missing": "red"}
+COLOURS |= dict.fromkeys(("warning", "skipped", "optional", "note"), "yellow")
+# A column gets at least as much room as its longest word takes, up to so many characters: words are not cut.
+LONGEST_WORD = 26
+
+
+def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+    """A table of `rows`. `columns`: heading -> `text` (wrapped between words), `short` (never wrapped) or `number`."""
+    made = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, title_justify="left")
+    cells = [list(row) for row in rows]
+    for place, (heading, kind) in enumerate(columns.items()):
+        words = f"{heading} {' '.join(row[place] for row in cells)}".split()
+        made.add_column(
+            heading,
+            justify="right" if kind == "number" else "left",
+            no_wrap=kind != "text",
+            overflow="fold",
+            min_width=min(LONGEST_WORD, max(map(len, words), default=0)) if kind == "text" else None,
+        )
+    for row in cells:
+        made.add_row(*(Text(cell, COLOURS.get(cell, "")) for cell in row))
+    return made
 
 
 def short(count: float) -> str:
@@ -36,10 +68,8 @@ def plan_table(plan: Plan) -> None:
     """What becomes what, and what it costs."""
     out = console()
     title = f"{plan.source} ({plan.architecture}, {plan.dtype}), params and state of one layer"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in ("layers", "module", "from", "to", "new params", "state"):
-        right, long = column in ("new params", "state"), column in ("module", "from")
-        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=not long)
+    columns = {"layers": "short", "module": "text", "from": "text", "to": "short"}
+    columns |= {"new params": "number", "state": "number"}
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step in plan.steps:
         site = step.site
@@ -48,9 +78,7 @@ def plan_table(plan: Plan) -> None:
         rows.append((site.layer, (site.path, heads, step.mechanism, *cost)))
     for site in plan.kept:
         rows.append((site.layer, (site.path, site.kind, "softmax\n(kept)", "", "KV cache" if site.causal else "none")))
-    for cells in alike(rows):
-        table.add_row(*cells)
-    out.print(table)
+    out.print(table(columns, alike(rows), title))
     for tokens, label in () if not plan.cache_bytes(1)["source"] else ((4096, "4k"), (131072, "128k")):
         cache = plan.cache_bytes(tokens)
         out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
@@ -90,143 +118,133 @@ def inspection_tables(inspection: Inspection) -> None:
 
     out, found = console(), inspection.found
     title = f"{inspection.source} ({inspection.architecture}, {inspection.model_type})"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in ("layers", "module", "class", "H", "Hkv", "D", "Dv", "scale"):
-        right, long = column in ("H", "Hkv", "D", "Dv", "scale"), column in ("module", "class")
-        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=not long)
+    columns = {"layers": "short", "module": "text", "class": "text"}
+    columns |= dict.fromkeys(("H", "Hkv", "D", "Dv", "scale"), "number")
     rows: list[tuple[int, tuple[str, ...]]] = []
     for site in found.sites:
         heads = (site.heads, site.kv_heads, site.key_dim, site.value_dim)
         rows.append((site.layer, (site.path, site.kind, *map(str, heads), f"{site.scale:.4g}")))
-    for cells in alike(rows):
-        table.add_row(*cells)
-    out.print(table)
+    out.print(table(columns, alike(rows), title))
     for extra in sorted({extra for site in found.sites for extra in site.extras}):
         layers = ranges([site.layer for site in found.sites if extra in site.extras])
         out.print(f"also passed to softmax in layers {layers}: {extra}")
     for other in grouped(found.others):
         out.print(f"stays as it is: {other}")
-    table = Table(title="mechanisms")
-    for column in ("name", "what it is", "fits layers", "why not the others"):
-        table.add_column(column)
+    fits = []
     for fit in inspection.fits:
         reasons = dict.fromkeys(any_layer(reason) for _, reason in fit.obstacles)
-        table.add_row(fit.mechanism, fit.title, ranges(list(fit.layers)) or "none", "\n".join(reasons))
-    out.print(table)
+        fits.append((fit.mechanism, fit.title, ranges(list(fit.layers)) or "none", "\n".join(reasons)))
+    columns = {"mechanism": "short", "what it is": "text", "fits layers": "text", "why not the others": "text"}
+    out.print(table(columns, fits))
 
 
 def recipe_table(plans: list[dict[str, Any]]) -> None:
     """What each stage will do, within 80 columns; `--json` has the exact numbers."""
-    table = Table(title="stages", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("stage", "trains", "parameters", "steps", "tokens", "lr", "teacher copy"):
-        table.add_column(
-            column,
-            justify="left" if column in ("stage", "trains") else "right",
-            no_wrap=column not in ("trains", "teacher copy"),
-            min_width={"trains": 6, "teacher copy": 9}.get(column),
-        )
+    columns = {"stage": "short", "trains": "text"}
+    columns |= dict.fromkeys(("parameters", "steps", "tokens", "lr"), "number") | {"teacher copy": "text"}
+    rows = []
     for plan in plans:
         named = plan["name"] != plan["kind"]
-        table.add_row(
-            f"{plan['name']}\n({plan['kind']})" if named else plan["name"],
-            ", ".join(plan["train"]),
-            short(plan["parameters"]),
-            f"{plan['steps']:,}" if plan["steps"] else f"{plan['epochs']:g} epochs",
-            short(plan["tokens"]) if plan["tokens"] else "",
-            f"{plan['lr']:g}",
-            size(plan["teacher_copy_bytes"]) if plan["teacher_copy_bytes"] else "none",
+        rows.append(
+            (
+                f"{plan['name']}\n({plan['kind']})" if named else plan["name"],
+                ", ".join(plan["train"]),
+                short(plan["parameters"]),
+                f"{plan['steps']:,}" if plan["steps"] else f"{plan['epochs']:g} epochs",
+                short(plan["tokens"]) if plan["tokens"] else "",
+                f"{plan['lr']:g}",
+                size(plan["teacher_copy_bytes"]) if plan["teacher_copy_bytes"] else "none",
+            )
         )
-    console().print(table)
+    console().print(table(columns, rows, "stages"))
 
 
 def report_table(report: dict[str, Any]) -> None:
     """Held-out perplexity along the run, and how close each layer came."""
     out = console()
     if report["teacher_ppl"] is not None:
-        table = Table(title="held-out perplexity")
-        for column in ("", "training tokens", "perplexity", "x teacher", "top-1"):
-            table.add_column(column, justify="left" if not column else "right")
-        table.add_row(
-            "teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", percent(report.get("teacher_accuracy"))
-        )
+        columns = {"": "text"} | dict.fromkeys(("training tokens", "perplexity", "x teacher", "top-1"), "number")
+        accuracy = percent(report.get("teacher_accuracy"))
+        rows = [("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", accuracy)]
         for row in report["stages"]:
             ppl, ratio = f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}"
-            table.add_row(row["name"], f"{row['tokens']:,}", ppl, ratio, percent(row.get("accuracy")))
-        out.print(table)
+            rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, percent(row.get("accuracy"))))
+        out.print(table(columns, rows, "held-out perplexity"))
     if report["layers"]:
-        table = Table(title="attention output against the teacher's, per layer")
-        for column in ("layer", "relative squared error", "cosine"):
-            table.add_column(column, justify="right")
-        for row in report["layers"]:
-            table.add_row(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}")
-        out.print(table)
+        columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")
+        layers = [(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}") for row in report["layers"]]
+        out.print(table(columns, layers, "attention output against the teacher's, per layer"))
 
 
 def comparison_table(result: dict[str, Any]) -> None:
     """What `linearize eval` measured."""
-    out = console()
-    table = Table(title=f"{result['tokens']:,} tokens of held-out text")
-    for column in ("", "student", "teacher"):
-        table.add_column(column, justify="left" if not column else "right")
     student, teacher = result["student_ppl"], result["teacher_ppl"]
-    table.add_row("perplexity", f"{student:.3f} ({result['ppl_ratio']:.3f}x)", f"{teacher:.3f}")
-    table.add_row("KL from the teacher, nats a token", f"{result['kl']:.4f}", "")
-    table.add_row("same likeliest token", f"{100 * result['top1_agreement']:.1f} %", "")
+    rows = [
+        ("perplexity", f"{student:.3f} ({result['ppl_ratio']:.3f}x)", f"{teacher:.3f}"),
+        ("KL from the teacher, nats a token", f"{result['kl']:.4f}", ""),
+        ("same likeliest token", f"{100 * result['top1_agreement']:.1f} %", ""),
+    ]
     for task in ("recall", "needle"):
         for row in result[task]:
             entries = f", {row['entries']} entries" if task == "recall" else ""
             cells = [f"{100 * row[who]['accuracy']:.0f} %" for who in ("student", "teacher")]
-            table.add_row(f"{task} at {row['length']} tokens{entries}", *cells)
+            rows.append((f"{task} at {row['length']} tokens{entries}", *cells))
     for row in result["state"]:
-        table.add_row(f"state at {row['length']} tokens", size(row["student"]), size(row["teacher"]))
-    out.print(table)
+        rows.append((f"state at {row['length']} tokens", size(row["student"]), size(row["teacher"])))
+    columns = {"": "text", "student": "number", "teacher": "number"}
+    console().print(table(columns, rows, f"{result['tokens']:,} tokens of held-out text"))
 
 
 def checks_table(title: str, checks: list[Check]) -> None:
     """What `linearize verify` found."""
-    table = Table(title=title)
-    for column in ("check", "result", "difference", "limit", "detail"):
-        table.add_column(column, justify="right" if column in ("difference", "limit") else "left", overflow="fold")
-    colours = {"passed": "green", "failed": "red", "warning": "yellow", "skipped": "yellow"}
+    columns = {"check": "short", "result": "short", "difference": "number", "limit": "number", "detail": "text"}
+    rows = []
     for check in checks:
         numbers = ["" if value is None else f"{value:.1e}" for value in (check.difference, check.limit)]
-        table.add_row(check.name, Text(check.status, colours[check.status]), *numbers, check.detail)
-    console().print(table)
+        rows.append((check.name, check.status, *numbers, check.detail))
+    console().print(table(columns, rows, title))
 
 
 # ---------------------------------------------------------------- results for people, on stdout
 
 
 def mechanisms_table(found: list[dict[str, Any]]) -> None:
-    """One line a mechanism."""
-    table = Table(box=SIMPLE_HEAD)
-    for column in ("name", "what it is", "paper", "direction", "backends"):
-        table.add_column(column)
-    for one in found:
-        table.add_row(one["name"], one["title"], one["paper"], direction(one), ", ".join(one["backends"]))
-    Console(highlight=False).print(table)
+    """One row a mechanism."""
+    columns = {"name": "short", "what it is": "text", "paper": "short", "direction": "text", "backends": "text"}
+    rows = [(one["name"], one["title"], one["paper"], direction(one), ", ".join(one["backends"])) for one in found]
+    results().print(table(columns, rows))
 
 
 def mechanism_table(one: dict[str, Any]) -> None:
     """Everything about one mechanism."""
-    out, example = Console(highlight=False, soft_wrap=True, markup=False), one["example"]
-    print(f"{one['name']}: {one['title']} ({one['paper']}), {direction(one)}; backends: {', '.join(one['backends'])}")
-    print(f"\n{one['about']}\n")
-    print(f"state, bytes per layer and sequence: {one['state_formula']}")
-    print(
-        f"{example['site']}: {example['new_parameters']:,} new parameters, state {size(example['state_bytes'])}, where "
-        f"a KV cache of {example['tokens']:,} tokens in 16 bits takes {size(example['cache_bytes'])}"
+    out, example = results(), one["example"]
+    out.print(f"{one['name']}: {one['title']} ({one['paper']})")
+    out.print(f"{direction(one)}; backends: {', '.join(one['backends'])}\n\n{one['about']}\n")
+    out.print(f"State, bytes per layer and sequence: {one['state_formula']}")
+    out.print(
+        f"In {example['site']}: {example['new_parameters']:,} new parameters and a state of "
+        f"{size(example['state_bytes'])}. A KV cache of {example['tokens']:,} tokens in 16 bits takes "
+        f"{size(example['cache_bytes'])}.\n"
     )
-    table = Table(box=SIMPLE_HEAD)
-    for column in ("option", "values", "default", "published"):
-        table.add_column(column)
+    columns = {"option": "short", "values": "text", "default": "text", "published": "text"}
+    rows = []
     for option in one["options"]:
-        published = option["published"] if option["published"] != option["default"] else ""
-        table.add_row(option["name"], values(option), str(option["default"]), str(published))
-    out.print(table)
+        published = str(option["published"]) if option["published"] != option["default"] else ""
+        rows.append((option["name"], values(option), str(option["default"]), published))
+    out.print(table(columns, rows))
     if any(option["published"] != option["default"] for option in one["options"]):
-        print("`--set faithful=true` starts from what is published.\n")
-    print(one["options_about"])
+        out.print("\n`--set faithful=true` starts from what is published.")
+    out.print(f"\n{one['options_about']}")
+
+
+def presets_table(found: list[Preset]) -> None:
+    """One row a preset."""
+    results().print(table({"preset": "short", "what it does": "text"}, [(one.name, one.about) for one in found]))
+
+
+def doctor_table(rows: list[tuple[str, str]]) -> None:
+    """What `linearize doctor` found: a result, and what it is of."""
+    results().print(table({"result": "short", "found": "text"}, rows))
 
 
 def direction(one: dict[str, Any]) -> str:

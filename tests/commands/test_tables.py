@@ -1,0 +1,65 @@
+"""Tables and messages of the command line: one style, no word cut, colour where a terminal shows it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from io import StringIO
+
+import pytest
+from conftest import Command
+from rich.console import Console
+
+from linearize.plan.mechanisms import mechanism_names, summary
+from linearize.terminal.output import say_error
+from linearize.terminal.tables import table
+
+
+def shown(columns: dict[str, str], rows: list[tuple[str, ...]], width: int = 80) -> list[str]:
+    out = StringIO()
+    Console(file=out, width=width).print(table(columns, rows))
+    return out.getvalue().splitlines()
+
+
+def test_words_are_not_cut_where_there_is_room() -> None:
+    rows = [("la", "a causal language model", "because it is not a vision model with a long reason " * 3)]
+    lines = shown({"name": "short", "what": "text", "why": "text"}, rows)
+    assert all(len(line) <= 80 for line in lines)
+    words = {word for row in rows for cell in row for word in cell.split()}
+    assert set(" ".join(lines[2:]).split()) == words
+
+
+def test_what_is_longer_than_a_line_is_folded_and_all_of_it_shown() -> None:
+    name = "x" * 100
+    assert re.sub(r"\s", "", "".join(shown({"module": "text"}, [(name,)], 40)[2:])) == name
+
+
+def test_numbers_stand_to_the_right() -> None:
+    lines = shown({"n": "number"}, [("1",), ("100",)])
+    assert [line.rstrip().rjust(3) for line in lines[2:]] == ["  1", "100"]
+
+
+def test_mechanisms_have_whole_words(linearize: Command) -> None:
+    code, out, _ = linearize("mechanisms")
+    assert code == 0
+    titles = {word for name in mechanism_names() for word in summary(name)["title"].split()}
+    assert titles <= set(out.split())
+
+
+@pytest.mark.parametrize(("terminal", "variable", "red"), [(True, "", True), (True, "1", False), (False, "", False)])
+def test_errors_are_red_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, variable: str, red: bool
+) -> None:
+    out = StringIO()
+    out.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setenv("NO_COLOR", variable)
+    say_error("", "no such folder")
+    assert out.getvalue().startswith("\033[") == red
+    assert re.sub("\033\\[[0-9;]*m", "", out.getvalue()) == "error: no such folder\n"
+
+
+def test_shell_completion_can_be_installed(linearize: Command) -> None:
+    code, out, _ = linearize("--help")
+    assert code == 0
+    assert "--install-completion" in out
