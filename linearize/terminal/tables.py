@@ -34,7 +34,7 @@ def results() -> Console:
 COLOURS = {"passed": "green", "ok": "green", "failed": "red", "missing": "red"}
 COLOURS |= dict.fromkeys(("warning", "skipped", "optional", "note"), "yellow")
 # A column gets at least as much room as its longest word takes, up to so many characters: words are not cut.
-LONGEST_WORD = 26
+LONGEST_WORD = 18
 
 
 def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:

@@ -165,7 +165,7 @@ def test_a_warmup_can_be_counted_in_steps(tmp_path: Path) -> None:
 def test_presets_are_listed_and_shown(linearize: Command) -> None:
     code, out, _ = linearize("recipes", "ls")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == [preset.name for preset in PRESETS]
+    assert [line.split()[0] for line in out.splitlines()[2:] if line[0] != " "] == [preset.name for preset in PRESETS]
     code, out, _ = linearize("recipes", "ls", "--json")
     every = {"demo", "gsa", "gsa-t2r", "gsa-window", "lolcats-style", "radlads-style"}
     assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla"}
