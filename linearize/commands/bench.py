@@ -15,13 +15,13 @@ bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
 @bench.command("kernels")
 def bench_kernels(
-    mechanism: Annotated[str, typer.Option(help="Measure the kernels of these mechanisms only: la,gla.")] = "all",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Cut every shape to at most this many tokens.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Keep the result in this JSON file, from the first row on.")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Also draw the times into this PNG.")] = None,
+    mechanism: Annotated[str, typer.Option(help="Measure only these mechanisms, for example la,gla.")] = "all",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Shorten every shape to this many tokens.")] = None,
+    save: Annotated[Path | None, typer.Option(help="JSON file for the results. It is written after every row.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the times into this PNG.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Each mechanism beside PyTorch, scaled dot product attention and, where installed, flash-linear-attention."""
+    """Time the kernels of each mechanism beside PyTorch, SDPA and, where it is installed, flash-linear-attention."""
     from ..bench.kernels import bench_kernels as measure
     from ..bench.kernels import failures
     from ..bench.report import check_plot, markdown, plot
@@ -51,27 +51,26 @@ def bench_kernels(
 
 @bench.command("model")
 def bench_model(
-    model: Annotated[str | None, typer.Argument(help="A folder or Hub id; only its config is read.")] = None,
-    shape: Annotated[str | None, typer.Option(help="Instead of a model: 1b (Llama 3.2's), pvt-t, deit-s.")] = None,
-    to: Annotated[str, typer.Option("--to", help="Mechanism.")] = "gsa",
+    model: Annotated[
+        str | None, typer.Argument(help="Model: a local folder or a Hub id. Only its config is read.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Shape in place of a model: 1b (Llama 3.2 1B), pvt-t or deit-s.")
+    ] = None,
+    to: Annotated[str, typer.Option("--to", help="Mechanism that replaces softmax.")] = "gsa",
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Mechanism option, key=value; repeatable.")
+        list[str] | None, typer.Option("--set", help="Mechanism option as key=value. Repeatable.")
     ] = None,
-    train: Annotated[str | None, typer.Option(help="Text: lengths to train at (2048,8192).")] = None,
+    train: Annotated[str | None, typer.Option(help="Text: row lengths for training, for example 2048,8192.")] = None,
     contexts: Annotated[
-        str | None, typer.Option(help="Text: tokens before decoding starts (2048,8192,32768,131072).")
+        str | None, typer.Option(help="Text: context lengths before decoding, for example 2048,32768.")
     ] = None,
-    sizes: Annotated[str | None, typer.Option(help="Images: pixels of a side (224,384,512,1024,1280).")] = None,
-    batches: Annotated[
-        str | None, typer.Option(help="Sequences decoded together (1,16); images together (by their size).")
-    ] = None,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Also decode by a compiled step; images: also compiled inference.")
-    ] = False,
+    sizes: Annotated[str | None, typer.Option(help="Images: sizes in pixels, for example 224,512.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Batch sizes: sequences decoded together, or images.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also measure torch.compile.")] = False,
     as_json: Json = False,
 ) -> None:
-    """A converted model beside its softmax original, on random weights: training, and prefill and decode of text or
-    inference on images."""
+    """Time a converted model beside its softmax original, on random weights: training, prefill, decode, images."""
     from ..bench.model import bench_model as measure
     from ..bench.model import markdown
     from ..measure.compare import parse_lengths

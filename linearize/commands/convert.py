@@ -12,29 +12,38 @@ from ..terminal.output import Json, print_json, say
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="A local folder or a Hub id.")],
-    to: Annotated[str, typer.Option("--to", help="Mechanism, for example gsa; linearize mechanisms lists them.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: ./NAME-MECHANISM.")] = None,
-    layers: Annotated[str, typer.Option(help="all, 0-3,7 or every:2.")] = "all",
-    keep_softmax: Annotated[str, typer.Option(help="Layers to leave alone, for example 7,15.")] = "",
+    model: Annotated[str, typer.Argument(help="Model: a local folder or a Hub id.")],
+    to: Annotated[str, typer.Option("--to", help="Mechanism that replaces softmax (list: linearize mechanisms).")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write. Default: ./NAME-MECHANISM.")
+    ] = None,
+    layers: Annotated[str, typer.Option(help="Layers to convert: all, 0-3,7 or every:2.")] = "all",
+    keep_softmax: Annotated[str, typer.Option(help="Layers that keep softmax, for example 7,15.")] = "",
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Its option, key=value, of linearize mechanisms NAME; repeatable.")
+        list[str] | None,
+        typer.Option("--set", help="Mechanism option as key=value (list: linearize mechanisms NAME). Repeatable."),
     ] = None,
     allow_drop: Annotated[
-        list[str] | None, typer.Option("--allow-drop", help="What the result may lack, by name; repeatable.")
+        list[str] | None,
+        typer.Option("--allow-drop", help="Accept losing this attention feature, for example alibi. Repeatable."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16, float16 or float64.")] = "keep",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; reads no weights.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what linearize wrote before.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the result: keep, float32, bfloat16, float16 or float64.")
+    ] = "keep",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop. Reads no weights.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that linearize wrote.")] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model ships.")
+        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    verify: Annotated[str, typer.Option(help="full, keys (no logits), none; auto: full if memory holds it.")] = "auto",
-    push: Annotated[str | None, typer.Option(help="Then upload it to this Hub repository, user/repo.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    verify: Annotated[
+        str,
+        typer.Option(help="Check of the result: full, keys (no logits) or none. auto: full where memory allows."),
+    ] = "auto",
+    push: Annotated[str | None, typer.Option(help="Upload the result to this Hub repository (user/repo).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Replace softmax attention; writes an ordinary Hugging Face model folder."""
+    """Replace softmax attention and write an ordinary Hugging Face model folder."""
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
     from .. import convert as of_transformers

@@ -12,12 +12,12 @@ from ..terminal.output import Json, print_json, say
 
 def demo(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Keep the run here; default: a temporary folder.")
+        Path | None, typer.Option("--output", "-o", help="Folder that keeps the run. Default: a temporary folder.")
     ] = None,
-    prompt: Annotated[str, typer.Option(help="Continued by teacher and student.")] = "def read_lines(path):\n",
+    prompt: Annotated[str, typer.Option(help="Text that teacher and student continue.")] = "def read_lines(path):\n",
     as_json: Json = False,
 ) -> None:
-    """Convert, distil and compare the model that the package ships: three minutes on a CPU, no downloads."""
+    """Convert, distil and compare the small model that linearize ships. Takes three minutes on a CPU; no downloads."""
     from ..demo.tour import tour
 
     report = tour(output, prompt, say)

@@ -11,24 +11,28 @@ from ..terminal.output import Json, print_json
 
 
 def evaluate(
-    student: Annotated[str, typer.Argument(help="A converted model's folder, or a Hub id.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value of the recipe, for the text.")] = None,
-    teacher: Annotated[str, typer.Option(help="The model that it was converted from.")] = "",
+    student: Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Recipe values as key.sub=value, to choose the text.")
+    ] = None,
+    teacher: Annotated[str, typer.Option(help="The model that was converted.")] = "",
     recipe: Annotated[
-        str, typer.Option(help="A recipe or preset, for its data.eval, data.pack and eval.max_tokens.")
+        str, typer.Option(help="Recipe or preset that names the text: data.eval, data.pack and eval.max_tokens.")
     ] = "demo",
-    lengths: Annotated[str, typer.Option(help="Tokens of recall and needle texts, 256,1024.")] = "256,512,1024",
-    trials: Annotated[int, typer.Option(min=1, help="Texts of each task and length.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Of names and places in those texts.")] = 0,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that go through a model at a time.")] = 8192,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16 or float16.")] = "keep",
+    lengths: Annotated[
+        str, typer.Option(help="Lengths of recall and needle texts in tokens, for example 256,1024.")
+    ] = "256,512,1024",
+    trials: Annotated[int, typer.Option(min=1, help="Number of texts for each task and length.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 8192,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.")] = "keep",
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the models ship.")
+        bool, typer.Option("--trust-remote-code", help="Allow the models' own Python code to run.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare a model with its teacher: perplexity, KL, agreement, recall, state."""
+    """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size."""
     from ..errors import LinearizeError
     from ..recipe.recipe import load_recipe
 

@@ -11,15 +11,17 @@ from ..terminal.output import Json, print_json, say
 
 
 def finetune(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or a preset (linearize recipes ls).")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, for example model.base=DIR.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what each stage will do and stop.")] = False,
-    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint folder.")] = "auto",
-    stage: Annotated[str | None, typer.Option(help="Run only the stage of this name.")] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="At most this many steps per stage.")] = None,
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a preset (list: linearize recipes ls).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example model.base=DIR.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what each stage will do, and stop.")] = False,
+    resume: Annotated[str, typer.Option(help="Go on from a checkpoint: auto, never, or its folder.")] = "auto",
+    stage: Annotated[str | None, typer.Option(help="Run only the stage with this name.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Stop each stage after this many steps.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Distil: attention transfer, logit KL, finetuning, as the recipe says."""
+    """Distil a converted model by the stages of a recipe: attention transfer, logit KL, finetuning."""
     from ..recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])

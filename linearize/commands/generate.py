@@ -11,27 +11,32 @@ from ..terminal.output import Json, print_json
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A model folder, linearized or not, or a Hub id.")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    model: Annotated[str, typer.Argument(help="Model: a local folder, converted or not, or a Hub id.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature. 0 takes the likeliest token.")
+    ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens of this total probability.")
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that have this total probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of the sampling.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16 or float16.")] = "keep",
-    teacher: Annotated[bool, typer.Option("--teacher", help="Run softmax on the weights of this folder.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Sampling seed.")] = 0,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.")] = "keep",
+    teacher: Annotated[bool, typer.Option("--teacher", help="Run the softmax teacher on the same weights.")] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the decode step: faster after a quarter of a minute, on a GPU.")
+        bool,
+        typer.Option(
+            "--compile", help="Compile the decode step. It takes about 15 s, then decoding is faster; for GPUs."
+        ),
     ] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model ships.")
+        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a text, printed as it is written."""
+    """Continue a text, and print it token by token."""
     from ..measure.generate import Sampling, check_request, generate, load
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)

@@ -10,14 +10,14 @@ from ..terminal.output import Json, print_json
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A local folder or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="Model: a local folder or a Hub id.")],
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model ships.")
+        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a model's attention modules and which mechanisms fit them; reads only the config."""
+    """Show a model's attention modules and the mechanisms that fit. Reads the config only."""
     from ..probe.inspection import inspect_model
     from ..terminal.tables import inspection_tables
 

@@ -10,10 +10,10 @@ from ..terminal.output import Json, print_json
 
 
 def mechanisms(
-    name: Annotated[str | None, typer.Argument(help="One of them, with its options.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show this mechanism with its options.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What softmax can become: papers, options, state size, kernels."""
+    """List the mechanisms that can replace softmax, or show one with its options."""
     from ..plan.mechanisms import describe, mechanism_names, summary
 
     whole = describe if as_json else summary

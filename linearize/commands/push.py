@@ -11,18 +11,20 @@ from ..terminal.output import Json, print_json, say
 
 
 def push(
-    folder: Annotated[Path, typer.Argument(help="A folder that convert or finetune wrote.")],
-    repo: Annotated[str, typer.Argument(help="user/repo; made when it is not there.")],
+    folder: Annotated[Path, typer.Argument(help="A folder that linearize convert or finetune wrote.")],
+    repo: Annotated[str, typer.Argument(help="Hub repository as user/repo. It is created if it does not exist.")],
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
-    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code in the folder that this version did not write.")
+        bool, typer.Option("--trust-remote-code", help="Allow code to run that linearize did not write.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print what would be uploaded, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the folder, list what would be uploaded, and stop.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Upload a converted model to the Hub, with its card; an interrupted push goes on where it stopped."""
+    """Upload a converted model and its card to the Hub. An interrupted push can be repeated."""
     from ..hub import push as hub
 
     upload = hub.plan_push(folder, repo, private=private, pr=pr, message=message, trust_remote_code=trust_remote_code)

@@ -10,9 +10,9 @@ import typer
 from ..errors import Exit, LinearizeError
 from ..terminal.output import Json, print_json, say
 
-recipes = typer.Typer(no_args_is_help=True, help="Recipes that come with linearize, and checks of your own.")
+recipes = typer.Typer(no_args_is_help=True, help="List, copy and check recipes.")
 
-Name = Annotated[str, typer.Argument(help="A preset; linearize recipes ls has them.")]
+Name = Annotated[str, typer.Argument(help="Name of a preset (list: linearize recipes ls).")]
 
 
 @recipes.command("ls")
@@ -39,10 +39,10 @@ def show(name: Name) -> None:
 @recipes.command("cp")
 def cp(
     name: Name,
-    to: Annotated[Path | None, typer.Argument(help="A file or a folder; default: ./NAME.yaml.")] = None,
+    to: Annotated[Path | None, typer.Argument(help="File or folder to write. Default: ./NAME.yaml.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Copy a preset, to change it."""
+    """Copy a preset, so that you can change it."""
     import yaml
 
     from ..recipe.presets import copy
@@ -56,11 +56,11 @@ def cp(
 def validate(
     files: Annotated[list[str], typer.Argument(help="Recipe files, or names of presets.")],
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="key.sub=value, for all of them; repeatable.")
+        list[str] | None, typer.Option("--set", help="Recipe value as key.sub=value, for every file. Repeatable.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check recipes: every mistake at its file, line and column; exit 2 if there is one."""
+    """Check recipes. Every mistake is printed with file, line and column; then the exit code is 2."""
     from ..recipe.recipe import load_recipe
 
     mistakes: dict[str, list[str]] = {}

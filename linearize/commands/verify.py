@@ -13,23 +13,22 @@ from ..terminal.output import Json, print_json
 
 
 def verify(
-    model: Annotated[str, typer.Argument(metavar="DIR", help="A folder that linearize wrote, or a Hub id.")],
+    model: Annotated[str, typer.Argument(metavar="DIR", help="Converted model: a local folder or a Hub id.")],
     strict: Annotated[
         bool,
         typer.Option(
             "--strict",
-            help="Warnings and skipped checks fail: files or code that linearize did not write, weights without a "
-            "recorded hash, no memory to run the model. Also: longer sequences, a limit of 2e-5 in place of 1e-4, "
-            "and all weights are read for values that are not finite.",
+            help="Treat warnings and skipped checks as failures. Also run longer sequences, lower the limit from 1e-4 "
+            "to 2e-5, and read all weights for values that are not finite.",
         ),
     ] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that this version of linearize does not write.")
+        bool, typer.Option("--trust-remote-code", help="Allow code to run that linearize did not write.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Prove that a saved model stands on its own: reload it without linearize, compare weights and behaviour."""
+    """Run every correctness check on a saved model, in a process without linearize."""
     from ..checkpoint.source import check_revision
     from ..diffusion import verify as of_diffusers
     from ..diffusion.convert import holds_diffusers
