@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import platform
 import shutil
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from .terminal.output import size
 
 # What tests need, not users.
 DEVELOPMENT = ("test",)
+# How long the Hub has to answer.
+SECONDS = 3
 
 
 def examine() -> dict[str, Any]:
@@ -143,8 +147,20 @@ def _hub() -> dict[str, Any]:
         "endpoint": constants.ENDPOINT,
         "cache": str(_cache()),
         "offline": constants.HF_HUB_OFFLINE,
+        "unreachable": "" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT),
         "token": get_token() is not None,
     }
+
+
+def _unreachable(endpoint: str) -> str:
+    """Why the Hub does not answer within SECONDS; empty when it does, with whatever answer."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=SECONDS).close()
+    except urllib.error.HTTPError:
+        return ""
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error)) or type(error).__name__
+    return ""
 
 
 def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -168,4 +184,8 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "missing", f"Hub: {hub['problem']}"
     else:
         token = "a token is set" if hub["token"] else "no token (hf auth login, for gated models and for uploads)"
-        yield "ok", f"Hub: {hub['endpoint']}{', offline' if hub['offline'] else ''}; {token}"
+        if hub["unreachable"]:
+            why = f"cannot be reached ({hub['unreachable']}); local folders and cached models work"
+            yield "note", f"Hub: {hub['endpoint']} {why}"
+        else:
+            yield "ok", f"Hub: {hub['endpoint']}{', offline' if hub['offline'] else ' answers'}; {token}"

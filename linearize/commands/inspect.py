@@ -17,11 +17,14 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a model's attention modules and the mechanisms that fit. Reads the config only."""
-    from ..probe.inspection import inspect_model
-    from ..terminal.tables import inspection_tables
+    """Show a model's attention modules and the mechanisms that fit, or what a converted model has in their place."""
+    from ..probe.inspection import Converted, inspect_model
+    from ..terminal.tables import converted_table, inspection_tables
 
     inspection = inspect_model(model, revision=revision, trust_remote_code=trust_remote_code)
-    inspection_tables(inspection)
+    if isinstance(inspection, Converted):
+        converted_table(inspection)
+    else:
+        inspection_tables(inspection)
     if as_json:
         print_json(inspection.to_json())

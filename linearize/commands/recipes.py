@@ -61,13 +61,16 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Check recipes. Every mistake is printed with file, line and column; then the exit code is 2."""
-    from ..recipe.recipe import load_recipe
+    from ..recipe.recipe import later_base, load_recipe
 
     mistakes: dict[str, list[str]] = {}
     for file in files:
         try:
-            load_recipe(file, settings or [])
+            later = later_base(file, settings or [])
+            load_recipe(file, [*(settings or []), *later])
             mistakes[file] = []
+            if later:
+                say(f"{file}: names no model. Give it on the command line: linearize finetune {file} model.base=DIR")
         except LinearizeError as error:
             mistakes[file] = error.message.splitlines()
     if as_json:

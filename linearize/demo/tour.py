@@ -58,6 +58,8 @@ def tour(output: Path | None, prompt: str, say: Say) -> dict[str, Any]:
         report = finetune(recipe, say=say)
         report_table(report)
         report["samples"] = side_by_side(folder / "final", prompt, say)
+        if output is None:
+            say(f"{folder} is temporary and is removed now. linearize demo -o DIR keeps the model")
     return report
 
 

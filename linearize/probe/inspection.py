@@ -7,11 +7,12 @@ from typing import Any
 
 from linearize_kernels.mixer import Site
 
+from ..checkpoint.provenance import read_plan, saved_again
 from ..checkpoint.source import open_source
 from ..convert import load_config, load_model_class
 from ..errors import LinearizeError
 from ..plan.mechanisms import load_mechanism, mechanism_names
-from ..plan.plan import make_steps
+from ..plan.plan import Plan, make_steps
 from .probe import Found, probe
 
 
@@ -46,12 +47,28 @@ class Inspection:
         }
 
 
-def inspect_model(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Inspection:
-    """Look at a model's config; its weights are not read, nor downloaded.
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A model that linearize converted: the plan that its folder holds."""
+
+    source: str
+    plan: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"source": self.source, "converted": self.plan.to_json()}
+
+
+def inspect_model(
+    model: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Inspection | Converted:
+    """Look at a model's config, or at the plan of a converted one; weights are not read, nor downloaded.
 
     Raises LinearizeError: 3 when no softmax attention is found or the config is unusable, 5 for the Hub.
     """
     source = open_source(model, revision, weights=False)
+    if str(source.config["model_type"]).startswith("linearized_"):
+        return Converted(source.name, saved_again(source.folder) or read_plan(source.folder))
     config = load_config(source, trust_remote_code)
     head = load_model_class(source, config, trust_remote_code)
     found = probe(config, head)

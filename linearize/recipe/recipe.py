@@ -98,6 +98,15 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return loaded
 
 
+def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
+    """An override that stands in for the model that a recipe leaves to the command line; empty where it names one.
+
+    Presets, and copies of them, name no model.
+    """
+    model = Document(recipe_path(recipe), overrides).data.get("model")
+    return ["model.base=DIR"] if isinstance(model, dict) and "base" not in model else []
+
+
 def recipe_schema() -> dict[str, Any]:
     """The JSON schema of recipes, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}

@@ -15,7 +15,7 @@ from .output import percent, ranges, size
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
-    from ..probe.inspection import Inspection
+    from ..probe.inspection import Converted, Inspection
     from ..recipe.presets import Preset
     from ..verify.checks import Check
 
@@ -138,6 +138,22 @@ def inspection_tables(inspection: Inspection) -> None:
     out.print(table(columns, fits))
 
 
+def converted_table(inspection: Converted) -> None:
+    """The layers of a converted model, and the options in which they differ from the mechanism's defaults."""
+    from ..plan.mechanisms import resolve_options
+
+    out, plan = console(), inspection.plan
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    for step in plan.steps:
+        base = {"base": step.options["base"]} if "base" in step.options else {}
+        defaults = resolve_options(step.mechanism, base) | {"base": None}
+        chosen = [f"{name}={value}" for name, value in step.options.items() if defaults.get(name) != value]
+        rows.append((step.site.layer, (step.site.path, step.mechanism, " ".join(chosen) or "defaults")))
+    rows += [(site.layer, (site.path, "softmax", "")) for site in plan.kept]
+    columns = {"layers": "short", "module": "text", "attention": "short", "options": "text"}
+    out.print(table(columns, alike(rows), f"{inspection.source} (converted {plan.architecture})"))
+
+
 def recipe_table(plans: list[dict[str, Any]]) -> None:
     """What each stage will do, within 80 columns; `--json` has the exact numbers."""
     columns = {"stage": "short", "trains": "text"}
@@ -165,7 +181,7 @@ def report_table(report: dict[str, Any]) -> None:
     if report["teacher_ppl"] is not None:
         columns = {"": "text"} | dict.fromkeys(("training tokens", "perplexity", "x teacher", "top-1"), "number")
         accuracy = percent(report.get("teacher_accuracy"))
-        rows = [("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", accuracy)]
+        rows: list[tuple[str, ...]] = [("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", accuracy)]
         for row in report["stages"]:
             ppl, ratio = f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}"
             rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, percent(row.get("accuracy"))))
@@ -179,7 +195,7 @@ def report_table(report: dict[str, Any]) -> None:
 def comparison_table(result: dict[str, Any]) -> None:
     """What `linearize eval` measured."""
     student, teacher = result["student_ppl"], result["teacher_ppl"]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("perplexity", f"{student:.3f} ({result['ppl_ratio']:.3f}x)", f"{teacher:.3f}"),
         ("KL from the teacher, nats a token", f"{result['kl']:.4f}", ""),
         ("same likeliest token", f"{100 * result['top1_agreement']:.1f} %", ""),
@@ -198,7 +214,7 @@ def comparison_table(result: dict[str, Any]) -> None:
 def checks_table(title: str, checks: list[Check]) -> None:
     """What `linearize verify` found."""
     columns = {"check": "short", "result": "short", "difference": "number", "limit": "number", "detail": "text"}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for check in checks:
         numbers = ["" if value is None else f"{value:.1e}" for value in (check.difference, check.limit)]
         rows.append((check.name, check.status, *numbers, check.detail))

@@ -336,6 +336,18 @@ def test_a_revision_is_asked_of_the_hub(linearize: Command, monkeypatch: pytest.
 # ---------------------------------------------------------------- doctor
 
 
+def test_a_doctor_says_that_the_hub_does_not_answer(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    code, out, _ = linearize("doctor")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if "Hub: " in line]
+    assert line.split()[0] == "note"
+    assert "cannot be reached" in " ".join(out.split())
+
+
 def test_a_doctor_finds_this_machine_fit(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     code, out, _ = linearize("doctor", "--json")

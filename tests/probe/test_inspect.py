@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 from architectures import small_config
-from models import Zoo
+from conftest import Command
+from models import HYBRID, Zoo, load
 from rich.panel import Panel
 
 from linearize.convert import plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.plan import mechanisms
 from linearize.probe.inspection import inspect_model
+from linearize.terminal.output import ranges
 from linearize.terminal.tables import checks_table, console, plan_table
 from linearize.verify.checks import Check
 
@@ -121,3 +123,18 @@ def test_the_command_prints_tables_and_json(zoo: Zoo) -> None:
     assert [site["layer"] for site in json.loads(done.stdout)["sites"]] == [0, 1, 2, 3]
     for word in ("LlamaAttention", "model.layers.*.self_attn", "Gated slot attention", "0-3"):
         assert word in done.stderr
+
+
+def test_a_converted_model_is_shown(zoo: Zoo, linearize: Command, tmp_path: Path) -> None:
+    """By its plan; also as save_pretrained wrote it, where softmax layers have no record."""
+    folder = zoo.folders("llama", HYBRID)[1]
+    code, out, err = linearize("inspect", folder, "--json")
+    assert code == 0, err
+    layers = [step["site"]["layer"] for step in json.loads(out)["converted"]["steps"]]
+    rows = {line.split()[2]: line.split()[0] for line in err.splitlines()[3:]}
+    assert rows["gsa"] == ranges(layers)
+    assert "softmax" in rows
+    load(folder).save_pretrained(tmp_path / "again")
+    code, out, err = linearize("inspect", tmp_path / "again", "--json")
+    assert code == 0, err
+    assert [step["site"]["layer"] for step in json.loads(out)["converted"]["steps"]] == layers

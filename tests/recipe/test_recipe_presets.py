@@ -162,6 +162,14 @@ def test_a_warmup_can_be_counted_in_steps(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- linearize recipes
 
 
+@by_name
+def test_a_copy_of_a_preset_is_valid_as_it_is(linearize: Command, tmp_path: Path, preset: Preset) -> None:
+    assert linearize("recipes", "cp", preset.name, tmp_path / "mine.yaml")[0] == 0
+    code, _, err = linearize("recipes", "validate", tmp_path / "mine.yaml")
+    assert code == 0, err
+    assert ("model.base=DIR" in err) == ("base:" not in preset.path.read_text("utf-8").split("convert:")[0])
+
+
 def test_presets_are_listed_and_shown(linearize: Command) -> None:
     code, out, _ = linearize("recipes", "ls")
     assert code == 0
