@@ -1,4 +1,4 @@
-"""Convert, the story in one screen: open the source, probe, plan, check, write, verify."""
+"""Convert, the story on one screen: open the source, probe, plan, check, write, verify."""
 
 from __future__ import annotations
 

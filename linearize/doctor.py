@@ -1,4 +1,4 @@
-"""What this machine has of what linearize needs. Nothing here fails for what is missing: that is what it reports."""
+"""Report which packages, devices and services this machine has. A missing one is reported, never an exception."""
 
 from __future__ import annotations
 

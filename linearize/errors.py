@@ -1,4 +1,4 @@
-"""The one error class for users' mistakes, the exit codes of the command line, and what no message may hold."""
+"""The error class for users' mistakes, the exit codes of the command line, and the removal of secrets from messages."""
 
 from __future__ import annotations
 

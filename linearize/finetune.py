@@ -1,4 +1,4 @@
-"""Finetune: convert if asked, then one loop over the recipe's stages, then save, reload and verify.
+"""Finetune, the story on one screen: convert if asked, run the recipe's stages, save, reload, verify.
 
 Read `finetune` first; session.py holds the process that trains, loop.py one stage, runs.py the folder on disk.
 """

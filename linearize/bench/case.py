@@ -1,4 +1,4 @@
-"""What `linearize bench kernels` measures of one mechanism, or of the window beside them.
+"""What `linearize bench kernels` measures for one mechanism or for the exact window.
 
 The folder `cases` is the registry: the case `gsa` is the one subclass of `Case` that `cases/gsa.py` defines; measuring,
 tables and pictures are shared.

@@ -1,4 +1,4 @@
-"""`linearize bench kernels`: each mechanism's op beside its peers, in one process, with the ceilings measured first.
+"""`linearize bench kernels`: time each mechanism beside its peers, in one process, with the device's limits.
 
 Peers on the same inputs: our PyTorch path, softmax through SDPA, and flash-linear-attention's function for the same
 where it is installed. Times are medians of queued runs after a warm-up, the device never waiting for the CPU, whose

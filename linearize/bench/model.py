@@ -1,4 +1,4 @@
-"""`linearize bench model`: a converted model beside its softmax original, in one process, on random weights.
+"""`linearize bench model`: time a converted model beside its softmax original, in one process, on random weights.
 
 What is measured of text is in bench_text.py, of images in bench_vision.py.
 """

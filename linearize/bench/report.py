@@ -1,4 +1,4 @@
-"""What `linearize bench kernels` measured, as tables and as a picture."""
+"""Tables and a picture of what `linearize bench kernels` measured."""
 
 from __future__ import annotations
 

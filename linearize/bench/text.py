@@ -1,4 +1,4 @@
-"""The part of `linearize bench model` that is about models of text, at several lengths.
+"""Text models in `linearize bench model`: training, prefill and decode at several lengths.
 
 Training is forward and backward of the next-token loss, without an optimizer. Prefill is one pass over a prompt that
 fills the cache. Decode is `generate()`, greedy: the median time from one token to the next, past the first ones; the

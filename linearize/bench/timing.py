@@ -1,4 +1,4 @@
-"""Time and memory of a piece of work, and what the device does at best."""
+"""Measure the time and memory of a piece of work, and the device's limits."""
 
 from __future__ import annotations
 

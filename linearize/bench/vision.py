@@ -1,4 +1,4 @@
-"""The part of `linearize bench model` that is about models of images, at several sizes of image.
+"""Image models in `linearize bench model`: training and inference at several image sizes.
 
 Inference is one pass without gradients; training is forward and backward of the mean of what comes out, without an
 optimizer. Softmax is the same model under `teacher()`, as transformers computes it: through SDPA, or by the

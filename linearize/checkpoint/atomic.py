@@ -1,4 +1,4 @@
-"""A folder or file that appears complete or not at all, whatever happens to the process that writes it.
+"""Write a folder or a file so that it appears complete or not at all, even if the process is killed.
 
 Everything goes to a temporary sibling, is synced there, and renamed into place last.
 """

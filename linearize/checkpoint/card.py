@@ -1,4 +1,4 @@
-"""The model card: what this checkpoint is, where it comes from, how to load it, what was measured. Known facts only."""
+"""The model card: what the checkpoint is, where it comes from, how to load it, what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The few lines of code that a checkpoint needs beside the flat kernel files, and which of those files it needs."""
+"""Render the code of a checkpoint: modeling_linearized.py, and the kernel files that it imports."""
 
 from __future__ import annotations
 

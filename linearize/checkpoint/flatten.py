@@ -1,4 +1,4 @@
-"""Kernel files are nested at home and flat in a checkpoint; this file says under which names, and which files go.
+"""Copy kernel files into a checkpoint: they are nested at home and flat in a checkpoint.
 
 transformers copies the code of a checkpoint from one flat folder. So `kernels/gsa/launch.py` travels as
 `gsa_launch.py`, `kernels/gsa/gsa.py` as `gsa.py` and `kernels/hf/seam.py` as `seam.py`; the relative imports at the

@@ -1,4 +1,4 @@
-"""Which folders linearize wrote, by which plan, and whether the code in them is what it writes."""
+"""Decide whether linearize wrote a folder, by which plan, and whether its code is unchanged."""
 
 from __future__ import annotations
 

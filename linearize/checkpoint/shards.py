@@ -1,4 +1,4 @@
-"""Safetensors files read and written block by block, and their hashes.
+"""Read and write safetensors files block by block, and hash them.
 
 Memory stays at a few blocks however large a tensor, a shard or a model is. Files are read, not mapped: the pages of
 a mapping would count as memory of the process.

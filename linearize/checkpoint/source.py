@@ -1,4 +1,4 @@
-"""The source checkpoint: found locally or on the Hub, described from its headers, never decoded."""
+"""The source checkpoint: find it in a folder or on the Hub, and describe it by its headers, without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The delta writer: source shards untouched, one shard of mixers, an index, code, and provenance."""
+"""Write a checkpoint: source shards as they are, one shard of mixers, an index, code and a manifest."""
 
 from __future__ import annotations
 

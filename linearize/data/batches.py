@@ -1,4 +1,4 @@
-"""What a batch holds for each kind of model: packed text, masked text or images; how it reaches the model, what counts.
+"""Batches of each kind of model: packed text, masked text or images, and how the model is called with them.
 
 Packed text has `position_ids`, masked text `attention_mask`, images `pixel_values`. Each has `labels`, -100 where
 nothing is learned, and `valid`, which counts what a loss without labels is a mean over: tokens, or images.

@@ -1,4 +1,4 @@
-"""Under which name packed blocks are kept: hashes of the text and of the tokenizer, which decide what is in them."""
+"""Name the cache of packed blocks by hashes of the text and of the tokenizer."""
 
 from __future__ import annotations
 

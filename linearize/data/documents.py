@@ -1,4 +1,4 @@
-"""Where text comes from, and what the tokenizer makes of it: source -> rows -> pieces of token ids.
+"""Read documents from files or datasets, and tokenize them: source -> rows -> pieces of token ids.
 
 A row is a text, or a conversation: `messages` of {role, content}, or `prompt` and `completion`. Nothing here
 knows the block length; packing is data.py's.

@@ -1,4 +1,4 @@
-"""Images to train on: a folder of classes, rows of a dataset, or arrays; item i is what the model takes.
+"""Images for training: a folder of classes, rows of a dataset, or arrays.
 
 Images are decoded and processed when they are asked for, by the checkpoint's own image processor. Pixel values that
 are ready are taken as they are, so that a processor is not needed.

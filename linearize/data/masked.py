@@ -1,4 +1,4 @@
-"""Masked text: blocks of a stream of documents in which some tokens are hidden, for models that see both sides.
+"""Masked text, for bidirectional models: blocks of documents in which some tokens are hidden.
 
 Of 15 % of a block's tokens 80 % become the mask, 10 % another token and 10 % stay (BERT, arXiv 1810.04805, section
 3.1). Which ones is a function of the seed and the block, the same in every epoch and process.

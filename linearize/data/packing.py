@@ -1,4 +1,4 @@
-"""Text -> packed blocks of tokens: tokenised once, read at random, in an order that is a pure function.
+"""Pack text into blocks of tokens. It is tokenized once and read at random; the order is a function of the seed.
 
 Legend: T = seq_len. Each piece of a document is a segment of its own: `position_ids` restart at 0 where it
 starts, and its first token is no target. So nothing is predicted across a boundary, and no attention mask is

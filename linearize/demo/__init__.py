@@ -1,4 +1,4 @@
-"""The embedded demo: a small pretrained model and the text that every CPython carries."""
+"""The demo: a small pretrained model that linearize ships, and text that every CPython carries."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The demo: plan, convert, distil on the CPU, compare, and let teacher and student write side by side."""
+"""The demo: plan, convert, distil on the CPU, compare, and generate text with teacher and student side by side."""
 
 from __future__ import annotations
 

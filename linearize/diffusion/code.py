@@ -1,4 +1,4 @@
-"""The one file of code that a converted transformer of diffusers carries, and the entries that lead diffusers to it.
+"""Render the one code file of a converted diffusion transformer, and the config entries that make diffusers load it.
 
 diffusers takes along, from a folder or the Hub, one Python file for each component of a pipeline, named in
 model_index.json, and puts those of all models into one folder. So the file holds every kernel file that it needs,

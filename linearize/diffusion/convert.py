@@ -1,4 +1,4 @@
-"""Convert, for diffusers: the story of ../convert.py for a pipeline, or for a transformer's own folder.
+"""Convert a pipeline of diffusers, or the folder of one transformer: the story of ../convert.py.
 
 Each transformer that the pipeline holds (some have two) becomes linear in its self-attention; whatever else is in the
 folder goes along as it is. A transformer's own folder is a pipeline of one part without a name.

@@ -1,4 +1,4 @@
-"""Which attention of a diffusion transformer can become linear: seen while it runs once on the meta device.
+"""Probe a diffusion transformer: run it once on the meta device and see which attention can become linear.
 
 A module that attends to its own tokens is a site; one that reads a text or an image stays. No weights are read.
 """

@@ -1,4 +1,4 @@
-"""Proof that a converted pipeline stands on its own: loaded in a clean process, by diffusers, without linearize.
+"""Verify a converted pipeline: load it with diffusers in a clean process without linearize.
 
 At the end of a conversion, and by `linearize verify`. The child runs verify/child/latents.py.
 """

@@ -1,4 +1,4 @@
-"""Writes a converted pipeline: what is not converted as it is, of each transformer the source's shards and one more."""
+"""Write a converted pipeline: unconverted parts as they are, and one more shard for each converted transformer."""
 
 from __future__ import annotations
 

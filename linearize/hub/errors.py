@@ -1,4 +1,4 @@
-"""What the Hub or the network refuses, as one message with exit code 5."""
+"""Turn errors of the Hub and of the network into one message with exit code 5."""
 
 from __future__ import annotations
 

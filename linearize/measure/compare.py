@@ -1,4 +1,4 @@
-"""A student beside its teacher, on the same text in the same run: `linearize eval`."""
+"""`linearize eval`: measure a student beside its teacher, on the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out perplexity and accuracy, and how close each mixer comes to the softmax that it replaced."""
+"""Held-out perplexity and accuracy, and the distance of each mixer's output from softmax's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continue a text with a linearized model, with its softmax, or with any other causal model, for comparison."""
+"""`linearize generate`: continue a text with a converted model, with its softmax teacher, or with any causal model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that ask a language model for what stood in its context, written as Python, with nothing to train.
+"""Recall tasks: texts that ask a language model to repeat something from its context.
 
 recall   a list of pairs of random words, then some of the pairs again, in another order; second words are asked for
 needle   one such pair among ordinary text, asked for at the end

@@ -1,4 +1,4 @@
-"""What softmax attention does besides softmax(q k) v and a linear layer does not: said in the plan, some by consent.
+"""Features of softmax attention that linear layers lack: the plan names them, and some need the user's consent.
 
 The line between the two: can training the new layer on the teacher's outputs make up for it?
 

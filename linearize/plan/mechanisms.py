@@ -1,4 +1,4 @@
-"""Mechanisms by name: the kernels folder is the registry, the mixer's signature describes its options."""
+"""Mechanisms by name. The kernels folder is the registry; a mixer's signature describes its options."""
 
 from __future__ import annotations
 

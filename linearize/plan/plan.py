@@ -1,4 +1,4 @@
-"""The plan: what becomes what, as a value that can be printed, stored and compared before anything is written."""
+"""The plan: which layer becomes what. A value to print, store and compare before anything is written."""
 
 from __future__ import annotations
 

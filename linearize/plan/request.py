@@ -1,4 +1,4 @@
-"""What is asked of a conversion, and the plan that follows from it, whatever kind of source holds the model."""
+"""The request for a conversion, and the plan that follows from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in a model, as far as this tool cares: its attention modules, and which mechanisms fit them."""
+"""`linearize inspect`: a model's attention modules, and the mechanisms that fit them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording: a model built on the meta device and run once, every call of attention in it noted.
+"""Build a model on the meta device, run it once, and record every call of attention.
 
 No weights are read and no architecture is known by name.
 """

@@ -1,4 +1,4 @@
-"""Probe of models whose attention does not call transformers' interface: their softmax is looked for as it runs."""
+"""Find softmax attention in models that do not call transformers' attention interface."""
 
 from __future__ import annotations
 

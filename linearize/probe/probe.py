@@ -1,4 +1,4 @@
-"""Probe: which attention modules a model has, found by running it once on the meta device.
+"""Probe: find a model's attention modules by running it once on the meta device.
 
 A recording attention function is registered with transformers; one short forward then names every module that
 calls it, with the shapes that it calls it with. A model that calls it nowhere runs once more, to find softmax in its

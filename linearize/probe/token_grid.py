@@ -1,4 +1,4 @@
-"""Where the tokens of an attention module lie, seen while the model runs once (kernels/mixer.py: Site.grid).
+"""Find where the tokens of an attention module lie: in a line, in windows, or on a grid of patches.
 
 A convolution makes patches; what is put before and after them is counted as it happens. No architecture is known by
 name.

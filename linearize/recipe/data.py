@@ -1,4 +1,4 @@
-"""Where a recipe's text or images come from, and how text is packed."""
+"""The data section of a recipe: where text or images come from, and how text is packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe may hold: frozen pydantic models with every default. A key is here only if it is honoured."""
+"""The schema of recipes: frozen pydantic models with every default. Every key has an effect."""
 
 from __future__ import annotations
 

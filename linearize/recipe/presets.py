@@ -1,4 +1,4 @@
-"""The recipes that linearize ships, by name; the folder is the list."""
+"""The recipes that linearize ships, by name. The folder is the list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipe: YAML in, validated value out.
+"""Load a recipe: YAML in, validated value out.
 
 `load_recipe` reads a file, applies `key.sub=value` overrides and reports all mistakes at once, each with its
 position. recipe_models.py says what a recipe may hold, recipe_yaml.py where in the file everything stands.

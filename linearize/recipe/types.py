@@ -1,4 +1,4 @@
-"""What the values of a recipe are made of: strict models, counts, ratios, budgets in tokens, lists of layers."""
+"""Types of recipe values: strict models, counts, ratios, budgets in tokens, lists of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML with positions: what a recipe says and where it says it, so that every mistake can be pointed at.
+"""Parse YAML with positions, so that every mistake in a recipe is reported with its line and column.
 
 The dialect is YAML 1.2's core schema rather than PyYAML's 1.1: `1e-3` is a number, `no` and `2024-01-01` are
 text. Aliases and tags are refused: a recipe is plain data. Nothing here knows what a recipe contains.

@@ -1,4 +1,4 @@
-"""Where words go: human text to stderr, results to stdout."""
+"""Print messages on stderr and results on stdout."""
 
 from __future__ import annotations
 

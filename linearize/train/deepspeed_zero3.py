@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3: its hooks gather the source's weights module by module; mixers and adapters stay whole.
+"""DeepSpeed ZeRO-3: it shards the source's weights; mixers and adapters stay whole in each process.
 
 DeepSpeed has the weights, no more: an engine of its own would want backward and the optimizer, but a transfer goes
 backward inside forward and each stage trains something else. A weight that trains therefore has a second face,

@@ -1,4 +1,4 @@
-"""FSDP2: the source's weights lie in shards over the processes, mixers and adapters whole in each.
+"""FSDP2: it shards the source's weights; mixers and adapters stay whole in each process.
 
 Transfer losses are backpropagated inside forward, past FSDP's hooks; what they train must therefore stay out of its
 hands. Gradients of whatever is whole are summed by hand (loop.py). torch and accelerate do the rest.

@@ -1,4 +1,4 @@
-"""The optimizer loop of one stage, on accelerate: steps, metrics, evaluation, checkpoints, interruption.
+"""The optimizer loop of one stage: steps, metrics, evaluation, checkpoints and interruption.
 
 Data order, learning rate and random numbers are functions of the step, so a stage continues anywhere.
 """

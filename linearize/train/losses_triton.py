@@ -1,4 +1,4 @@
-"""Logit KL and cross entropy: the logits read once each way, the gradient written once; PyTorch takes many passes.
+"""Triton kernels of logit KL and cross entropy. They read logits once a pass, and write gradients once.
 
 A program owns one token. KL reads its two rows twice, for log-normalisers and then for the divergence; the second time
 they are in the cache. `losses.py` has the formulas; here R tokens, V vocabulary, c = 1 / temperature.

@@ -1,4 +1,4 @@
-"""Progress of a stage: a rich bar on a terminal, a line each 30 seconds elsewhere."""
+"""Progress of a stage: a bar on a terminal, a line every 30 seconds elsewhere."""
 
 from __future__ import annotations
 

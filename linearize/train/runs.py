@@ -1,4 +1,4 @@
-"""A run's folder: resolved recipe, metrics, checkpoints that survive a kill at any moment, and where to resume.
+"""A run's folder: resolved recipe, metrics, checkpoints that survive a kill, and where to resume.
 
 run.json          resolved recipe and versions
 .lock             held by the process that runs, whose number is in it

@@ -1,4 +1,4 @@
-"""From a recipe to objects: devices and precision, budgets in steps, schedules, data sources."""
+"""Turn a recipe into objects: devices and precision, budgets in steps, schedules, data sources."""
 
 from __future__ import annotations
 

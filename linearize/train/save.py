@@ -1,4 +1,4 @@
-"""From a run to a model folder: load the converted base for training, save what training made of it."""
+"""Load the converted base for training, and save the trained model as a folder."""
 
 from __future__ import annotations
 

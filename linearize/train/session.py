@@ -1,4 +1,4 @@
-"""One process of a training run: devices, model, data, and the stages one after the other."""
+"""One process of a training run: devices, model, data, and the stages in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of each kind of stage, for one micro batch: backpropagated here, its value returned.
+"""The loss of each kind of stage for one micro batch, with its backward pass.
 
 `attention_transfer`: softmax goes on through the network, each layer's mixer is compared with it on the same
 input, and each layer's loss is backpropagated as it arises: memory is one layer's. `logit_kl`: a teacher pass,

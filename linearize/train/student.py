@@ -1,4 +1,4 @@
-"""What a stage trains, and the teacher that does not move while it does.
+"""The student: which parameters a stage trains, and the teacher, which must not change meanwhile.
 
 While every source weight is frozen the teacher is the same model with softmax switched on and adapters off. Once
 a stage trains source weights, the teacher's values of exactly those tensors are kept aside and swapped in for the

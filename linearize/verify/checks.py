@@ -1,4 +1,4 @@
-"""`linearize verify`: what a saved folder promises, checked one by one; the checks that run code do so elsewhere.
+"""`linearize verify`: check a saved folder, and run its code in a clean process.
 
 Weights are compared with the hashes that linearize.json recorded, names with the index, and behaviours.py says in a
 clean process whether the model loads and whether all ways to cut up a forward pass agree.

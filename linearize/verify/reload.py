@@ -1,4 +1,4 @@
-"""Proof that a checkpoint stands on its own, found by loading it in clean processes.
+"""Reload a checkpoint in clean processes, and compare its logits with those of the source class.
 
 Each child refuses to import linearize, linearize_kernels, triton and peft, has a fresh cache for remote code, and
 no network. `keys`: built on the meta device, every tensor accounted for, the mixers decoded. `full`: also the

@@ -1,4 +1,4 @@
-"""What is measured of Gated DeltaNet."""
+"""Benchmark cases of Gated DeltaNet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of gated linear attention."""
+"""Benchmark cases of gated linear attention."""
 
 from __future__ import annotations
 

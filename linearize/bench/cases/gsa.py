@@ -1,4 +1,4 @@
-"""What is measured of GSA."""
+"""Benchmark cases of GSA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of linear attention."""
+"""Benchmark cases of linear attention."""
 
 from __future__ import annotations
 

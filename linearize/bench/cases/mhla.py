@@ -1,4 +1,4 @@
-"""What is measured of MHLA."""
+"""Benchmark cases of MHLA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of retention."""
+"""Benchmark cases of retention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of SAGA."""
+"""Benchmark cases of SAGA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of softmax linear attention: what its gates cost over each base."""
+"""Benchmark cases of softmax linear attention: the cost of its gates over each base."""
 
 from __future__ import annotations
 

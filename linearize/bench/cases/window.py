@@ -1,4 +1,4 @@
-"""What is measured of the exact window."""
+"""Benchmark cases of the exact window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a saved model must do: the ways to cut up a forward pass all agree. Imports torch and transformers alone.
+"""Checks of a causal model in the clean process: every way to split a forward pass gives the same result.
 
 `linearize verify` copies this folder to a clean process, calls `main` there with the arguments FOLDER DTYPE LENGTH
 LIMIT, and reads the JSON that it prints. Nothing outside this folder may be imported here.

@@ -1,4 +1,4 @@
-"""What a saved model that writes no text must do; see behaviours.py, whose checks these are. Imports torch alone."""
+"""Checks of a model that does not generate text; behaviours.py calls them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to give a model so that it runs once, by the names of its arguments, and what came out. Imports torch alone.
+"""Inputs for one forward pass of any model, and its outputs.
 
 This folder is copied to clean processes; nothing outside it may be imported here.
 

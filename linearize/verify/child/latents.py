@@ -1,4 +1,4 @@
-"""What to give a transformer of diffusers so that it runs once, and what a converted one must do. Imports torch alone.
+"""Inputs for one forward pass of a diffusion transformer, and the checks of a converted one.
 
 This folder is copied to clean processes; nothing outside it may be imported here.
 
