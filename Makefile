@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 CLEAN := .venv-clean-current .venv-clean-517
 
-.PHONY: demo test lint types unit clean-load architectures architectures-docs digits environments environment clean
+.PHONY: demo test lint types unit clean-load architectures architectures-docs digits docs environments environment clean
 
 demo: .venv/ready
 	$(BIN)/linearize demo
@@ -17,12 +17,10 @@ demo: .venv/ready
 test: lint types unit clean-load
 
 lint: .venv/ready-test
-	$(BIN)/ruff check linearize kernels tests
+	$(BIN)/ruff check linearize kernels tests docs
 
 # `kernels/` has no __init__.py and is imported as `linearize_kernels`; mypy finds it by a link of that name.
-types: .venv/ready-test
-	mkdir -p .venv/typing
-	ln -sfn ../../kernels .venv/typing/linearize_kernels
+types: .venv/ready-test .venv/typing/linearize_kernels
 	MYPYPATH=.venv/typing $(BIN)/mypy
 
 unit: .venv/ready-test
@@ -44,10 +42,14 @@ architectures: .venv/ready-test
 architectures-docs: .venv/ready-test
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/architectures.py write
 
-# Whether converted vision transformers still see, on real digits: teacher, students, controls; docs/vision.md.
+# Whether converted vision transformers still see, on real digits: teacher, students, controls; docs/measurements/vision.md.
 digits: .venv/ready-test
 	rm -rf .venv/digits
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cued .venv/digits --control --processes 2 --floor 90
+
+# The site of docs/, into site/; a broken link, or a page that the navigation lacks, is an error.
+docs: .venv/ready-docs .venv/typing/linearize_kernels
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 environments: .venv/ready-test $(CLEAN:=/ready)
 
@@ -58,6 +60,14 @@ environments: .venv/ready-test $(CLEAN:=/ready)
 .venv/ready-test: .venv/ready
 	$(BIN)/python $(PIP) -e ".[test]"
 	touch $@
+
+.venv/ready-docs: .venv/ready
+	$(BIN)/python $(PIP) -e ".[docs]"
+	touch $@
+
+.venv/typing/linearize_kernels: .venv/ready
+	mkdir -p $(@D)
+	ln -sfn ../../kernels $@
 
 .venv-clean-current/ready: WITH = transformers
 .venv-clean-517/ready: WITH = transformers==5.17.0
@@ -72,4 +82,4 @@ environment:
 	$(AT)/bin/python $(PIP) $(WITH)
 
 clean:
-	rm -rf .venv $(CLEAN) build dist *.egg-info
+	rm -rf .venv $(CLEAN) build dist site *.egg-info

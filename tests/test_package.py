@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 import tarfile
@@ -13,9 +12,7 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
-import typer
 
-from linearize.cli import app
 from linearize.plan.mechanisms import mechanism_names
 from linearize.recipe.recipe import load_recipe
 
@@ -77,32 +74,8 @@ def test_transformers_runs_in_a_folder_named_as_its_optional_package_is() -> Non
 # ---------------------------------------------------------------- README
 
 
-def commands(first: str) -> list[list[str]]:
-    """The words of each line of the README's shell blocks that starts with `first`, comments left out."""
-    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
-    return [words for line in blocks.splitlines() if (words := shlex.split(line, comments=True))[:1] == [first]]
-
-
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 150
-
-
-def test_commands_of_the_readme_exist() -> None:
-    calls = commands("linearize")
-    assert {words[1] for words in calls} >= {"convert", "finetune"}
-    for words in calls:
-        command, rest = typer.main.get_command(app), words[1:]
-        while hasattr(command, "commands"):
-            command, rest = command.commands[rest[0]], rest[1:]
-        known = {option for parameter in command.params for option in parameter.opts}
-        assert {word.partition("=")[0] for word in rest if word.startswith("-")} <= known, words
-        assert all((ROOT / word).exists() for word in words if word.startswith("recipes/")), words
-
-
-def test_targets_of_the_readme_exist() -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-    wanted = {words[1] for words in commands("make")}
-    assert {"demo", "test"} <= wanted <= targets
 
 
 def test_the_readme_names_every_mechanism_as_done_or_planned() -> None:

@@ -7,7 +7,7 @@
     decay    per chunk: dg, of which query and key make parts
 
 No operand is the transpose of a product's result: R^T and X^T are products of their own, with the factors of R and X
-exchanged. And none is made before a loop and used in it (docs/performance.md says what goes wrong).
+exchanged. And none is made before a loop and used in it (docs/measurements/kernel-notes.md says what goes wrong).
 """
 
 # mypy: disallow-untyped-defs=False

@@ -88,7 +88,7 @@ def safe(shared: int, D: int, DV: int, dtype: torch.dtype) -> Config:
     Raises ValueError when not even chunks of 16 tokens fit.
     """
     half = dtype == torch.bfloat16
-    # Hopper's wgmma went wrong on tiles narrower than 64 beside chunks of 64 (docs/performance.md).
+    # Hopper's wgmma went wrong on tiles narrower than 64 beside chunks of 64 (docs/measurements/kernel-notes.md).
     BD, BDV = (max(64 if half else 16, width(x)) for x in (D, DV))
     wide = max(BD, BDV)
     # fp32 operands stay off wgmma, where three tf32 products race (seen with triton 3.6).

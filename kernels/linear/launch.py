@@ -49,7 +49,7 @@ def runs_on(q: Tensor, v: Tensor, heads: int) -> str:
         return f"the tensors are on {q.device}"
     if v.dtype not in (torch.bfloat16, torch.float16, torch.float32) or q.dtype == torch.float64:
         return f"dtypes {q.dtype} and {v.dtype}"
-    if q.is_cuda and min(q.shape[-1], v.shape[-1]) < 64:  # triton 3.6 and narrow tiles on Hopper: docs/performance.md
+    if q.is_cuda and min(q.shape[-1], v.shape[-1]) < 64:  # triton 3.6 and narrow tiles on Hopper: docs/measurements/kernel-notes.md
         return f"head dim {q.shape[-1]} or {v.shape[-1]} is below 64"
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head dim {q.shape[-1]} or {v.shape[-1]} exceeds 256"

@@ -297,7 +297,7 @@ class Window(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        # Least perplexity of a just converted model (docs/window.md), among -20, -6, -4, -2, -1, 0, 1.
+        # Least perplexity of a just converted model (docs/measurements/window.md), among -20, -6, -4, -2, -1, 0, 1.
         init.constant_(self.far_logit, -4.0 if self.shared else -1.0)
         init.zeros_(self.far_gate)
         if not self.shared:

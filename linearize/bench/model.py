@@ -95,7 +95,7 @@ def plan_for(
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as the tables of docs/performance.md."""
+    """The result as the tables of docs/measurements/models.md."""
     about = result["model"]
     lines = ["; ".join(f"{key} {value}" for key, value in result["machine"].items()), ""]
     options = " ".join(f"{key}={value}" for key, value in about["options"].items())

@@ -14,7 +14,7 @@ PARTS = ("forward", "both")
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as the tables of docs/performance.md."""
+    """The result as the tables of docs/measurements/kernels.md."""
     lines = [*overview(result)]
     for name, measured in result["mechanisms"].items():
         lines += ["", f"### {name}", *tables(measured)]

@@ -1,6 +1,6 @@
 """The Triton kernels of GSA against the token-by-token reference, in Triton's interpreter.
 
-bf16 is garbage in the interpreter; it is proved on a GPU (docs/performance.md).
+bf16 is garbage in the interpreter; it is proved on a GPU (docs/measurements/kernel-notes.md).
 """
 
 from __future__ import annotations

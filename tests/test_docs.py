@@ -1,0 +1,265 @@
+"""The documentation says what is so: its commands parse, its recipes load, its links lead somewhere, its example works.
+
+`make docs` builds the site strictly; what is tested here needs no mkdocs.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from linearize.cli import app
+from linearize.errors import LinearizeError
+from linearize.plan.mechanisms import mechanism_names, parse_settings, resolve_options
+from linearize.recipe.presets import presets
+from linearize.recipe.recipe import load_recipe, recipe_schema
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+# A page as messages, comments and recipes name it.
+PAGE = re.compile(r"\bdocs/[\w/-]+\.(?:md|py|png)\b")
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def shell_commands(page: Path) -> Iterator[list[str]]:
+    """The words of each command of a page: lines of shell blocks, and code in the text that starts as one does."""
+    text = page.read_text("utf-8")
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    sentences = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    inline = re.findall(r"`((?:linearize|python -m|accelerate launch) [^`]+)`", sentences)
+    for line in [*lines, *inline]:
+        words = shlex.split(" ".join(line.split()), comments=True)
+        if words:
+            yield words
+
+
+def linearize_commands(page: Path) -> list[list[str]]:
+    """The arguments of each call of linearize, also of those behind `-m linearize`."""
+    found = []
+    for words in shell_commands(page):
+        if words[0] == "linearize":
+            found.append(words[1:])
+        elif "linearize" in words and words[words.index("linearize") - 1] == "-m":
+            found.append(words[words.index("linearize") + 1 :])
+    return [[word for word in words if word != "..."] for words in found]
+
+
+def parse(words: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The command and its parameters that the command line makes of these words; raises what a wrong call raises."""
+    context = typer.main.get_command(app).make_context("linearize", list(words))
+    while hasattr(context.command, "commands"):
+        rest = [*context._protected_args, *context.args]
+        name, command, rest = context.command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+    return context.command, context.params
+
+
+def check_command(words: list[str]) -> None:
+    """Raise for a call that the command line, the recipe or the mechanism refuses. Nothing runs."""
+    if not words or words[0].isupper():  # `linearize COMMAND --help`
+        return
+    command, given = parse(words)
+    options = given.get("settings") or []
+    if given.get("to") in mechanism_names() and options:
+        resolve_options(given["to"], parse_settings(options))
+    recipe = given.get("recipe") if command.name in ("finetune", "eval") else None
+    if recipe in {one.name for one in presets()}:
+        overrides = list(given["overrides"] or [])
+        base = [] if any(one.startswith("model.base=") for one in overrides) else ["model.base=demo"]
+        load_recipe(recipe, [*base, *overrides])
+
+
+def test_a_command_that_does_not_exist_is_found() -> None:
+    check_command(shlex.split("convert MODEL --to gsa --set slots=64"))
+    check_command(shlex.split("finetune gsa model.base=MODEL stages[0].tokens=5M"))
+    with pytest.raises(Exception, match="No such option"):
+        check_command(shlex.split("convert MODEL --to gsa --slots 64"))
+    with pytest.raises(Exception, match="No such command"):
+        check_command(shlex.split("distill MODEL"))
+    with pytest.raises(LinearizeError, match="slot: gsa has no such option"):
+        check_command(shlex.split("convert MODEL --to gsa --set slot=64"))
+    with pytest.raises(LinearizeError, match="unknown key"):
+        check_command(shlex.split("finetune gsa model.base=MODEL stages[0].token=5M"))
+
+
+@every_page
+def test_commands_of_linearize_parse(page: Path) -> None:
+    wrong = []
+    for words in linearize_commands(page):
+        try:
+            check_command(words)
+        except Exception as error:
+            named = f"linearize {words[0]}" in page.read_text("utf-8") and type(error).__name__ == "MissingParameter"
+            if not (named and len(words) == 1):  # `linearize finetune` in a sentence
+                wrong.append(f"linearize {shlex.join(words)}: {type(error).__name__}: {error}")
+    assert not wrong
+
+
+def test_the_readme_converts_finetunes_and_makes() -> None:
+    assert {words[0] for words in linearize_commands(PAGES[0])} >= {"convert", "finetune"}
+    assert {words[1] for words in shell_commands(PAGES[0]) if words[0] == "make"} >= {"demo", "test"}
+
+
+@every_page
+def test_other_commands_name_what_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    for words in shell_commands(page):
+        if words[0] == "make":
+            assert words[1] in targets, words
+        if "-m" in words and (module := words[words.index("-m") + 1]).startswith("benchmarks."):
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), words
+        for word in words:
+            if re.match(r"(tests|benchmarks|recipes|linearize)/", word):
+                assert (ROOT / word).exists(), words
+
+
+@every_page
+def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
+    code = re.findall(r"`((?:linearize|kernels|tests|benchmarks|recipes|docs)/[\w./-]+)`", page.read_text("utf-8"))
+    missing = [name for name in code if "NAME" not in name and not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_pages_that_code_names_exist() -> None:
+    folders = ("linearize", "kernels", "recipes", "tests", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    named = {(path, name) for path in files for name in PAGE.findall(path.read_text("utf-8"))}
+    assert not [f"{path.name}: {name}" for path, name in named if not (ROOT / name).exists()]
+
+
+@every_page
+def test_blocks_of_python_and_recipes_are_whole(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page, "python"):
+        ast.parse(block)
+    for block in blocks(page, "yaml"):
+        if "stages" in yaml.safe_load(block):
+            file = tmp_path / "recipe.yaml"
+            file.write_text(block, "utf-8")
+            assert load_recipe(file).stages
+
+
+@every_page
+def test_links_lead_to_pages_and_their_sections(page: Path) -> None:
+    made = generated()
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, section = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        inside = file.relative_to(ROOT / "docs").as_posix() if file.is_relative_to(ROOT / "docs") else ""
+        text = made.get(inside) or (file.read_text("utf-8") if file.suffix == ".md" and file.exists() else None)
+        assert text is not None or file.exists(), target
+        if section:
+            assert section in sections(text or ""), target
+
+
+def sections(text: str) -> set[str]:
+    """The names of a page's headings, as links have them."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
+
+
+# ---------------------------------------------------------------- generated pages
+
+
+def generator() -> Any:
+    """docs/generate.py."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def generated(made: dict[str, str] = {}) -> dict[str, str]:  # noqa: B006
+    """Its pages, made once."""
+    if not made:
+        made |= generator().pages()
+    return made
+
+
+def test_every_command_and_option_has_its_row() -> None:
+    page = generated()["reference/cli.md"]
+    for words, command in generator().commands():
+        assert f"\n## {words}\n" in page
+        part = page.split(f"\n## {words}\n")[1].split("\n## ")[0]
+        for one in command.params:
+            if not getattr(one, "hidden", False):
+                assert (one.name.upper() if one.param_type_name == "argument" else one.opts[0]) in part, (words, one)
+                assert one.help, (words, one.name)
+
+
+def test_every_mechanism_and_option_has_its_row() -> None:
+    for name in mechanism_names():
+        page = generated()[f"reference/mechanisms/{name}.md"]
+        assert all(f"| `{option}` |" in page for option in resolve_options(name, {}))
+        assert f"({name}.md)" in generated()["reference/mechanisms/index.md"]
+
+
+def test_every_key_of_recipes_and_every_preset_has_its_row() -> None:
+    page = generated()["reference/recipes.md"]
+    for name, definition in {"Recipe": recipe_schema(), **recipe_schema()["$defs"]}.items():
+        part = page.split(f"\n### {name}\n")[1].split("\n### ")[0]
+        assert all(f"| `{key}` |" in part for key in definition.get("properties", {}))
+    assert all(f"### {one.name}\n" in page for one in presets())
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    class Loader(yaml.SafeLoader):
+        """mkdocs.yml may have tags of mkdocs."""
+
+    site = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)
+    module = generator()
+
+    def paths(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        for one in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+            yield from paths(one)
+
+    listed = {path for path in paths([site["nav"], module.nav()]) if path.endswith(".md")}
+    written = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}
+    assert listed == written | set(generated())
+
+
+# ---------------------------------------------------------------- the example
+
+
+def test_the_mechanism_of_the_docs_passes_the_tests_of_mechanisms(tmp_path: Path) -> None:
+    """It is the `plain` of docs/add-a-mechanism.md, put into a copy of the kernels."""
+    (block, *_) = blocks(ROOT / "docs/add-a-mechanism.md", "python")
+    copytree(ROOT / "kernels", tmp_path / "linearize_kernels", ignore=ignore_patterns("__pycache__"))
+    folder = tmp_path / "linearize_kernels/plain"
+    folder.mkdir()
+    (folder / "plain.py").write_text(block, "utf-8")
+    tests = ["tests/kernels/test_mechanisms.py", "-n", "0", "-k", "plain and not compiles"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *tests],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert passed is not None
+    assert int(passed[1]) > 100
