@@ -15,7 +15,21 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import bench, convert, demo, doctor, eval, finetune, generate, inspect, mechanisms, push, recipes, verify
+from .commands import (
+    bench,
+    convert,
+    demo,
+    doctor,
+    eval,
+    finetune,
+    generate,
+    inspect,
+    mechanisms,
+    push,
+    recipes,
+    upgrade,
+    verify,
+)
 from .errors import Exit, LinearizeError, resource_error
 from .terminal.output import say, say_error
 
@@ -89,6 +103,7 @@ app.command()(push.push)
 app.command()(mechanisms.mechanisms)
 app.command()(generate.generate)
 app.command()(verify.verify)
+app.command()(upgrade.upgrade)
 app.command()(doctor.doctor)
 app.command()(demo.demo)
 app.add_typer(bench.bench, name="bench")

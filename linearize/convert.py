@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from .checkpoint.atomic import check_output, output_folder
 from .checkpoint.code import Natives
 from .checkpoint.shards import meta_tensors
-from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, open_source, read_header
+from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, is_secret, reason_of
 from .plan.plan import Plan, some
@@ -90,6 +90,9 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
     if source.config.get("auto_map") and not trust_remote_code:
         files = ", ".join(sorted(f.name for f in source.folder.glob("*.py"))) or "its auto_map"
         raise own_code(source, files)
+    kernel = hub_kernel(source.config)
+    if kernel and not trust_remote_code:
+        raise own_code(source, f"{kernel} in config.json names a kernel of the Hub", "runs")
     try:
         with quiet():
             return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
@@ -98,10 +101,10 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
         raise LinearizeError(f"{path} cannot be used: {reason_of(error)}", Exit.INCOMPATIBLE) from error
 
 
-def own_code(source: Source, files: str) -> LinearizeError:
-    """What to say of a source whose code is not trusted."""
+def own_code(source: Source, files: str, how: str = "ships") -> LinearizeError:
+    """What to say of a source that ships, or runs, code that is not trusted."""
     pin = f" --revision {source.revision}" if source.revision else ""
-    said = f"{source.name} ships its own code ({files}). Read it, then pass --trust-remote-code{pin}"
+    said = f"{source.name} {how} its own code ({files}). Read it, then pass --trust-remote-code{pin}"
     return LinearizeError(said, Exit.INCOMPATIBLE)
 
 

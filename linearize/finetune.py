@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from . import __version__
-from .checkpoint.provenance import read_plan, trained_before
+from .checkpoint.provenance import behind, check_code, read_plan, trained_before
 from .checkpoint.source import Source, open_source
+from .checkpoint.upgrade import plan_upgrade, upgrade
 from .convert import convert, plan_conversion
 from .data.batches import kind_of, tokens_per_sample
 from .demo import model_folder
@@ -87,11 +88,26 @@ def open_base(recipe: Recipe, run: Run, owner: bool, say: Say) -> Path:
     if recipe.convert is not None:
         if owner:
             prepare_base(recipe, run, say)
+            upgrade_base(recipe, run, run.converted, say)
         return run.converted
     source = converted_base(recipe, None if owner and run.resume == "never" else run.commit())
     if owner:
         run.start(versions(), source.revision)
-    return source.folder
+        upgrade_base(recipe, run, run.converted if run.converted.exists() else source.folder, say)
+    return run.converted if run.converted.exists() else source.folder
+
+
+def upgrade_base(recipe: Recipe, run: Run, base: Path, say: Say) -> None:
+    """Where an earlier version wrote the code of `base`: bring it to this version's in the run's folder, since training
+    needs both sides of one version."""
+    trust = recipe.model.trust_remote_code
+    version = behind(base, check_code(base, trust))
+    if version is None:
+        return
+    planned = plan_upgrade(base, None if base == run.converted else run.converted, trust_remote_code=trust)
+    if planned is not None:
+        said = upgrade(planned)
+        say(f"{base} has the code of linearize {version}, this run that of {__version__}. {said}")
 
 
 def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool = True) -> Source:

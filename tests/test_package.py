@@ -88,7 +88,8 @@ def test_the_readme_names_every_mechanism_as_done_or_planned() -> None:
 
 def expected_files() -> set[str]:
     """What the wheel must hold beside its metadata."""
-    files = {name_of(path) for path in (*SOURCES, *RECIPES, *ROOT.glob("linearize/demo/model/*"))}
+    data = (*ROOT.glob("linearize/demo/model/*"), ROOT / "linearize/checkpoint/known_code.txt")
+    files = {name_of(path) for path in (*SOURCES, *RECIPES, *data)}
     return {re.sub(r"^(kernels|recipes)/", r"linearize_\1/", name) for name in files}
 
 

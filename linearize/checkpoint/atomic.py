@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..errors import LinearizeError, writing
@@ -22,10 +22,11 @@ MANIFEST = "linearize.json"  # names the files that linearize wrote into a folde
 
 
 @contextlib.contextmanager
-def output_folder(output: Path, overwrite: bool) -> Iterator[Path]:
+def output_folder(output: Path, overwrite: bool, carried: Collection[str] = ()) -> Iterator[Path]:
     """A temporary folder that becomes `output` when the block ends well, and vanishes when it does not.
 
-    One process at a time: a lock tells a folder in use from one that a killed process left, which is cleared here.
+    With `overwrite` it replaces files that linearize wrote, and those `carried` over by the block. One process at a
+    time: a lock tells a folder in use from one that a killed process left, which is cleared here.
     Raises LinearizeError: 2 when `output` is in the way or in use, 4 for a full disk or what cannot be written.
     """
     output = Path(os.path.realpath(output))  # a link stays, what it points at is replaced
@@ -36,11 +37,11 @@ def output_folder(output: Path, overwrite: bool) -> Iterator[Path]:
             output.parent.mkdir(parents=True, exist_ok=True)
             with _claimed(work):
                 _recover(output, old)
-                check_output(output, overwrite)
+                check_output(output, overwrite, carried)
                 with writing(output, inside=work):
                     yield work
                 _sync(work)
-                check_output(output, overwrite)  # somebody may have put something there meanwhile
+                check_output(output, overwrite, carried)  # somebody may have put something there meanwhile
                 _move_into_place(work, output, old)
     finally:
         with contextlib.suppress(OSError):  # they hold the output, or something else by now
@@ -115,8 +116,9 @@ def _recover(output: Path, old: Path) -> None:
             old.rename(output)
 
 
-def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse (exit 2) an output that is a file, or a folder with anything that linearize did not write."""
+def check_output(output: Path, overwrite: bool, carried: Collection[str] = ()) -> None:
+    """Refuse (exit 2) an output that is a file, or a folder with anything that linearize did not write and that is not
+    `carried` over."""
     if output.exists() and not output.is_dir():
         raise LinearizeError(f"{output} is a file; choose another -o")
     files = {f.relative_to(output).as_posix() for f in output.rglob("*") if f.is_symlink() or not f.is_dir()}
@@ -129,7 +131,7 @@ def check_output(output: Path, overwrite: bool) -> None:
     ours = set()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         ours = set(json.loads((output / MANIFEST).read_text("utf-8"))["files"])
-    foreign = sorted(files - ours)
+    foreign = sorted(files - ours - set(carried))
     if foreign:
         raise LinearizeError(
             f"{output} holds files that linearize did not write ({some(foreign)}). Move them away or choose another -o"

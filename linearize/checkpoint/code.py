@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
 
 from .. import __version__
-from ..plan.mechanisms import load_mechanism
+from ..plan.mechanisms import MIXER_CLASS
 from ..plan.plan import Plan
 from ..probe.meta_run import build_on_meta
 from .flatten import flat_files
+from .templates import templates_of
 
-# Config and models are one file on purpose. transformers keeps remote code by the hash of a file and what it imports,
-# and chooses a model class by the config's class: in a file of its own, the config class of two checkpoints would be
-# one and the same, and the second checkpoint would run the first one's kernels.
-MODELING = '''"""{architecture} with linear attention; written by linearize {version}.
-
-The attention modules are the original ones; `seam.py` gives the chosen ones a mixer in place of softmax.
-"""
-
-{imports}
-
-{mixer_imports}
-from .seam import Linearized, carry_conversions
-
-MECHANISMS = {{{mechanisms}}}
-
-
-class Linearized{config}({config}):
-    """{config} plus `linearize`: which attention modules have which mixer."""
-
-    model_type = "linearized_{model_type}"
-
-    def __init__(self, linearize=None, **kwargs):
-        self.linearize = linearize
-        super().__init__(**kwargs)
-
-{classes}
-carry_conversions({pairs})
-'''
-
-MODEL_CLASS = """
-class Linearized{native}(Linearized, {native}):
-    config_class = Linearized{config}
-    mechanisms = MECHANISMS
-{capture}
-"""
-
-CAPTURE = "    capture = staticmethod(capture)\n"
+MODELING_FILE = "modeling_linearized.py"
 
 
 class Natives:
@@ -108,26 +74,45 @@ def auto_names(config: Any, head: Any) -> list[str]:
 
 def code_files(plan: Plan, natives: Natives) -> dict[str, str]:
     """File name -> text of all the code that the checkpoint carries."""
-    mechanisms = sorted({step.mechanism for step in plan.steps})
-    mixers = {name: load_mechanism(name).__name__ for name in mechanisms}
-    config = natives.config.__name__
-    captured = any(not step.site.routed for step in plan.steps)
-    carried = mixers | ({"capture": "capture"} if captured else {})
-    names = {
-        "version": __version__,
-        "architecture": plan.architecture,
-        "model_type": natives.model_type,
-        "config": config,
-        "imports": _imports([natives.config, *natives.models]),
-        "mixer_imports": "\n".join(f"from .{file} import {name}" for file, name in carried.items()),
-        "mechanisms": ", ".join(f'"{name}": {mixer}' for name, mixer in mixers.items()),
-        "classes": "\n".join(
-            MODEL_CLASS.format(native=m.__name__, config=config, capture=CAPTURE if captured else "")
-            for m in natives.models
+    files = flat_files([*mixer_files(plan), *(["capture"] if captured(plan) else []), "seam"])
+    return {MODELING_FILE: modeling(__version__, plan, natives, files)} | files
+
+
+def modeling(version: str, plan: Plan, natives: Natives, files: Mapping[str, str]) -> str:
+    """modeling_linearized.py as linearize `version` writes it beside the kernel files `files` (name -> text)."""
+    templates, config = templates_of(version), natives.config.__name__
+    mixers = {name: mixer_class(files.get(f"{name}.py", "")) for name in mixer_files(plan)}
+    carried = mixers | ({"capture": "capture"} if captured(plan) else {})
+    capture = templates.capture if captured(plan) else ""
+    return templates.modeling.format(
+        version=version,
+        architecture=plan.architecture,
+        model_type=natives.model_type,
+        config=config,
+        imports=_imports([natives.config, *natives.models]),
+        mixer_imports="\n".join(f"from .{file} import {name}" for file, name in carried.items()),
+        mechanisms=", ".join(f'"{name}": {mixer}' for name, mixer in mixers.items()),
+        classes="\n".join(
+            templates.model_class.format(native=m.__name__, config=config, capture=capture) for m in natives.models
         ),
-        "pairs": _conversion_pairs(natives),
-    }
-    return {"modeling_linearized.py": MODELING.format(**names)} | flat_files([*carried, "seam"])
+        pairs=_conversion_pairs(natives),
+    )
+
+
+def mixer_files(plan: Plan) -> list[str]:
+    """The plan's mechanisms; a checkpoint has a file of that name for each."""
+    return sorted({step.mechanism for step in plan.steps})
+
+
+def mixer_class(text: str) -> str:
+    """The name of the mixer that the text of a kernel file defines; empty where it defines none."""
+    found = MIXER_CLASS.search(text)
+    return found[1] if found else ""
+
+
+def captured(plan: Plan) -> bool:
+    """Whether a layer of the plan computes its softmax itself."""
+    return any(not step.site.routed for step in plan.steps)
 
 
 def _conversion_pairs(natives: Natives) -> str:

@@ -88,6 +88,11 @@ def flat_files(roots: list[str]) -> dict[str, str]:
     return files
 
 
+def travelling_files() -> dict[str, str]:
+    """File name -> text of every kernel file, both as they travel."""
+    return {f"{name}.py": flattened(path) for name, path in kernel_files().items()}
+
+
 def imported(text: str) -> list[str]:
     """Flat names of the kernel files that a flat file imports."""
     return [module for _, module in RELATIVE_IMPORT.findall(text)]

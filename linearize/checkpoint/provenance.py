@@ -1,12 +1,14 @@
-"""Decide whether linearize wrote a folder, by which plan, and whether its code is unchanged."""
+"""Decide whether linearize wrote a folder, by which plan and version, and whether its code is unchanged."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig
 
@@ -14,29 +16,43 @@ from linearize_kernels.mixer import Site
 
 from .. import __version__
 from ..errors import Exit, LinearizeError
+from ..plan.mechanisms import mechanism_names, present_options
 from ..plan.plan import DIFFUSERS, Plan, Step, some
 from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
 from . import write as checkpoint
-from .code import Natives, auto_map, code_files
-from .source import ADAPTER_CONFIG
+from .code import MODELING_FILE, Natives, auto_map, modeling
+from .flatten import imported
+from .known_code import known_files, sha256_of
+from .source import ADAPTER_CONFIG, hub_kernel, read_json
+
+
+class Origin(NamedTuple):
+    """The `version` of linearize whose code a folder carries, and the files that are `changed` since it wrote them."""
+
+    version: str
+    changed: list[str]
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> Plan:
-    """The plan by which a folder was converted, whose code is this version's or trusted; else exit 3."""
+    """The plan by which a folder was converted, and which its config.json follows.
+
+    Raises LinearizeError (exit 3) for a config that does not, and unless `trust_remote_code` for code that no version
+    of linearize wrote.
+    """
     plan = saved_again(folder) or read_plan(folder)
+    check_config(folder)
     if not trust_remote_code:
-        refuse_code(folder, changed_code(folder, plan))
+        refuse_code(folder, origin_of(folder, plan))
     return plan
 
 
-def refuse_code(folder: Path, changed: Iterable[str]) -> None:
-    """Raise LinearizeError (exit 3) where files of a folder, whose code is about to run, are `changed`."""
-    names = sorted(changed)
-    if names:
+def refuse_code(folder: Path, origin: Origin) -> None:
+    """Raise LinearizeError (exit 3) where files of a folder, whose code is about to run, were changed."""
+    if origin.changed:
         raise LinearizeError(
-            f"{folder} carries other code than this version of linearize writes ({some(names)}), and it would run. "
-            "Read it, then pass --trust-remote-code (in a recipe, model.trust_remote_code: true)",
+            f"{folder} carries other code than linearize {origin.version} wrote ({some(origin.changed)}), and it would "
+            "run. Read it, then pass --trust-remote-code (in a recipe, model.trust_remote_code: true)",
             Exit.INCOMPATIBLE,
         )
 
@@ -112,31 +128,116 @@ def plan_of(config: dict[str, Any]) -> Plan:
     return Plan("", None, architecture, model_type, dtype, False, False, steps, (), 0, 0)
 
 
-def changed_code(folder: Path, plan: Plan) -> Iterator[str]:
-    """Names of files that differ from what a plan leads to and decide which code runs: Python, and JSON that names it.
+def check_config(folder: Path) -> None:
+    """Raise LinearizeError (exit 3) where config.json does not follow the plan in linearize.json, if there is one."""
+    if not (folder / checkpoint.MANIFEST).exists():
+        return
+    plan, config = read_plan(folder), read_json(folder / "config.json")
+    found = next(differences(plan, config), None)
+    if found:
+        raise LinearizeError(
+            f"{folder / 'config.json'} does not follow the plan in {checkpoint.MANIFEST}: {found}. Restore the file, "
+            "or download or convert the model again",
+            Exit.INCOMPATIBLE,
+        )
 
+
+def differences(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
+    """What a config.json says otherwise than its plan, in sentences."""
+    if config.get("model_type") != f"linearized_{plan.model_type}":
+        yield f"model_type is {config.get('model_type')!r}, the plan has 'linearized_{plan.model_type}'"
+    spec = config.get("linearize")
+    try:
+        theirs = {layer["site"]["path"]: layer_values(layer) for layer in spec["layers"]}  # type: ignore[index]
+    except (LookupError, TypeError, AttributeError) as error:
+        yield f"its entry linearize is damaged ({type(error).__name__}: {error})"
+        return
+    spec = plan.spec()
+    ours = {layer["site"]["path"]: layer_values(layer) for layer in spec["layers"]}
+    yield from (f"{path} is not in it, the plan makes it linear" for path in ours.keys() - theirs.keys())
+    yield from (f"{path} is in it, the plan keeps softmax there" for path in theirs.keys() - ours.keys())
+    for path, values in ours.items():
+        found = theirs.get(path, values)
+        for key in sorted(values.keys() | found.keys()):
+            if values.get(key) != found.get(key):
+                yield f"{path}: {key} is {found.get(key)!r}, the plan has {values.get(key)!r}"
+    if config["linearize"].get("all_linear") != spec["all_linear"]:
+        yield f"all_linear is {config['linearize'].get('all_linear')!r}, the plan has {spec['all_linear']!r}"
+
+
+def layer_values(layer: dict[str, Any]) -> dict[str, Any]:
+    """Mechanism, options and site of one layer of a config, options under their present names."""
+    site = dataclasses.asdict(Site.from_dict(layer["site"]))
+    options = layer["options"]
+    if layer["mechanism"] in mechanism_names():
+        options = present_options(layer["mechanism"], options)
+    return {"mechanism": layer["mechanism"], **{f"site.{name}": value for name, value in site.items()}, **options}
+
+
+# ---------------------------------------------------------------- code
+
+
+def origin_of(folder: Path, plan: Plan) -> Origin:
+    """Which version wrote the code in a folder: the one of which fewest files differ.
+
+    `changed` are the files that decide which code runs and are not that version's: Python, and JSON that names code.
     Python also in folders, for transformers runs custom_generate/generate.py; folders may be links.
     """
     try:
-        with quiet():
-            config = AutoConfig.for_model(plan.model_type, architectures=[plan.architecture])
-        natives = Natives(config, model_class_of(config))
-        expected = code_files(plan, natives)
+        natives = natives_of(plan)
     except (ValueError, LinearizeError):  # of a model that transformers does not have
-        yield f"the code of {plan.architecture}"
-        return
+        return Origin(__version__, [f"the code of {plan.architecture}"])
     paths = {path for pattern in ("**/*.py", "*/*.py") for path in folder.glob(pattern) if path.is_file()}
     present = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    ours = {name: text.encode() for name, text in expected.items()}
-    yield from (name for name in ours.keys() | present.keys() if ours.get(name) != present.get(name))
+    texts = {name: data.decode("utf-8", "replace") for name, data in present.items()}
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in present.items()}
+    origins = []
+    for version, known in known_files().items():
+        ours = known | {MODELING_FILE: sha256_of(modeling(version, plan, natives, texts))}
+        wrong = {name for name, value in hashes.items() if ours.get(name) != value}
+        origins.append(Origin(version, sorted(wrong | missing_files(texts))))
+    origin = min(origins, key=lambda one: len(one.changed))
+    changed = [with_origin(name, hashes.get(name)) for name in origin.changed]
+    return Origin(origin.version, sorted([*changed, *named_code(folder, natives)]))
+
+
+def natives_of(plan: Plan) -> Natives:
+    """The source's classes. Raises ValueError or LinearizeError for a model that transformers does not have."""
+    with quiet():
+        config = AutoConfig.for_model(plan.model_type, architectures=[plan.architecture])
+    return Natives(config, model_class_of(config))
+
+
+def behind(folder: Path, plan: Plan) -> str | None:
+    """The earlier version that wrote all the code in a folder; None for code of this version or of nobody known."""
+    origin = origin_of(folder, plan)
+    return None if origin.changed or origin.version == __version__ else origin.version
+
+
+def missing_files(texts: dict[str, str]) -> set[str]:
+    """Files that the code in a folder imports and that are not there."""
+    roots = {name for name in texts if "/" not in name} | {MODELING_FILE}
+    needed = {f"{module}.py" for name in roots for module in imported(texts.get(name, ""))}
+    return (needed | {MODELING_FILE}) - texts.keys()
+
+
+def with_origin(name: str, value: str | None) -> str:
+    """A file's name, with the version that wrote it where another one did."""
+    versions = [version for version, known in known_files().items() if value and known.get(name) == value]
+    return f"{name} of linearize {versions[0]}" if versions else name
+
+
+def named_code(folder: Path, natives: Natives) -> Iterator[str]:
+    """Names of JSON files that name other code than linearize's: of this folder, of the Hub, of an adapter's base."""
     if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base model that it names, and its code
         yield ADAPTER_CONFIG
     for path in folder.glob("*.json"):
         with contextlib.suppress(ValueError, AttributeError):
-            said = json.loads(path.read_text("utf-8"))
+            found = json.loads(path.read_text("utf-8"))
             if path.name == "config.json":
-                named = said.get("auto_map") != auto_map(natives)
+                named = found.get("auto_map") != auto_map(natives)
             else:  # processor_config.json has those of its parts one level down
-                named = any(part.get("auto_map") for part in (said, *said.values()) if isinstance(part, dict))
-            if named:
-                yield path.name
+                named = any(part.get("auto_map") for part in (found, *found.values()) if isinstance(part, dict))
+            kernel = hub_kernel(found)
+            if named or kernel:
+                yield f"{path.name} with {kernel}" if kernel else path.name

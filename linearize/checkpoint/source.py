@@ -34,6 +34,8 @@ FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 # Keys of a config that say how often a part is built, and more than any model has; building them takes half a minute.
 AMOUNT = re.compile(r"(layer|block|depth|expert|group|stage|codebook)s?$")
 MAX_AMOUNT = 20_000
+# Keys of a config whose value may be a repository of kernels: attn_implementation, _attn_implementation and the like.
+KERNEL_KEY = re.compile(r"_implementation(_internal)?$")
 # Of a folder where a model of transformers is asked for.
 OF_DIFFUSERS = (
     "is a model of diffusers, which linearize converts and verifies in a local folder (hf download ID --local-dir DIR) "
@@ -165,6 +167,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise LinearizeError(f"{path} holds {type(data).__name__}, expected an object", Exit.INCOMPATIBLE)
     return data
+
+
+def hub_kernel(config: Any) -> str | None:
+    """`key=value` of the first entry of a config, or of one inside it, that names a kernel of the Hub, whose code would
+    run: an attention or expert implementation with a slash in it. None where there is none."""
+    left: list[tuple[str, Any]] = [("", config)]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict | list):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            # Under such a key may be a value for each part of the model.
+            left += [(key if KERNEL_KEY.search(key) else str(name), item) for name, item in inner]
+        elif isinstance(value, str) and "/" in value and KERNEL_KEY.search(key):
+            return f"{key}={value}"
+    return None
 
 
 def find_shards(

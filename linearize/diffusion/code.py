@@ -9,71 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from .. import __version__
 from ..checkpoint.flatten import flat_files, imported
+from ..checkpoint.templates import templates_of
 from ..errors import Exit, LinearizeError
-from ..plan.mechanisms import load_mechanism
 
 # By the class name of a processor that computes no softmax: who reads q, k and v as it does, and where that is.
 READERS = {"SanaLinearAttnProcessor2_0": ("diffusers.models.transformers.sana_transformer", "SanaAttnProcessor2_0")}
-
-# `load` makes modules of the carried text. A bar begins each line of it, for diffusers looks for imports in whatever
-# begins a line with `from`, in strings too.
-MODULE = '''"""{native} with linear attention; written by linearize {version}.
-
-FILES are files of linearize's kernels folder, a bar before each line; `load` makes modules of them.
-"""
-
-import importlib.abc
-import importlib.util
-import os
-import sys
-import types
-
-from diffusers import {native}
-{imports}
-NAME = "{name}"
-MECHANISMS = {mechanisms}
-READERS = {{{readers}}}
-FILES = {{}}  # name -> text, in the order of their imports
-
-
-class Carried(importlib.abc.ExecutionLoader):
-    """Loads a module from FILES; tracebacks, inspect and Triton find its text."""
-
-    def get_source(self, fullname):
-        lines = FILES[fullname.rpartition(".")[2]].strip("\\n").split("\\n")
-        return "".join(line[2:] + "\\n" for line in lines)
-
-    def get_filename(self, fullname):
-        return os.path.join(os.path.dirname(os.path.abspath(__file__)), *fullname.split(".")) + ".py"
-
-
-def load():
-    """The class, made once in a process."""
-    package = sys.modules.get(NAME)
-    if not hasattr(package, "Linearized{native}"):
-        package = types.ModuleType(NAME)
-        package.__path__ = []
-        sys.modules[NAME] = package
-        for file in FILES:
-            spec = importlib.util.spec_from_loader(f"{{NAME}}.{{file}}", Carried())
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-            setattr(package, file, module)
-        mixers = {{name: package.mixer.own_mixer(getattr(package, name)) for name in MECHANISMS}}
-        linearized = package.diffusion.linearized
-        package.Linearized{native} = linearized({native}, mixers, READERS, __file__)
-    return package.Linearized{native}
-
-
-{files}
-
-Linearized{native} = load()
-'''
+# What `carried` makes of a kernel file.
+CARRIED = re.compile(r"^FILES\[\"(\w+)\"\] = r'''\n((?:\|.*\n)*)'''$", re.MULTILINE)
 
 
 def readers(kinds: set[str]) -> dict[str, Any]:
@@ -84,17 +32,23 @@ def readers(kinds: set[str]) -> dict[str, Any]:
 
 def code_of(native: str, mechanisms: set[str], kinds: set[str]) -> tuple[str, str]:
     """Name, without `.py`, and text of the file for a class of diffusers whose processors are of `kinds`."""
-    files = ordered(flat_files([*sorted(mechanisms), "diffusion"]))
-    names = [load_mechanism(name).__module__.rpartition(".")[2] for name in sorted(mechanisms)]
+    files = flat_files([*sorted(mechanisms), "diffusion"])
+    return module(__version__, native, mechanisms, kinds, files)
+
+
+def module(
+    version: str, native: str, mechanisms: set[str], kinds: set[str], files: Mapping[str, str]
+) -> tuple[str, str]:
+    """`code_of` as linearize `version` writes it with the kernel files `files` (name -> text)."""
     used = {kind: READERS[kind] for kind in sorted(kinds & READERS.keys())}
-    text = MODULE.format(
+    text = templates_of(version).module.format(
         native=native,
-        version=__version__,
+        version=version,
         imports="".join(f"from {place} import {reader}\n" for place, reader in used.values()),
         name="{name}",
-        mechanisms=names,
+        mechanisms=sorted(mechanisms),
         readers=", ".join(f'"{kind}": {reader}' for kind, (_, reader) in used.items()),
-        files="\n".join(carried(name, text) for name, text in files.items()),
+        files="\n".join(carried(name, text) for name, text in ordered(files).items()),
     )
     name = "linearized_" + hashlib.sha256(text.encode()).hexdigest()[:12]
     return name, text.replace('NAME = "{name}"', f'NAME = "{name}"', 1)
@@ -107,13 +61,21 @@ def carried(file: str, text: str) -> str:
     return f"FILES[\"{file.removesuffix('.py')}\"] = r'''\n{lines}\n'''"
 
 
-def ordered(files: dict[str, str]) -> dict[str, str]:
+def carried_files(text: str) -> dict[str, str]:
+    """File name -> text of the kernel files that the text of such a file carries: the inverse of `carried`."""
+    return {
+        f"{name}.py": "".join(f"{line[2:]}\n" for line in lines.splitlines()) for name, lines in CARRIED.findall(text)
+    }
+
+
+def ordered(files: Mapping[str, str]) -> dict[str, str]:
     """`files` by name, each after those that it imports."""
     found: dict[str, str] = {}
 
     def visit(name: str) -> None:
         for needed in imported(files[name]):
-            visit(f"{needed}.py")
+            if f"{needed}.py" in files:
+                visit(f"{needed}.py")
         found.setdefault(name, files[name])
 
     for name in sorted(files):
@@ -121,14 +83,19 @@ def ordered(files: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def code_for(config: dict[str, Any]) -> tuple[str, str]:
-    """`code_of` a converted transformer, by its config. Raises LinearizeError (exit 3) for another config."""
+def code_for(config: dict[str, Any], version: str = __version__, text: str | None = None) -> tuple[str, str]:
+    """`code_of` a converted transformer, by its config; or, with the kernel files that `text` carries, as `version`
+    writes it. Raises LinearizeError (exit 3) for another config.
+    """
     try:
         native, spec = config["_class_name"].removeprefix("Linearized"), config["linearize"]
         kinds = {layer["site"]["kind"] for layer in spec["layers"]}
-        return code_of(native, {layer["mechanism"] for layer in spec["layers"]}, kinds)
+        mechanisms = {layer["mechanism"] for layer in spec["layers"]}
     except (KeyError, TypeError, AttributeError) as error:
         raise LinearizeError(f"config.json has no plan of linearize's: {error!r}", Exit.INCOMPATIBLE) from error
+    if text is None:
+        return code_of(native, mechanisms, kinds)
+    return module(version, native, mechanisms, kinds, carried_files(text))
 
 
 def converted_config(config: dict[str, Any], native: str, spec: dict[str, Any]) -> tuple[dict[str, Any], str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor
 from linearize_kernels.hf.diffusion import attach
 from linearize_kernels.mixer import own_mixer
 
-from ..checkpoint.provenance import refuse_code
-from ..checkpoint.source import read_header, read_json, unreadable
+from ..checkpoint.known_code import known_files, sha256_of
+from ..checkpoint.provenance import Origin, refuse_code
+from ..checkpoint.source import hub_kernel, read_header, read_json, unreadable
 from ..checkpoint.write import MANIFEST
 from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan, some
@@ -28,7 +29,7 @@ from ..verify import checks
 from ..verify.checks import Check
 from ..verify.child.latents import denoised, make_latents, parts_of
 from ..verify.reload import Level, clean_command, compare, fits_twice, free_memory, numbers, result_of, started
-from .code import code_for, readers
+from .code import carried_files, code_for, readers
 from .probe import Part
 from .write import INDEX_FILE, SHARDS
 
@@ -129,7 +130,7 @@ def verify_folder(folder: Path, *, strict: bool = False, trust_remote_code: bool
             Exit.INCOMPATIBLE,
         )
     if not trust_remote_code:
-        refuse_code(folder, changed_code(folder, configs))
+        refuse_code(folder, origin_of(folder, configs))
     found = [checks.attempt("files", lambda: checks.check_files(folder))]
     for part in parts:
         label = f"{part}: " if part else ""
@@ -140,21 +141,35 @@ def verify_folder(folder: Path, *, strict: bool = False, trust_remote_code: bool
     return [checks.strictly(check) for check in found] if strict else found
 
 
-def changed_code(folder: Path, configs: dict[str, dict[str, Any]]) -> set[str]:
-    """Names of Python files that are not what the plans lead to, and of files that name other code."""
-    expected: dict[str, bytes] = {}
+def origin_of(folder: Path, configs: dict[str, dict[str, Any]]) -> Origin:
+    """Which version wrote the code in a folder, and the files that are not its: Python, and what names other code."""
+    present = {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in folder.rglob("*.py")}
+    origins = [changed_code(folder, configs, present, version) for version in known_files()]
+    origin = min(origins, key=lambda one: len(one.changed))
+    kernels = {path.relative_to(folder).as_posix(): hub_kernel(read_json(path)) for path in folder.rglob("config.json")}
+    named = [f"{name} with {kernel}" for name, kernel in kernels.items() if kernel]
+    return Origin(origin.version, sorted([*origin.changed, *named]))
+
+
+def changed_code(folder: Path, configs: dict[str, dict[str, Any]], present: dict[str, str], version: str) -> Origin:
+    """What of the Python files that are `present`, and of the files that name them, `version` did not write so."""
+    expected: dict[str, str] = {}
     changed = set()
     index = read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).exists() else {}
+    known = known_files()[version]
     for part, config in configs.items():
         prefix = f"{part}/" if part else ""
-        name, text = code_for(config)
-        expected[f"{prefix}{name}.py"] = text.encode()
+        own = next((file for file in present if PurePosixPath(file).parent == PurePosixPath(part)), "")
+        name, expected[f"{prefix}{name}.py"] = code_for(config, version, present.get(own, ""))
+        carried = {file: sha256_of(one) for file, one in carried_files(present.get(own, "")).items()}
+        if not carried or not carried.items() <= known.items():
+            changed.add(own or f"{prefix}{name}.py")
         if config.get("auto_map") != {"AutoModel": f"{name}.{config['_class_name']}"}:
             changed.add(f"{prefix}config.json")
         if part and index[part] != [name, config["_class_name"]]:
             changed.add(INDEX_FILE)
-    present = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
-    return changed | {name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name)}
+    changed |= {name for name in expected.keys() | present.keys() if expected.get(name) != present.get(name)}
+    return Origin(version, sorted(changed))
 
 
 def check_hashes(folder: Path, parts: list[str]) -> tuple[str, str]:

@@ -14,12 +14,13 @@ from typing import Any
 from ..checkpoint.flatten import flat_files, kernel_files, kernels_folder
 from ..errors import LinearizeError, did_you_mean
 
+MIXER_CLASS = re.compile(r"^class (\w+)\(Mixer\):", re.MULTILINE)
+
 
 def mechanism_names() -> list[str]:
     """Mechanisms: folders of the kernels folder whose file of the same name defines a mixer; none is imported."""
-    defines_mixer = re.compile(r"^class \w+\(Mixer\):", re.MULTILINE)
     files = [path for path in kernels_folder().glob("*/*.py") if path.stem == path.parent.name]
-    return sorted(path.stem for path in files if defines_mixer.search(path.read_text("utf-8")))
+    return sorted(path.stem for path in files if MIXER_CLASS.search(path.read_text("utf-8")))
 
 
 def check_name(name: str) -> None:
@@ -38,6 +39,20 @@ def load_mechanism(name: str) -> Any:
     return own_mixer(importlib.import_module(f"linearize_kernels.{name}.{name}"))
 
 
+# Options that were renamed: old name -> new. Configs and recipes of earlier versions have the old ones.
+RENAMED_OPTIONS = {"features": "feature_map", "phi": "feature_map", "gate_heads": "state_heads"}
+
+
+def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` of mechanism `name` under the names that they have now; unknown ones stay as they are."""
+    from linearize_kernels.mixer import option_types
+
+    mixer, base = load_mechanism(name), options.get("base")
+    known = option_types(mixer, base if base in mixer.bases else None)
+    new = {old: RENAMED_OPTIONS.get(old, old) for old in options}
+    return {new[old] if old not in known and new[old] in known else old: value for old, value in options.items()}
+
+
 def resolve_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """All options of mechanism `name`: its defaults, or as published with `faithful`, overridden by `given`.
 
@@ -46,7 +61,7 @@ def resolve_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     from linearize_kernels.mixer import option_types, published_options
 
     mixer, base = load_mechanism(name), None
-    kinds, given = option_types(mixer), dict(given)
+    kinds, given = option_types(mixer), present_options(name, given)
     if mixer.bases and "base" in given:
         base = _parse("base", given["base"], *kinds["base"][:2])
         kinds = option_types(mixer, base)

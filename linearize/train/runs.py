@@ -2,7 +2,7 @@
 
 run.json          resolved recipe and versions
 .lock             held by the process that runs, whose number is in it
-converted/        the converted base (or absent when the base was converted already)
+converted/        the converted base (absent when the base was converted already, by this version)
 cache/            tokenised data
 checkpoints/      <stage>-<step>/, complete or absent: written beside and renamed
 metrics.jsonl     one JSON object per step or evaluation

@@ -7,7 +7,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,16 @@ from ..checkpoint import card
 from ..checkpoint import write as checkpoint
 from ..checkpoint.atomic import output_folder
 from ..checkpoint.code import Natives, code_files
-from ..checkpoint.provenance import check_code, read_plan
+from ..checkpoint.provenance import behind, check_code, read_plan
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
+from ..checkpoint.upgrade import plan_upgrade, write_code
 from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
 from ..recipe.recipe import Recipe
 from ..verify.child.inputs import auto_class, outputs
-from ..verify.reload import LOAD, TOLERANCE, check_keys, clean_command, compare, fits_twice, result_of, started
+from ..verify.reload import TOLERANCE, check_keys, compare, fits_twice, reload_logits
 from .student import ADAPTER, Student
 
 # Relative to the largest logit, after rounding the trained weights to the dtype that is saved.
@@ -81,7 +81,8 @@ def meta_model(
     trust_remote_code: bool,
     device: str = "meta",
 ) -> Any:
-    """The linearized model without memory behind its weights: of a conversion that is planned, or of a folder.
+    """The linearized model without memory behind its weights: of a conversion that is planned, or of a folder, with the
+    code of this version even where an earlier one wrote it.
 
     `dtype` None is the one that the weights are stored in. On another `device` its weights are random.
     """
@@ -97,6 +98,10 @@ def meta_model(
         else:
             assert folder is not None
             plan = check_code(folder, trust_remote_code)
+            upgrade = plan_upgrade(folder, trust_remote_code=trust_remote_code) if behind(folder, plan) else None
+            if upgrade is not None:
+                folder = Path(scratch)
+                write_code(folder, upgrade)
         with quiet(), torch.device(device):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             dtype = dtype or getattr(torch, plan.dtype)
@@ -239,10 +244,9 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     loaded = recipe.model.dtype or plan.dtype
     rounds = len(dtypes) > 1 or ROUNDING[loaded] > ROUNDING[plan.dtype]
     limit = max(ROUNDING[plan.dtype], ROUNDING[loaded]) if rounds else TOLERANCE
-    with ThreadPoolExecutor() as pool:  # of two child processes, each of which mostly starts up
-        count, reloaded = pool.submit(check_keys, folder), pool.submit(reload_logits, folder)
-    difference = compare(reloaded.result(), rounded, "reloading changed logits by", limit)
-    return said.format(count.result()) + f"; logits equal the trained model's (largest difference {difference:.1e})"
+    count, reloaded = reload_logits(folder)
+    difference = compare(reloaded, rounded, "reloading changed logits by", limit)
+    return said.format(count) + f"; logits equal the trained model's (largest difference {difference:.1e})"
 
 
 def round_weights(model: Any, dtype: torch.dtype) -> None:
@@ -251,12 +255,3 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
     for value in model.state_dict().values():
         if value.is_floating_point():
             value.copy_(value.to(dtype))
-
-
-def reload_logits(folder: Path) -> Tensor:
-    """`logits_of` a saved model, in float32, computed in a process where linearize cannot be imported."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "logits.pt"
-        with clean_command(LOAD, [str(folder), str(out)]) as command, started(*command) as child:
-            result_of(child)
-        return torch.load(out)

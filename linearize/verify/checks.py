@@ -6,6 +6,7 @@ clean process whether the model loads and whether all ways to cut up a forward p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.provenance import changed_code, plan_of, refuse_code
+from ..checkpoint.provenance import differences, origin_of, plan_of, read_plan, refuse_code
 from ..checkpoint.shards import in_parallel, read_bytes, read_tensor, sha256
-from ..checkpoint.source import DTYPES, Entry, check_revision, open_source, read_header
+from ..checkpoint.source import DTYPES, Entry, check_revision, open_source, read_header, read_json
 from ..checkpoint.write import INDEX, MANIFEST
 from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan, some
@@ -56,10 +57,13 @@ def verify_folder(
     else:
         folder = open_source(model, revision).folder
     plan = read_config_plan(folder)
+    with contextlib.suppress(LinearizeError):  # a manifest that cannot be read fails the check of files
+        plan = read_plan(folder)
     if not trust_remote_code:
-        refuse_code(folder, changed_code(folder, plan))
+        refuse_code(folder, origin_of(folder, plan))
     checks = [
         attempt("files", lambda: check_files(folder)),
+        attempt("config", lambda: check_plan(folder)),
         attempt("index", lambda: check_index(folder)),
         attempt("untouched weights", lambda: check_hashes(folder)),
         attempt("new weights", lambda: check_new(folder, strict)),
@@ -131,6 +135,14 @@ def check_files(folder: Path) -> tuple[str, str]:
         return "warning", f"code that linearize did not write: {some(edited)}"
     foreign = sorted(present - listed)
     return ("warning", f"files that linearize did not write: {some(foreign)}") if foreign else ("passed", "")
+
+
+def check_plan(folder: Path) -> tuple[str, str]:
+    """config.json follows the plan in linearize.json."""
+    if not manifest_of(folder):
+        return "passed", f"no {MANIFEST} to compare it with"
+    found = list(differences(read_plan(folder), read_json(folder / "config.json")))
+    return ("failed", f"not as {MANIFEST} has it: {'; '.join(found[:3])}") if found else ("passed", "")
 
 
 def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:

@@ -213,6 +213,16 @@ def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = 
     return difference
 
 
+def reload_logits(folder: Path) -> tuple[int, torch.Tensor]:
+    """`check_keys`, and the logits, or what else comes out, of a saved model in float32, in one clean process."""
+    count = _check_index(folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "logits.pt"
+        with clean_command(LOAD, [str(folder), str(out)]) as command, started(*command) as child:
+            _check_loaded(folder, result_of(child))
+        return count, torch.load(out)
+
+
 def _check_index(folder: Path) -> int:
     """Index and shards list the same tensors, and the new ones are finite; returns how many there are."""
     index = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]

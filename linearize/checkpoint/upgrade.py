@@ -1,0 +1,168 @@
+"""`linearize upgrade`: a converted folder gets this version's code and config; its weights stay as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..convert import check_paths
+from ..diffusion.convert import holds_diffusers
+from ..errors import Exit, LinearizeError, absent
+from ..plan.mechanisms import build_mixer, present_options
+from ..plan.plan import Plan
+from ..verify.reload import check_keys, compare, fits_twice, reload_logits
+from . import write as checkpoint
+from .atomic import output_folder
+from .code import MODELING_FILE, code_files
+from .known_code import known_files
+from .provenance import Origin, check_code, natives_of, origin_of, read_plan
+from .shards import link_or_copy
+from .source import open_source, read_header, read_json
+
+WEIGHTS = ".safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Upgrade:
+    """An upgrade, decided. `version` is that of the code in `folder`; `plan` has the options under their present names,
+    `renamed` are those of another name before (old -> new). `carried` files go along as they are."""
+
+    folder: Path
+    output: Path
+    version: str
+    plan: Plan
+    renamed: dict[str, str]
+    code: dict[str, str]
+    config: dict[str, Any]
+    carried: tuple[str, ...]
+
+    @property
+    def in_place(self) -> bool:
+        return self.output == self.folder
+
+
+def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code: bool = False) -> Upgrade | None:
+    """Decide an upgrade of `folder`, in place without `output`; None where the folder has this version's code already.
+
+    Raises LinearizeError: 2 for a folder that is not there and an output that is in the way, 3 for a folder that
+    linearize did not write, for code that no version of it wrote unless `trust_remote_code`, and for what this version
+    cannot write anew.
+    """
+    if not folder.is_dir():
+        raise absent(folder, "no such folder:")
+    if holds_diffusers(str(folder)):
+        said = f"{folder} is a model of diffusers, which upgrade does not rewrite. Convert its source again"
+        raise LinearizeError(said, Exit.INCOMPATIBLE)
+    read_plan(folder)  # which says what to do where there is none
+    source = open_source(str(folder), None)
+    if output is not None:
+        check_paths(source, output, overwrite=False)
+    old = check_code(folder, trust_remote_code)
+    try:
+        natives = natives_of(old)
+    except (ValueError, LinearizeError) as error:
+        raise LinearizeError(
+            f"{folder} is {old.architecture} of code that came with its source, which upgrade cannot write anew. "
+            "Convert the source again",
+            Exit.INCOMPATIBLE,
+        ) from error
+    plan, renamed = with_present_options(old)
+    check_mixers(folder, plan)
+    code = code_files(plan, natives)
+    config = checkpoint.converted_config(source.config, plan, natives)
+    origin = origin_of(folder, old)
+    if origin == Origin(__version__, []) and json.loads(json.dumps(config)) == source.config:
+        return None
+    replaced = {name for known in known_files().values() for name in known} | {MODELING_FILE, *code}
+    replaced |= {"config.json", checkpoint.MANIFEST}
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    if output is not None:
+        present &= set(read_json(folder / checkpoint.MANIFEST)["files"])
+    carried = tuple(sorted(present - replaced))
+    return Upgrade(folder, output or folder, origin.version, plan, renamed, code, config, carried)
+
+
+def with_present_options(plan: Plan) -> tuple[Plan, dict[str, str]]:
+    """A plan with its options under their present names, and those that had another one: old -> new."""
+    renamed: dict[str, str] = {}
+    steps = []
+    for step in plan.steps:
+        options = present_options(step.mechanism, step.options)
+        renamed |= {old: new for old, new in zip(step.options, options, strict=True) if old != new}
+        steps.append(dataclasses.replace(step, options=options))
+    return dataclasses.replace(plan, steps=tuple(steps)), renamed
+
+
+def check_mixers(folder: Path, plan: Plan) -> None:
+    """Raise LinearizeError (exit 3) where this version's mixers have other parameters than the folder has."""
+    stored = {name: entry.shape for path in folder.glob(f"*{WEIGHTS}") for name, entry in read_header(path).items()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for step in plan.steps:
+        with torch.device("meta"):
+            state = build_mixer(step.mechanism, step.site, step.options).state_dict()
+        wanted |= {f"{step.site.path}.mixer.{name}": tuple(value.shape) for name, value in state.items()}
+    for name in sorted(wanted):
+        if stored.get(name) != wanted[name]:
+            found = f"{list(stored[name])} in {folder}" if name in stored else f"not in {folder}"
+            raise LinearizeError(
+                f"{name} is {found}, and {list(wanted[name])} in linearize {__version__}: its mixers are others. "
+                "Convert the source again, or use the version that wrote the folder",
+                Exit.INCOMPATIBLE,
+            )
+
+
+def upgrade(planned: Upgrade) -> str:
+    """Carry an upgrade out; the output appears complete or not at all. Returns what was compared.
+
+    Raises LinearizeError: 2 for an output that is in the way, 4 for a full disk, 6 where the upgraded model cannot be
+    loaded or computes something else.
+    """
+    carried = planned.carried if planned.in_place else ()
+    with output_folder(planned.output, planned.in_place, carried) as folder:
+        for name in planned.carried:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            place = link_or_copy if planned.in_place or name.endswith(WEIGHTS) else shutil.copyfile
+            place(planned.folder / name, target)
+        write_code(folder, planned)
+        checkpoint.write_json(folder / checkpoint.MANIFEST, upgraded_manifest(folder, planned))
+        return compared(planned.folder, folder)
+
+
+def write_code(folder: Path, planned: Upgrade) -> None:
+    """Write the code and config.json of this version into `folder`."""
+    for name, text in planned.code.items():
+        (folder / name).write_text(text, "utf-8")
+    checkpoint.write_json(folder / "config.json", planned.config)
+
+
+def upgraded_manifest(folder: Path, planned: Upgrade) -> dict[str, Any]:
+    """linearize.json of the upgraded `folder`: what the old one says, with this version's code, plan and versions."""
+    old = json.loads((planned.folder / checkpoint.MANIFEST).read_text("utf-8"))
+    new = checkpoint.manifest(folder, planned.plan, old.get("untouched") or {"shards": {}, "tensors": {}})
+    foreign = set(planned.carried) - set(old["files"])
+    new["files"] = [name for name in new["files"] if name not in foreign]
+    past = [*old.get("upgraded_from", []), {"linearize": planned.version, "versions": old.get("versions")}]
+    return {**old, **new, "upgraded_from": past}
+
+
+def compared(old: Path, new: Path) -> str:
+    """Load both folders in clean processes and compare their logits; says what was done.
+
+    Raises LinearizeError (exit 6) for tensors that are missing, and for logits that differ.
+    """
+    said = "reloaded in a clean process: {} tensors, none missing, none unexpected"
+    if not fits_twice([old]):
+        return said.format(check_keys(new)) + "; logits not compared, twice the weights exceed free memory"
+    with ThreadPoolExecutor() as pool:
+        before, after = pool.submit(reload_logits, old), pool.submit(reload_logits, new)
+        count, logits = after.result()
+        difference = compare(logits, before.result()[1], "the upgraded model's logits differ from before by")
+    return said.format(count) + f"; logits equal those of before (largest difference {difference:.1e})"
