@@ -24,7 +24,7 @@ import yaml
 from linearize.cli import app
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import mechanism_names, parse_settings, resolve_options
-from linearize.recipe.presets import presets
+from linearize.recipe.presets import Preset, presets
 from linearize.recipe.recipe import load_recipe, recipe_schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,6 +116,13 @@ def test_commands_of_linearize_parse(page: Path) -> None:
 def test_the_readme_converts_finetunes_and_makes() -> None:
     assert {words[0] for words in linearize_commands(PAGES[0])} >= {"convert", "finetune"}
     assert {words[1] for words in shell_commands(PAGES[0]) if words[0] == "make"} >= {"demo", "test"}
+
+
+@pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
+def test_commands_in_the_headers_of_recipes_parse(preset: Preset) -> None:
+    words = shlex.split(preset.measured["command"])
+    assert words[0] == "linearize"
+    check_command(words[1:])
 
 
 @every_page

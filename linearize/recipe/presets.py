@@ -33,9 +33,15 @@ def presets() -> list[Preset]:
 
 def _read(path: Path) -> Preset:
     header = re.match(r"(?:#.*\n)*", path.read_text("utf-8"))
-    lines = [line.removeprefix("#").strip() for line in header[0].splitlines()] if header else []
-    keys = (re.match(r"(command|hardware|duration|result)\s+(.*)", line) for line in lines)
-    return Preset(path.stem, path, lines[0] if lines else "", {found[1]: found[2] for found in keys if found})
+    lines = [line.removeprefix("# ").rstrip() for line in header[0].splitlines()] if header else []
+    measured: dict[str, str] = {}
+    for line in lines:
+        if found := re.match(r"(command|hardware|duration|result)\s+(.*)", line):
+            measured[found[1]] = found[2]
+        elif measured and line.startswith(" "):  # goes on below its key
+            last = next(reversed(measured))
+            measured[last] += f" {line.strip()}"
+    return Preset(path.stem, path, lines[0] if lines else "", measured)
 
 
 def preset(name: str) -> Preset:

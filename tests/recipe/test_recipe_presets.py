@@ -27,6 +27,15 @@ PRESETS = presets()
 by_name = pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 
 
+def test_what_a_header_says_was_measured_is_read_to_its_end() -> None:
+    measured = {preset.name: preset.measured for preset in PRESETS}
+    assert measured["gsa"]["result"].endswith("(docs/measurements/study.md)")
+    for preset in PRESETS:
+        header = preset.path.read_text("utf-8").split("\n\n")[0]
+        figures = header[header.index("# command") :].replace("#", " ").split()
+        assert figures == " ".join(f"{key} {text}" for key, text in preset.measured.items()).split()
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small unconverted model in `source` and text beside it."""
