@@ -39,6 +39,13 @@ class Config(NamedTuple):
     # Of two launches the second reads the sums of gates that the first one made: differences of them are what it wants,
     # exact enough beside bf16.
     given: bool = False
+    # Bytes of shared memory that a program may have.
+    shared: int = 48 * 1024
+
+    def over(self, how: Launch, heads: int) -> Launch:
+        """A launch of the scan with as many of its stages as fit where it walks over so many heads of a memory."""
+        fitting = [n for n in range(how.stages, 1, -1) if scan_bytes(self.chunk, how, heads, n) <= self.shared]
+        return how._replace(stages=fitting[0] if fitting else 1)
 
     def pieces(self, programs: int, chunks: int) -> int:
         """Into how many pieces the scan cuts rows where it has `programs` without, and a row so many chunks.
@@ -56,19 +63,28 @@ SHIPPED: dict[tuple[tuple[int, int], bool], dict[str, Any]] = {
 }
 
 
+def scan_bytes(chunk: int, how: Launch, heads: int, stages: int) -> int:
+    """Bound on the shared memory of the scan in bf16, pipelined: the rows of all heads in as many buffers as there are
+    stages, and a factor in two parts."""
+    return 2 * chunk * (stages * heads * (how.block_k + how.block_v) + 2 * how.block_k)
+
+
 def configure(q: Tensor, v: Tensor) -> Config:
     """The configuration for these inputs on their device."""
     if q.device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
         small = Launch(16, 16, 4, 1)
         return Config(32, small, small, small, small, "ieee", programs=12, piece=1, given=q.dtype == torch.float16)
     properties = torch.cuda.get_device_properties(q.device)
-    return choose((properties.major, properties.minor), properties.multi_processor_count, v.shape[-1], q.dtype)
+    # A property that torch has and its type stub has not.
+    shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
+    capability = (properties.major, properties.minor)
+    return choose(capability, shared, properties.multi_processor_count, v.shape[-1], q.dtype)
 
 
 @functools.cache
-def choose(capability: tuple[int, int], processors: int, DV: int, dtype: torch.dtype) -> Config:
+def choose(capability: tuple[int, int], shared: int, processors: int, DV: int, dtype: torch.dtype) -> Config:
     """The shipped configuration, or a safe one. Registers allow two programs of the scan a multiprocessor."""
-    config = safe(dtype)._replace(programs=2 * processors)
+    config = safe(dtype)._replace(programs=2 * processors, shared=shared)
     if dtype == torch.bfloat16:
         config = config._replace(**SHIPPED.get((capability, DV > 64), {}))
     return config

@@ -98,12 +98,13 @@ def scan(x: Problem, xs: Tensor, ys: Tensor, gate: Tensor | None, b: Tensor, fir
     chunks = x.layout.chunks // (1 if x.layout.per_row is None else rows)
     pieces = x.config.pieces(blocks(x, how) * rows * x.E, chunks)
     sums = keep = None
+    heads = x.H // x.E if reverse else 1
 
     def walk(how: Launch, *memories: Tensor | None) -> None:
         x.launch(
-            gla_scan_kernel, how, (blocks(x, how), rows * x.E, pieces), xs, ys, x.g, gate, x.segments,
+            gla_scan_kernel, x.config.over(how, heads), (blocks(x, how), rows * x.E, pieces), xs, ys, x.g, gate, x.segments,
             x.layout.per_chunk, x.layout.per_row, b, *memories, sums, keep, scale, *strides(xs, ys), *x.counts,
-            REVERSE=reverse, G=x.H // x.E if reverse else 1, GIVEN=pieces > 1 and x.config.given,
+            REVERSE=reverse, G=heads, GIVEN=pieces > 1 and x.config.given,
         )  # fmt: skip
 
     if pieces > 1:

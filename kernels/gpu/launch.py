@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -36,6 +37,8 @@ _calls: dict[Hashable, int] = {}
 _numbers = itertools.count()
 _launches: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 _kinds: set[Hashable] = set()
+# What was said of kernels that do not fit a GPU.
+_said: set[str] = set()
 # Launches that `_compile_ahead` collects instead of making them.
 _collected: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("collected", default=None)
 
@@ -127,9 +130,38 @@ def launch(
     if (collected := _collected.get()) is not None:
         collected[key] = partial(_compile, kernel, grid, arguments, keywords, torch.cuda.current_device())
         return
-    compiled = kernel[grid](*arguments, **keywords)
+    compiled = _fitting(lambda keywords: kernel[grid](*arguments, **keywords), keywords, kernel.__name__)
     if compiled is not None:  # the interpreter compiles nothing
         _launches[key] = compiled, tuple(constants[name] for name in names)
+
+
+def _fitting(run: Callable[[dict[str, Any]], Any], keywords: dict[str, Any], name: str) -> Any:
+    """run(keywords) of the kernel `name`, with fewer stages where shared memory does not hold the buffers of all.
+
+    Configurations are computed to fit; this is for versions of triton and GPUs that need more than was foreseen.
+    """
+    asked = {option: keywords[option] for option in ("num_stages", "STAGES") if option in keywords}
+    stages = max(asked.values())
+    while True:
+        try:
+            return run(keywords | {option: min(n, stages) for option, n in asked.items()})
+        except triton.runtime.errors.OutOfResources as error:
+            if stages == 1 or error.name != "shared memory":
+                raise
+            _say_once(f"{name} needs more shared memory than this GPU has and runs with fewer stages, more slowly")
+            stages -= 1
+
+
+def said_once(reason: str) -> str:
+    """The reason why no configuration fits a GPU, of which a warning tells the first time."""
+    _say_once(f"{reason}: PyTorch takes over, more slowly")
+    return reason
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=2)
 
 
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -153,7 +185,8 @@ def _compile_ahead(*runs: Callable[[], Any]) -> None:
 
 def _compile(kernel: Any, grid: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], device: int) -> None:
     torch.cuda.set_device(device)
-    kernel.warmup(*arguments, grid=grid, **keywords).run  # noqa: B018  (loads it, and compiles triton's launcher)
+    # `run` loads it, and compiles triton's launcher.
+    _fitting(lambda keywords: kernel.warmup(*arguments, grid=grid, **keywords).run, keywords, kernel.__name__)
 
 
 # ---------------------------------------------------------------- chunks

@@ -81,7 +81,7 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
 def test_rows_are_cut_where_heads_are_few() -> None:
     from linearize_kernels.gla.config import choose
 
-    config = choose((9, 0), 132, 128, torch.bfloat16)
+    config = choose((9, 0), 232448, 132, 128, torch.bfloat16)
     asked = [(32, 256), (32, 2048), (32, 20), (16, 32), (88, 256)]
     assert [config.pieces(*sizes) for sizes in asked] == [8, 8, 5, 8, 3]
     assert [config.pieces(*sizes) for sizes in [(256, 32), (89, 256), (32, 11), (32, 1)]] == [1, 1, 1, 1]
@@ -124,7 +124,7 @@ def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
     """triton 3.4 to 3.7 miscompile some dot(trans(x)) on Hopper where x comes out of a dot; ours never does."""
     from linearize_kernels.gla.config import choose
 
-    config = choose((9, 0), 132, 128, torch.bfloat16)
+    config = choose((9, 0), 232448, 132, 128, torch.bfloat16)
     for reverse in (False, True):
         assert transposed_products(compiled(name, 90, config, 128, REVERSE=reverse)) == []
 

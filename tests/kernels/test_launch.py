@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def run(case: str, cache: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("case", ["again", "ahead", "ints", "kinds", "alignment", "failure"])
+@pytest.mark.parametrize("case", ["again", "ahead", "ints", "kinds", "alignment", "stages", "failure"])
 def test_launches(case: str, tmp_path: Path) -> None:
     assert run(case, tmp_path).split() == ["fine"]
 
@@ -41,6 +42,7 @@ def main(case: str) -> None:
     from linearize_kernels.gpu import launch
     from linearize_kernels.gpu.tiles import jit
 
+    shared = 232448
     launched: list[tuple[object, ...]] = []
     compiled: list[str] = []
 
@@ -57,7 +59,7 @@ def main(case: str) -> None:
             return 1, 2, 32, 0, 1024
 
         def get_device_properties(self, device: int) -> dict[str, int]:
-            return {"max_shared_mem": 232448}
+            return {"max_shared_mem": shared}
 
         def unload_module(self, module: int) -> None: ...
 
@@ -121,6 +123,27 @@ def main(case: str) -> None:
         operator(x)
         operator(torch.randn(17)[1:])
         assert len({id(a[0]) for a in launched}) == 2
+    elif case == "stages":  # where buffers do not fit, fewer do, and one warning says so
+
+        @jit
+        def product(p_x, p_y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+            o = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            b_y = tl.zeros([BLOCK, BLOCK], tl.float32)
+            for i in range(n):
+                b_x = tl.load(p_x + i * BLOCK * BLOCK + o)
+                b_y += tl.dot(b_x, b_x)
+            tl.store(p_y + o, b_y)
+
+        def three(call: int, x: torch.Tensor) -> None:
+            launch.launch(product, (1,), x, x, 9, call=call, num_warps=4, num_stages=3, BLOCK=64)
+
+        operator, shared = launch.entry(three), 20000
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for n in (4096, 4096, 8192):
+                operator(torch.randn(n).half())
+        assert sum("product needs more shared memory" in str(one.message) for one in told) == 1
+        assert len(launched) == 3
     else:  # what a compiler says in a thread reaches the caller
 
         @jit
