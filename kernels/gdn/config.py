@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import width
+from ..gpu.launch import said_once, width
 
 
 class Launch(NamedTuple):
@@ -69,7 +69,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, D: int, DV: int) -> str:
     try:
         _configure(device, dtype, D, DV)
     except ValueError as error:
-        return str(error)
+        return said_once(str(error))
     return ""
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import width
+from ..gpu.launch import said_once, width
 
 
 class Config(NamedTuple):
@@ -66,7 +66,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int) 
     try:
         _configure(device, dtype, M, D, DV)
     except ValueError as error:
-        return str(error)
+        return said_once(str(error))
     return ""
 
 

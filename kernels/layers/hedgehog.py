@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gpu.launch import entry, launch, operator, own_namespace, scratch, unavailable
+from ..gpu.launch import entry, launch, operator, own_namespace, said_once, scratch, unavailable, width
 from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, store_rows, tl, triton
 
 NAMESPACE = own_namespace(__name__, "hedgehog_forward")
@@ -29,7 +29,34 @@ LARGEST = 128
 def fits(y: Tensor, weight: Tensor) -> bool:
     """Whether the kernels take y [B,T,H,D] and weights [H,D,D]; of other dtypes they would multiply what differs."""
     known = weight.dtype in (y.dtype, torch.float32)
-    return not unavailable(y.device, y.dtype) and known and 16 <= y.shape[-1] <= LARGEST
+    if unavailable(y.device, y.dtype) or not known or not 16 <= y.shape[-1] <= LARGEST:
+        return False
+    return not _obstacle(y.device, y.dtype, weight.dtype, y.shape[-1])
+
+
+@torch.compiler.assume_constant_result
+def _obstacle(device: torch.device, dtype: torch.dtype, weights: torch.dtype, D: int) -> str:
+    """Why the kernels do not fit a GPU; empty where they do."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    # A property that torch has and its type stub has not.
+    shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
+    need = shared_bytes(properties.major, dtype, weights, D)
+    if need <= shared:
+        return ""
+    return said_once(f"hedgehog in {dtype} with head dim {D} needs {need} of {shared} bytes of shared memory")
+
+
+def shared_bytes(major: int, dtype: torch.dtype, weights: torch.dtype, D: int) -> int:
+    """Bound on the shared memory of both kernels, from the compiler's reports for 8.0, 8.9 and 9.0: the weights and
+    their transposes, in two parts where they are more exact than y, and rows."""
+    BD = width(D)
+    if dtype != torch.bfloat16:
+        return 4 * (4 * BD * BD + 2 * TILE * BD)
+    copies = 4 if weights != dtype else 2
+    # What wgmma of 9.0 and later multiplies, it reads there.
+    return 2 * (copies * BD * BD + (4 if major >= 9 else 2) * TILE * BD)
 
 
 # ---------------------------------------------------------------- kernels

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import dense, entry, interpreted, launch, scratch, strides, unavailable, width
+from ..gpu.launch import dense, entry, interpreted, launch, said_once, scratch, strides, unavailable, width
 from .forward import mix_kernel, output_kernel, state_kernel, step_kernel, summary_kernel
 from .backward import key_kernel, pairs_kernel, query_kernel, value_kernel, weights_kernel
 
@@ -99,7 +99,7 @@ def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, M: int, c
     try:
         configure(device, dtype, DV, group(M) if causal else 64)
     except ValueError as error:
-        return str(error)
+        return said_once(str(error))
     return ""
 
 

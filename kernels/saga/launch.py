@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import dense, entry, launch, scratch, strides, unavailable, width
+from ..gpu.launch import dense, entry, launch, said_once, scratch, strides, unavailable, width
 from .kernels import keys_kernel, output_kernel, queries_kernel, summary_kernel
 
 # Of the normaliser, which positive features and gates keep above it.
@@ -94,7 +94,7 @@ def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, phi: str)
     try:
         configure(device, dtype, D, DV, phi)
     except ValueError as error:
-        return str(error)
+        return said_once(str(error))
     return ""
 
 

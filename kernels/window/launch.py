@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import dense, entry, launch, scratch, strides, unavailable, width
+from ..gpu.launch import dense, entry, launch, said_once, scratch, strides, unavailable, width
 from .kernels import (
     LOG2E,
     LOWEST,
@@ -90,7 +90,7 @@ def runs_on(device: torch.device, dtypes: tuple[torch.dtype, ...], D: int, DV: i
     try:
         configure(device, dtypes[0], D, DV)
     except ValueError as error:
-        return str(error)
+        return said_once(str(error))
     return ""
 
 
