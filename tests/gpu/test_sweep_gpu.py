@@ -1,0 +1,213 @@
+"""Every mechanism on a GPU at every size of sizes.py: mixers in bf16, whose kernels `auto` chooses, against the same in
+float64, which the PyTorch path takes, and no worse than the PyTorch path in bf16 where that is not near.
+
+Skipped without a GPU, but for a run of the checks themselves. `PYTHONPATH=tests python tests/gpu/test_sweep_gpu.py gla`
+needs no pytest; `gla 1 3` runs the second third, so that processes compile side by side. Each may take 25 GB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from sizes import HEADS, OPTIONS, Heads, site_and_options
+from torch import Tensor
+
+from linearize_kernels.gpu import launch
+from linearize_kernels.layout import TokenLayout
+
+# Of the norm of what the float64 path gives: any tensor, and one that the PyTorch path in bf16 misses by so much less.
+ALLOWED, FACTOR = 1e-2, 1.5
+FEW = HEADS[1], HEADS[6]
+HIDDEN = 256
+
+
+def mixers(name: str, options: dict[str, Any], heads: Heads, device: str = "cuda") -> tuple[Any, Any]:
+    """A mixer in bf16 with random weights, and its copy in float64."""
+    kind, site, options = site_and_options(name, options, heads, HIDDEN)
+    torch.manual_seed(0)
+    ours = kind(site, **options)
+    ours.reset_parameters()
+    ours = ours.to(device, torch.bfloat16)
+    exact = kind(site, **options).to(device, torch.float64)
+    exact.load_state_dict(ours.state_dict())
+    return ours, exact
+
+
+def inputs(heads: Heads, B: int, T: int, device: str = "cuda") -> list[Tensor]:
+    """q, k, v and hidden states in bf16."""
+    torch.manual_seed(B + T)
+    shapes = (heads.H, heads.D), (heads.Hkv, heads.D), (heads.Hkv, heads.D), (HIDDEN,)
+    return [torch.randn(B, T, *shape, device=device).bfloat16() for shape in shapes]
+
+
+def trained(
+    mixer: Any, given: list[Tensor], layout: TokenLayout, backward: bool = True, only_output: bool = False
+) -> dict[str, Tensor]:
+    """The output and, made in any case with `backward`, gradients of inputs and weights."""
+    dtype = next(mixer.parameters()).dtype
+    leaves = [x.detach().to(dtype).requires_grad_(backward) for x in given]
+    with torch.set_grad_enabled(backward):
+        o, _ = mixer(*leaves, layout)
+    found = {"o": o.detach()}
+    if backward:
+        torch.manual_seed(1)
+        arrives = torch.randn(o.shape, device=o.device).bfloat16().to(o.dtype)
+        wanted = {"d" + n: x for n, x in zip("qkvx", leaves, strict=True)}
+        wanted |= {n: x for n, x in mixer.named_parameters() if x.requires_grad}
+        gradients = torch.autograd.grad(o, list(wanted.values()), arrives, allow_unused=True)
+        found |= {n: g for n, g in zip(wanted, gradients, strict=True) if g is not None}
+    return {"o": found["o"]} if only_output else found
+
+
+def decoded(mixer: Any, given: list[Tensor], prefill: int) -> dict[str, Tensor]:
+    """Outputs of the tokens after `prefill`, one at a time, and the prefill's."""
+    dtype = next(mixer.parameters()).dtype
+    given = [x.to(dtype) for x in given]
+    with torch.no_grad():
+        o, state = mixer(*(x[:, :prefill] for x in given), TokenLayout())
+        steps = []
+        for t in range(prefill, given[0].shape[1]):
+            one, state = mixer(*(x[:, t : t + 1] for x in given), TokenLayout(), state)
+            steps.append(one)
+    return {"prefill": o, "decode": torch.cat(steps, 1)}
+
+
+def errors(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Norm of the difference over that of what is exact; inf where ours is not finite."""
+    found = {}
+    for name, x in exact.items():
+        difference = float((ours[name].double() - x).norm() / x.norm().clamp_min(1e-3 * x.numel() ** 0.5))
+        found[name] = difference if bool(ours[name].isfinite().all()) else float("inf")
+    return found
+
+
+def compared(run: Callable[[Any], dict[str, Tensor]], ours: Any, exact: Any) -> dict[str, tuple[float, float]]:
+    """Of what a run gives, the error of ours, and if that is large, that of the PyTorch path in bf16 (else 0)."""
+    wanted = run(exact)
+    found = errors(run(ours), wanted)
+    if all(error <= ALLOWED for error in found.values()):
+        return {name: (error, 0.0) for name, error in found.items()}
+    with without_kernels():
+        torchs = errors(run(ours), wanted)
+    return {name: (error, torchs[name]) for name, error in found.items()}
+
+
+def cells(
+    name: str, options: dict[str, Any], heads: Heads, device: str = "cuda"
+) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
+    """Name and errors of each check of one size."""
+    ours, exact = mixers(name, options, heads, device)
+    causal = ours.site.causal
+
+    def layout(B: int, T: int, packed: bool) -> TokenLayout:
+        segments = (torch.arange(T, device=device) // 60 + torch.arange(B, device=device)[:, None]) if packed else None
+        return TokenLayout(segments=segments, causal=causal)
+
+    for B, T, packed in ((2, 200, False), (1, 1, False), (2, 200, True)):
+        if packed and not (causal and heads in FEW):
+            continue
+        given, how = inputs(heads, B, T, device), layout(B, T, packed)
+        # At one token the norm of a head leaves q and k no gradient but rounding's.
+        run = partial(trained, given=given, layout=how, only_output=T == 1)
+        yield f"train {B}x{T}" + " packed" * packed, compared(run, ours, exact)
+    if causal:
+        for B in (1, 16, 64):
+            given = inputs(heads, B, 103 if B == 1 else 20, device)
+            yield f"decode {B}", compared(partial(decoded, given=given, prefill=given[0].shape[1] - 3), ours, exact)
+    if device == "cpu":
+        return
+    given = inputs(heads, 8, 2048, device)
+    check = finite(trained(ours, given, layout(8, 2048, False)))
+    row = partial(trained, given=[x[:1] for x in given], layout=layout(1, 2048, False), backward=heads in FEW)
+    yield "train 8x2048", check | compared(row, ours, exact)
+    if heads not in FEW or options != OPTIONS[name][0]:
+        return
+    for T in (16384, 65536):
+        given = inputs(heads, 1, T, device)
+        found = trained(ours, given, layout(1, T, False))
+        check = finite(found)
+        if causal:  # what comes first sees nothing of the rest
+            wanted = trained(exact, [x[:, :4096] for x in given], layout(1, 4096, False), backward=False)
+            check["o"] = errors({"o": found["o"][:, :4096]}, wanted)["o"], 0.0
+        yield f"train 1x{T}", check
+
+
+def finite(found: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    return {f"finite {name}": (0.0 if bool(x.isfinite().all()) else float("inf"), 0.0) for name, x in found.items()}
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """The PyTorch path of operators and features; gates stay, which are exact."""
+    refusals: dict[str, Any] = dict.fromkeys(("use_kernels", "use_triton", "fits"), lambda *args: False)
+    refusals["runs_on"] = lambda *args: "left to PyTorch"
+    modules = [module for name, module in sys.modules.items() if name.startswith("linearize_kernels.")]
+    found = [(module, name) for module in modules for name in refusals if hasattr(module, name)]
+    kept = [getattr(module, name) for module, name in found]
+    for module, name in found:
+        setattr(module, name, refusals[name])
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(found, kept, strict=True):
+            setattr(module, name, value)
+
+
+def needs() -> dict[str, int]:
+    """Kernel -> the most shared memory that a launch of this process needed."""
+    found: dict[str, int] = {}
+    for compiled, _ in launch._launches.values():
+        found[compiled.metadata.name] = max(found.get(compiled.metadata.name, 0), compiled.metadata.shared)
+    return found
+
+
+def rows(name: str, options: dict[str, Any], heads: Heads, device: str) -> Iterator[tuple[bool, str]]:
+    """Whether each check of one size is good, and a line about it; the last one if it raises."""
+    begin, title = time.perf_counter(), f"{name} {options or ''} {heads}"
+    try:
+        for cell, found in cells(name, options, heads, device):
+            worst = [n for n, (ours, torchs) in found.items() if not ours <= max(ALLOWED, FACTOR * torchs)]
+            shown = [n for n, (ours, _) in found.items() if ours > ALLOWED or n in ("o", "dq", "prefill", "decode")]
+            numbers = " ".join("{} {:.1e}/{:.1e}".format(n, *found[n]) for n in shown)
+            spent, begin = time.perf_counter() - begin, time.perf_counter()
+            yield not worst, f"{'BAD' if worst else 'ok'} {title} {cell} {spent:.1f}s {' '.join(worst)} | {numbers}"
+    except Exception as error:
+        yield False, f"BAD {title} {type(error).__name__} {str(error)[:400]!r}"
+
+
+def main(name: str, part: int = 0, parts: int = 1) -> int:
+    """Print a row for each check; the number of those that are bad."""
+    sizes = [(o, heads) for o in OPTIONS[name] for heads in (HEADS if o in OPTIONS[name][:2] else FEW)]
+    bad = 0
+    for options, heads in sizes[part::parts]:
+        for good, line in rows(name, options, heads, "cuda"):
+            print(line, flush=True)
+            bad += not good
+        torch.cuda.empty_cache()
+    print("shared memory", needs(), flush=True)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *(int(x) for x in sys.argv[2:])) > 0)
+
+import pytest  # noqa: E402  (the script needs none)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_size_runs_and_is_near_float64(name: str) -> None:
+    assert main(name) == 0
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_checks_themselves_run(name: str) -> None:
+    found = list(rows(name, OPTIONS[name][0], Heads(4, 2, 16), "cpu"))
+    assert [line for good, line in found if not good] == []
+    assert len(found) == (2 if name == "saga" else 5)

@@ -1,0 +1,94 @@
+"""What kernels need of shared memory, at sizes of attention modules in use, found without a GPU (launches.py).
+
+Each case is a clean process running this file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent.parent
+CASES = ("llama", "five heads", "every size", "hedgehog")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_launches_fit(case: str, tmp_path: Path) -> None:
+    paths = [os.environ.get("PYTHONPATH", ""), *map(str, (TESTS.parent, TESTS, TESTS / "kernels"))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, __file__, case], env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_hedgehog_leaves_what_does_not_fit_to_pytorch_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from linearize_kernels.gpu import launch
+    from linearize_kernels.layers import hedgehog
+
+    class Properties:
+        major, shared_memory_per_block_optin = 8, 101376
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(launch, "_said", set())
+    device, half, single = torch.device("cuda"), torch.bfloat16, torch.float32
+    with pytest.warns(UserWarning, match="head dim 128 needs 163840 of 101376 bytes of shared memory: PyTorch"):
+        assert hedgehog._obstacle(device, half, single, 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hedgehog._obstacle(device, half, single, 128)
+        assert not hedgehog._obstacle(device, half, half, 128)
+        assert not hedgehog._obstacle(device, single, single, 64)
+
+
+def main(case: str) -> None:
+    import launches
+    from sizes import GPUS, HEADS, OPTIONS, Gpu, Heads
+
+    launches.replace_entries()
+    h200 = GPUS["H200"]
+
+    def backward_scans(heads: Heads) -> list[int]:
+        """What the kernels that walk backwards over all query heads of a memory need, at B4 T2048."""
+        made = launches.calls("gla", OPTIONS["gla"][0], heads, 4, 2048)
+        found = [one for one in launches.launches(made, h200) if one.name.endswith("gla_scan_kernel")]
+        return [launches.need(one) for one in found if one.keywords["REVERSE"]]
+
+    launches.set_driver(h200.capability)
+    if case in ("llama", "five heads"):  # 311,296 bytes and more, as long as stages were those of one query head
+        needs = backward_scans(HEADS[1] if case == "llama" else Heads(10, 2, 128))
+        assert len(needs) == 2, needs
+        assert max(needs) <= h200.shared, needs
+    elif case == "every size":  # kernels, or a reason why not
+        for name in OPTIONS:
+            for heads in HEADS:
+                made = launches.calls(name, OPTIONS[name][0], heads, 4, 2048)
+                for gpu in GPUS.values():
+                    try:
+                        assert launches.launches(made, gpu) or not made
+                    except ValueError as error:
+                        assert "bytes of shared memory" in str(error)  # noqa: PT017
+                        assert gpu.shared < h200.shared
+    else:
+        from linearize_kernels.layers.hedgehog import shared_bytes
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        half, single = torch.bfloat16, torch.float32
+        host = next(name for name in launches.HOSTS if name.endswith("hedgehog_backward"))
+        for capability, y, weights in ((80, half, single), (90, single, single)):
+            launches.set_driver(capability)
+            rows = (empty(1, 256, 2, D, dtype=y) for D in (256, 128))
+            call = host, (*rows, empty(2, 128, 128, dtype=weights), 0.3)
+            (one,) = launches.launches([call], Gpu(capability, 1 << 20, 108))
+            assert launches.need(one) <= shared_bytes(capability // 10, y, weights, 128), (capability, y, weights)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
