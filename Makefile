@@ -47,9 +47,10 @@ digits: .venv/ready-test
 	rm -rf .venv/digits
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cued .venv/digits --control --processes 2 --floor 90
 
-# The site of docs/, into site/; a broken link, or a page that the navigation lacks, is an error.
+# The site of docs/, into site/; a broken link, or a page that the navigation lacks, is an error (never with --quiet:
+# mkdocs counts no warning that it does not print).
 docs: .venv/ready-docs .venv/typing/linearize_kernels
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 environments: .venv/ready-test $(CLEAN:=/ready)
 

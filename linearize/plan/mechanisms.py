@@ -194,7 +194,7 @@ def describe(name: str) -> dict[str, Any]:
         **summary(name),
         "about": inspect.getdoc(mixer),
         "options": list(_options(mixer)),
-        "options_about": "\n\n".join(inspect.getdoc(one.__init__) or "" for one in described),
+        "options_about": "\n\n".join(_for_users(inspect.getdoc(one.__init__) or "") for one in described),
         "state_formula": mixer.state_formula,
         "example": {
             "site": EXAMPLE_NAME,
@@ -204,6 +204,11 @@ def describe(name: str) -> dict[str, Any]:
             "tokens": EXAMPLE_TOKENS,
         },
     }
+
+
+def _for_users(docstring: str) -> str:
+    """What a docstring says of options, to those who set them and call no constructor."""
+    return docstring.replace("Raises ValueError for ", "Refused: ").replace("Raises ValueError ", "Refused ")
 
 
 def _options(mixer: Any) -> Iterator[dict[str, Any]]:

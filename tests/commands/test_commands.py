@@ -57,6 +57,7 @@ def test_a_mechanism_tells_all_that_its_file_says(linearize: Command, name: str)
     borrowed = {option for base in mixer.bases.values() for option in option_types(base)} - option_types(Mixer).keys()
     said = told["about"] + told["options_about"]
     assert [o for o in option_types(mixer) if f"`{o}`" not in said and o not in borrowed] == []
+    assert "ValueError" not in said  # options are set by people who call no constructor
     assert "faithful=true" in out
     assert mixer.state_formula in " ".join(out.split())
     assert all(f"`{option}`" in out for option in option_types(mixer).keys() & {"window", "sink"})
