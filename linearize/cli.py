@@ -32,6 +32,7 @@ from .commands import (
 )
 from .errors import Exit, LinearizeError, resource_error
 from .terminal.output import say, say_error
+from .terminal.signals import interruptible
 
 app = typer.Typer(
     name="linearize",
@@ -45,7 +46,8 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line; an error becomes one message and its exit code, a bug a report without local values."""
     try:
-        app(standalone_mode=True)
+        with interruptible():
+            app(standalone_mode=True)
     except SystemExit as ended:
         if ended.code == Exit.INTERRUPTED:  # typer's answer to Ctrl-C
             say("interrupted")

@@ -11,11 +11,14 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from forks import NO_MOUNT, Done, Forks, Task
@@ -183,18 +186,42 @@ def test_metrics_that_do_not_say_how_many_tokens_were_held_out(shared: Path, tmp
     assert "| logit_kl | 64 |  | 8 | 2 |" in measured(run.recipe, report)
 
 
-def test_ctrl_c_leaves_nothing_of_a_conversion(forks: Forks, source: Path) -> None:
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_leaves_nothing_of_a_conversion(forks: Forks, source: Path, kind: signal.Signals) -> None:
     before, parent, output = snapshot(source), source.parent, source.parent / "new" / "linear"
     command = ("convert", source, *OPTIONS, "-o", output)
     total = forks(*command, root=str(parent)).moments
     shutil.rmtree(parent / "new")
     for moment in moments("interrupt", total - 2, 6):  # the last two are after the rename
-        stopped = forks(*command, root=str(parent), at=moment, signal=signal.SIGINT)
+        stopped = forks(*command, root=str(parent), at=moment, signal=kind)
         assert stopped.code == Exit.INTERRUPTED, stopped.said
         assert "interrupted" in stopped.said
         assert "Traceback" not in stopped.said
         assert names(parent) == {"source"}
     assert snapshot(source) == before
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+def test_no_child_outlives_a_conversion(source: Path, kind: signal.Signals) -> None:
+    """Ended while clean processes check the result: they end too, and their temporary folders are removed."""
+    parent, scratch = source.parent, source.parent / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "linearize", "convert", source, *OPTIONS, "-o", parent / "linear"]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as tool:
+        children: list[psutil.Process] = []
+        while tool.poll() is None and len(children) < 2:
+            children = psutil.Process(tool.pid).children(recursive=True)
+            time.sleep(0.05)
+        tool.send_signal(kind)
+        said = tool.communicate()[1]
+    assert len(children) == 2, said
+    assert tool.returncode == Exit.INTERRUPTED, said
+    assert said.endswith("interrupted\n")
+    assert "Traceback" not in said
+    assert not [child for child in children if child.is_running()]
+    assert names(parent) == {"source", "scratch"}
+    assert not names(scratch)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from ..data.batches import Samples, collate, targets
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import AttentionTransfer, Stage
+from ..terminal.signals import END, caught
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
 from .progress import StageProgress, memory_bytes
@@ -172,24 +173,19 @@ class StageLoop:
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Within: the first Ctrl-C or SIGTERM finishes the step and saves, the second stops at once."""
+        """Within: the first Ctrl-C, SIGTERM or SIGHUP finishes the step and saves; a second one stops at once, unless
+        it is SIGHUP, which a closing terminal sends more than once.
+        """
 
-        def on_signal(number: int, frame: Any) -> None:
-            if self.owner.interrupted:
+        def on_signal(number: int) -> None:
+            if self.owner.interrupted and number != signal.SIGHUP:
                 raise KeyboardInterrupt
-            self.owner.interrupted = True
-            self.owner.say("interrupted: finishing this step, then saving (again to stop at once)")
+            if not self.owner.interrupted:
+                self.owner.interrupted = True
+                self.owner.say("interrupted: finishing this step, then saving (again to stop at once)")
 
-        try:
-            before = {kind: signal.signal(kind, on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: nobody can press Ctrl-C here
+        with caught((signal.SIGINT, *END), on_signal):
             yield
-            return
-        try:
-            yield
-        finally:
-            for kind, handler in before.items():
-                signal.signal(kind, handler)
 
     def _log(self, step: int, **values: float) -> None:
         if self.owner.accelerator.is_main_process:

@@ -94,15 +94,47 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(
     assert not list((tmp_path / "run").rglob("*.tmp"))
 
 
-def test_ctrl_c_saves_and_the_same_command_continues(root: Path, whole: Path, tmp_path: Path, forks: Forks) -> None:
+@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_an_interrupt_saves_and_the_same_command_continues(
+    kind: str, root: Path, whole: Path, tmp_path: Path, forks: Forks
+) -> None:
     recipe = write_recipe(tmp_path, base(root, "gpt2"), *stages(), **CHECKPOINTS)
-    stopped = run_until(forks, "SIGINT", "step", 8, recipe)
+    stopped = run_until(forks, kind, "step", 8, recipe)
     assert stopped.code == Exit.INTERRUPTED, stopped.said
     assert "state saved in" in stopped.said
     assert "Traceback" not in stopped.said
     assert any(path.name.startswith("logit_kl-") for path in (tmp_path / "run" / "checkpoints").iterdir())
     train(recipe_in(tmp_path, root))
     assert_as_undisturbed(tmp_path, whole)
+
+
+# Output goes to a terminal, which is closed where the signal comes; the signal then comes twice.
+CLOSING = """
+import os
+terminal, ours = os.openpty()
+for descriptor in (1, 2):
+    os.dup2(ours, descriptor)
+os.close(ours)
+kill = os.kill
+os.kill = lambda *arguments: (os.close(terminal), kill(*arguments), kill(*arguments))
+"""
+# As nohup starts a command.
+IGNORING = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+"""
+
+
+@pytest.mark.parametrize(("before", "code"), [(CLOSING, Exit.INTERRUPTED), (IGNORING, Exit.OK)], ids=["closed", "nohup"])
+def test_a_closed_terminal_saves_unless_that_is_ignored(
+    before: str, code: Exit, root: Path, tmp_path: Path, forks: Forks
+) -> None:
+    """Writing to a terminal that is gone fails, which must not end the run before it is saved."""
+    recipe = write_recipe(tmp_path, base(root, "gpt2"), *stages(), **CHECKPOINTS)
+    done = forks("SIGHUP", "step", 8, recipe, script=before + AT)
+    assert done.code == code, done.said
+    assert (tmp_path / "run" / "final").exists() == (code == Exit.OK)
+    assert (tmp_path / "run" / "checkpoints" / "logit_kl-4").exists() == (code == Exit.INTERRUPTED)
 
 
 class Stop(BaseException):
