@@ -43,8 +43,15 @@ app = typer.Typer(
 )
 
 
+# How threads of OpenMP wait for each other, by any of its libraries; each reads its own when torch is imported.
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
 def main() -> None:
     """Run the command line; an error becomes one message and its exit code, a bug a report without local values."""
+    if not any(variable in os.environ for variable in WAITING):
+        # By default they spin, on a core that another process could use. Child processes inherit this.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     try:
         with interruptible():
             app(standalone_mode=True)

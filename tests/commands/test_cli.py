@@ -15,7 +15,7 @@ from conftest import Command
 from models import SMALL, save_source
 from transformers import Olmo2Config
 
-from linearize import __version__
+from linearize import __version__, cli
 from linearize.errors import Exit, LinearizeError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +94,23 @@ def test_an_interrupt_is_130(linearize: Command, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("linearize.convert.plan_conversion", interrupt)
     assert linearize("convert", "model", "--to", "gsa")[:2] == (Exit.INTERRUPTED, "")
+
+
+# ---------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize(("given", "spins"), [({}, "0"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+def test_threads_that_wait_leave_the_core_unless_told_otherwise(given: dict[str, str], spins: str) -> None:
+    """As the OpenMP of torch for Linux says when torch is imported."""
+    code = "import sys; from linearize import cli; sys.argv[1:] = ['--version']\n"
+    code += "try: cli.main()\nexcept SystemExit: import torch"
+    environment = {name: value for name, value in os.environ.items() if name not in cli.WAITING}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **given}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    found = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    if not found:
+        pytest.skip("another OpenMP")
+    assert found == [spins]
 
 
 @pytest.mark.parametrize(
