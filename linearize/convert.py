@@ -227,7 +227,7 @@ def disagree(what: object, how: str) -> LinearizeError:
 def check_disk(plan: Plan, source: Source, output: Path) -> None:
     """Refuse to start (exit 4) when the disk of `output` cannot hold what will be written."""
     parent = next(p for p in output.absolute().parents if p.exists())
-    linked = parent.stat().st_dev == source.folder.stat().st_dev
+    linked = plan.copy or parent.stat().st_dev == source.folder.stat().st_dev  # the plan counts copies
     need = plan.needed_bytes + (0 if linked or plan.cast or source.pickled else source.bytes)
     free = shutil.disk_usage(parent).free
     if need > free:

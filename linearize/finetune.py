@@ -132,6 +132,7 @@ def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:
         options=recipe.convert.options,
         allow_drop=recipe.convert.allow_drop,
         dtype=recipe.model.dtype or "keep",
+        copy=recipe.convert.copy_weights,
         revision=recipe.model.revision,
         trust_remote_code=recipe.model.trust_remote_code,
         weights=weights,

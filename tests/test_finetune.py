@@ -290,6 +290,16 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert not any(noise in err for noise in ("Loading weights", "it/s", "Warning", "%|"))
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_run_copies_the_source_when_asked(copy: bool, root: Path, tmp_path: Path) -> None:
+    source = base(root, "llama").parent / "source"
+    convert = {"mechanism": "gsa", "options": {"slots": 4, "chunk_size": 16}, "copy_weights": copy}
+    train(make_recipe(tmp_path, source, stage("logit_kl", steps=1), convert=convert))
+    inode = (source / "model.safetensors").stat().st_ino
+    shards = (tmp_path / "run").rglob("*.safetensors")
+    assert (inode in {path.stat().st_ino for path in shards}) == (not copy)
+
+
 def test_a_base_is_opened_once_and_may_be_the_working_directory(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,17 +120,18 @@ def read_bytes(path: Path, start: int, size: int) -> Iterator[memoryview]:
 # ---------------------------------------------------------------- whole files
 
 
-def place_shard(source: Path, target: Path) -> str:
-    """A hard link where the file system allows one, else a copy, byte for byte; returns the file's sha256.
+def place_shard(source: Path, target: Path, copy: bool = False) -> str:
+    """A hard link where the file system allows one and no `copy` is asked for, else a copy, byte for byte; returns the
+    file's sha256.
 
     The cache of the Hub names large files by it: then it is the hash of what the Hub has, and nothing need be read.
     """
     source = source.resolve()
-    named = re.fullmatch("[0-9a-f]{64}", source.name) if source.parent.name == "blobs" else None
-    if named:
+    named = _hub_hash(source)
+    if named and not copy:
         link_or_copy(source, target)
-        return named[0]
-    if _linked(source, target):
+        return named
+    if not copy and _linked(source, target):
         return sha256(source)
     digest = hashlib.sha256()
     with target.open("wb", buffering=0) as file:
@@ -160,6 +161,16 @@ def sha256(path: Path) -> str:
     """The hash of a file, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def known_sha256(path: Path) -> str:
+    """`sha256`, of a large file in the cache of the Hub by its name there."""
+    return _hub_hash(path.resolve()) or sha256(path)
+
+
+def _hub_hash(path: Path) -> str | None:
+    named = re.fullmatch("[0-9a-f]{64}", path.name) if path.parent.name == "blobs" else None
+    return named and named[0]
 
 
 def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -112,7 +112,7 @@ def write_source_shards(
         written = {name: rewrite(shard, folder / name, plan, tied) for name, shard in names.items()}
         shards = {name: list(kept) for name, (kept, _) in written.items()}
         return shards, {"shards": {}, "tensors": {t: h for _, same in written.values() for t, h in same.items()}}
-    hashes = in_parallel(lambda name: place_shard(names[name], folder / name), names)
+    hashes = in_parallel(lambda name: place_shard(names[name], folder / name, plan.copy), names)
     shards = {name: list(read_header(shard)) for name, shard in names.items()}
     return shards, {"shards": dict(zip(names, hashes, strict=True)), "tensors": {}}
 

@@ -31,6 +31,9 @@ def convert(
         str, typer.Option(help="Dtype of the result: keep, float32, bfloat16, float16 or float64.")
     ] = "keep",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop. Reads no weights.")] = False,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy the source's shards. Default: hard links where the disk allows them.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that linearize wrote.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
@@ -65,6 +68,7 @@ def convert(
         options=parse_settings(settings or []),
         allow_drop=[name.strip() for text in allow_drop or [] for name in text.split(",")],
         dtype=dtype,
+        copy=copy,
         revision=revision,
         trust_remote_code=trust_remote_code,
         weights=not dry_run,

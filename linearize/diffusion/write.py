@@ -56,7 +56,7 @@ def write_pipeline(folder: Path, plan: Plan, source: Source, parts: list[Part], 
     """Write everything into the empty `folder`."""
     untouched: Untouched = {"shards": {}, "tensors": {}}
     entries = {}
-    untouched["shards"] |= copy_others(folder, source, parts)
+    untouched["shards"] |= copy_others(folder, source, parts, plan.copy)
     for part in parts:
         place = folder / part.name
         place.mkdir(exist_ok=True)
@@ -69,7 +69,7 @@ def write_pipeline(folder: Path, plan: Plan, source: Source, parts: list[Part], 
     write_json(folder / MANIFEST, manifest(folder, plan, untouched))
 
 
-def copy_others(folder: Path, source: Source, parts: list[Part]) -> dict[str, str]:
+def copy_others(folder: Path, source: Source, parts: list[Part], copy: bool) -> dict[str, str]:
     """Everything but the transformers' own files; hashes of the weights among it, by name."""
     converted, hashes = {part.source.folder for part in parts}, {}
     for path in sorted(source.folder.rglob("*")):
@@ -84,7 +84,7 @@ def copy_others(folder: Path, source: Source, parts: list[Part]) -> dict[str, st
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in WEIGHTS:
-            hashes[name.as_posix()] = place_shard(path, target)
+            hashes[name.as_posix()] = place_shard(path, target, copy)
         else:
             shutil.copyfile(path, target)
     return hashes

@@ -36,7 +36,8 @@ class Plan:
     of other modules that mix tokens why they stay as they are. `reads_masks`, `held`: see `probe.Found`.
 
     `dtype` is that of the result; source weights are rewritten in it when `cast`, rewritten as safetensors when
-    `pickled`, and else linked or copied byte for byte. `needed_bytes` is what is written anew.
+    `pickled`, and else copied byte for byte: as hard links where the disk allows, unless `copy`. `needed_bytes` is
+    what is written anew.
     """
 
     source: str
@@ -54,6 +55,7 @@ class Plan:
     others: tuple[str, ...] = ()
     reads_masks: bool = False
     held: dict[str, int] = dataclasses.field(default_factory=dict)
+    copy: bool = False
 
     @property
     def new_parameters(self) -> int:

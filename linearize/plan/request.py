@@ -17,6 +17,7 @@ from .plan import Plan, check_idle, check_rotation, choose_layers, fitting, grou
 class Request:
     """`layers` and `keep_softmax` are as `choose_layers` reads them, `options` the mechanism's; `allow_drop` consents,
     by name, to what the linear layers will lack (drops.py); `dtype` is the result's, or `keep`.
+    `copy` asks for copies of the source's shards, which are hard links otherwise.
 
     Raises LinearizeError (exit 2) for what is wrong with every model: an unknown mechanism, option or dtype.
     """
@@ -27,6 +28,7 @@ class Request:
     options: dict[str, Any] | None = None
     allow_drop: Sequence[str] = ()
     dtype: str = "keep"
+    copy: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ("keep", *DTYPES.values()):
@@ -57,6 +59,7 @@ class Request:
         check_idle(found, steps, self.options or {})
         new = sum(step.new_parameters for step in steps)
         rewritten = numbers if pickled or target != stored else 0
+        source_bytes = source.bytes or numbers * item_bytes(stored)
         return Plan(
             source=source.name,
             revision=source.revision,
@@ -70,6 +73,7 @@ class Request:
             others=grouped(found.others),
             reads_masks=found.reads_masks,
             held=found.held,
-            source_bytes=source.bytes or numbers * item_bytes(stored),
-            needed_bytes=(new + rewritten) * item_bytes(target),
+            source_bytes=source_bytes,
+            needed_bytes=(new + rewritten) * item_bytes(target) + source_bytes * (self.copy and not rewritten),
+            copy=self.copy,
         )

@@ -43,6 +43,8 @@ class Convert(Strict):
     """Layers left as they are, such as "7,15" or [7, 15]."""
     allow_drop: Names = ()
     """What the result may lack, as a refused plan names it: "alibi" or [alibi, sinks]."""
+    copy_weights: bool = False
+    """Copy the source's shards; else they are hard links to them where possible."""
 
 
 class Optimizer(Strict):

@@ -82,15 +82,22 @@ def plan_table(plan: Plan) -> None:
     for tokens, label in () if not plan.cache_bytes(1)["source"] else ((4096, "4k"), (131072, "128k")):
         cache = plan.cache_bytes(tokens)
         out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
-    rewritten = "source weights stay as they are"
+    rewritten = "source weights are copied as they are" if plan.copy else "source weights stay as they are"
     if plan.cast:
         rewritten = f"source weights are cast to {plan.dtype} shard by shard"
     elif plan.pickled:
         rewritten = "source weights are rewritten as safetensors, shard by shard"
+    linked = not (plan.cast or plan.pickled or plan.copy)
+    rest = f" beyond {size(plan.source_bytes)} of linked or copied shards" if linked else ""
     out.print(
         f"{plan.new_parameters:,} new parameters in {len(plan.steps)} layers; {rewritten}; "
-        f"disk needed: {size(plan.needed_bytes)} beyond {size(plan.source_bytes)} of linked or copied shards"
+        f"disk needed: {size(plan.needed_bytes)}{rest}"
     )
+    if linked:
+        out.print(
+            "the result's shards of source weights are hard links to the source's files where the disk allows: what is "
+            "written into one of them, in place, is in both (--copy makes copies)"
+        )
     if plan.kept:
         out.print(f"softmax stays in layers {ranges([s.layer for s in plan.kept])}")
     for other in plan.others:

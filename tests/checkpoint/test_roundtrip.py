@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 import transformers.conversion_mapping as conversions
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, Command, relative_error
 from models import (
     ARCHITECTURES,
     HYBRID,
@@ -177,6 +177,25 @@ def test_a_copy_where_links_are_impossible(tmp_path: Path, monkeypatch: pytest.M
     copied = folder / "model-source-00001-of-00001.safetensors"
     assert copied.read_bytes() == (source / "model.safetensors").read_bytes()
     assert copied.stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_shards_share_their_bytes_with_the_source_unless_copied(
+    tmp_path: Path, linearize: Command, copy: bool
+) -> None:
+    """The plan says which it is, counts the room, and what is written into a copy leaves the source alone."""
+    source, output = save_source(tmp_path / "source"), tmp_path / "linear"
+    command = ["convert", source, "--to", "gsa", "-o", output, "--verify", "none", "--json", *["--copy"] * copy]
+    code, out, err = linearize(*command)
+    assert code == 0, err
+    said = " ".join(err.split())
+    assert ("hard links" in said) == ("(--copy makes copies)" in said) == (not copy)
+    plan = json.loads(out)["plan"]
+    weights = (source / "model.safetensors").stat().st_size
+    assert plan["needed_bytes"] == 4 * plan["new_parameters"] + weights * copy
+    with (output / "model-source-00001-of-00001.safetensors").open("r+b") as file:
+        file.write(b"changed!")
+    assert ((source / "model.safetensors").read_bytes()[:8] == b"changed!") == (not copy)
 
 
 @pytest.mark.parametrize("order", ["embedding first", "head first"])

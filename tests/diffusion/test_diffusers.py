@@ -183,6 +183,16 @@ def test_every_mechanism_fits_each_class(sources: dict[str, Path], tmp_path: Pat
     assert [note.partition(":")[0] for note in plan.notes] == (["relu_features"] if kind == SANA else [])
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_weights_of_a_pipeline_are_copied_when_asked(sources: dict[str, Path], tmp_path: Path, copy: bool) -> None:
+    """Those of the transformer and of the parts beside it."""
+    source = sources["DiTTransformer2DModel"]
+    converted(source, tmp_path / "linear", copy=copy)
+    inodes = {path.stat().st_ino for path in source.rglob("*.safetensors")}
+    assert len(inodes) > 1
+    assert bool(inodes & {path.stat().st_ino for path in (tmp_path / "linear").rglob("*")}) == (not copy)
+
+
 def test_a_pipeline_may_be_saved_again(sources: dict[str, Path], tmp_path: Path) -> None:
     converted(sources[DIT], tmp_path / "linear", "la")
     made = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "linear", trust_remote_code=True)
