@@ -14,8 +14,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .checkpoint.atomic import check_output, output_folder
 from .checkpoint.code import Natives
+from .checkpoint.provenance import check_code_cache
 from .checkpoint.shards import meta_tensors
-from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, read_header
+from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, is_secret, reason_of
 from .plan.plan import Plan, some
@@ -73,9 +74,10 @@ def convert(
     say: Say = print,
 ) -> str:
     """Carry a plan out: write to a temporary folder, verify there, rename to `output`. Returns what was verified."""
-    check_paths(source, output, overwrite)
-    check_weights(source, natives)
-    check_disk(plan, source, output)
+    with present():
+        check_paths(source, output, overwrite)
+        check_weights(source, natives)
+        check_disk(plan, source, output)
     with output_folder(output, overwrite) as folder:
         write_checkpoint(folder, source, plan, natives, seed)
         said = verify(folder, level, source, plan, trust_remote_code)
@@ -157,6 +159,7 @@ def load_model_class(source: Source, config: PretrainedConfig, trust_remote_code
         return model_class_of(config)
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+    check_code_cache()
     try:
         return get_class_from_dynamic_module(reference, str(source.folder))
     except Exception as error:  # whatever that code raises

@@ -16,10 +16,18 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED: tuple[int, ...] = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 REFUSED += (errno.EBUSY, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM)
 # As torch says it: of the CPU, of a CUDA device, of a library that runs there.
-FULL_MEMORY = re.compile("allocate memory|out of memory|_STATUS_ALLOC_FAILED")
+FULL_MEMORY = re.compile(
+    "allocate memory|not enough memory|out of memory|_STATUS_ALLOC_FAILED|(calculation|multiplication) overflow"
+)
+# torch.save forgets why a write was cut short.
+FULL_DISK = re.compile("PytorchStreamWriter failed|unexpected pos")
 # Access tokens of the Hub (34 characters; fewer may be a name), and the user part of an address, often a token alone.
 SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}|(?<=://)(?!git@)[^\s/@'\"]+(?=@)")
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+
+
+# What parsing may raise of a file that was damaged, or that somebody edited.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class Exit(IntEnum):
@@ -60,6 +68,18 @@ def absent(path: Path, what: str = "no such file:") -> LinearizeError:
     return LinearizeError(f"{what} {path}.{did_you_mean(path.name, siblings)}")
 
 
+def check_file(path: Path, code: Exit = Exit.USAGE) -> None:
+    """Raise LinearizeError with that exit code for a pipe, a socket or a device: reading one may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise no_file(path, code)
+
+
+def no_file(path: Path, code: Exit) -> LinearizeError:
+    """What to say of a pipe, a device, or a link that leads to one or nowhere, where a file should be."""
+    what = f"a link to {os.path.realpath(path)}" if path.is_symlink() else "a pipe or a device"
+    return LinearizeError(f"{path} is {what}: not a file. Remove it or replace it", code)
+
+
 def reason_of(error: BaseException) -> str:
     """The first line of an error, the second too where the first announces it; else its name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -95,9 +115,19 @@ def os_error(error: BaseException) -> OSError | None:
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found:
         return OSError(int(found[1]), os.strerror(int(found[1])))
-    # torch.save forgets why a write was cut short.
-    if isinstance(error, RuntimeError) and re.search("PytorchStreamWriter failed|unexpected pos", str(error)):
+    if isinstance(error, RuntimeError) and FULL_DISK.search(str(error)):
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return None
+
+
+def lacking(traceback: str) -> str | None:
+    """`disk` or `memory`, when that is what a child process ran out of, by the traceback that it printed; else None."""
+    last = re.split(r"^(?=[\w.]*Error\b)", traceback, flags=re.MULTILINE)[-1]
+    numbers = {int(number) for number in re.findall(r"(?:\[Errno |\(os error )(\d+)", last)}
+    if numbers & set(FULL) or FULL_DISK.search(last):
+        return "disk"
+    if errno.ENOMEM in numbers or FULL_MEMORY.search(last) or re.search("^MemoryError", last, re.MULTILINE):
+        return "memory"
     return None
 
 
@@ -128,7 +158,7 @@ def undamaged(path: Path, then: str) -> Iterator[None]:
     """Within: a file that this program wrote is read; raises LinearizeError (exit 2) when it is no longer like that."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError) as error:
+    except (*MALFORMED, FileNotFoundError) as error:
         raise LinearizeError(f"{path} is damaged ({type(error).__name__}: {error}). {then}") from error
 
 

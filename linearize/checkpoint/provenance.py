@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoConfig
+from transformers.utils import HF_MODULES_CACHE
 
 from linearize_kernels.mixer import Site
 
 from .. import __version__
-from ..errors import Exit, LinearizeError
-from ..plan.mechanisms import mechanism_names, present_options
+from ..errors import MALFORMED, Exit, LinearizeError
+from ..plan.mechanisms import check_name, mechanism_names, present_options
 from ..plan.plan import DIFFUSERS, Plan, Step, some
 from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
@@ -24,7 +26,8 @@ from . import write as checkpoint
 from .code import MODELING_FILE, Natives, auto_map, modeling
 from .flatten import imported
 from .known_code import known_files, sha256_of
-from .source import ADAPTER_CONFIG, hub_kernel, read_json
+from .shards import in_parallel, known_sha256
+from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_json
 
 
 class Origin(NamedTuple):
@@ -38,13 +41,48 @@ def check_code(folder: Path, trust_remote_code: bool) -> Plan:
     """The plan by which a folder was converted, and which its config.json follows.
 
     Raises LinearizeError (exit 3) for a config that does not, and unless `trust_remote_code` for code that no version
-    of linearize wrote.
+    of linearize wrote; 4 where transformers has no place for that code.
     """
+    check_folder(folder)
+    check_code_cache()
     plan = saved_again(folder) or read_plan(folder)
+    if not trust_remote_code:
+        check_mechanisms(folder, plan)
     check_config(folder)
     if not trust_remote_code:
         refuse_code(folder, origin_of(folder, plan))
     return plan
+
+
+def check_code_cache() -> None:
+    """Raise LinearizeError (exit 4) where transformers cannot make its folder for the code that models ship."""
+    try:
+        os.makedirs(HF_MODULES_CACHE, exist_ok=True)
+    except OSError as error:
+        raise LinearizeError(
+            f"cannot make {HF_MODULES_CACHE} ({error.strerror}), where transformers copies the code of a model. Set "
+            "HF_HOME, or HF_MODULES_CACHE, to a folder that can be written",
+            Exit.RESOURCE,
+        ) from error
+
+
+def check_mechanisms(folder: Path, plan: Plan) -> None:
+    """Raise LinearizeError (exit 3) for a mechanism in a folder's plan or config.json that is unknown here, and for a
+    config.json that cannot be read.
+    """
+    named, path = {step.mechanism for step in plan.steps}, folder / "config.json"
+    config = read_json(path) if path.exists() else {}
+    with contextlib.suppress(*MALFORMED):  # a config without a plan
+        named |= {step.mechanism for step in plan_of(config).steps}
+    for name in sorted(named):
+        try:
+            check_name(name)
+        except LinearizeError as error:
+            raise LinearizeError(
+                f"{folder}: {error.message}. Use the version of linearize that wrote it or a newer one, or download it "
+                "again",
+                Exit.INCOMPATIBLE,
+            ) from error
 
 
 def refuse_code(folder: Path, origin: Origin) -> None:
@@ -78,7 +116,7 @@ def read_plan(folder: Path) -> Plan:
                 Exit.INCOMPATIBLE,
             )
         return plan
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, *MALFORMED) as error:
         if saved_again(folder):
             raise LinearizeError(
                 f"{folder} is linearized but has no {checkpoint.MANIFEST}, which says what is whose in it; "
@@ -93,10 +131,22 @@ def read_plan(folder: Path) -> Plan:
         ) from error
 
 
+def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
+    """Hashes of the files that a folder's linearize.json lists, by name; the card is for people, and left out.
+
+    Of a folder that is `new`, those that linearize.json has are taken from there.
+    """
+    manifest = read_json(folder / checkpoint.MANIFEST)
+    names = [name for name in manifest["files"] if name != "README.md" and (folder / name).is_file()]
+    known = {**manifest.get("untouched", {}).get("shards", {}), **manifest.get("code", {})} if new else {}
+    hashes = in_parallel(lambda name: known.get(name) or known_sha256(folder / name), names)
+    return dict(zip(names, hashes, strict=True))
+
+
 def trained_before(folder: Path) -> str:
     """What to note of a base whose source weights an earlier run trained, or whose LoRA it left apart; else empty."""
     notes = []
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, *MALFORMED):
         recipe = json.loads((folder / checkpoint.MANIFEST).read_text("utf-8"))["recipe"]
         merged = recipe["finish"]["merge_lora"]
         parts = {"mixer", "all", *(["lora"] if merged else [])}
@@ -114,7 +164,7 @@ def saved_again(folder: Path) -> Plan | None:
     """`plan_of` a linearized model that save_pretrained wrote; None for any other folder."""
     if (folder / checkpoint.MANIFEST).exists():
         return None
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, *MALFORMED):
         return plan_of(json.loads((folder / "config.json").read_text("utf-8")))
     return None
 
@@ -232,7 +282,7 @@ def named_code(folder: Path, natives: Natives) -> Iterator[str]:
     if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base model that it names, and its code
         yield ADAPTER_CONFIG
     for path in folder.glob("*.json"):
-        with contextlib.suppress(ValueError, AttributeError):
+        with contextlib.suppress(*MALFORMED):
             found = json.loads(path.read_text("utf-8"))
             if path.name == "config.json":
                 named = found.get("auto_map") != auto_map(natives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import Exit, LinearizeError
+from ..errors import Exit, LinearizeError, check_file
 from ..hub.download import download
 from .atomic import MANIFEST
 
@@ -88,6 +89,7 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
         else:
             names = SMALL_FILES if weights else CONFIG_FILES
             folder, revision = download(model, revision, names, weight_files if weights else None)
+        check_folder(folder)
         config = _read_config(folder)
         shards, pickled = find_shards(folder, weights)
     except OSError as error:
@@ -118,6 +120,15 @@ def _is_folder(path: Path) -> bool:
 def unreadable(error: OSError) -> LinearizeError:
     """What to say (exit 4) of a file that the system does not give."""
     return LinearizeError(f"cannot read {error.filename or 'the source'}: {error.strerror or error}", Exit.RESOURCE)
+
+
+@contextlib.contextmanager
+def present() -> Iterator[None]:
+    """Within: a source is read that was there before; a file that is gone becomes a message (exit 4)."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise unreadable(error) from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -157,6 +168,13 @@ def _amounts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
             left += [(key, item) for item in value]
         elif isinstance(value, int) and AMOUNT.search(key):
             yield key, value
+
+
+def check_folder(folder: Path) -> None:
+    """Raise LinearizeError (exit 3) where what should be a file of a model is a pipe, a socket or a device."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if any(path.match(pattern) for pattern in (*SMALL_FILES, "*.safetensors", "*.bin")):
+            check_file(path, Exit.INCOMPATIBLE)
 
 
 def read_json(path: Path) -> dict[str, Any]:

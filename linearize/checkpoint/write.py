@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..errors import Exit, LinearizeError
+from ..errors import Exit, LinearizeError, no_file
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan
 from . import card
@@ -249,8 +248,7 @@ def _travels(path: Path) -> bool:
     if not wanted or path.is_dir() or any(path.match(pattern) for pattern in (".*", *NOT_COPIED)):
         return False
     if not path.is_file():
-        what = f"a link to {os.path.realpath(path)}" if path.is_symlink() else "a pipe or a device"
-        raise LinearizeError(f"{path} is {what}: not a file. Remove it or replace it", Exit.INCOMPATIBLE)
+        raise no_file(path, Exit.INCOMPATIBLE)
     return True
 
 

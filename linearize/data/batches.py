@@ -7,7 +7,9 @@ nothing is learned, and `valid`, which counts what a loss without labels is a me
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +18,14 @@ import transformers
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from ..errors import Exit, LinearizeError, absent
-from ..measure.generate import load_tokenizer
-from ..recipe.data import Data, ImageSource, Pack, holds_images, local_paths
+from ..errors import Exit, LinearizeError, absent, check_file
+from ..measure.generate import check_tokens, load_tokenizer
+from ..recipe.data import ArraySource, Data, ImageSource, Pack, holds_images, local_paths
 from ..train.losses import IGNORED, next_token_targets
 from ..train.runtime import to_source
 from ..verify.child.inputs import make_inputs
-from .images import Images, find_images
+from .cache_key import digest, identity
+from .images import Images, find_images, image_files
 from .masked import MaskedBlocks
 from .packing import Blocks, build_blocks
 
@@ -179,6 +182,22 @@ def check_source(source: Any, model: Any, start: Path, where: str) -> None:
     for path in local_paths(source, start):
         if not path.exists():
             raise absent(path, what)
+        check_file(path)
+
+
+def source_hash(source: Any, start: Path) -> str:
+    """A hash of what a recipe's source holds: of a dataset on the Hub its address, of a folder of images their names
+    and sizes, else of all bytes.
+    """
+    facts: Any
+    if isinstance(source, ImageSource):
+        (folder,) = local_paths(source, start)
+        facts = sorted((str(file.relative_to(folder)), file.stat().st_size) for file in image_files(folder))
+    elif isinstance(source, ArraySource):
+        facts = [digest(file) for file in local_paths(source, start)]
+    else:
+        facts = identity(to_source(source, "text", start))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def check_trains(model: Any, kind: Kind) -> None:
@@ -211,9 +230,4 @@ def check_vocabulary(tokenizer: Any, model: Any, data: list[Samples]) -> None:
     highest = tokenizer.vocab_size - 1
     if highest < rows <= len(tokenizer) - 1:
         highest = max(int(b[i]["input_ids"].max()) for b in data for i in range(len(b)))
-    if highest >= rows:
-        raise LinearizeError(
-            f"the tokenizer makes token {highest}, the model's embedding has {rows} rows: they do not belong together. "
-            "Put the model's own tokenizer into its folder",
-            Exit.INCOMPATIBLE,
-        )
+    check_tokens(model, highest)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Exit, LinearizeError, absent
+from ..errors import Exit, LinearizeError, absent, check_file
 from .documents import SUFFIXES, Source, rows_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def identity(source: Source) -> list[Any]:
         files = sorted(file for file in folder.rglob("*") if file.is_file())
     elif source.path and folder.is_file():
         raise LinearizeError(f"{folder} is a file: give it as files: [{folder}], not as path")
-    return [*address, [[file.name, _digest(file)] for file in files]]
+    return [*address, [[file.name, digest(file)] for file in files]]
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> str:
@@ -44,7 +44,9 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> str:
     return hashlib.sha256(json.dumps([*facts, tokenizer.chat_template if sft else None]).encode()).hexdigest()
 
 
-def _digest(file: Path) -> str:
+def digest(file: Path) -> str:
+    """The hash of a file's bytes. Raises LinearizeError: 2 where there is no file, 4 where it cannot be read."""
+    check_file(file)
     try:
         with file.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()

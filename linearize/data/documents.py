@@ -250,6 +250,8 @@ def _json_object(where: str, line: str) -> dict[str, Any]:
         value = json.loads(line)
         if "\\ud" in line.lower():  # only an escape brings in half a surrogate pair: tokenizers raise
             json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise LinearizeError(f"{where}: brackets in brackets, too deep to be read. One object per line") from error
     except json.JSONDecodeError as error:
         raise LinearizeError(f"{where}:{error.colno}: not JSON ({error.msg}). One object per line") from error
     except UnicodeEncodeError as error:

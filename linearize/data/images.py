@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError, absent, did_you_mean
+from ..errors import Exit, LinearizeError, absent, check_file, did_you_mean
 from ..recipe.data import ArraySource, DatasetSource, ImageSource, local_paths
 from ..train.losses import IGNORED
 from .documents import open_dataset
@@ -132,11 +132,16 @@ def find_images(source: ImageSource | ArraySource | DatasetSource, start: Path) 
     return from_dataset(source)
 
 
-def from_folder(folder: Path) -> Labelled:
-    """A folder with one folder per class; images that lie in it directly have no class."""
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder and in its folders, in order of their names."""
     if not folder.is_dir():
         raise absent(folder, "no folder")
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+
+
+def from_folder(folder: Path) -> Labelled:
+    """A folder with one folder per class; images that lie in it directly have no class."""
+    files = image_files(folder)
     labels = [path.relative_to(folder).parts[0] if path.parent != folder else None for path in files]
     return Labelled(files, labels, str(folder))
 
@@ -144,6 +149,7 @@ def from_folder(folder: Path) -> Labelled:
 def from_arrays(file: Path) -> Labelled:
     """A .npz with `images`, uint8 [N,height,width(,channels)] or pixel values [N,channels,height,width], and
     `labels` [N] where there are any."""
+    check_file(file)
     try:
         with np.load(file, allow_pickle=False) as arrays:
             if "images" not in arrays:

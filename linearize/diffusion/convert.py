@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import output_folder
-from ..checkpoint.source import Source, check_names, check_revision, find_shards, read_header, read_json
+from ..checkpoint.source import Source, check_names, check_revision, find_shards, present, read_header, read_json
 from ..checkpoint.write import meta_pickle
 from ..convert import Say, check_disk, check_paths, check_secrets, disagree, own_code, stored_dtype
 from ..errors import Exit, LinearizeError
@@ -89,8 +89,9 @@ def convert(
     """Carry a plan out: write to a temporary folder, verify there, rename to `output`. Returns what was verified."""
     from .verify import verify
 
-    check_paths(source, output, overwrite)
-    check_disk(plan, source, output)
+    with present():
+        check_paths(source, output, overwrite)
+        check_disk(plan, source, output)
     with output_folder(output, overwrite) as folder:
         write_pipeline(folder, plan, source, parts, seed)
         said = verify(folder, level, plan, parts)

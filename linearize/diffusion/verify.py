@@ -6,7 +6,6 @@ At the end of a conversion, and by `linearize verify`. The child runs verify/chi
 from __future__ import annotations
 
 import importlib
-import tempfile
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,7 +27,17 @@ from ..probe.meta_run import quiet
 from ..verify import checks
 from ..verify.checks import Check
 from ..verify.child.latents import denoised, make_latents, parts_of
-from ..verify.reload import Level, clean_command, compare, fits_twice, free_memory, numbers, result_of, started
+from ..verify.reload import (
+    Level,
+    clean_command,
+    compare,
+    fits_twice,
+    free_memory,
+    numbers,
+    result_of,
+    scratch_folder,
+    started,
+)
 from .code import carried_files, code_for, readers
 from .probe import Part
 from .write import INDEX_FILE, SHARDS
@@ -55,7 +64,7 @@ def verify(folder: Path, level: Level, plan: Plan, parts: list[Part]) -> str:
         return "not verified (--verify none)"
     places = [folder / part.name for part in parts]
     full = level == "full" or (level == "auto" and fits_twice(places))
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         target = f"{scratch}/ours.pt" if full else "keys"
         with clean_command(CHECK, [str(folder), target, "0"]) as command, started(*command) as child:
             theirs = {part.name: source_outputs(folder, part, plan) for part in parts} if full else {}

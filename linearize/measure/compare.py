@@ -16,7 +16,7 @@ from linearize_kernels.hf.seam import evaluating
 from ..data.batches import collate, forward, targets
 from ..data.cache_key import fingerprint
 from ..data.packing import Blocks, build_blocks
-from ..errors import Exit, LinearizeError, absent
+from ..errors import Exit, LinearizeError, absent, check_file
 from ..recipe.data import holds_images, local_paths
 from ..recipe.recipe import Recipe
 from ..train.losses import IGNORED, cross_entropy, logit_kl
@@ -98,6 +98,7 @@ def check_text(recipe: Recipe) -> None:
     for path in local_paths(source, recipe.folder):
         if not path.exists():
             raise absent(path)
+        check_file(path)
 
 
 def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:

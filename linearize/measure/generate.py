@@ -17,7 +17,7 @@ from ..checkpoint.provenance import saved_again
 from ..checkpoint.source import Source, open_source, read_header
 from ..checkpoint.write import MANIFEST, meta_pickle
 from ..convert import load_config
-from ..errors import Exit, LinearizeError, did_you_mean, os_error, reason_of
+from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, os_error, reason_of
 from ..probe.meta_run import quiet
 from ..train.save import load_converted, load_whole
 from ..verify.child.inputs import most_tokens, writes_text
@@ -109,7 +109,8 @@ def load(
     if not writes_text(loaded):
         said = f"{model} is a {type(loaded).__name__}, which writes no text. Load it in Python, see its README.md"
         raise LinearizeError(said, Exit.INCOMPATIBLE)
-    return Loaded(loaded.to(where).eval(), load_tokenizer(source.folder, linearized or trust_remote_code), teacher)
+    tokenizer = load_tokenizer(source.folder, linearized or trust_remote_code)
+    return Loaded(loaded.to(where).eval(), tokenizer, teacher)
 
 
 def _device(name: str) -> str:
@@ -131,11 +132,7 @@ def _dtype(name: str) -> Any:
 def _load_native(source: Source, dtype: Any, trust_remote_code: bool) -> Any:
     for shard in source.shards:
         meta_pickle(shard) if source.pickled else read_header(shard)  # raise for a damaged one
-    folder = source.folder
-    try:
-        return load_whole(folder, dtype, trust_remote_code)
-    except (ValueError, OSError) as error:
-        raise LinearizeError(f"cannot load {folder} as a causal language model: {error}", Exit.INCOMPATIBLE) from error
+    return load_whole(source.folder, dtype, trust_remote_code)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
@@ -143,7 +140,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (OSError, *MALFORMED) as error:
         if not trust_remote_code and "trust_remote_code=True" in str(error):
             said = f"the tokenizer of {folder} has code of its own. Read it, then pass --trust-remote-code"
             raise LinearizeError(f"{said} (in a recipe, model.trust_remote_code: true)", Exit.INCOMPATIBLE) from error
@@ -158,6 +155,18 @@ def check_compiles(model: Any) -> None:
     if not hasattr(model, "replays") or not model.replays():
         raise LinearizeError(
             "--compile: a decode step can be compiled on a GPU, of a model whose layers are all linear. Leave it out",
+            Exit.INCOMPATIBLE,
+        )
+
+
+def check_tokens(model: Any, highest: int) -> None:
+    """Raise LinearizeError (exit 3) for a token, the `highest` of a text, that a model's embedding does not have."""
+    weight = model.get_input_embeddings().weight
+    rows = getattr(weight, "ds_shape", weight.shape)[0]  # of DeepSpeed's shards, the whole
+    if highest >= rows:
+        raise LinearizeError(
+            f"the tokenizer makes token {highest}, the model's embedding has {rows} rows: they do not belong together. "
+            "Put the model's own tokenizer into its folder",
             Exit.INCOMPATIBLE,
         )
 
@@ -187,6 +196,7 @@ def generate(
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise LinearizeError("the prompt has no token; give some text")
+    check_tokens(model, int(inputs["input_ids"].max()))
     check_fits(model, inputs["input_ids"].shape[1], sampling.max_new_tokens)
     inputs["input_ids"] = inputs["input_ids"].long()
     stream = Stream(tokenizer, write)

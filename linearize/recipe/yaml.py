@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import Exit, LinearizeError, check_file, did_you_mean
 from .presets import presets
 
 Keys = tuple[str | int, ...]
@@ -242,6 +242,7 @@ def shown(value: Any) -> str:
 
 
 def _read(path: Path) -> str:
+    check_file(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

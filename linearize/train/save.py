@@ -22,16 +22,17 @@ from ..checkpoint import card
 from ..checkpoint import write as checkpoint
 from ..checkpoint.atomic import output_folder
 from ..checkpoint.code import Natives, code_files
-from ..checkpoint.provenance import behind, check_code, read_plan
+from ..checkpoint.provenance import behind, check_code, check_code_cache, read_plan
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
-from ..errors import Exit, LinearizeError
+from ..convert import disagree
+from ..errors import Exit, LinearizeError, reason_of, resource_error
 from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
 from ..recipe.recipe import Recipe
 from ..verify.child.inputs import auto_class, outputs
-from ..verify.reload import TOLERANCE, check_keys, compare, fits_twice, reload_logits
+from ..verify.reload import TOLERANCE, check_keys, compare, fits_twice, reload_logits, scratch_folder
 from .student import ADAPTER, Student
 
 # Relative to the largest logit, after rounding the trained weights to the dtype that is saved.
@@ -56,15 +57,29 @@ def load_converted(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
 def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
     """`from_pretrained` of its Auto class, which fills in what is missing at random and only reports it.
 
-    Raises LinearizeError (exit 3) naming the weights that are missing or have another shape.
+    Raises LinearizeError (exit 3) for a config that describes another model, naming the weights that are missing or
+    have another shape.
     """
-    with quiet():
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        loaded: Any = getattr(transformers, auto_class(config)).from_pretrained(
-            folder, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            loaded: Any = getattr(transformers, auto_class(config)).from_pretrained(
+                folder,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told below
+            )
+    except Exception as error:  # loaders of many architectures raise as they like
+        if isinstance(error, LinearizeError) or resource_error(error) is not None:
+            raise
+        said = f"{folder} cannot be loaded ({type(error).__name__}: {reason_of(error)}). Download or convert it again"
+        raise LinearizeError(said, Exit.INCOMPATIBLE) from error
     model, report = loaded
-    absent = sorted({*map(str, report["missing_keys"]), *(str(key[0]) for key in report["mismatched_keys"])})
+    if report["mismatched_keys"]:
+        name, found, expected = min(report["mismatched_keys"])
+        raise disagree(folder, f"{name} is {list(found)}, the config asks for {list(expected)}")
+    absent = sorted(map(str, report["missing_keys"]))
     if absent:
         raise LinearizeError(
             f"{folder} lacks weights of {type(model).__name__}: {some(absent)}. Download it again, or choose the model "
@@ -86,10 +101,11 @@ def meta_model(
 
     `dtype` None is the one that the weights are stored in. On another `device` its weights are random.
     """
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         if planned is not None:
+            check_code_cache()
             plan, source, natives = planned
-            folder = Path(scratch)
+            folder = scratch
             for path in source.folder.glob("*.py"):  # a source's own code, which ours imports
                 shutil.copyfile(path, folder / path.name)
             for name, text in code_files(plan, natives).items():
@@ -115,15 +131,15 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
     """Write the finished model, reload it in a clean process, compare, then put it in place.
 
     Whatever was not trained is linked or copied from the base, byte for byte. The card has the `report`'s figures.
+    The model of an earlier run of that name stays until then.
     """
     plan = read_plan(base)
-    shutil.rmtree(output, ignore_errors=True)
     keep_adapter = recipe.keeps_adapter
     student.model.to("cpu")
     trained = None
     if recipe.finish.verify and fits_twice([base]):
         trained = logits_of(student.model.float())
-    with output_folder(output, overwrite=False) as folder:
+    with output_folder(output, overwrite=True) as folder:
         changed = finish_adapters(student, folder if keep_adapter else None)
         checkpoint.copy_small_files(base, folder)
         for name in ("config.json", checkpoint.INDEX):

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.provenance import differences, origin_of, plan_of, read_plan, refuse_code
+from ..checkpoint.provenance import check_mechanisms, differences, origin_of, plan_of, read_plan, refuse_code
 from ..checkpoint.shards import in_parallel, read_bytes, read_tensor, sha256
-from ..checkpoint.source import DTYPES, Entry, check_revision, open_source, read_header, read_json
+from ..checkpoint.source import DTYPES, Entry, check_folder, check_revision, open_source, read_header, read_json
 from ..checkpoint.write import INDEX, MANIFEST
-from ..errors import Exit, LinearizeError
+from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import Plan, some
 from .reload import clean_command, free_memory, result_of, started
 
@@ -56,10 +56,12 @@ def verify_folder(
         check_revision(model, revision)
     else:
         folder = open_source(model, revision).folder
+    check_folder(folder)
     plan = read_config_plan(folder)
     with contextlib.suppress(LinearizeError):  # a manifest that cannot be read fails the check of files
         plan = read_plan(folder)
     if not trust_remote_code:
+        check_mechanisms(folder, plan)
         refuse_code(folder, origin_of(folder, plan))
     checks = [
         attempt("files", lambda: check_files(folder)),
@@ -83,7 +85,7 @@ def attempt(name: str, work: Callable[[], tuple[str, str]]) -> Check:
         return Check(name, *work())
     except LinearizeError as error:
         return Check(name, "failed", error.message.removeprefix("verification failed: "))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, *MALFORMED) as error:
         return Check(name, "failed", f"{type(error).__name__}: {error}")
 
 
@@ -93,7 +95,7 @@ def read_config_plan(folder: Path) -> Plan:
     try:
         config = json.loads(path.read_text("utf-8"))
         linear = bool(config.get("linearize"))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise LinearizeError(f"{folder} is no model folder: {path.name}: {error}", Exit.INCOMPATIBLE) from error
     if not linear:
         kind = ", ".join(map(str, config.get("architectures") or [])) or "a model"
@@ -104,7 +106,7 @@ def read_config_plan(folder: Path) -> Plan:
         )
     try:
         return plan_of(config)
-    except (LookupError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         said = f"{path}: its plan is damaged ({type(error).__name__}: {error}). Convert or download the model again"
         raise LinearizeError(said, Exit.INCOMPATIBLE) from error
 
@@ -219,6 +221,8 @@ def reload(script: str, arguments: list[str], wrong: Callable[[dict[str, Any]], 
         with clean_command(script, arguments) as command, started(*command) as child:
             found = result_of(child)
     except LinearizeError as error:
+        if error.code != Exit.CHECK_FAILED:  # such as no room for temporary files
+            raise
         return [Check("reload", "failed", error.message.removeprefix("verification failed: "))]
     keys = wrong(found)
     first = Check("reload", "failed" if keys else "passed", "; ".join(keys) or "no key missing, none unexpected")

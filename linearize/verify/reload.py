@@ -25,7 +25,7 @@ from transformers.utils import HF_MODULES_CACHE
 from ..checkpoint.shards import read_tensor
 from ..checkpoint.source import DTYPES, Source, read_header
 from ..checkpoint.write import INDEX, MIXER_SHARD
-from ..errors import SECRET_VARIABLES, Exit, LinearizeError
+from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
 from ..plan.plan import Plan, some
 
 Level = Literal["auto", "full", "keys", "none"]
@@ -187,8 +187,8 @@ def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple
     count = _check_index(folder)
     dtype = plan.dtype if plan.cast else "float32"
     options = {"spec": plan.spec(), "class": plan.architecture, "dtype": dtype, "trust": trust, "mixers": MIXER_SHARD}
-    with tempfile.TemporaryDirectory() as scratch:
-        ours, theirs = Path(scratch) / "ours.pt", Path(scratch) / "theirs.pt"
+    with scratch_folder() as scratch:
+        ours, theirs = scratch / "ours.pt", scratch / "theirs.pt"
         arguments = [str(folder), str(theirs), str(source.folder.resolve()), json.dumps(options)]
         with (
             clean_command(LOAD, [str(folder), str(ours)]) as a,
@@ -216,8 +216,8 @@ def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = 
 def reload_logits(folder: Path) -> tuple[int, torch.Tensor]:
     """`check_keys`, and the logits, or what else comes out, of a saved model in float32, in one clean process."""
     count = _check_index(folder)
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "logits.pt"
+    with scratch_folder() as scratch:
+        out = scratch / "logits.pt"
         with clean_command(LOAD, [str(folder), str(out)]) as command, started(*command) as child:
             _check_loaded(folder, result_of(child))
         return count, torch.load(out)
@@ -254,6 +254,28 @@ def _check_mixers(folder: Path, expected: dict[str, list[int]]) -> None:
 
 
 @contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder for what a check writes. Raises LinearizeError (exit 4) where none can be made."""
+    try:
+        scratch = tempfile.TemporaryDirectory()
+    except OSError as error:
+        raise _no_room(error.strerror or str(error)) from error
+    with scratch as folder:
+        yield Path(folder)
+
+
+def _no_room(why: str) -> LinearizeError:
+    """The error for temporary files of a check that cannot be written. The model that was checked may be right."""
+    place = tempfile.tempdir or "any folder for temporary files"
+    return LinearizeError(
+        f"the result could not be checked: cannot write temporary files to {place} ({why}). Make room there or set "
+        "TMPDIR to another folder, and run the same command again. To save without this check: --verify none (in a "
+        "recipe finish.verify: false)",
+        Exit.RESOURCE,
+    )
+
+
+@contextlib.contextmanager
 def clean_command(
     script: str, arguments: list[str], refused: tuple[str, ...] = REFUSED
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
@@ -262,9 +284,13 @@ def clean_command(
     The folder `child` is copied and found there as the package `linearize_child`; the copy and the process's cache of
     remote code are removed at the end.
     """
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         copied, cache = f"{scratch}/package", f"{scratch}/modules"
-        shutil.copytree(CHILD, f"{copied}/linearize_child", ignore=shutil.ignore_patterns("__pycache__"))
+        try:
+            shutil.copytree(CHILD, f"{copied}/linearize_child", ignore=shutil.ignore_patterns("__pycache__"))
+        except OSError as error:
+            why = "no space left on the disk" if lacking(str(error)) == "disk" else reason_of(error)
+            raise _no_room(why) from error
         environment = {**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         for variable in ("PYTHONPATH", *SECRET_VARIABLES):
             environment.pop(variable, None)
@@ -294,6 +320,13 @@ def result_of(child: subprocess.Popen[str]) -> Any:
     out, errors = child.communicate()
     lines = out.strip().splitlines()
     if child.returncode:
+        lacks = lacking(errors)
+        if lacks == "disk":
+            raise _no_room("no space left on the disk")
+        if lacks == "memory":
+            said = "the result could not be checked: the process that loads it ran out of memory. Close other programs"
+            said += ", or save without this check: --verify none (in a recipe finish.verify: false)"
+            raise LinearizeError(said, Exit.RESOURCE)
         what = "loads it and then fails" if "loaded" in lines else "cannot load it"
         killed = f"\nended by signal {-child.returncode}" if child.returncode < 0 else ""
         _fail(f"a clean process {what}:\n{errors.strip()[-2000:]}{killed}")

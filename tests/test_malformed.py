@@ -1,0 +1,267 @@
+"""Files that are damaged, edited, special or gone: one message with an exit code, never a traceback, never a wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+from models import convert_folder, save_source
+from training import BASES, byte_tokenizer, make_recipe, stage, train, write_recipe
+
+from linearize.convert import convert, plan_conversion
+from linearize.errors import Exit, LinearizeError
+
+Damage = Callable[[Path], None]
+OPTIONS = {"slots": 4, "chunk_size": 16}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `source`, a model with a tokenizer, and `ours`, the same converted; tests only read them."""
+    place = tmp_path_factory.mktemp("shared")
+    byte_tokenizer().save_pretrained(save_source(place / "source", **BASES["llama"]))
+    convert_folder(place / "source", place / "ours", options=OPTIONS)
+    return place
+
+
+@pytest.fixture
+def place(shared: Path, tmp_path: Path) -> Path:
+    """Copies of both, beside a recipe that trains `ours` on train.jsonl."""
+    for name in ("source", "ours"):
+        shutil.copytree(shared / name, tmp_path / name)
+    write_recipe(tmp_path, tmp_path / "ours", stage("logit_kl", steps=1))
+    return tmp_path
+
+
+COMMANDS = {
+    "generate": ["ours", "ab", "--max-new-tokens", "2"],
+    "verify": ["ours"],
+    "push": ["ours", "user/repo", "--dry-run"],
+    "finetune": ["recipe.yaml"],
+    "inspect": ["source"],
+    "convert": ["source", "--to", "gsa", "--set", "slots=4", "-o", "out", "--verify", "none"],
+    "eval": ["ours", "--teacher", "source", "--lengths", "64", "--trials", "1"],
+}
+OF_OURS = ("generate", "verify", "push", "finetune")
+
+
+def told(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, command: str, *more: str) -> tuple[int, str]:
+    """Exit code and message of a command in `place`."""
+    monkeypatch.chdir(place)
+    code, _, err = linearize(command, *COMMANDS[command], *more)
+    assert "Traceback" not in err, err
+    assert code != Exit.BUG, err
+    return code, " ".join(err.split())
+
+
+def change(path: Path, edit: Callable[[Any], None]) -> None:
+    values = json.loads(path.read_text())
+    edit(values)
+    path.write_text(json.dumps(values))
+
+
+def configure(name: str, value: Any) -> Damage:
+    return lambda folder: change(folder / "config.json", lambda config: config.update({name: value}))
+
+
+def of_layers(key: str, value: Any) -> Damage:
+    """Another value in each layer of the plan that config.json holds."""
+
+    def edit(config: Any) -> None:
+        for layer in config["linearize"]["layers"]:
+            layer[key] = value
+
+    return lambda folder: change(folder / "config.json", edit)
+
+
+def of_manifest(folder: Path) -> None:
+    def edit(manifest: Any) -> None:
+        for step in manifest["plan"]["steps"]:
+            step["mechanism"] = "mlha"
+
+    change(folder / "linearize.json", edit)
+
+
+def more_tokens(folder: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["ab"])
+    tokenizer.save_pretrained(folder)
+
+
+# ---------------------------------------------------------------- what a model folder says
+
+
+@pytest.mark.parametrize("command", OF_OURS)
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (of_layers("mechanism", "gsaa"), "unknown mechanism 'gsaa'. Did you mean 'gsa'?"),
+        (of_manifest, "unknown mechanism 'mlha'. Did you mean 'mhla'?"),
+    ],
+    ids=["config", "manifest"],
+)
+def test_a_mechanism_that_is_unknown_is_named(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, command: str, damage: Damage, said: str
+) -> None:
+    if damage is of_manifest and command == "verify":
+        pytest.skip("reads the plan in config.json")
+    damage(place / "ours")
+    code, message = told(linearize, place, monkeypatch, command)
+    assert (code, said in message) == (Exit.INCOMPATIBLE, True), message
+
+
+@pytest.mark.parametrize("folder", ["ours", "source"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (configure("intermediate_size", 40), "disagree: .*(gate|up|down)_proj.weight is .*, the config asks for"),
+        (configure("hidden_size", 24), "disagree: .*weight is .*, the config asks for"),
+        (configure("num_attention_heads", 3), "cannot be (loaded|used)"),
+        (more_tokens, "the tokenizer makes token 257, the model's embedding has 257 rows"),
+    ],
+    ids=["intermediate", "hidden", "heads", "tokenizer"],
+)
+def test_config_weights_and_tokenizer_that_do_not_belong_together(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, folder: str, damage: Damage, said: str
+) -> None:
+    damage(place / folder)
+    monkeypatch.setitem(COMMANDS, "generate", [folder, *COMMANDS["generate"][1:]])
+    code, message = told(linearize, place, monkeypatch, "generate")
+    assert code == Exit.INCOMPATIBLE, message
+    assert re.search(said, message), message
+
+
+def test_an_option_of_a_mechanism_that_is_no_number(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_layers("options", {"slots": "many"})(place / "ours")
+    code, message = told(linearize, place, monkeypatch, "generate")
+    assert (code, "ours cannot be loaded" in message) == (Exit.INCOMPATIBLE, True), message
+
+
+DEEP = '{"a":' * 10**5
+
+
+@pytest.mark.parametrize("command", [*OF_OURS, "eval"])
+@pytest.mark.parametrize("name", ["config.json", "linearize.json", "tokenizer_config.json", "tokenizer.json"])
+def test_brackets_in_brackets_are_no_bug(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    (place / "ours" / name).write_text(DEEP)
+    code, _ = told(linearize, place, monkeypatch, command)
+    assert code in (Exit.OK, Exit.INCOMPATIBLE, Exit.CHECK_FAILED)
+    assert code or (command in ("verify", "push") and name.startswith("tokenizer"))
+
+
+def test_brackets_in_brackets_as_text(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "train.jsonl").write_text('{"text": "a"}\n{"text":' + "[" * 10**5)
+    code, message = told(linearize, place, monkeypatch, "finetune")
+    assert (code, "train.jsonl:2: brackets in brackets" in message) == (Exit.USAGE, True), message
+    shutil.copytree(place / "ours", place / "out")
+    (place / "out" / "linearize.json").write_text(DEEP)
+    code, message = told(linearize, place, monkeypatch, "convert", "--overwrite")
+    assert (code, "files that linearize did not write" in message) == (Exit.USAGE, True), message
+
+
+# ---------------------------------------------------------------- what is no file
+
+
+SPECIAL = [
+    ("generate", "ours/config.json", Exit.INCOMPATIBLE),
+    ("verify", "ours/linearize.json", Exit.INCOMPATIBLE),
+    ("push", "ours/model-mixers.safetensors", Exit.INCOMPATIBLE),
+    ("finetune", "ours/tokenizer.json", Exit.INCOMPATIBLE),
+    ("convert", "source/model.safetensors", Exit.INCOMPATIBLE),
+    ("inspect", "source/config.json", Exit.INCOMPATIBLE),
+    ("finetune", "train.jsonl", Exit.USAGE),
+    ("finetune", "recipe.yaml", Exit.USAGE),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize(("command", "name", "expected"), SPECIAL)
+def test_a_pipe_or_a_device_is_not_waited_for(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str, expected: Exit, kind: str
+) -> None:
+    path = place / name
+    path.unlink()
+    path.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(path)
+    more = ["--dry-run"] if name == "train.jsonl" else []
+    for arguments in ([], more):
+        code, message = told(linearize, place, monkeypatch, command, *arguments)
+        assert code == expected, message
+        assert f"{path.name} is a " in message
+        assert "not a file" in message
+
+
+@pytest.mark.timeout(60)
+def test_text_and_arrays_from_a_pipe(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, command, more in [
+        ("held.txt", "eval", "data.eval={files: [held.txt]}"),
+        ("a.npz", "finetune", "data.train={arrays: a.npz}"),
+    ]:
+        os.mkfifo(place / name)
+        code, message = told(linearize, place, monkeypatch, command, more)
+        assert code in (Exit.USAGE, Exit.INCOMPATIBLE), message
+
+
+@pytest.mark.parametrize("tokens", ["10000000", "10000000000"])
+def test_blocks_that_no_memory_holds(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, tokens: str
+) -> None:
+    """What torch says of a size beyond memory, and of one beyond its numbers."""
+    words = "can't allocate memory: you tried" if len(tokens) < 9 else "Storage size calculation overflowed"
+
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError(f"[enforce fail at alloc_cpu.cpp:124] {words}")
+
+    monkeypatch.setattr("linearize.data.batches.build_blocks", fail)
+    code, message = told(linearize, place, monkeypatch, "finetune", f"data.pack.seq_len={tokens}")
+    assert (code, f"a smaller data.pack.seq_len (now {tokens})" in message) == (Exit.RESOURCE, True), message
+
+
+# ---------------------------------------------------------------- what is gone, or cannot be made
+
+
+@pytest.mark.parametrize("lost", ["", "config.json", "model.safetensors", "tokenizer.json"])
+def test_a_source_that_is_deleted_meanwhile(shared: Path, tmp_path: Path, lost: str) -> None:
+    """Between the plan and the writing; nothing of the result is left."""
+    source = Path(shutil.copytree(shared / "source", tmp_path / "source"))
+    planned = plan_conversion(str(source), "gsa", options=OPTIONS)
+    shutil.rmtree(source) if not lost else (source / lost).unlink()
+    if lost in ("config.json", "tokenizer.json"):  # read already, or not known to have been there
+        convert(*planned, tmp_path / "out", level="none", say=lambda text: None)
+        return
+    with pytest.raises(LinearizeError, match=f"cannot read .*{lost or 'source'}.*: No such file") as caught:
+        convert(*planned, tmp_path / "out", level="none", say=lambda text: None)
+    assert caught.value.code == Exit.RESOURCE
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_is_deleted_meanwhile(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the opening of a run and the loading of its model."""
+    ours = Path(shutil.copytree(shared / "ours", tmp_path / "ours"))
+    monkeypatch.setattr("linearize.finetune.begin", lambda *arguments: shutil.rmtree(ours))
+    with pytest.raises(LinearizeError, match="ours") as caught:
+        train(make_recipe(tmp_path, ours, stage("logit_kl", steps=1)))
+    assert caught.value.code in (Exit.INCOMPATIBLE, Exit.RESOURCE)
+
+
+@pytest.mark.parametrize("home", ["/proc/none/modules", "FILE/modules"])
+def test_a_cache_of_code_that_cannot_be_made(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    """As with an HF_HOME that is no folder."""
+    home = home.replace("FILE", str(place / "recipe.yaml"))
+    monkeypatch.setattr("linearize.checkpoint.provenance.HF_MODULES_CACHE", home)
+    for command in ("generate", "finetune"):
+        code, message = told(linearize, place, monkeypatch, command)
+        assert (code, f"cannot make {home}" in message, "Set HF_HOME" in message) == (Exit.RESOURCE, True, True)
