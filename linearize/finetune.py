@@ -6,6 +6,7 @@ Read `finetune` first; session.py holds the process that trains, loop.py one sta
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ from .checkpoint.provenance import behind, check_code, read_plan, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
 from .convert import convert, plan_conversion
-from .data.batches import kind_of, tokens_per_sample
+from .data.batches import kind_of, source_hash, tokens_per_sample
 from .demo import model_folder
-from .errors import Exit, LinearizeError, did_you_mean
+from .errors import Exit, LinearizeError, did_you_mean, os_error
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
 from .recipe.recipe import Recipe
@@ -61,6 +62,7 @@ def finetune(
             run.write_report(report)
             with failed_check(tuner):
                 save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say)
+            run.finish()
             if recipe.finish.push is not None:
                 report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
         accelerator.wait_for_everyone()
@@ -92,7 +94,7 @@ def open_base(recipe: Recipe, run: Run, owner: bool, say: Say) -> Path:
         return run.converted
     source = converted_base(recipe, None if owner and run.resume == "never" else run.commit())
     if owner:
-        run.start(versions(), source.revision)
+        begin(recipe, run, run.converted if run.has_converted else source.folder, source.revision, say)
         upgrade_base(recipe, run, run.converted if run.converted.exists() else source.folder, say)
     return run.converted if run.converted.exists() else source.folder
 
@@ -106,8 +108,23 @@ def upgrade_base(recipe: Recipe, run: Run, base: Path, say: Say) -> None:
         return
     planned = plan_upgrade(base, None if base == run.converted else run.converted, trust_remote_code=trust)
     if planned is not None:
+        run.note_base(None)  # a kill within finds no hashes of the code before
         said = upgrade(planned)
+        run.note_base(run.converted)
         say(f"{base} has the code of linearize {version}, this run that of {__version__}. {said}")
+
+
+def begin(recipe: Recipe, run: Run, base: Path | None, commit: str | None, say: Say) -> None:
+    """Open the run's folder, unless the data or the files of `base` are others than the run began with."""
+    data = {}
+    for number, stage in enumerate(recipe.stages):
+        for split in ("train", "eval"):
+            source = getattr(recipe.data_for(stage), split)
+            if source is not None:
+                own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
+                data[f"{own}data.{split}"] = source_hash(source, recipe.folder)
+    for note in run.start(versions(), commit, data, base):
+        say(note)
 
 
 def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool = True) -> Source:
@@ -142,15 +159,16 @@ def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:
 def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     """Open the run's folder, and convert the base into it unless an earlier start of this run did."""
     if run.has_converted:
-        run.start(versions())
+        begin(recipe, run, run.converted, None, say)
         return
     plan, source, natives = plan_base(recipe)
     trust = recipe.model.trust_remote_code
     check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
     if kind_of(model) != "images":
         load_tokenizer(source.folder, trust)
-    run.start(versions())
+    begin(recipe, run, None, None, say)
     convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
+    run.note_base(run.converted)
 
 
 def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None, only: str | None = None) -> list[dict[str, Any]]:
@@ -194,15 +212,21 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None, only: str | 
 
 @contextlib.contextmanager
 def memory_errors(tuner: Finetuner) -> Iterator[None]:
-    """Within: running out of device memory becomes advice."""
+    """Within: running out of memory, of the machine or of a device, becomes advice (exit 4)."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
-        peak, total = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.mem_get_info()[1] / 2**30
+    except Exception as error:
+        refused = os_error(error)
+        if refused is None or refused.errno != errno.ENOMEM:
+            raise
+        what = "out of memory"
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            peak, total = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.mem_get_info()[1] / 2**30
+            what = f"CUDA out of memory (peak {peak:.1f} of {total:.1f} GiB)"
         raise LinearizeError(
-            f"CUDA out of memory (peak {peak:.1f} of {total:.1f} GiB). Try, cheapest first: "
-            "runtime.gradient_checkpointing=true; batch.per_device=1 with a larger batch.accumulate; a smaller "
-            f"data.pack.seq_len; train: [new, lora]. Last checkpoint: {tuner.last_checkpoint or 'none'}",
+            f"{what}. Try, cheapest first: runtime.gradient_checkpointing=true; batch.per_device=1 with a larger "
+            f"batch.accumulate; a smaller data.pack.seq_len (now {tuner.recipe.data.pack.seq_len}); "
+            f"train: [new, lora]. Last checkpoint: {tuner.last_checkpoint or 'none'}",
             Exit.RESOURCE,
         ) from error
 

@@ -144,6 +144,8 @@ def in_child(task: Task, said: int, counted: int) -> int:
         os.dup2(said, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for kind in (signal.SIGTERM, signal.SIGHUP):  # which nohup has ignored
+        signal.signal(kind, signal.SIG_DFL)
     os.environ.update(task.environment)
     if task.mount:
         mount_disk(*task.mount)

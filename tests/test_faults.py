@@ -33,6 +33,7 @@ from linearize.errors import Exit, LinearizeError, redact
 from linearize.hub.push import check_secrets
 from linearize.recipe.recipe import load_recipe
 from linearize.train.runs import Position, Run
+from linearize.verify.reload import result_of, started
 
 OPTIONS = ("--to", "gsa", "--set", "slots=8", "--set", "chunk_size=16")
 NOT_UTF8 = os.fsdecode(b"\xff\xfe")
@@ -208,7 +209,10 @@ def test_no_child_outlives_a_conversion(source: Path, kind: signal.Signals) -> N
     scratch.mkdir()
     command = [sys.executable, "-m", "linearize", "convert", source, *OPTIONS, "-o", parent / "linear"]
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as tool:
+    def heed() -> None:
+        signal.signal(kind, signal.SIG_DFL)  # which nohup has ignored
+
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed) as tool:
         children: list[psutil.Process] = []
         while tool.poll() is None and len(children) < 2:
             children = psutil.Process(tool.pid).children(recursive=True)
@@ -451,6 +455,55 @@ def test_a_disk_that_fills_while_training(forks: Forks, shared: Path, tmp_path: 
         again = forks("finetune", recipe(str(limit)))
         assert again.code == 0, again.said
         assert_as_undisturbed(tmp_path / str(limit), tmp_path / "whole")
+
+
+# The warm process leaves verification out.
+VERIFYING = """
+import tempfile
+import linearize.convert
+from linearize import cli
+from linearize.verify.reload import verify
+tempfile.tempdir = None
+linearize.convert.verify = verify
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "room"), [("convert", "16k"), ("convert", "120k"), ("verify", "120k"), ("finetune", "120k")]
+)
+def test_a_full_folder_of_temporary_files_is_no_failed_check(
+    forks: Forks, source: Path, tmp_path_factory: pytest.TempPathFactory, command: str, room: str
+) -> None:
+    """Its own code is copied there, then the model's. The message says how to keep the result all the same."""
+    parent, scratch = source.parent, tmp_path_factory.mktemp("scratch")
+    arguments: dict[str, list[Any]] = {
+        "convert": [source, *OPTIONS, "-o", parent / "linear"],
+        "verify": [parent / "ours"],
+        "finetune": [parent / "ours" / ".." / "recipe.yaml"],
+    }
+    if command != "convert":
+        convert_folder(source, parent / "ours", options=CONVERT["options"])
+    if command == "finetune":
+        recipe_in(parent, parent / "ours", convert=None, finish={"verify": True})
+    there = names(parent)
+    environment, mount = {"TMPDIR": str(scratch)}, (str(scratch), f"size={room}")
+    done = forks(command, *arguments[command], script=VERIFYING, environment=environment, mount=mount)
+    said = f"could not be checked: .*{re.escape(str(scratch))}.*no space left.* TMPDIR .* --verify none"
+    refused(done, Exit.RESOURCE, said, parent, there | ({"run"} if command == "finetune" else set()))
+
+
+@pytest.mark.parametrize("lack", ["disk", "memory"])
+def test_what_a_child_lacks_is_told_from_what_it_finds_wrong(lack: str) -> None:
+    lines = {
+        "disk": "raise OSError(28, 'No space left on device', '/somewhere/own.py')",
+        "memory": "raise RuntimeError('[enforce fail] DefaultCPUAllocator: can\\'t allocate memory')",
+    }
+    with started([sys.executable, "-c", lines[lack]], {}) as child, pytest.raises(LinearizeError) as caught:
+        result_of(child)
+    assert caught.value.code == Exit.RESOURCE
+    assert "could not be checked" in caught.value.message
+    assert "--verify none" in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "SHARD", "."])

@@ -34,7 +34,8 @@ TEMPLATE = (
 # Runs the command line with one function replaced by one that sends a signal to this process; of several, to one.
 AT = """
 import os, signal, sys
-from linearize import cli, finetune, loop, runs
+from linearize import cli, finetune
+from linearize.train import loop, runs
 kind, place, number = signal.Signals[sys.argv[1]], sys.argv[2], int(sys.argv[3])
 def now():
     if os.environ.get("RANK") in (None, "1"):

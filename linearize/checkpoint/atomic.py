@@ -121,21 +121,30 @@ def check_output(output: Path, overwrite: bool, carried: Collection[str] = ()) -
     `carried` over."""
     if output.exists() and not output.is_dir():
         raise LinearizeError(f"{output} is a file; choose another -o")
-    files = {f.relative_to(output).as_posix() for f in output.rglob("*") if f.is_symlink() or not f.is_dir()}
+    files = _files(output)
     if not files:
         return
     if not overwrite:
         raise LinearizeError(
             f"{output} has {len(files)} files. --overwrite replaces only what linearize wrote; or choose another -o"
         )
-    ours = set()
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        ours = set(json.loads((output / MANIFEST).read_text("utf-8"))["files"])
-    foreign = sorted(files - ours - set(carried))
+    foreign = [name for name in foreign_files(output) if name not in carried]
     if foreign:
         raise LinearizeError(
             f"{output} holds files that linearize did not write ({some(foreign)}). Move them away or choose another -o"
         )
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Names of the files in a folder that its linearize.json does not list; all, where there is none."""
+    ours = set()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        ours = set(json.loads((folder / MANIFEST).read_text("utf-8"))["files"])
+    return sorted(_files(folder) - ours)
+
+
+def _files(folder: Path) -> set[str]:
+    return {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_symlink() or not f.is_dir()}
 
 
 def _move_into_place(work: Path, output: Path, old: Path) -> None:

@@ -26,7 +26,7 @@ from ..terminal.signals import END, caught
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
 from .progress import StageProgress, memory_bytes
-from .runs import Position
+from .runs import OPTIMIZER, Position, reading
 from .stages import end_to_end_loss, transfer_loss
 
 if TYPE_CHECKING:
@@ -211,7 +211,8 @@ class StageLoop:
 
     def restore(self, checkpoint: Path) -> None:
         """The inverse of `state`; learning rate, betas and the like are the recipe's, which may have changed."""
-        state = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
+        with reading(checkpoint / OPTIMIZER):
+            state = torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
         own = dict(self.owner.student.named_parameters())
         moments = {
             number: {key: like(value, own[name]) for key, value in state["optimizer"][name].items()}

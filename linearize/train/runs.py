@@ -1,6 +1,6 @@
 """A run's folder: resolved recipe, metrics, checkpoints that survive a kill, and where to resume.
 
-run.json          resolved recipe and versions
+run.json          resolved recipe, versions, and hashes of what is trained on and from
 .lock             held by the process that runs, whose number is in it
 converted/        the converted base (absent when the base was converted already, by this version)
 cache/            tokenised data
@@ -14,22 +14,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
-import itertools
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..checkpoint.atomic import write_atomically
-from ..errors import LinearizeError, undamaged, writing
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from ..checkpoint.atomic import foreign_files, write_atomically
+from ..checkpoint.provenance import base_hashes
+from ..checkpoint.shards import in_parallel, sha256
+from ..errors import LinearizeError, os_error, undamaged, writing
+from ..plan.plan import some
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step
 from ..terminal.output import finite
 
 UNBORN = "run.json.tmp"  # all that a run leaves which was killed before it had a name
 LOCK = ".lock"
+WEIGHTS, OPTIMIZER, POSITION = "trained.safetensors", "optimizer.pt", "position.json"
+# What a checkpoint consists of; anything else in its folder is somebody's own.
+CHECKPOINT_FILES = (WEIGHTS, OPTIMIZER, POSITION, f"{POSITION}.tmp")
+RECORDS = ("run.json", "metrics.jsonl", "report.json")
+START_OVER = "--resume never starts over, or choose a new output_dir"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +93,11 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do, unless an earlier checkpoint is named."""
-        return self.resume == "auto" and self.final.exists()
+        """Whether nothing is left to do, unless an earlier checkpoint is named.
+
+        A start over leaves the finished model of before in its place until the new one is ready.
+        """
+        return self.resume == "auto" and self.final.exists() and self._read_record().get("finished", True)
 
     @property
     def has_converted(self) -> bool:
@@ -94,9 +109,12 @@ class Run:
     def _check_unchanged(self) -> None:
         if self.resume == "never":
             return
-        with undamaged(self.record, "Restore it, start over with --resume never, or choose a new output_dir"):
+        with self._undamaged_record():
             record = json.loads(self.record.read_text("utf-8"))
-            old = per_step(record["recipe"], record["processes"])
+            recorded = record["recipe"]
+            with contextlib.suppress(ValidationError):  # keys that an earlier version did not have get their defaults
+                recorded = Recipe.model_validate(recorded).resolved()
+            old = per_step(recorded, record["processes"])
             new = per_step(self.recipe.resolved(), processes())
             if self.resume != "auto":
                 old, new = fixed(old), fixed(new)
@@ -106,8 +124,16 @@ class Run:
         if changes:
             raise LinearizeError(
                 f"recipe changed since this run ({'; '.join(changes[:4])}{' ...' if len(changes) > 4 else ''}). "
-                "--resume never starts over, or choose a new output_dir, or restore the recipe"
+                f"{START_OVER}, or restore the recipe"
             )
+
+    def _undamaged_record(self) -> contextlib.AbstractContextManager[None]:
+        return undamaged(self.record, "Restore it, start over with --resume never, or choose a new output_dir")
+
+    def _read_record(self) -> dict[str, Any]:
+        """run.json, empty where there is none."""
+        with self._undamaged_record():
+            return dict(json.loads(self.record.read_text("utf-8"))) if self.record.exists() else {}
 
     def _resume_point(self) -> Path | None:
         if self.resume == "never":
@@ -123,26 +149,82 @@ class Run:
 
     def commit(self) -> str | None:
         """The Hub's commit that this run's base is of, as its first start noted; None of a folder."""
-        return json.loads(self.record.read_text("utf-8")).get("commit") if self.record.exists() else None
+        return self._read_record().get("commit")
 
-    def start(self, versions: dict[str, str], commit: str | None = None) -> None:
-        """Create the folder, and clear what lies beyond the resume point or was left by a kill."""
+    def start(
+        self,
+        versions: dict[str, str],
+        commit: str | None = None,
+        data: Mapping[str, str] | None = None,
+        base: Path | None = None,
+    ) -> list[str]:
+        """Create the folder, and clear what lies beyond the resume point or was left by a kill. Returns notes to print.
+
+        `data` has a hash of each source of the recipe by its name there; `base` is the folder of the model that
+        training starts from, None before it is converted. Raises LinearizeError (exit 2), before anything changes, when
+        they are not those that the run began with, when the checkpoint to resume from is damaged, and for files to be
+        removed that linearize did not write.
+        """
+        old = {} if self.resume == "never" else self._read_record()
+        inputs = {"data": dict(data or {}), "base": {} if base is None else base_hashes(base)}
+        changed = changes(old.get("data", {}), inputs["data"])
+        if base is not None:
+            changed += [str(base / name) for name in changes(old.get("base", {}), inputs["base"])]
+        if changed:
+            raise LinearizeError(
+                f"changed since this run began: {some(changed)}. {START_OVER}, or restore what was there"
+            )
+        if self.resume_from is not None:
+            check_checkpoint(self.resume_from)
+        leftovers = self._leftovers()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.finished:
-            shutil.rmtree(self.final, ignore_errors=True)
         if self.resume == "never":
             shutil.rmtree(self.converted, ignore_errors=True)
-        left = [self.folder.glob("*.tmp"), self.checkpoints.glob("*.tmp"), self.folder.glob("cache/*.partial")]
-        for path in itertools.chain(*left):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-        position = read_position(self.resume_from) if self.resume_from else None
-        for path in self.complete_checkpoints():
-            if self.resume_from is None or order(path) > order(self.resume_from):
+        for path in leftovers:
+            if path.parent == self.checkpoints:
+                discard(path)
+            elif path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-        self._rewind_metrics(position)
-        settings = {"max_steps": self.max_steps, "processes": processes(), "commit": commit}
-        record = {"recipe": self.recipe.resolved(), **settings, "versions": versions}
+            else:
+                path.unlink()
+        self._rewind_metrics(read_position(self.resume_from) if self.resume_from else None)
+        settings = {"max_steps": self.max_steps, "processes": processes(), "commit": commit, "finished": False}
+        self._write_record({"recipe": self.recipe.resolved(), **settings, "versions": versions, **inputs})
+        return changed_versions(old.get("versions", {}), versions)
+
+    def _leftovers(self) -> list[Path]:
+        """What a start removes: checkpoints beyond the resume point, and what a kill left.
+
+        Raises LinearizeError (exit 2) where files that linearize did not write would go along, or would be in the way
+        of the finished model later.
+        """
+        folders = [path for path in self.checkpoints.iterdir() if path.is_dir()] if self.checkpoints.is_dir() else []
+        kept = set()
+        if self.resume_from is not None:
+            kept = {path for path in self.complete_checkpoints() if order(path) <= order(self.resume_from)}
+        removed = [path for path in folders if path not in kept]
+        foreign = [path / name for path in removed for name in sorted(os.listdir(path)) if name not in CHECKPOINT_FILES]
+        replaced = [self.final] if self.resume != "never" else [self.final, self.converted]
+        foreign += [path / name for path in replaced for name in foreign_files(path)]
+        if foreign:
+            raise LinearizeError(
+                f"{some(list(map(str, foreign)))}: linearize did not write that, and this start would remove it. Move "
+                "it away, or choose a new output_dir"
+            )
+        halves = [self.folder / f"{name}.tmp" for name in RECORDS]
+        halves += [self.folder / f".{place.name}.linearize.tmp" for place in (self.final, self.converted)]
+        return removed + [path for path in (*halves, *self.folder.glob("cache/*.partial")) if path.exists()]
+
+    def _write_record(self, record: dict[str, Any]) -> None:
         write_atomically(self.record, json.dumps(record, indent=2))
+
+    def note_base(self, base: Path | None) -> None:
+        """Remember the files of the model that was written for this run just now; None while it is written."""
+        self._write_record({**self._read_record(), "base": {} if base is None else base_hashes(base, new=True)})
+
+    def finish(self) -> None:
+        """Note that the finished model in its place is this run's."""
+        self._write_record({**self._read_record(), "finished": True})
 
     @contextlib.contextmanager
     def preparing(self, owner: bool) -> Iterator[None]:
@@ -194,28 +276,30 @@ class Run:
         """Checkpoints that were renamed into place; anything else is left over from a kill."""
         if not self.checkpoints.is_dir():
             return []
-        return [p for p in self.checkpoints.iterdir() if (p / "position.json").exists() and not p.name.endswith(".tmp")]
+        return [p for p in self.checkpoints.iterdir() if (p / POSITION).exists() and not p.name.endswith(".tmp")]
 
     def save(self, position: Position, write: Callable[[Path], None]) -> Path:
         """A new checkpoint. Of those within a stage `checkpoint.keep` stay, none once it is over; its end stays."""
         target = self.checkpoints / f"{self.recipe.stages[position.stage].name}-{position.step}{'-end' * position.done}"
         work = target.with_name(target.name + ".tmp")
-        shutil.rmtree(work, ignore_errors=True)
+        discard(work)
         newest = max(self.complete_checkpoints(), key=order, default="none")
         try:
             with writing(target, f". Last checkpoint: {newest}"):
                 work.mkdir(parents=True)
                 write(work)
-                write_atomically(work / "position.json", json.dumps(dataclasses.asdict(position)))
+                files = sorted(work.iterdir())
+                hashes = {file.name: value for file, value in zip(files, in_parallel(sha256, files), strict=True)}
+                write_atomically(work / POSITION, json.dumps({**dataclasses.asdict(position), "files": hashes}))
                 for file in work.iterdir():
                     with file.open("rb") as handle:
                         os.fsync(handle.fileno())
                 work.rename(target)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            discard(work)
         within = sorted((p for p in self.complete_checkpoints() if not read_position(p).done), key=order)
         for old in within if position.done else within[: -self.recipe.checkpoint.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old)
         return target
 
     def last_good(self, stage: int, step: int) -> Path | None:
@@ -261,13 +345,17 @@ class Run:
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite(entry)) + "\n")
 
+    def _lines(self) -> list[dict[str, Any]]:
+        """The objects in metrics.jsonl, without a line cut short by a kill."""
+        lines = []
+        for line in self.metrics.read_text("utf-8", errors="replace").splitlines() if self.metrics.exists() else ():
+            with contextlib.suppress(ValueError, RecursionError):
+                lines.append(json.loads(line))
+        return [line for line in lines if isinstance(line, dict)]
+
     def _entries(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without one cut short by a kill."""
-        entries = []
-        for line in self.metrics.read_text("utf-8").splitlines() if self.metrics.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):
-                entries.append(json.loads(line))
-        return entries
+        """Those that `log` wrote; others may have been added by hand."""
+        return [line for line in self._lines() if is_entry(line)]
 
     def _rewind_metrics(self, position: Position | None) -> None:
         """Drop lines after the resume point, so that a resumed run's metrics read as if it had never stopped."""
@@ -276,11 +364,71 @@ class Run:
             return
         names = [stage.name for stage in self.recipe.stages]
         kept = []
-        for entry in self._entries():
-            stage = names.index(entry["stage"]) if entry["stage"] in names else -1
-            if (stage, entry["step"]) <= (position.stage, position.step):
-                kept.append(entry)
-        write_atomically(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+        for line in self._lines():
+            stage = names.index(line["stage"]) if is_entry(line) and line["stage"] in names else -1
+            if stage < 0 or (stage, line["step"]) <= (position.stage, position.step):
+                kept.append(line)
+        write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def is_entry(line: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl has what every line of `Run.log` has."""
+    ppl = line.get("eval_ppl")
+    numbers = [line.get("step"), line.get("tokens"), 0 if ppl is None else ppl]
+    return isinstance(line.get("stage"), str) and all(type(number) in (int, float) for number in numbers)
+
+
+def changes(old: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Names of what has another hash than before, or none."""
+    return sorted(name for name, value in old.items() if now.get(name) != value)
+
+
+def changed_versions(old: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """A note where packages were replaced since a run began; it may go on."""
+    other = [f"{name} {version}, now {now.get(name)}" for name, version in old.items() if now.get(name) != version]
+    return [f"note: this run began with {'; '.join(other)}: losses may differ a little"] if other else []
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raise LinearizeError (exit 2) unless a checkpoint's files are as they were saved.
+
+    Checkpoints of earlier versions have no hashes.
+    """
+    with undamaged(checkpoint / POSITION, earlier(checkpoint)):
+        hashes = dict(json.loads((checkpoint / POSITION).read_text("utf-8")).get("files", {}))
+    for name, value in hashes.items():
+        with reading(checkpoint / name):
+            if sha256(checkpoint / name) != value:
+                raise ValueError("not the bytes that were saved")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within: a file of a checkpoint is read; raises LinearizeError (exit 2) when it is damaged."""
+    try:
+        with undamaged(path, earlier(path.parent)):
+            yield
+    except (SafetensorError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        # torch.load seeks to places that a file cut short does not have: EINVAL.
+        refused = os_error(error)
+        if refused is not None and refused.errno != errno.EINVAL:
+            raise
+        said = str(error).splitlines()[0]
+        raise LinearizeError(f"{path} is damaged ({said}). {earlier(path.parent)}") from error
+
+
+def earlier(checkpoint: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    return f"Remove {checkpoint}, and the run goes on from an earlier checkpoint"
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint, whole or in part; a file that linearize did not write stays."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in reversed(CHECKPOINT_FILES):  # its position first: then it counts as a checkpoint no longer
+            (checkpoint / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            checkpoint.rmdir()
 
 
 def processes() -> int:
@@ -290,9 +438,11 @@ def processes() -> int:
 
 def read_position(checkpoint: Path) -> Position:
     """How far a checkpoint is."""
-    path = checkpoint / "position.json"
-    with undamaged(path, f"Remove {checkpoint}, and the run goes on from an earlier checkpoint"):
-        return Position(**json.loads(path.read_text("utf-8")))
+    path = checkpoint / POSITION
+    with undamaged(path, earlier(checkpoint)):
+        saved = json.loads(path.read_text("utf-8"))
+        saved.pop("files", None)
+        return Position(**saved)
 
 
 def order(checkpoint: Path) -> tuple[int, int, bool]:

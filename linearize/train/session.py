@@ -29,7 +29,7 @@ from ..verify.child.inputs import most_tokens
 from .deepspeed_zero3 import partition, read_config
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, seed_for
-from .runs import Position, Run, read_position
+from .runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
 from .runtime import Say, make_schedule, stage_steps
 from .save import load_converted
 from .stages import Calibration, error_scale, listen
@@ -202,7 +202,9 @@ class Finetuner:
         """Trained tensors of the resume point; LoRA layers and teacher copies of the stages so far come first."""
         for earlier, stage in enumerate(self.recipe.stages[: number + 1]):
             self.prepare(earlier, stage)
-        self.student.load_state(load_file(checkpoint / "trained.safetensors"))
+        with reading(checkpoint / WEIGHTS):
+            tensors = load_file(checkpoint / WEIGHTS)
+        self.student.load_state(tensors)
 
     def calibrate(self, batch: dict[str, torch.Tensor]) -> None:
         """Before the first step: norms take the teacher's scale, windows their share, the same in every process."""
@@ -264,9 +266,9 @@ class Finetuner:
             broken = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
             if broken is not None:
                 raise self.not_finite(f"{broken} is not finite", position.stage, position.step + 1)
-            save_file(tensors, folder / "trained.safetensors")
+            save_file(tensors, folder / WEIGHTS)
             if not position.done:
-                torch.save(state, folder / "optimizer.pt")
+                torch.save(state, folder / OPTIMIZER)
 
         if self.accelerator.is_main_process:
             self.last_checkpoint = self.run.save(position, write)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from forks import Done, Forks
 from training import AT, LORA, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
 
@@ -125,7 +127,9 @@ signal.signal(signal.SIGHUP, signal.SIG_IGN)
 """
 
 
-@pytest.mark.parametrize(("before", "code"), [(CLOSING, Exit.INTERRUPTED), (IGNORING, Exit.OK)], ids=["closed", "nohup"])
+@pytest.mark.parametrize(
+    ("before", "code"), [(CLOSING, Exit.INTERRUPTED), (IGNORING, Exit.OK)], ids=["closed", "nohup"]
+)
 def test_a_closed_terminal_saves_unless_that_is_ignored(
     before: str, code: Exit, root: Path, tmp_path: Path, forks: Forks
 ) -> None:
@@ -203,6 +207,181 @@ def test_a_named_checkpoint_takes_another_learning_rate(
     changed[1]["steps"] = 9
     with pytest.raises(LinearizeError, match=r"stages\[1\].steps 5 -> 9"):
         train(make_recipe(tmp_path, base(root, "gpt2"), *changed), resume=str(checkpoints / "logit_kl-2"))
+
+
+# ---------------------------------------------------------------- inputs that changed
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a file's last byte, in place."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def test_what_changed_since_a_run_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit of a checkpoint, the text, the base: each by its name, before anything is removed; put back, it goes on."""
+    held = {"data": {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}}
+    recipe = recipe_in(tmp_path, tmp_path, **held, checkpoint={"every_steps": 1, "keep": 2})
+    with monkeypatch.context() as patch:
+        stop_after(patch, 8)
+        with pytest.raises(Stop):
+            train(recipe)
+    linear, newest = base(tmp_path, "gpt2"), tmp_path / "run" / "checkpoints" / "logit_kl-2"
+    again = f"not the bytes that were saved.*Remove {newest}, and the run goes on from an earlier"
+    refusals = {
+        newest / "trained.safetensors": again,
+        newest / "optimizer.pt": again,
+        tmp_path / "train.jsonl": "changed since this run began: data.train.* --resume never",
+        tmp_path / "heldout.txt": "changed since this run began: data.eval",
+        linear / "model-mixers.safetensors": "changed since this run began: .*model-mixers.safetensors",
+        linear / "tokenizer.json": "changed since this run began: .*tokenizer.json",
+    }
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for resume in ("auto", str(newest)):
+        for path, said in refusals.items():
+            kept = path.read_bytes()
+            flip(path)
+            with pytest.raises(LinearizeError, match=said) as caught:
+                train(recipe, resume=resume)
+            assert caught.value.code == Exit.USAGE
+            path.write_bytes(kept)
+            now = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+            assert {**now, tmp_path / "run" / ".lock": b""} == {**before, tmp_path / "run" / ".lock": b""}
+    train(recipe)
+    assert metrics(tmp_path, "step")[-1] == STEPS
+
+
+def test_a_source_changed_through_its_link_is_refused(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The converted base shares the bytes of the source; a source replaced by a new file does not change it."""
+    source = Path(shutil.copytree(base(root, "gpt2").parent / "source", tmp_path / "source"))
+    options = {"slots": 4, "chunk_size": 16}
+    values = {"convert": {"mechanism": "gsa", "options": options}, "checkpoint": {"every_steps": 1}}
+    recipe = make_recipe(tmp_path, source, stage("logit_kl", "new", "gpt2", steps=3), **values)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Stop):
+            train(recipe)
+    shard = source / "model.safetensors"
+    flip(shard)
+    with pytest.raises(LinearizeError, match=r"changed since this run began: .*converted/model-source-00001"):
+        train(recipe)
+    flip(shard)
+    shard.write_bytes((shard.unlink(), b"other weights")[1])
+    assert train(recipe)["output"]
+
+
+def test_other_versions_are_noted(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    halfway(tmp_path, root, monkeypatch)
+    record = tmp_path / "run" / "run.json"
+    values = json.loads(record.read_text())
+    values["versions"] |= {"torch": "2.0.0", "transformers": "4.0.0"}
+    record.write_text(json.dumps(values))
+    said: list[str] = []
+    finetune(recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "keep": 2}), say=said.append)
+    note = f"torch 2.0.0, now {torch.__version__}; transformers 4.0.0, now {transformers.__version__}"
+    assert [line for line in said if line.startswith("note: this run began with")] == [
+        f"note: this run began with {note}: losses may differ a little"
+    ]
+    assert json.loads(record.read_text())["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("name", ["trained.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("keep", [0, 0.5])
+def test_a_checkpoint_that_was_cut_short_is_told_without_hashes(
+    name: str, keep: float, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions recorded none. Without the checkpoint the run goes on."""
+    newest = halfway(tmp_path, root, monkeypatch) / "logit_kl-2"
+    position = json.loads((newest / "position.json").read_text())
+    del position["files"]
+    (newest / "position.json").write_text(json.dumps(position))
+    os.truncate(newest / name, int((newest / name).stat().st_size * keep))
+    recipe = recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "keep": 2})
+    with pytest.raises(LinearizeError, match=rf"{newest / name} is damaged .*Remove {newest}, and") as caught:
+        train(recipe)
+    assert caught.value.code == Exit.USAGE
+    shutil.rmtree(newest)
+    train(recipe)
+
+
+FOREIGN = [
+    b'{"note": "the learning rate was my idea"}\n',
+    b"7\n",
+    b'{"stage": 3, "step": "x", "eval_ppl": "low"}\n',
+    b'{"eval_ppl": 3.0}\n',
+    b"\xff\xfe\n",
+    b"[" * 10**5 + b"\n",
+]
+
+
+def test_foreign_lines_among_the_metrics_do_no_harm(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects stay, as somebody's notes; what is no object goes when a run continues."""
+    halfway(tmp_path, root, monkeypatch)
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.writelines(FOREIGN)
+    train(recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "keep": 2}))
+    assert metrics(tmp_path, "step").count(1) == 3
+    assert metrics(tmp_path, "note") == ["the learning rate was my idea"]
+
+
+# ---------------------------------------------------------------- starting over
+
+
+def short(folder: Path, root: Path, **changes: Any) -> Any:
+    """A recipe of one stage, with a conversion."""
+    source = base(root, "gpt2").parent / "source"
+    convert = {"mechanism": "gsa", "options": {"slots": 4, "chunk_size": 16}}
+    steps = stage("logit_kl", "new", "gpt2", steps=2, **changes)
+    return make_recipe(folder, source, steps, convert=convert, checkpoint={"every_steps": 1})
+
+
+def test_a_finished_model_stays_until_the_new_one_is_ready(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of another recipe. The start over is then the run: it goes on, and replaces the model at its end."""
+    final = tmp_path / "run" / "final"
+    train(short(tmp_path, root))
+    old = tensors(final)
+    other = short(tmp_path, root, optimizer={"lr": 3e-2})
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            train(other, resume="never")
+    assert same(tensors(final), old)
+    with monkeypatch.context() as patch:
+        patch.setattr("linearize.finetune.save_final", lambda *arguments: (_ for _ in ()).throw(Stop))
+        with pytest.raises(Stop):
+            train(other)
+    assert same(tensors(final), old)
+    train(other)
+    assert not same(tensors(final), old)
+    said: list[str] = []
+    finetune(other, say=said.append)
+    assert "finished already" in said[0]
+
+
+@pytest.mark.parametrize("place", ["final", "converted", "checkpoints/logit_kl-2-end"])
+def test_starting_over_removes_nothing_that_linearize_did_not_write(place: str, root: Path, tmp_path: Path) -> None:
+    recipe = short(tmp_path, root)
+    train(recipe)
+    thesis = tmp_path / "run" / place / "thesis.txt"
+    thesis.write_text("mine")
+    (tmp_path / "run" / "notes.tmp").write_text("mine, too")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(LinearizeError, match=rf"{thesis}: linearize did not write that") as caught:
+        train(recipe, resume="never")
+    assert caught.value.code == Exit.USAGE
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    thesis.unlink()
+    train(recipe, resume="never")
+    assert (tmp_path / "run" / "notes.tmp").read_text() == "mine, too"
 
 
 def test_never_starts_over(root: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
