@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,13 +152,16 @@ def open_samples(
     sft: bool,
     seed: int,
     max_tokens: int | None,
+    say: Callable[[str], None],
 ) -> Samples:
     """The samples of a recipe's source for this model, which `check_source` let pass; relative files begin at `start`,
-    packed text is kept in `cache`.
+    packed text is kept in `cache`. `say` gets how classes of images are numbered.
     """
     kind = kind_of(model)
     if kind == "images":
-        images = Images(find_images(source, start), processor, model.config if has_head(model) else None)
+        images = Images(find_images(source, start), processor, model.config if has_head(model) else None, sft)
+        if images.note:
+            say(images.note)
         if sft and set(images.labels) == {IGNORED}:
             said = f"{images.found.where} names no class of an image, and sft learns and scores nothing else"
             raise LinearizeError(f"{said}. Give a folder for each class, labels or label_key, or choose logit_kl")

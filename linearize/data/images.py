@@ -20,16 +20,21 @@ from ..recipe.data import ArraySource, DatasetSource, ImageSource, local_paths
 from ..train.losses import IGNORED
 from .documents import open_dataset
 
+SHOWN = 16  # classes of a line of text
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images that are not decoded yet, and the name or number of each one's class (None: not known)."""
+    """Images that are not decoded yet, and the name or number of each one's class (None: not known).
+
+    `names`: the classes in the order in which the source itself numbers them; None where it does not.
+    """
 
     images: Sequence[Any]
     labels: Sequence[str | int | None]
     where: str
+    names: Sequence[str] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -38,15 +43,24 @@ class Labelled:
 class Images:
     """Samples of a vision model. Item i is a dict of tensors: `pixel_values` [C,h,w], `labels` [1] int64 (-100
     without a class) and `valid` [1] bool, always True. An image counts as one token of a budget.
+
+    `note` says for a person which class got which number. Without `learns` nobody learns the classes: those that the
+    model does not have are left out, with a note, instead of refused.
     """
 
     seq_len = 1
 
-    def __init__(self, found: Labelled, processor: Any, config: Any) -> None:
+    def __init__(self, found: Labelled, processor: Any, config: Any, learns: bool = True) -> None:
         if not len(found):
             raise LinearizeError(f"nothing to train on in {found.where}")
         self.found, self.processor = found, processor
-        self.labels = class_numbers(found, config)
+        try:
+            self.labels, self.note = class_numbers(found, config)
+        except LinearizeError as error:
+            if learns:
+                raise
+            self.labels = [IGNORED] * len(found)
+            self.note = f"note: {error.message}. This stage needs no classes: it runs without, and measures no accuracy"
         self[0]  # what cannot be read or processed is told before anything is trained
 
     def __len__(self) -> int:
@@ -91,33 +105,75 @@ def as_picture(image: Any, where: str) -> Any:
     return image.convert("RGB")
 
 
-def class_numbers(found: Labelled, config: Any) -> list[int]:
-    """The model's number of each image's class: by its name in the config, else in alphabetical order.
+def class_numbers(found: Labelled, config: Any) -> tuple[list[int], str]:
+    """The model's number of each image's class, -100 where there is none; and, for a person, which name got which.
 
-    `config` None: the model has no head, and nothing to do with classes. Raises LinearizeError for classes that the
-    model does not have.
+    A name is looked up in the config's id2label. Where the config has no names of its own (LABEL_0, ...), a dataset's
+    own order decides; names of folders that are whole numbers are those numbers, and other names count in alphabetical
+    order. Whole numbers are also taken where id2label has other names and none of these.
+
+    `config` None: the model has no head, and nothing to do with classes. Raises LinearizeError (exit 3) for classes
+    that the model does not have, or has twice.
     """
     if config is None:
-        return [IGNORED] * len(found)
-    numbers = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
+        return [IGNORED] * len(found), ""
     count = getattr(config, "num_labels", 0)
     names = sorted({label for label in found.labels if isinstance(label, str)})
-    unknown = [name for name in names if name not in numbers]
-    if unknown and len(unknown) == len(names) == count and all(name.startswith("LABEL_") for name in numbers):
-        numbers = {name: i for i, name in enumerate(names)}  # a config without names
-    elif unknown:
-        raise LinearizeError(
-            f"{found.where} has the class {unknown[0]!r}, the model has {count}: {', '.join(sorted(numbers)[:8])}..."
-            f"{did_you_mean(unknown[0], numbers)}",
-            Exit.INCOMPATIBLE,
-        )
+    numbers = name_numbers(found, names, config, count)
     # A number below 0 stands for none, as where a dataset keeps its classes to itself.
     known = [numbers[x] if isinstance(x, str) else -1 if x is None else int(x) for x in found.labels]
     labels = [number if number >= 0 else IGNORED for number in known]
     if labels and max(labels) >= count:
-        last = f"the model's last is {count - 1}"
-        raise LinearizeError(f"{found.where} has class {max(labels)}, {last}", Exit.INCOMPATIBLE)
-    return labels
+        raise LinearizeError(
+            f"{found.where} has class {max(labels)}, the model's last is {count - 1}. A number is the model's own "
+            "number of a class, from 0 on",
+            Exit.INCOMPATIBLE,
+        )
+    return labels, _mapping(found.where, sorted(names, key=lambda name: numbers[name]), numbers, config)
+
+
+def name_numbers(found: Labelled, names: list[str], config: Any, count: int) -> dict[str, int]:
+    """Name of a class -> its number in the model, by the rules of `class_numbers`."""
+    own: dict[str, list[int]] = {}
+    for number, name in (getattr(config, "id2label", None) or {}).items():
+        own.setdefault(str(name), []).append(int(number))
+    unknown = [name for name in names if name not in own]
+    for name in names:
+        if len(own.get(name, ())) > 1:
+            said = f"{found.where} has the class {name!r}, which the model has as {own[name][0]} and as {own[name][1]}"
+            raise LinearizeError(f"{said}. Give the folders numbers for names", Exit.INCOMPATIBLE)
+    if not unknown:
+        return {name: own[name][0] for name in names}
+    unnamed = all(name.startswith("LABEL_") for name in own)
+    if unnamed and found.names is not None and len(found.names) <= count:
+        return {name: number for number, name in enumerate(found.names)}
+    digits = [name for name in names if name.isascii() and name.isdecimal()]
+    if len(unknown) == len(names) == len(digits):
+        numbers = {name: int(name) for name in names}
+        twice = next((name for name in names if list(numbers.values()).count(int(name)) > 1), None)
+        if twice is not None:
+            said = f"{found.where} has class {int(twice)} under several names, one of them {twice!r}. Leave one"
+            raise LinearizeError(said, Exit.INCOMPATIBLE)
+        return numbers
+    if unnamed and len(unknown) == len(names) == count and not digits:
+        return {name: number for number, name in enumerate(names)}
+    raise LinearizeError(
+        f"{found.where} has the class {unknown[0]!r}, the model has {count}: {', '.join(sorted(own)[:8])}..."
+        f"{did_you_mean(unknown[0], own)}",
+        Exit.INCOMPATIBLE,
+    )
+
+
+def _mapping(where: str, names: list[str], numbers: dict[str, int], config: Any) -> str:
+    """One line: which name got which number, and what the model calls that; empty where there are no names."""
+    own = {int(number): str(name) for number, name in (getattr(config, "id2label", None) or {}).items()}
+    shown = []
+    for name in names[:SHOWN]:
+        called = own.get(numbers[name], "")
+        also = f" ({called})" if called not in (name, "") and not called.startswith("LABEL_") else ""
+        shown.append(f"{name} is {numbers[name]}{also}")
+    rest = f", ... ({len(names)} in all)" if len(names) > SHOWN else ""
+    return f"classes of {where}: {', '.join(shown)}{rest}" if names else ""
 
 
 # ---------------------------------------------------------------- where they come from
@@ -160,6 +216,8 @@ def from_arrays(file: Path) -> Labelled:
         raise LinearizeError(f"cannot read {file}: {error}") from error
     if labels is not None and labels.shape != images.shape[:1]:
         raise LinearizeError(f"{file}: {len(images)} images, labels {labels.shape}")
+    if labels is not None and labels.dtype.kind not in "iuU":
+        raise LinearizeError(f"{file}: labels are {labels.dtype}; give whole numbers or names")
     return Labelled(list(images), [None] * len(images) if labels is None else labels.tolist(), str(file))
 
 
@@ -186,9 +244,9 @@ def from_dataset(source: DatasetSource) -> Labelled:
                 f"{source.path} has the columns {', '.join(dataset.column_names)}, not {key!r}."
                 f"{did_you_mean(str(key), dataset.column_names)}"
             )
-    labels = [None] * len(dataset)
+    labels, names = [None] * len(dataset), None
     if source.label_key is not None:
         labels = dataset[source.label_key]
         names = getattr(dataset.features[source.label_key], "names", None)
         labels = [names[x] if names and x is not None and x >= 0 else x for x in labels]
-    return Labelled(_Column(dataset, source.image_key), labels, source.path)
+    return Labelled(_Column(dataset, source.image_key), labels, source.path, names)

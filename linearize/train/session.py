@@ -53,6 +53,7 @@ class Finetuner:
         self.last_checkpoint: Path | None = run.resume_from
         self.interrupted = False  # by a signal, in this process
         self._blocks: dict[tuple[str, str], Samples | None] = {}
+        self._said: set[str] = set()
         self.eval_tokens = 0  # of the last evaluation
         self.wide = accelerator.mixed_precision != "no"
         self.zero = read_config(recipe, accelerator.mixed_precision)
@@ -134,7 +135,14 @@ class Finetuner:
                 sft=stage.kind == "sft",
                 seed=self.recipe.seed,
                 max_tokens=limit,
+                say=self.say_once,
             )
+
+    def say_once(self, text: str) -> None:
+        """`say`, unless it said the same before: stages often share their data."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
 
     def _token_budget(self, stage: Stage, seq_len: int) -> int:
         return (stage_steps(stage, self.blocks_per_step(stage), seq_len, self.run.max_steps) or 0) * (

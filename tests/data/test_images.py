@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,74 @@ def test_a_folder_of_classes_gives_what_the_processor_makes_of_each_file(folder:
 def test_classes_follow_the_alphabet_where_the_config_has_no_names_for_them(folder: Path) -> None:
     samples = Images(find_images(ImageSource(images=str(folder)), Path()), PROCESSOR, ViTConfig(num_labels=2))
     assert samples.labels == [0, 0, 1]
+
+
+def classes(tmp_path: Path, names: list[str]) -> ImageSource:
+    """A folder of classes with one picture each."""
+    for name in names:
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        picture(9).save(tmp_path / "classes" / name / "1.png")
+    return ImageSource(images=str(tmp_path / "classes"))
+
+
+def named(names: list[str]) -> ViTConfig:
+    """A config that calls its classes so."""
+    return ViTConfig(id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+
+
+NUMBERS = {str(number): number for number in range(12)}
+MANY = {str(number): number for number in range(20)}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "note"),
+    [
+        (ViTConfig(num_labels=12), NUMBERS, "0 is 0, 1 is 1, 2 is 2, .* 10 is 10, 11 is 11$"),
+        (ViTConfig(num_labels=20), MANY, r"15 is 15, \.\.\. \(20 in all\)$"),
+        (ViTConfig(num_labels=21), {"003": 3, "020": 20}, "003 is 3, 020 is 20$"),
+        (named(["ant", "bee"]), {"0": 0, "1": 1}, r"0 is 0 \(ant\), 1 is 1 \(bee\)$"),
+        (named(["10", "9"]), {"10": 0, "9": 1}, "10 is 0, 9 is 1$"),  # the model's own names, not numbers
+        (named(["bee", "cow", "ant"]), {"ant": 2, "bee": 0}, "bee is 0, ant is 2$"),
+        (ViTConfig(num_labels=2), {"b": 1, "a": 0}, "a is 0, b is 1$"),
+    ],
+)
+def test_classes_get_the_models_numbers_and_a_line_says_which(
+    tmp_path: Path, config: ViTConfig, expected: dict[str, int], note: str
+) -> None:
+    found = find_images(classes(tmp_path, [*expected]), Path())
+    samples = Images(found, PROCESSOR, config)
+    assert dict(zip(map(str, found.labels), samples.labels, strict=True)) == expected
+    assert re.match(f"classes of {found.where}: .*{note}", samples.note)
+
+
+@pytest.mark.parametrize(
+    ("folders", "config", "message"),
+    [
+        ([*map(str, range(1, 13))], ViTConfig(num_labels=12), r"has class 12, the model's last is 11"),
+        (["1", "01"], ViTConfig(num_labels=2), r"has class 1 under several names, one of them '01'"),
+        (["0", "1", "ant"], ViTConfig(num_labels=3), r"has the class '0', the model has 3: LABEL_0"),
+        (["0", "1", "2"], named(["1", "2", "3"]), r"has the class '0', the model has 3: 1, 2, 3"),
+        (["crane"], named(["crane", "bee", "crane"]), r"'crane', which the model has as 0 and as 2"),
+        (["n01440764"], named(["tench", "goldfish"]), r"'n01440764', the model has 2: goldfish, tench"),
+    ],
+)
+def test_classes_that_contradict_the_models_are_refused_or_left_out_where_nothing_learns_them(
+    tmp_path: Path, folders: list[str], config: ViTConfig, message: str
+) -> None:
+    found = find_images(classes(tmp_path, folders), Path())
+    with pytest.raises(LinearizeError, match=message):
+        Images(found, PROCESSOR, config)
+    samples = Images(found, PROCESSOR, config, learns=False)
+    assert set(samples.labels) == {-100}
+    assert re.search(rf"^note: .*{message}.*runs without, and measures no accuracy", samples.note)
+
+
+def test_a_datasets_own_order_numbers_its_classes_where_the_config_has_no_names(tmp_path: Path) -> None:
+    features = Features({"img": ImageFeature(), "kind": ClassLabel(names=["zebra", "ant"])})
+    rows = {"img": [picture(5), picture(6)], "kind": [0, 1]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    found = find_images(DatasetSource(path=str(tmp_path), image_key="img", label_key="kind"), Path())
+    assert Images(found, PROCESSOR, ViTConfig(num_labels=2)).labels == [0, 1]
 
 
 def test_images_without_a_class_are_not_learned(tmp_path: Path) -> None:
@@ -113,6 +182,7 @@ def test_a_model_without_a_head_has_no_classes_to_fit(folder: Path) -> None:
     [
         ({"pictures": np.zeros(1)}, "has pictures, not `images`"),
         ({"images": np.zeros((2, 4, 4, 3), np.uint8), "labels": np.zeros(3)}, "2 images, labels"),
+        ({"images": np.zeros((2, 4, 4, 3), np.uint8), "labels": np.array([0.5, 1])}, "labels are float64"),
         ({"images": np.zeros((2, 4, 4, 3), np.int64)}, "int64"),
         ({"images": np.zeros((1, 4, 4, 3), np.uint8), "labels": np.array([2])}, "class 2, the model's last is 1"),
         ({"images": np.zeros((0, 4, 4, 3), np.uint8)}, "nothing to train on"),
