@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .checkpoint.atomic import check_output, output_folder
+from .checkpoint.carried import carried_files, left_behind
 from .checkpoint.code import Natives
 from .checkpoint.provenance import check_code_cache
 from .checkpoint.shards import meta_tensors
@@ -28,6 +29,7 @@ from .verify.reload import Level, verify
 
 Say = Callable[[str], None]
 NEXT = "distil it with linearize finetune"
+UNREAD = "not carried over, for loading the model reads none of it: {}"
 
 
 def plan_conversion(
@@ -47,6 +49,7 @@ def plan_conversion(
     source = open_source(model, revision, weights=weights)
     check_adapter(source)
     check_secrets(source)
+    carried_files(source.folder)  # raises for links that lead elsewhere
     config = load_config(source, trust_remote_code)
     natives = Natives(config, load_model_class(source, config, trust_remote_code))
     plan = request.plan(
@@ -83,6 +86,11 @@ def convert(
         said = verify(folder, level, source, plan, trust_remote_code)
     say(said)
     return said
+
+
+def unread(source: Source, *_: Any) -> list[str]:
+    """What of the source's folder does not go along into the result, since loading a model reads none of it."""
+    return left_behind(source.folder, source.shards)
 
 
 def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:

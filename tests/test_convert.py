@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -16,10 +18,11 @@ import transformers
 from models import HYBRID, convert_folder, load, logits, save_source, small_model, tokens
 from safetensors.torch import load_file, save_file
 
+from linearize.checkpoint.carried import NAMES
 from linearize.checkpoint.provenance import read_plan
 from linearize.checkpoint.source import read_header
 from linearize.checkpoint.write import MANIFEST
-from linearize.convert import convert, plan_conversion
+from linearize.convert import convert, plan_conversion, unread
 from linearize.errors import Exit, LinearizeError
 from linearize.plan.mechanisms import build_mixer
 from linearize.plan.plan import Plan, choose_layers
@@ -582,7 +585,7 @@ def test_an_interrupted_conversion_leaves_nothing(source: Path, monkeypatch: pyt
 # ---------------------------------------------------------------- what else is in the folder
 
 
-def test_small_files_travel_and_others_stay(source: Path) -> None:
+def test_files_that_are_read_travel_and_others_stay(source: Path) -> None:
     (source / "tokenizer.json").write_text("{}")
     (source / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
@@ -594,12 +597,64 @@ def test_small_files_travel_and_others_stay(source: Path) -> None:
     (source / "assets").mkdir()
     (source / "assets" / "results.json").write_text("{}")
     (source / "curve.csv").write_text("1,2")
+    for name in ("aws.json", "notes.txt", "deploy.py", "mine.model", "vocab.bak.json"):
+        (source / name).write_text("secret")
+    left = unread(plan_conversion(str(source), "gsa")[1])
     folder = convert_folder(source, source.parent / "linear")
     names = set(snapshot(folder))
     assert {"tokenizer.json", "generation_config.json", "chat_template.jinja", "LICENSE"} <= names
-    left = {"model.onnx", ".git/HEAD", "model.safetensors", "assets/results.json", "curve.csv"}
-    assert not left & names
+    secrets = {"aws.json", "notes.txt", "deploy.py", "mine.model", "vocab.bak.json"}
+    assert not {"model.onnx", ".git/HEAD", "model.safetensors", "assets/results.json", "curve.csv", *secrets} & names
+    assert set(left) == {"assets/", "curve.csv", "model.onnx", *secrets}
+    assert not secrets & set(json.loads((folder / "linearize.json").read_text())["files"])
     assert load(folder).generation_config.temperature == 0.7
+
+
+def test_every_file_of_every_tokenizer_travels() -> None:
+    """The names are those of the tokenizers' own source, read without importing a hundred modules."""
+    folder = Path(transformers.__file__).parent / "models"
+    found = set()
+    for path in folder.glob("*/tokenization_*.py"):
+        blocks = re.findall(r"(?i)vocab_files_names\b[^=\n]*=\s*(\{.*?\})", path.read_text("utf-8"), re.DOTALL)
+        found |= {name for block in blocks for name in re.findall(r':\s*"([\w.-]+)"', block)}
+    assert len(found) > 20
+    assert found <= NAMES
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "the blobs of the Hub's cache", "another name in the folder"])
+def test_links_out_of_the_source_are_refused(source: Path, where: str) -> None:
+    """vocab.txt -> /etc/passwd would be copied, and pushed."""
+    target = source.parent / "theirs"
+    folder = source
+    if where == "the blobs of the Hub's cache":
+        folder = source.parent / "models--a--b" / "snapshots" / "abc"
+        shutil.copytree(source, folder)
+        target = folder.parent.parent / "blobs" / "0"
+        target.parent.mkdir()
+    elif where != "elsewhere":
+        target = folder / "words"
+    target.write_text("secret")
+    (folder / "vocab.txt").symlink_to(target)
+    if where == "elsewhere":
+        with pytest.raises(LinearizeError, match=r"vocab.txt is a link to .*theirs, outside of the source's") as caught:
+            plan_conversion(str(folder), "gsa")
+        assert caught.value.code == Exit.INCOMPATIBLE
+    else:
+        linear = convert_folder(folder, source.parent / "linear")
+        assert (linear / "vocab.txt").read_text() == "secret"
+        assert not (linear / "vocab.txt").is_symlink()
+
+
+@pytest.mark.parametrize("layers", ["all", HYBRID])
+def test_the_native_classes_refuse_a_converted_folder(source: Path, layers: str) -> None:
+    """They would load the source's weights, run softmax, and only report the mixers as unused."""
+    folder = convert_folder(source, source.parent / "linear", layers)
+    load(folder).save_pretrained(source.parent / "again")
+    for place in (folder, source.parent / "again"):
+        for native in (transformers.LlamaForCausalLM, transformers.LlamaModel):
+            with pytest.raises(ValueError, match="leave out the linear layers: use an Auto class"):
+                native.from_pretrained(place)
+    assert torch.equal(logits(load(source.parent / "again"), tokens(1, 7)), logits(load(folder), tokens(1, 7)))
 
 
 def test_the_manifest_and_the_card_tell_the_facts(source: Path) -> None:
@@ -668,7 +723,9 @@ def source_with_code(folder: Path) -> Path:
     small_model("llama").save_pretrained(folder)
     (folder / "configuration_own.py").write_text(OWN_CONFIG)
     (folder / "modeling_own.py").write_text(OWN_MODEL)
-    (folder / "own_parts.py").write_text("factor = 3.0\n")
+    (folder / "own_parts.py").write_text("factor = 3.0\nWORDS = 'own_words.txt'\n")
+    (folder / "own_words.txt").write_text("a b")
+    (folder / "unused.py").write_text("key = 'secret'\n")
     entries = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     edit_config(
         folder,
@@ -690,6 +747,8 @@ def test_a_source_with_its_own_code(tmp_path: Path) -> None:
         == planned[0].new_parameters + small_model("llama").num_parameters()
     )
     folder = convert_folder(source, tmp_path / "linear", HYBRID, trust_remote_code=True, level="full")
+    assert (folder / "own_words.txt").read_text() == "a b"  # its code names it
+    assert not (folder / "unused.py").exists()
     for path in source.iterdir():
         path.unlink()  # the result stands alone
     model, ids = load(folder), tokens(2, 9)
@@ -701,6 +760,7 @@ def test_a_source_with_its_own_code(tmp_path: Path) -> None:
 def test_code_that_would_be_overwritten_is_refused(tmp_path: Path) -> None:
     source = source_with_code(tmp_path / "source")
     (source / "seam.py").write_text("theirs = True\n")
+    (source / "own_parts.py").write_text("from .seam import theirs\nfactor = 3.0\n")
     with pytest.raises(LinearizeError, match=r"has a seam\.py of its own") as caught:
         convert_folder(source, tmp_path / "linear", trust_remote_code=True)
     assert caught.value.code == Exit.INCOMPATIBLE

@@ -113,8 +113,27 @@ def load():
 Linearized{native} = load()
 '''
 
+# The name of the weights in config.json: transformers refuses one with another suffix, and puts it into its message.
+# Without it LlamaForCausalLM.from_pretrained(folder) would load the source's weights, and run softmax.
+REFUSAL = "none for this class, which would leave out the linear layers: use an Auto class and trust_remote_code=True"
+
+_INIT_0_1_0 = """    def __init__(self, linearize=None, **kwargs):
+        self.linearize = linearize
+        super().__init__(**kwargs)
+"""
+_INIT_0_2_0 = f"""    def __init__(self, linearize=None, transformers_weights=None, **kwargs):
+        self.linearize = linearize
+        super().__init__(**kwargs)
+
+    def to_dict(self):
+        # With a name of the weights that the classes of transformers refuse: they would run softmax.
+        return {{{{**super().to_dict(), "transformers_weights": "{REFUSAL}"}}}}
+"""
+_MODELING_0_2_0 = _MODELING_0_1_0.replace(_INIT_0_1_0, _INIT_0_2_0)
+
 TEMPLATES = {
     "0.1.0": Templates(_MODELING_0_1_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
+    "0.2.0": Templates(_MODELING_0_2_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
 }
 
 

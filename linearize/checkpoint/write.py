@@ -13,24 +13,22 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..errors import Exit, LinearizeError, no_file
+from ..errors import Exit, LinearizeError
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan
 from . import card
 from .atomic import MANIFEST
+from .carried import carried_files
 from .code import Natives, auto_map, code_files
 from .shards import BLOCK, NAMES, TORCH_DTYPES, described, in_parallel, place_shard, read_tensor, sha256, write_shard
-from .source import DTYPES, SMALL_FILES, Entry, Source, read_header
+from .source import DTYPES, Entry, Source, read_header
+from .templates import REFUSAL
 
 MIXER_SHARD = "model-mixers.safetensors"
 # Never a name that save_pretrained would choose: older safetensors write in place, into the linked source file.
 SOURCE_SHARD = "model-source-{:05d}-of-{:05d}.safetensors"
 FORMAT = 1  # of the manifest; counts what an earlier version cannot read
 INDEX = "model.safetensors.index.json"
-# Files that are rewritten or tell of the source alone.
-NOT_COPIED = ("config.json", MANIFEST, "*.index.json", "trainer_state.json")
-# The only folder that transformers reads: a loop of generation (custom_generate) knows the source, not this model.
-TEMPLATES = "additional_chat_templates"
 
 Shards = dict[str, list[str]]  # file name -> tensor names
 Untouched = dict[str, dict[str, str]]  # "shards" and "tensors": name -> sha256
@@ -42,7 +40,7 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives,
     shards, untouched = write_source_shards(folder, source, plan, natives.tied())
     shards[MIXER_SHARD] = write_mixers(folder / MIXER_SHARD, plan, seed)
     write_index(folder, shards)
-    copy_small_files(source.folder, folder)
+    copy_carried(source.folder, folder)
     for name, text in code_files(plan, natives).items():
         if (folder / name).exists():
             said = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"
@@ -64,7 +62,18 @@ def converted_config(config: dict[str, Any], plan: Plan, natives: Natives) -> di
     }
     changed.pop("torch_dtype", None)
     changed["dtype"] = plan.dtype
-    return changed
+    return refusing(changed, natives.config)
+
+
+def refusing(config: dict[str, Any], config_class: Any) -> dict[str, Any]:
+    """A config, and those of its parts, that no class of transformers loads weights by (see `templates.REFUSAL`): a native
+    class reads the part that it is named for, such as `vision_config`."""
+    parts = getattr(config_class, "sub_configs", {})
+    changed = {
+        name: refusing(value, parts[name]) if name in parts and isinstance(value, dict) else value
+        for name, value in config.items()
+    }
+    return {**changed, "transformers_weights": REFUSAL}
 
 
 def _other_code(config: dict[str, Any]) -> dict[str, Any]:
@@ -233,23 +242,12 @@ def write_index(folder: Path, shards: Shards, name: str = INDEX) -> None:
     write_json(folder / name, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
-def copy_small_files(source: Path, folder: Path) -> None:
-    """Tokenizer, generation config, chat templates, licence and own code of the folder `source`, and nothing else."""
-    for path in [*sorted(source.iterdir()), *sorted((source / TEMPLATES).glob("*.jinja"))]:
-        if _travels(path):
-            target = folder / path.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
-
-
-def _travels(path: Path) -> bool:
-    """Whether a file is copied. Links to files are followed; what should be copied and is no file is refused."""
-    wanted = any(path.match(pattern) for pattern in SMALL_FILES)
-    if not wanted or path.is_dir() or any(path.match(pattern) for pattern in (".*", *NOT_COPIED)):
-        return False
-    if not path.is_file():
-        raise no_file(path, Exit.INCOMPATIBLE)
-    return True
+def copy_carried(source: Path, folder: Path) -> None:
+    """Copy what `carried_files` finds in the folder `source`."""
+    for path in carried_files(source):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
 
 
 def shard_dtype(shards: list[dict[str, Any]], declared: str | None) -> str:

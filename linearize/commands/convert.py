@@ -75,7 +75,10 @@ def convert(
     )
     plan = planned[0]
     plan_table(plan)
-    result: dict[str, Any] = {"plan": plan.to_json()}
+    left = story.unread(*planned[1:])
+    if left:
+        say(of_transformers.UNREAD.format(", ".join(left)))
+    result: dict[str, Any] = {"plan": plan.to_json(), "not_carried": left}
     if not dry_run:
         target = output or Path(f"{Path(plan.source).name}-{to}")
         how = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}

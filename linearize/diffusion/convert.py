@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import output_folder
+from ..checkpoint.carried import check_file
 from ..checkpoint.source import Source, check_names, check_revision, find_shards, present, read_header, read_json
 from ..checkpoint.write import meta_pickle
 from ..convert import Say, check_disk, check_paths, check_secrets, disagree, own_code, stored_dtype
@@ -23,7 +24,7 @@ from ..probe.probe import Found, Other
 from ..verify.child.latents import INPUTS
 from ..verify.reload import Level
 from .probe import Part, build, probe
-from .write import FORMATS, INDEX_FILE, write_pipeline
+from .write import FORMATS, INDEX_FILE, WEIGHTS, other_files, write_pipeline
 
 NEXT = "train its mixers, see docs/diffusers.md"
 # Classes that older checkpoints name, with the norm that tells what became of them.
@@ -58,7 +59,7 @@ def plan_conversion(
     check_revision(model, revision)
     folder = Path(os.path.expanduser(model))
     source, parts = open_parts(folder, load_diffusers(folder), weights)
-    check_files(source, trust_remote_code)
+    check_files(source, parts, trust_remote_code)
     if weights:
         for part in parts:
             check_weights(part)
@@ -159,12 +160,21 @@ def _part(folder: Path, name: str, config: dict[str, Any], kind: str, diffusers:
     return Part(name, source, build(getattr(diffusers, kind), source))
 
 
-def check_files(source: Source, trust_remote_code: bool) -> None:
-    """Raise LinearizeError (exit 3) for code of the source's own, unless that is trusted, and for what is no file."""
+def unread(source: Source, parts: list[Part]) -> list[str]:
+    """What of the source's folder does not go along into the result, since diffusers reads none of it."""
+    return [path.relative_to(source.folder).as_posix() for path in other_files(source, parts)[1]]
+
+
+def check_files(source: Source, parts: list[Part], trust_remote_code: bool) -> None:
+    """Raise LinearizeError (exit 3) for code of the source's own, unless that is trusted, for what is no file, and for
+    links to elsewhere, except of weights."""
     for path in source.folder.rglob("*"):
         if path.is_symlink() and not path.is_file():
             said = f"{path} is a link to {os.path.realpath(path)}, no file. Put there what it stands for"
             raise LinearizeError(said, Exit.INCOMPATIBLE)
+    for path in other_files(source, parts)[0]:
+        if path.suffix not in WEIGHTS:
+            check_file(path, source.folder)
     files = sorted(path.relative_to(source.folder).as_posix() for path in source.folder.rglob("*.py"))
     if files and not trust_remote_code:
         raise own_code(source, some(files))

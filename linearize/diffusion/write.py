@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoint.card import inherited
+from ..checkpoint.carried import TEMPLATES, is_licence, is_read
 from ..checkpoint.shards import place_shard
 from ..checkpoint.source import Source
 from ..checkpoint.write import MANIFEST, Untouched, manifest, write_index, write_json, write_mixers, write_source_shards
@@ -70,17 +71,10 @@ def write_pipeline(folder: Path, plan: Plan, source: Source, parts: list[Part], 
 
 
 def copy_others(folder: Path, source: Source, parts: list[Part], copy: bool) -> dict[str, str]:
-    """Everything but the transformers' own files; hashes of the weights among it, by name."""
-    converted, hashes = {part.source.folder for part in parts}, {}
-    for path in sorted(source.folder.rglob("*")):
+    """Everything that diffusers reads but the transformers' own files; hashes of the weights among it, by name."""
+    hashes = {}
+    for path in other_files(source, parts)[0]:
         name = path.relative_to(source.folder)
-        hidden = any(part.startswith(".") for part in name.parts)
-        if path.is_dir() or hidden or name.as_posix() in ("README.md", MANIFEST):
-            continue
-        if path.parent in converted and (
-            path.suffix in WEIGHTS or path.match("config.json") or path.match("*.index.json")
-        ):
-            continue
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in WEIGHTS:
@@ -88,6 +82,30 @@ def copy_others(folder: Path, source: Source, parts: list[Part], copy: bool) -> 
         else:
             shutil.copyfile(path, target)
     return hashes
+
+
+def other_files(source: Source, parts: list[Part]) -> tuple[list[Path], list[Path]]:
+    """Files beside those of the transformers that convert: which go along, and which do not since nothing reads them.
+
+    Along go the folders that model_index.json names, of them what diffusers and transformers read; licences; code.
+    Hidden files and those that are written anew are in neither.
+    """
+    converted = {part.source.folder for part in parts}
+    read = {source.folder / name for name, entry in source.config.items() if isinstance(entry, list)}
+    along, left = [], []
+    for path in sorted(source.folder.rglob("*")):
+        name = path.relative_to(source.folder)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if path.is_dir() or hidden or name.as_posix() in ("README.md", MANIFEST, INDEX_FILE):
+            continue
+        config = path.name in ("config.json", "scheduler_config.json") or path.match("*.index.json")
+        if path.parent in converted and (path.suffix in WEIGHTS or config):
+            continue
+        template = path.suffix == ".jinja" and path.parent.name == TEMPLATES and path.parent.parent in read
+        goes = template or path.suffix == ".py" or (path.parent == source.folder and is_licence(path))
+        goes = goes or (path.parent in read and (config or path.suffix in WEIGHTS or is_read(path)))
+        (along if goes else left).append(path)
+    return along, left
 
 
 def write_part(folder: Path, part: Part, plan: Plan, seed: int) -> tuple[Untouched, list[str]]:

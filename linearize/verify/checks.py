@@ -148,11 +148,13 @@ def check_plan(folder: Path) -> tuple[str, str]:
 
 
 def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:
-    """Every tensor of the index is in the shard that it names, and the other way round."""
+    """Every tensor of the index is in the shard that it names, and the other way round; without an index all are in
+    one file, whose name is that of the index without its ending."""
     if (folder / name).exists():
         index = json.loads((folder / name).read_text("utf-8"))["weight_map"]
     else:
-        index = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
+        single = name.removesuffix(".index.json")
+        index = dict.fromkeys(read_header(folder / single), single)
     held = {(tensor, path.name) for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path)}
     wrong = sorted(held ^ set(index.items()))
     if wrong:

@@ -204,6 +204,30 @@ def test_a_pipeline_may_be_saved_again(sources: dict[str, Path], tmp_path: Path)
     assert torch.equal(sample(again), sample(made))
     with pytest.raises(ValueError, match="trust_remote_code"):
         diffusers.DiffusionPipeline.from_pretrained(tmp_path / "again")
+    # As after training, in one file without an index; the transformer alone, too.
+    made.transformer.save_pretrained(tmp_path / "alone")
+    for folder, label in ((tmp_path / "again", "transformer: index"), (tmp_path / "alone", "index")):
+        rows = {check.name: check for check in verify_files(folder)}
+        assert (rows[label].status, rows[label].detail.endswith(" tensors")) == ("passed", True), rows
+        assert {check.status for check in rows.values()} == {"passed", "warning"}
+
+
+def test_what_diffusers_does_not_read_stays_behind(
+    sources: dict[str, Path], tmp_path: Path, linearize: Command
+) -> None:
+    source = Path(shutil.copytree(sources[DIT], tmp_path / "source"))
+    (source / "old").mkdir()
+    left = ["aws.json", "notes.txt", "vae/keys.json", "old/config.json", "pruned.safetensors"]
+    for name in (*left, "LICENSE"):
+        (source / name).write_text("secret")
+    code, _, err = linearize("convert", source, "--to", "la", "--verify", "none", "-o", tmp_path / "linear")
+    assert (code, f"reads none of it: {', '.join(sorted(left))}" in " ".join(err.split())) == (0, True), err
+    found = hashes(tmp_path / "linear")
+    assert "LICENSE" in found
+    assert not found.keys() & set(left)
+    (source / "vae" / "vocab.txt").symlink_to(tmp_path / "linear" / "README.md")
+    code, _, err = linearize("convert", source, "--to", "la", "-o", tmp_path / "other")
+    assert (code, "outside of the source's folder" in " ".join(err.split())) == (3, True), err
 
 
 def test_each_saved_model_runs_its_own_code(
