@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal.output import Json, finite, print_json, say
+from ..terminal.output import Json, finite, print_json, say, show
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -42,7 +42,7 @@ def bench_kernels(
     if as_json:
         print_json(result)
     else:
-        print(markdown(result))
+        show(markdown(result))
     if picture is not None:
         plot(result, picture)
     if failed := failures(result):
@@ -82,4 +82,4 @@ def bench_model(
     if as_json:
         print_json(result)
     else:
-        print(markdown(result))
+        show(markdown(result))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -15,16 +16,33 @@ from ..errors import redact
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
+# Characters that a terminal obeys instead of showing: those of its escapes, and those that change the order of others.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, other than ends of lines and tabs, written out: `\\x1b`.
+
+    Whatever goes to a person passes here: names in folders, configs and tokenizers are of people who are not trusted.
+    """
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def say(text: str) -> None:
     """One message for a person, without secrets."""
-    print(redact(text), file=sys.stderr, flush=True)
+    print(printable(redact(text)), file=sys.stderr, flush=True)
+
+
+def show(text: str, end: str = "\n") -> None:
+    """A result on stdout: as it is where a program or a file takes it, `printable` on a terminal."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def say_error(where: str, message: str) -> None:
     """A message about an error; its first word is red on a terminal."""
     coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     word = "\033[1;31merror\033[0m" if coloured else "error"
-    print(f"{word}{where}: {redact(message)}", file=sys.stderr, flush=True)
+    print(f"{word}{where}: {printable(redact(message))}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any, indent: int | None = None) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .output import percent, ranges, size
+from .output import percent, printable, ranges, size
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -20,9 +20,16 @@ if TYPE_CHECKING:
     from ..verify.checks import Check
 
 
-def console() -> Console:
+class Plain(Console):
+    """A console that shows control characters of other people's strings instead of obeying them."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(printable(text), **how)
+
+
+def console(quiet: bool = False) -> Console:
     """The console for human text, in which brackets are brackets: paths and messages may have some."""
-    return Console(stderr=True, highlight=False, markup=False)
+    return Plain(stderr=True, highlight=False, markup=False, quiet=quiet)
 
 
 def results() -> Console:

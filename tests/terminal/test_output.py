@@ -1,0 +1,73 @@
+"""What goes to a terminal: other people's strings are shown, never obeyed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Command
+from models import save_source
+
+from linearize.terminal.output import print_json, printable, say, show
+from linearize.terminal.tables import checks_table, console
+from linearize.verify.checks import Check
+
+RED, LINK = "\x1b[31mred", "\x1b]8;;http://evil\x1b\\here\x1b]8;;\x07"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (RED, "\\x1b[31mred"),
+        (LINK, "\\x1b]8;;http://evil\\x1b\\here\\x1b]8;;\\x07"),
+        ("title\x9b2J\x9dx", "title\\x9b2J\\x9dx"),
+        ("passed\rfailed\x08\x7f", "passed\\rfailed\\x08\\x7f"),
+        ("user\u202etxt.exe\u2066", "user\\u202etxt.exe\\u2066"),
+        ("one\n\ttwo é 漢 🙂 \u200f", "one\n\ttwo é 漢 🙂 \u200f"),
+    ],
+)
+def test_control_characters_are_written_out(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable(text) == shown
+    say(text)
+    assert capsys.readouterr().err == shown + "\n"
+
+
+def test_tables_show_them_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    checks_table(RED, [Check(f"name {RED}", "passed", f"detail {LINK}")])
+    console().print(f"plain {RED}", RED)
+    found = capsys.readouterr().err
+    assert "\x1b" not in found
+    assert "\x07" not in found
+    assert found.count("\\x1b[31mred") == 4
+
+
+def test_text_of_a_model_is_raw_in_a_pipe_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show(RED, end="")
+    assert capsys.readouterr().out == RED
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(RED, end="")
+    assert capsys.readouterr().out == "\\x1b[31mred"
+    print_json({"text": RED})
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert json.loads(printed) == {"text": RED}
+
+
+def test_names_in_a_folder_and_a_config_are_shown(tmp_path: Path, linearize: Command) -> None:
+    source = save_source(tmp_path / RED)
+    (source / f"{LINK.replace('/', '_')}.txt").write_text("")
+    code, _, err = linearize("convert", source, "--to", "gsa", "--dry-run")
+    assert code == 0
+    assert "\\x1b[31mred" in err
+    assert "here\\x1b]8" in err
+    config = source / "config.json"
+    config.write_text(config.read_text().replace('"llama"', json.dumps(LINK)))
+    for command in (["convert", source, "--to", "gsa"], ["inspect", source]):
+        code, _, failed = linearize(*command)
+        assert code == 3
+        assert not {"\x1b", "\x07"} & {*err, *failed}
