@@ -18,8 +18,8 @@ from . import __version__
 from .checkpoint.provenance import behind, check_code, read_plan, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
-from .convert import convert, plan_conversion
-from .data.batches import kind_of, source_hash, tokens_per_sample
+from .convert import UNREAD, convert, plan_conversion, unread
+from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
 from .demo import model_folder
 from .errors import Exit, LinearizeError, did_you_mean, os_error
 from .hub.push import check_access, push_saved
@@ -166,6 +166,8 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
     if kind_of(model) != "images":
         load_tokenizer(source.folder, trust)
+    if left := unread(source):
+        say(UNREAD.format(", ".join(left)))
     begin(recipe, run, None, None, say)
     convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
     run.note_base(run.converted)
@@ -191,6 +193,8 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None, only: str | 
             continue
         blocks = stage.batch.per_device * stage.batch.accumulate * processes()
         seq_len = tokens_per_sample(recipe.data_for(stage))
+        if note := small_batch(model, stage, blocks):
+            say(note)
         steps = stage_steps(stage, blocks, seq_len, max_steps)
         rows.append(
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,22 @@ import numpy as np
 import pytest
 import torch
 from models import save_source
+from PIL import Image
 from training import byte_tokenizer
 from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     BertConfig,
     BertForMaskedLM,
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionModelWithProjection,
     Dinov2Config,
     Dinov2Model,
     ViTConfig,
     ViTForImageClassification,
     ViTForMaskedImageModeling,
+    ViTImageProcessor,
 )
 
 from linearize.errors import Exit, LinearizeError
@@ -56,6 +62,11 @@ def place(tmp_path: Path) -> Path:
     save_source(tmp_path / "llama")
     masked = ViTConfig(**SMALL, intermediate_size=32, encoder_stride=4)
     ViTForMaskedImageModeling(masked).save_pretrained(tmp_path / "patches")
+    tower = {key: value for key, value in SMALL.items() if key not in ("image_size", "patch_size")}
+    text = {**tower, "intermediate_size": 32, "vocab_size": 60, "max_position_embeddings": 20}
+    clip = CLIPConfig(text_config=text, vision_config={**SMALL, "intermediate_size": 32}, projection_dim=8)
+    CLIPModel(clip).save_pretrained(tmp_path / "clip")
+    CLIPVisionModelWithProjection(clip.vision_config).save_pretrained(tmp_path / "clip-images")
     return tmp_path
 
 
@@ -132,6 +143,9 @@ def test_a_model_without_a_head_learns_its_teachers_features(place: Path) -> Non
         ("vit", KL, {"train": {"images": "photo"}}, "no folder .*Did you mean 'photos'"),
         ("llama", KL, {"train": {"files": "b.txt"}}, "no such file: .*Did you mean 'a.txt'"),
         ("llama", KL, {"train": {"files": "a.txt"}}, "no tokenizer can be loaded"),
+        ("clip", TRANSFER, None, "LinearizedCLIPModel takes input_ids and pixel_values together"),
+        ("clip", TRANSFER, {"train": {"files": "a.txt"}}, "LinearizedCLIPModel takes input_ids and pixel_values tog"),
+        ("clip-images", KL, None, "LinearizedCLIPVisionModelWithProjection has no head; use feature_cosine"),
     ],
 )
 def test_what_a_model_cannot_learn_is_refused_before_it_is_converted(
@@ -161,6 +175,84 @@ def test_a_model_with_a_head_of_another_kind_transfers_attention(place: Path) ->
         finetune(recipe_of(place, "patches", [TRANSFER]))
     report = finetune(recipe_of(place, "patches", [TRANSFER], {"train": {"arrays": "train.npz"}}), resume="never")
     assert (Path(report["output"]).name, report["stages"]) == ("final", [])
+
+
+@pytest.mark.usefixtures("unverified")
+def test_a_tower_with_a_projection_learns_its_teachers_features(place: Path) -> None:
+    report = finetune(recipe_of(place, "clip-images", [TRANSFER, FEATURES], {"train": {"arrays": "train.npz"}}))
+    assert (report["stages"], len(report["layers"])) == ([], 0)
+
+
+def folders(place: Path, names: list[str]) -> dict[str, Any]:
+    """The data of a recipe: three pictures for each class."""
+    random = np.random.default_rng(0)
+    for name in names:
+        (place / "pictures" / name).mkdir(parents=True)
+        for number in range(3):
+            pixels = random.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(place / "pictures" / name / f"{number}.png")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(place / "vit")
+    return {"train": {"images": "pictures"}, "eval": {"images": "pictures"}}
+
+
+@pytest.mark.usefixtures("unverified")
+def test_classes_that_no_stage_learns_may_have_any_name(place: Path) -> None:
+    """ImageNet's folders do not have the names that models give its classes."""
+    data, said = folders(place, ["n01440764", "n01443537", "n01484850"]), list[str]()
+    report = finetune(recipe_of(place, "vit", [TRANSFER, KL], data), say=said.append)
+    assert (report["stages"], report["teacher_ppl"]) == ([], None)
+    notes = [line for line in said if "has the class 'n01440764'" in line]
+    assert notes
+    assert all("runs without, and measures no accuracy" in line for line in notes)
+    assert len(notes) == len(set(notes))
+    with pytest.raises(LinearizeError, match="has the class 'n01440764', the model has 2"):
+        finetune(recipe_of(place, "vit", [SFT], data), resume="never")
+
+
+@pytest.mark.usefixtures("unverified")
+def test_how_classes_are_numbered_is_said_once(place: Path) -> None:
+    said = list[str]()
+    finetune(recipe_of(place, "vit", [KL, SFT | {"name": "b"}], folders(place, ["1", "0"])), say=said.append)
+    assert [line for line in said if line.startswith("classes of")] == [
+        f"classes of {place / 'pictures'}: 0 is 0, 1 is 1"
+    ]
+
+
+@pytest.mark.usefixtures("unverified")
+@pytest.mark.parametrize(
+    ("batch", "words"), [({"per_device": 1}, "1 image,"), ({"per_device": 3, "accumulate": 4}, "12 images")]
+)
+def test_a_step_of_few_images_is_noted(place: Path, batch: dict[str, int], words: str) -> None:
+    said = list[str]()
+    recipe = recipe_of(place, "vit", [TRANSFER | {"batch": batch}, KL | {"batch": {"per_device": 16}}])
+    finetune(recipe, max_steps=1, say=said.append)
+    (note,) = [line for line in said if line.startswith("note: a step of")]
+    assert note.startswith(f"note: a step of attention_transfer sees {words}")
+    assert "batch.per_device: 64" in note
+    planned = list[str]()
+    dry_run(recipe, planned.append)
+    assert note in planned
+
+
+@pytest.mark.usefixtures("unverified")
+@pytest.mark.parametrize("train", ["new", "all", "lora"])
+def test_a_saved_model_says_where_it_is_no_longer_its_teacher(place: Path, train: str) -> None:
+    lora = {"lora": {"r": 2, "alpha": 4, "target": ["q_proj"]}} if train == "lora" else {}
+    recipe = recipe_of(place, "vit", [KL | {"train": train} | lora])
+    report = finetune(recipe)
+    model = AutoModelForImageClassification.from_pretrained(report["output"], trust_remote_code=True).eval()
+    model.save_pretrained(place / "again")
+    original = ViTForImageClassification.from_pretrained(place / "vit").eval()
+    pixels = torch.ones(1, 3, 16, 16)
+    for copy in (model, AutoModelForImageClassification.from_pretrained(place / "again", trust_remote_code=True)):
+        with warnings.catch_warnings(record=True) as found, torch.no_grad():
+            warnings.simplefilter("always")
+            with copy.teacher():
+                same = torch.equal(copy(pixels).logits, original(pixels).logits)
+        assert same == (train == "new")
+        assert ["is not the model that it was converted from" in str(one.message) for one in found] == [True] * (
+            not same
+        )
 
 
 @pytest.mark.usefixtures("unverified")

@@ -13,6 +13,7 @@ itself: with the plain backend's name nothing of this file runs, and the model i
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,12 @@ from .noted import Noted, places_in
 from .cuda_graphs import Replayed
 from .cache import StateLayer, check_rows, state_slot
 
+# In a config: training changed weights that came from the source.
+TRAINED = "linearize_trained"
+NO_TEACHER = (
+    "teacher(): training changed the source's weights in this model, so softmax on them is not the model that it was "
+    "converted from. To compare with that one, load it: README.md names it"
+)
 # What architectures call the cache among the arguments of an attention module.
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -295,7 +302,8 @@ def refuse_attention_maps(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     asked = getattr(model.config, "output_attentions", False) if asked is None else asked
     if asked and not model.linearize_noted.teacher:
         raise ValueError(
-            "output_attentions=True: linearized layers compute no attention maps; ask under `with model.teacher():`"
+            "output_attentions=True: linearized layers compute no attention maps. Softmax does, where its code is eager: "
+            "call model.set_attn_implementation('eager'), then ask under `with model.teacher():`"
         )
 
 
@@ -338,7 +346,13 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
 
     @contextmanager
     def teacher(self) -> Iterator[None]:
-        """Within: the original softmax model, bit for bit, on the same weights, with dropout off."""
+        """Within: the softmax model on the same weights, with dropout off.
+
+        It is the original, bit for bit, as long as the source's weights are. Where `linearize finetune` has trained
+        them, this warns: the config says so.
+        """
+        if getattr(self.config, TRAINED, False):
+            warnings.warn(NO_TEACHER, stacklevel=3)
         noted: Any = self.linearize_noted
         outer, noted.teacher = noted.teacher, True
         try:

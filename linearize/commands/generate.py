@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from ..terminal.output import Json, print_json
+from ..terminal.output import Json, print_json, say, show
 
 
 def generate(
@@ -37,18 +36,22 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a text, and print it token by token."""
+    from linearize_kernels.hf.seam import NO_TEACHER, TRAINED
+
     from ..measure.generate import Sampling, check_request, generate, load
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     check_request(prompt, sampling)
     loaded = load(model, revision, device=device, dtype=dtype, teacher=teacher, trust_remote_code=trust_remote_code)
+    if teacher and getattr(loaded.model.config, TRAINED, False):
+        say(f"note: {NO_TEACHER}")
 
     def write(text: str) -> None:
-        print(text, end="", flush=True)
+        show(text, end="")
 
     result = generate(loaded, prompt, sampling, (lambda text: None) if as_json else write, compiled)
     if as_json:
         print_json(result)
     else:
         print()
-        print(f"{len(result['tokens'])} tokens, {result['tokens_per_s']:.1f} a second", file=sys.stderr)
+        say(f"{len(result['tokens'])} tokens, {result['tokens_per_s']:.1f} a second")

@@ -33,6 +33,7 @@ from .packing import Blocks, build_blocks
 Batch = dict[str, Tensor]
 Samples = Blocks | MaskedBlocks | Images
 Kind = Literal["text", "masked", "images"]
+FEW_IMAGES = 16  # of a step; docs/vision.md has what one a step did
 INPUTS = ("input_ids", "position_ids", "attention_mask", "pixel_values")
 
 
@@ -44,8 +45,10 @@ def kind_of(model: Any) -> Kind:
 
 
 def has_head(model: Any) -> bool:
-    """Whether it predicts tokens or classes; transformers calls a model without head ...Model."""
-    return not type(model).__name__.removesuffix("LMHeadModel").endswith("Model")
+    """Whether it predicts tokens or classes; transformers calls a model without head ...Model, and ...WithProjection
+    where it also puts out a vector of the whole."""
+    name = type(model).__name__.removesuffix("WithProjection").removesuffix("LMHeadModel")
+    return not name.endswith("Model")
 
 
 def run(model: Any, batch: Batch, *, head: bool = True) -> Any:
@@ -114,6 +117,18 @@ def blank(sample: Batch) -> Batch:
 def tokens_per_sample(data: Data) -> int:
     """What a sample counts in budgets: its tokens, or one for an image."""
     return Images.seq_len if holds_images(data.train) else data.pack.seq_len
+
+
+def small_batch(model: Any, stage: Any, samples: int) -> str:
+    """A note on a stage whose steps see so few images that their gradients are mostly chance; else empty.
+
+    A step of text has thousands of tokens to predict, one of images a class or a vector each.
+    """
+    if kind_of(model) != "images" or samples >= FEW_IMAGES:
+        return ""
+    images = "image" if samples == 1 else "images"
+    said = f"note: a step of {stage.name} sees {samples} {images}, and gradients of so few may not converge"
+    return f"{said}. Give it batch.per_device: 64, or as many as memory holds and the rest by batch.accumulate"
 
 
 def open_processor(folder: Path, kind: Kind) -> Any:

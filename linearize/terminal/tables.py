@@ -27,14 +27,14 @@ class Plain(Console):
         return super().render_str(printable(text), **how)
 
 
-def console(quiet: bool = False) -> Console:
+def console() -> Console:
     """The console for human text, in which brackets are brackets: paths and messages may have some."""
-    return Plain(stderr=True, highlight=False, markup=False, quiet=quiet)
+    return Plain(stderr=True, highlight=False, markup=False)
 
 
 def results() -> Console:
     """The console for tables that are a command's result."""
-    return Console(highlight=False, markup=False)
+    return Plain(highlight=False, markup=False)
 
 
 # Words of results, and how they are coloured.
@@ -58,7 +58,7 @@ def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | N
             min_width=min(LONGEST_WORD, max(map(len, words), default=0)) if kind == "text" else None,
         )
     for row in cells:
-        made.add_row(*(Text(cell, COLOURS.get(cell, "")) for cell in row))
+        made.add_row(*(Text(printable(cell), COLOURS.get(cell, "")) for cell in row))
     return made
 
 

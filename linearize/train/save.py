@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.seam import TRAINED, evaluating
 
 from ..checkpoint import card
 from ..checkpoint import write as checkpoint
 from ..checkpoint.atomic import output_folder
+from ..checkpoint.carried import code_of
 from ..checkpoint.code import Natives, code_files
 from ..checkpoint.provenance import behind, check_code, check_code_cache, read_plan
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
@@ -106,7 +107,7 @@ def meta_model(
             check_code_cache()
             plan, source, natives = planned
             folder = scratch
-            for path in source.folder.glob("*.py"):  # a source's own code, which ours imports
+            for path in code_of(source.folder):  # which ours imports
                 shutil.copyfile(path, folder / path.name)
             for name, text in code_files(plan, natives).items():
                 (folder / name).write_text(text, "utf-8")
@@ -141,9 +142,10 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
         trained = logits_of(student.model.float())
     with output_folder(output, overwrite=True) as folder:
         changed = finish_adapters(student, folder if keep_adapter else None)
-        checkpoint.copy_small_files(base, folder)
-        for name in ("config.json", checkpoint.INDEX):
-            shutil.copyfile(base / name, folder / name)
+        checkpoint.copy_carried(base, folder)
+        shutil.copyfile(base / checkpoint.INDEX, folder / checkpoint.INDEX)
+        config = json.loads((base / "config.json").read_text("utf-8"))
+        checkpoint.write_json(folder / "config.json", config | ({TRAINED: True} if changed else {}))
         untouched = write_trained(student, base, folder, changed)
         (folder / "README.md").write_text(card.model_card(plan, base, recipe, report), "utf-8")
         checkpoint.write_json(

@@ -20,6 +20,7 @@ from ..data.batches import (
     kind_of,
     open_processor,
     open_samples,
+    small_batch,
 )
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError
@@ -71,6 +72,9 @@ class Finetuner:
             self.shard()
         else:
             self.model.to(self.device)
+        for stage in self.recipe.stages:
+            if note := small_batch(self.model, stage, self.blocks_per_step(stage)):
+                self.say_once(note)
         self.processor = open_processor(folder, kind_of(self.model))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
         if kind_of(self.model) != "images":

@@ -351,7 +351,9 @@ def whole_after(model: Any, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("layers", ["all", HYBRID])
 def test_attention_maps_are_refused_by_name(zoo: Zoo, layers: str) -> None:
     model, ids = zoo.model("llama", layers), tokens(1, 6)
-    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"set_attn_implementation.'eager'., then ask under .with model.teacher"):
+        model(ids, output_attentions=True)
+    model.set_attn_implementation("eager")  # as it says
     for ask in (model, model.model):
         with pytest.raises(ValueError, match="output_attentions=True"):
             ask(ids, output_attentions=True)

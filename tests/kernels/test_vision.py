@@ -603,6 +603,41 @@ def test_copies_and_backends_compute_the_same(tmp_path: Path, name: str) -> None
         model(**make_inputs(model), output_attentions=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "natives"),
+    [
+        ("ViTForImageClassification", ["ViTForImageClassification", "ViTModel"]),
+        ("CLIPModel", ["CLIPModel", "CLIPVisionModel", "CLIPTextModelWithProjection"]),
+        ("BertForMaskedLM", ["BertForMaskedLM", "BertModel"]),
+    ],
+)
+def test_the_native_classes_refuse_a_converted_folder(tmp_path: Path, name: str, natives: list[str]) -> None:
+    """They would run softmax, and only report the mixers as unused."""
+    model = converted(tmp_path, name, "la")
+    model.save_pretrained(tmp_path / "again")
+    for folder in ("linear", "again"):
+        for native in natives:
+            with pytest.raises(ValueError, match="leave out the linear layers: use an Auto class"):
+                getattr(transformers, native).from_pretrained(tmp_path / folder)
+    assert relative_error(outputs(load(tmp_path / "again")), outputs(model)) < EXACT
+
+
+def test_maps_of_attention_come_as_the_error_says(tmp_path: Path) -> None:
+    model = converted(tmp_path, "ViTForImageClassification")
+    inputs = make_inputs(model)
+    with pytest.raises(ValueError, match=r"call model.set_attn_implementation.'eager'., then ask under .*teacher"):
+        model(**inputs, output_attentions=True)
+    model.set_attn_implementation("eager")
+    with model.teacher(), torch.no_grad():
+        maps = model(**inputs, output_attentions=True).attentions
+    original = small_model("ViTForImageClassification")
+    original.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = original(**inputs, output_attentions=True).attentions
+    assert len(maps) == len(expected) == 4
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(maps, expected, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["ViT", "Pvt", "Swin"])
 def test_checkpointing_changes_no_gradient(tmp_path: Path, kind: str) -> None:
     found, name = [], f"{kind}ForImageClassification"

@@ -66,7 +66,10 @@ def most_tokens(model: Any) -> int | None:
     rows: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if rows is None:
         return None
-    words = model.get_input_embeddings()
+    try:
+        words = model.get_input_embeddings()
+    except NotImplementedError:  # some models of two towers do not say which is meant
+        words = None
     for part in model.modules():
         if isinstance(part, torch.nn.Embedding) and part is not words and rows <= part.num_embeddings <= rows + 2:
             # OPT and others have two rows more; RoBERTa has not, and begins behind the row of padding.
