@@ -92,7 +92,8 @@ def other_files(source: Source, parts: list[Part]) -> tuple[list[Path], list[Pat
     """
     converted = {part.source.folder for part in parts}
     read = {source.folder / name for name, entry in source.config.items() if isinstance(entry, list)}
-    along, left = [], []
+    along: list[Path] = []
+    left: list[Path] = []
     for path in sorted(source.folder.rglob("*")):
         name = path.relative_to(source.folder)
         hidden = any(part.startswith(".") for part in name.parts)
