@@ -66,7 +66,7 @@ def converted_config(config: dict[str, Any], plan: Plan, natives: Natives) -> di
 
 
 def refusing(config: dict[str, Any], config_class: Any) -> dict[str, Any]:
-    """A config, and those of its parts, that no class of transformers loads weights by (see `templates.REFUSAL`): a native
+    """A config that no class of transformers loads weights by (see `templates.REFUSAL`), and so its parts: a native
     class reads the part that it is named for, such as `vision_config`."""
     parts = getattr(config_class, "sub_configs", {})
     changed = {
