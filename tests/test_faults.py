@@ -209,6 +209,7 @@ def test_no_child_outlives_a_conversion(source: Path, kind: signal.Signals) -> N
     scratch.mkdir()
     command = [sys.executable, "-m", "linearize", "convert", source, *OPTIONS, "-o", parent / "linear"]
     environment = {**os.environ, "TMPDIR": str(scratch)}
+
     def heed() -> None:
         signal.signal(kind, signal.SIG_DFL)  # which nohup has ignored
 

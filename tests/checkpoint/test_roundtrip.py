@@ -180,9 +180,7 @@ def test_a_copy_where_links_are_impossible(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_shards_share_their_bytes_with_the_source_unless_copied(
-    tmp_path: Path, linearize: Command, copy: bool
-) -> None:
+def test_shards_share_their_bytes_with_the_source_unless_copied(tmp_path: Path, linearize: Command, copy: bool) -> None:
     """The plan says which it is, counts the room, and what is written into a copy leaves the source alone."""
     source, output = save_source(tmp_path / "source"), tmp_path / "linear"
     command = ["convert", source, "--to", "gsa", "-o", output, "--verify", "none", "--json", *["--copy"] * copy]
