@@ -61,6 +61,9 @@ UNSET |= {"moe_intermediate_size", "topk_group", "linear_num_value_heads", "line
 MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
 SHARED = {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2}
 SHARED |= {"attention_hidden_size": 64, "attention_head_dim": 16}
+# The last two layers read keys of the third and the fourth.
+KV_SHARED = {"num_hidden_layers": 6, "num_kv_shared_layers": 2}
+KV_SHARED |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2, **MIXED},
@@ -71,7 +74,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3n_text": {"intermediate_size": 48, **KV_SHARED},
+    "gemma4_text": KV_SHARED,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

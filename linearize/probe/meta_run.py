@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as hf_logging
 
 from linearize_kernels.hf.capture import OtherForm
 
-from ..verify.child.inputs import make_inputs, takes
+from ..verify.child.inputs import make_inputs, takes, writes_text
 from .own_softmax import softmax_calls
 from .token_grid import Follow, looks_back
 
@@ -129,6 +129,39 @@ def _reads_masks(run: Run, inputs: dict[str, Tensor]) -> bool:
     except Exception:  # whatever a wrong number of dimensions leads to
         return True
     return False
+
+
+class TellingCache(DynamicCache):
+    """An empty cache that gives back keys and values whose number tells the slot: TOKENS + 1 of the first, and so on."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        length = TOKENS + 1 + layer_idx
+        return tuple(x.new_empty(*x.shape[:-2], length, x.shape[-1]) for x in (key_states, value_states))
+
+
+def slots_read(run: Run) -> dict[str, int]:
+    """From which slot of the cache each attention module takes its keys and values, by path, in the order of calls.
+
+    Nothing where the model has no such cache, or cannot run with this one.
+    """
+    model, lengths = run.model, dict[str, int]()
+    if model is None or not writes_text(model):
+        return {}
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        lengths[module._linearize_path] = key.shape[2]
+        (B, H, T, _), Dv = query.shape, value.shape[-1]
+        return query.new_zeros(B, T, H, Dv), None
+
+    AttentionInterface.register(PROBE, attend)
+    AttentionMaskInterface.register(PROBE, _full_mask)
+    try:
+        with quiet(), torch.no_grad(), AsIfZero():
+            cache = TellingCache(config=model.config.get_text_config(decoder=True))
+            model(**meta_inputs(model), past_key_values=cache, use_cache=True)
+    except Exception:  # whatever the architecture raises
+        return {}
+    return {path: length - TOKENS - 1 for path, length in lengths.items() if length > TOKENS}
 
 
 class Enough(Exception):

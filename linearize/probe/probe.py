@@ -20,7 +20,8 @@ from linearize_kernels.hf.capture import OtherForm
 from linearize_kernels.mixer import Site
 
 from ..errors import Exit, LinearizeError, reason_of
-from .meta_run import PROBE, Run, interface_calls, own_softmax, quiet
+from ..terminal.output import ranges
+from .meta_run import PROBE, Run, interface_calls, own_softmax, quiet, slots_read
 
 # Words in the class names of modules that mix tokens, and what is said of one that ran outside the interface.
 MIXING = ("Attention", "Attn", "Mixer", "Mamba", "SSM", "DeltaNet", "ShortConv", "Recurrent", "LSTM", "Retention")
@@ -96,10 +97,12 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     free = {record["path"] for record in run.records if record.pop("rotation")}
     flat = tuple(record["path"] for record in run.records if record.pop("flat"))
     calls -= _shared(run.records)
+    sharing = _sharing(run)
     sites: list[Site] = []
     unfit: list[Other] = []
     for number, record in enumerate(run.records):
         site, reason = _site(number, record, calls, slots, config.is_encoder_decoder)
+        reason = sharing.get(site.path, reason)
         if not reason and all(other.path != site.path for other in sites):
             sites.append(site)
         elif reason and all(other.path != site.path for other in unfit):
@@ -155,6 +158,24 @@ def _rotates(run: Run, config: PreTrainedConfig) -> bool:
     settings = vars(config.get_text_config(decoder=True))
     keys = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
     return any("Rotary" in type(part).__name__ for part in parts) or any(settings.get(key) for key in keys)
+
+
+def _sharing(run: Run) -> dict[str, str]:
+    """Why modules that share keys and values through the cache keep softmax, by path: a state has no keys to share."""
+    readers: dict[int, list[str]] = {}
+    for path, slot in slots_read(run).items():
+        readers.setdefault(slot, []).append(path)
+    numbers = {record["path"]: getattr(record["module"], "layer_idx", None) for record in run.records}
+    reasons: dict[str, str] = {}
+    for owner, *others in readers.values():  # keys are made before they are shared
+        layers = [number for path in others if isinstance(number := numbers.get(path), int)]
+        if others:
+            whom = ", ".join(others)
+            if len(layers) == len(others):
+                whom = f"layer{'s' * (len(layers) > 1)} {ranges(layers)}"
+            reasons[owner] = f"its keys and values serve {whom} as well, and a state has none to give"
+        reasons |= dict.fromkeys(others, f"takes its keys and values from {owner}")
+    return reasons
 
 
 def _cache_slots(config: PreTrainedConfig) -> list[Any]:
