@@ -19,6 +19,12 @@ from transformers.utils.import_utils import is_tracing
 # Whichever thread it was.
 LAST = -1
 
+# What to do with a mask that only softmax can follow.
+_OWN_MASK = (
+    "Linear layers follow a mask of one's own as far as it keeps documents apart or hides padding, the same for all "
+    "heads and without a bias. Pass the 2D padding mask, or position_ids that restart with each document"
+)
+
 Made = TypeVar("Made")
 # By tensor, the version of it and what was made of that; an entry goes when its tensor does.
 made_of: Any = WeakTensorKeyDictionary()
@@ -89,20 +95,27 @@ def call_layout(
     geometry: Geometry, causal: bool, mask: Any, shape: tuple[int, int], seen: int | None, kwargs: dict[str, Any]
 ) -> TokenLayout:
     """`token_layout` of a call; in windows all tokens are real, and regions are what documents are elsewhere."""
-    padding, segments = (None, geometry.regions) if geometry.windows else token_layout(mask, shape, seen, kwargs)
+    padding, segments = (
+        (None, geometry.regions) if geometry.windows else token_layout(mask, shape, seen, kwargs, causal)
+    )
     return TokenLayout(padding, segments, causal, geometry.grid)
 
 
 def token_layout(
-    mask: Tensor | None, shape: tuple[int, int], seen: int | None, kwargs: dict[str, Any]
+    mask: Tensor | None, shape: tuple[int, int], seen: int | None, kwargs: dict[str, Any], causal: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
     """Padding [B,T] bool (None: all real) and document numbers [B,T] int64 (None: one document a row).
 
     `seen` is how many tokens a cache holds already (None: no cache); `kwargs` are those of the attention function.
     Documents follow `cu_seq_lens_q` (B=1), else the restarts of `position_ids`. With a 2D mask or a cache those
-    restarts mean nothing and transformers ignores them; a 4D mask may come from packing or from padding.
+    restarts mean nothing and transformers ignores them; a 4D mask may come from packing or from padding. One that the
+    caller made (`kwargs["own_mask"]`) is all that counts, as for softmax; `read_mask` says which there can be.
     """
     B, T = shape
+    if kwargs.get("own_mask") and isinstance(mask, Tensor) and mask.ndim == 4:
+        given = mask
+        told = causal, seen or 0, kwargs.get("sliding_window")
+        return once(given, ("own mask", B, T, *told), lambda: read_mask(given, (B, T), *told))
     padding = None if mask is None or hasattr(mask, "hides_none") else token_padding(mask, B, T, seen or 0)
     cu, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
     if cu is not None and B == 1:
@@ -207,6 +220,67 @@ def token_padding(mask: Tensor, B: int, T: int, seen: int) -> Tensor:
     # Some hide by -10000, others by the lowest number.
     real = diagonal > -5000.0 if diagonal.is_floating_point() else diagonal.bool()
     return real.expand(B, T)
+
+
+def is_own_mask(mask: Any) -> bool:
+    """Whether the caller of a model made its mask: one of 3 or 4 dimensions, or several by the kind of layer, that
+    transformers did not make from a 2D mask (`of_transformers`)."""
+    if isinstance(mask, dict):
+        return any(map(is_own_mask, mask.values()))
+    return isinstance(mask, Tensor) and mask.ndim > 2 and not hasattr(mask, "of_transformers")
+
+
+def read_mask(
+    mask: Tensor, shape: tuple[int, int], causal: bool, seen: int, window: int | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Padding [B,T] bool and document numbers [B,T] int64 of a caller's mask [B or 1,heads,T,S]; None where all tokens
+    are real, where a row is one document.
+
+    Its last T columns are the new tokens, those before them the `seen` ones of a cache. It is True, or 0 where it is
+    added to scores, where a token may see another. A token that does not see itself is padding. Linear layers can do
+    this: documents, where a token sees those of its own before it (without `causal`, all of its own), and padding. A
+    sliding `window` of the layer's own is let through, as it is from the config.
+
+    Raises ValueError for anything else. It waits for the GPU to know; a compiled graph asserts it.
+    """
+    (B, T), S = shape, mask.shape[-1]
+    visible = mask > -5000.0 if mask.is_floating_point() else mask.bool()
+    same = (visible == visible[:, :1]).all()  # for all heads
+    if mask.is_floating_point():
+        same = same & ((mask == 0) | ~visible).all()
+    seen = min(seen, max(S - T, 0))
+    visible = visible[:, 0, :, : seen + T].expand(B, T, -1)
+    before, new = visible[..., :seen], visible[..., seen:]
+    if new.shape[-1] != T:
+        raise ValueError(f"attention_mask {[*mask.shape]} has {S} columns for {T} new tokens. {_OWN_MASK}")
+    real, place = new.diagonal(dim1=-2, dim2=-1).clone(), torch.arange(T, device=mask.device)
+    if causal:
+        last = F.pad(torch.where(real, place, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
+        joined = new.gather(2, last.clamp_min(0)[..., None])[..., 0]
+        segments = (real & (last >= 0) & ~joined).long().cumsum(1)
+    else:
+        first = (new & real[:, None]).int().argmax(-1)  # that each token sees
+        segments = ((first == place).long().cumsum(1) - 1).clamp_min(0).gather(1, first)
+    distance = place[:, None] - place
+    expected = (segments[:, :, None] == segments[:, None]) & real[:, None]
+    expected = expected & (distance >= 0) if causal else expected
+    hidden = expected & ~new if window is None else expected & ~new & (distance < window)
+    wrong = ((new & ~expected) | hidden).any(-1)
+    if seen:
+        # The state goes on in the first document alone, whose tokens all see the same of what came before.
+        held = before.gather(1, real.int().argmax(1)[:, None, None].expand(-1, 1, seen))
+        wrong = wrong | ~held.any(-1)
+        if window is None:
+            wrong = wrong | (before != (held & (segments == 0)[..., None])).any(-1)
+    fits = same & ~(wrong & real).any()
+    if is_tracing(mask):
+        torch._assert_async(fits, f"attention_mask: {_OWN_MASK}")
+        return real, segments
+    if not bool(fits):
+        later = bool((new & (place > place[:, None]) & real[..., None]).any())
+        what = "lets tokens see later ones" if causal and later else "is neither of documents nor of padding"
+        raise ValueError(f"attention_mask {[*mask.shape]} {what}. {_OWN_MASK}")
+    return None if bool(real.all()) else real, segments if bool((segments != segments[:, :1]).any()) else None
 
 
 def seen_through(mask: Tensor | None, queries: int | None) -> Tensor | None:

@@ -291,7 +291,7 @@ def published_options(mixer: type[Mixer], base: str | None = None) -> dict[str, 
 def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | int, shape: tuple[int, int]) -> Tensor:
     """Index of each token within its own document, counting real tokens only: [B,T] int64.
 
-    `seen` (a number or [B]) is how many tokens the state has absorbed. Padding repeats the index of the token
+    `seen` (a number or [B]) is how many tokens of the first document the state has absorbed. Padding repeats the index of the token
     before it, so left padding does not shift a row.
     """
     B, T = shape
@@ -306,6 +306,8 @@ def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | in
             starts = torch.ones_like(segments, dtype=torch.bool)
             starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
             index = index - torch.where(starts, index, 0).cummax(1).values
-        return index + (seen[:, None] if isinstance(seen, Tensor) else seen)
+        before = seen[:, None] if isinstance(seen, Tensor) else seen
+        first = segments is None or (isinstance(seen, int) and seen == 0)
+        return index + (before if first else before * (segments == segments[:, :1]))
 
     return once(segments if padding is None and not isinstance(seen, Tensor) else None, ("positions", seen), made)

@@ -25,7 +25,18 @@ from .tiles import (
     store_parts,
     store_state,
 )
-from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
+from ..gpu.tiles import (
+    dot,
+    dot_given,
+    dot_given_left,
+    dot_given_right,
+    jit,
+    load_rows,
+    parts,
+    segment_flow,
+    store_rows,
+    tl,
+)
 
 
 @jit

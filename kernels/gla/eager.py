@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..layers.arguments import state_dtype, to_gate_heads
-from ..layers.scan import FLOOR, chunk_decays, from_chunks, into_chunks, scan_states, scan_states_back, values_back, values_pass
+from ..layers.scan import (
+    FLOOR,
+    chunk_decays,
+    from_chunks,
+    into_chunks,
+    scan_states,
+    scan_states_back,
+    values_back,
+    values_pass,
+)
 
 
 class GLAState(NamedTuple):

@@ -34,7 +34,18 @@ from .tiles import (
     store_memory,
     write_strength,
 )
-from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
+from ..gpu.tiles import (
+    dot,
+    dot_given,
+    dot_given_left,
+    dot_given_right,
+    jit,
+    load_rows,
+    parts,
+    segment_flow,
+    store_rows,
+    tl,
+)
 
 
 @jit

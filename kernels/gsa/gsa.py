@@ -45,7 +45,7 @@ from .eager import (
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, positions
 from ..layers.norm import give_size
-from ..layers.scan import each_sequence, numbered
+from ..layers.scan import document_tokens, each_sequence, numbered
 
 
 def gsa(
@@ -261,7 +261,8 @@ class GatedSlotAttention(Mixer):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: GSAState | None
     ) -> tuple[Tensor, GSAState]:
-        g = self.gates(x, layout.padding, layout.segments, 0 if state is None else state.seen)
+        padding, segments, seen = layout.padding, layout.segments, None if state is None else state.seen
+        g = self.gates(x, padding, segments, 0 if seen is None else seen)
         q, k, v = _act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act)
         # Autocast would run the fp32 memories' products in half precision.
         with torch.autocast(q.device.type, enabled=False):
@@ -271,11 +272,14 @@ class GatedSlotAttention(Mixer):
                 v,
                 g,
                 scale=self.scale,
-                padding=layout.padding,
-                segments=layout.segments,
+                padding=padding,
+                segments=segments,
                 state=state,
                 chunk_size=self.chunk_size,
             )
+        if segments is not None:  # the clock counts the tokens of one document
+            seen = torch.zeros_like(state.seen) if seen is None else seen
+            state = state._replace(seen=document_tokens(seen, padding, segments, (x.shape[0], x.shape[1])))
         return self._normalise(_act(o, self.output_act)), state
 
     def _normalise(self, o: Tensor) -> Tensor:

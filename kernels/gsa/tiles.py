@@ -16,7 +16,18 @@ token of a row. `BM`, `BD`, `BDV` are M, D, Dv rounded up to a power of two.
 
 from __future__ import annotations
 
-from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
+from ..gpu.tiles import (
+    dot,
+    dot_given,
+    dot_given_left,
+    dot_given_right,
+    jit,
+    load_rows,
+    parts,
+    segment_flow,
+    store_rows,
+    tl,
+)
 
 
 @jit

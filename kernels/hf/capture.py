@@ -42,6 +42,8 @@ class Scores:
     # Which of the new tokens are real, [B,T] bool, as far as masks say.
     real: Tensor | None = None
     softmax: bool = False
+    # What each of them may see, [B,1,T,S] bool, where that is asked.
+    visible: Tensor | None = None
 
 
 # Given scores, v [B,Hkv,S,Dv] and a function that computes softmax's own answer [B,T,H,Dv]: o [B,T,H,Dv].
@@ -67,6 +69,7 @@ def run(module: Any, *args: Any, **kwargs: Any) -> Any:
     def attend(found: Scores, v: Tensor, softmax: Callable[[], Tensor]) -> Tensor:
         # A mask whose diagonal says which tokens are real, without memory of its own.
         mask = None if found.real is None else found.real[:, None, :, None].expand(-1, 1, -1, v.shape[2])
+        mask = mask if found.visible is None else found.visible
         q, k = (part.reshape(*v.shape[:1], -1, *part.shape[-2:]).to(v.dtype) for part in (found.q, found.k))
         places = {**call.places, "is_causal": mixer.site.causal}
         return mixer.seam(mixer, prefix, lambda *_, **__: (softmax(), None), module, q, k, v, mask, **places)[0]
@@ -74,7 +77,7 @@ def run(module: Any, *args: Any, **kwargs: Any) -> Any:
     softmax_too = prefix == TRANSFER and call.teacher_output is None
     shape, seen = call.x.shape[:2], 0 if call.slot is None else call.slot.seen
     bound = {**dict(zip(mixer.arguments, args, strict=False)), **kwargs}
-    with Capture(attend, shape, seen, softmax_too):
+    with Capture(attend, shape, seen, softmax_too, whole="own_mask" in call.places):
         output = own(**{name: new_columns(name, value, shape, seen) for name, value in bound.items()})
     return tuple(None if scores_of(part) else part for part in output) if isinstance(output, tuple) else output
 
@@ -98,15 +101,18 @@ class OtherForm(NotImplementedError):
 class Capture(TorchFunctionMode):
     """Finds softmax(q k) v among the functions called within, for B sequences of T tokens after `seen` cached ones.
 
-    `compute`: scores and weights are real tensors, without gradients, and softmax's own answer can be had.
+    `compute`: scores and weights are real tensors, without gradients, and softmax's own answer can be had. `whole`:
+    masks tell what each token may see, not only which are padding.
     Raises OtherForm where attention is something else.
     """
 
     kind = Scores
 
-    def __init__(self, attend: Attend, shape: tuple[int, int], seen: int = 0, compute: bool = False) -> None:
+    def __init__(
+        self, attend: Attend, shape: tuple[int, int], seen: int = 0, compute: bool = False, whole: bool = False
+    ) -> None:
         super().__init__()
-        self.attend, self.shape, self.seen, self.compute = attend, shape, seen, compute
+        self.attend, self.shape, self.seen, self.compute, self.whole = attend, shape, seen, compute, whole
         self.met = False  # a product of queries and keys: before it there are no scores to look for
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,6 +175,9 @@ class Capture(TorchFunctionMode):
         mask = mask[(None,) * (4 - mask.ndim)][:, :1].expand(-1, -1, T, -1)
         real = token_padding(mask, B, T, self.seen)
         found.real = real if found.real is None else found.real & real
+        if self.whole:
+            visible = mask > -5000.0 if mask.is_floating_point() else mask.bool()
+            found.visible = visible if found.visible is None else found.visible & visible
 
     def fused(
         self, call: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any

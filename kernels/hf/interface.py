@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
 
 from ..layout import seen_through
 
@@ -70,4 +71,7 @@ def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     """The registered mask function: the backend's mask, or just the 2D padding mask when no layer needs more."""
     if prefix == ALL:
         return seen_through(kwargs.get("attention_mask"), kwargs.get("q_length"))
-    return ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)
+    mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)
+    if isinstance(mask, Tensor) and not is_tracing(mask):
+        mask.of_transformers = True  # type: ignore[attr-defined]
+    return mask

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import LAST, this_thread
+from ..layout import LAST, is_own_mask, this_thread
 
 # Arguments that say where tokens and documents are.
 PLACE_NAMES = ("position_ids", "cu_seq_lens_q")
@@ -25,6 +25,8 @@ class Noted:
 
     def __init__(self) -> None:
         self.passes: dict[int, dict[str, Any]] = {}
+        # Whether the mask of a call is its caller's own, which compiled passes note as well.
+        self.own_masks: dict[int, bool] = {}
         # Whether the model runs as its softmax teacher.
         self.teacher = False
 
@@ -35,15 +37,21 @@ class Noted:
 
     def note(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of a model."""
+        given = {**dict(zip(_arguments(type(model).forward), args, strict=False)), **kwargs}
+        self.own_masks[this_thread()] = self.own_masks[LAST] = is_own_mask(given.get("attention_mask"))
         if not torch.compiler.is_compiling():
-            given = {**dict(zip(_arguments(type(model).forward), args, strict=False)), **kwargs}
             self.passes[this_thread()] = self.passes[LAST] = places_in(given)
 
     def forget(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: behind the pass it means nothing, unless checkpointed layers run again."""
         if not torch.compiler.is_compiling() and not (model.training and torch.is_grad_enabled()):
-            self.passes.pop(this_thread(), None)
-            self.passes.pop(LAST, None)
+            for thread in (this_thread(), LAST):
+                self.passes.pop(thread, None)
+                self.own_masks.pop(thread, None)
+
+    def own_mask(self) -> bool:
+        """Whether the mask that attention gets now may be the caller's own, as where no model called it."""
+        return self.own_masks.get(this_thread(), self.own_masks.get(LAST, True))
 
     def told(self, x: Tensor) -> dict[str, Any]:
         """What the pass of x [B,T,hidden] was told; nothing where it is compiled."""

@@ -24,7 +24,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
-from ..layout import Geometry, call_geometry, call_layout, is_causal, reduce_keys, this_thread, watch_patches
+from ..layout import (
+    Geometry,
+    call_geometry,
+    call_layout,
+    is_causal,
+    is_own_mask,
+    reduce_keys,
+    this_thread,
+    watch_patches,
+)
 from ..mixer import Mixer, Site
 from .noted import Noted, places_in
 from .cuda_graphs import Replayed
@@ -84,6 +93,8 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     # Images have positions, too, which say nothing of documents.
     places = mixer.noted.told(x) if mixer.site.causal else {}
     places = places | places_in(bound) if mixer.site.causal or not mixer.site.routed else {}
+    if mixer.noted.own_mask():
+        places["own_mask"] = True
     mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
@@ -264,6 +275,8 @@ def attach(
     for part in parts:
         part.linearize_switch, part.linearize_noted = switch, noted
         part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
+        if makes_places(part):
+            part.register_forward_pre_hook(place_by_padding, with_kwargs=True)
         noted.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
 
@@ -305,6 +318,53 @@ def refuse_attention_maps(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
             "output_attentions=True: linearized layers compute no attention maps. Softmax does, where its code is eager: "
             "call model.set_attn_implementation('eager'), then ask under `with model.teacher():`"
         )
+
+
+def rotates(model: Any) -> bool:
+    """Whether a model has a rotary embedding: a module named so, or the settings of one."""
+    settings = vars(model.config.get_text_config(decoder=True))
+    keys = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
+    named = any("Rotary" in type(part).__name__ for part in model.modules())
+    return named or any(settings.get(key) for key in keys)
+
+
+def makes_places(part: Any) -> bool:
+    """Whether a part of a model numbers its tokens itself, for a rotary embedding before causal mixers."""
+    inner = [other for other in part.modules() if isinstance(other, PreTrainedModel) and other is not part]
+    within = {id(module) for other in inner for module in other.modules()}
+    causal = any(mixer.site.causal and id(mixer) not in within for mixer in mixers_of(part).values())
+    names = inspect.signature(type(part).forward).parameters
+    return causal and {"position_ids", "attention_mask"} <= {*names} and rotates(part)
+
+
+def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of a decoder: number the real tokens of each row, or document of a 4D mask, from 0 where no position_ids
+    say otherwise, as generate() does.
+
+    Softmax sees rotated queries and keys through their distance alone. Feature maps and gates of channels see how far
+    each is rotated, so a row that padding shifts would compute something else.
+    """
+    names = [*inspect.signature(type(part).forward).parameters][1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask, x = given.get("attention_mask"), given.get("input_ids")
+    x = given.get("inputs_embeds") if x is None else x
+    prefix, _ = split_name((part.linearize_switch or part.config)._attn_implementation)
+    if part.linearize_noted.teacher or prefix == TRANSFER or given.get("position_ids") is not None or x is None:
+        return None
+    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    seen = 0 if cache is None else cache.get_seq_length()
+    T = x.shape[1]
+    if not isinstance(mask, Tensor) or mask.shape[-1] != seen + T:
+        return None
+    if mask.ndim == 2:
+        number = mask.long().cumsum(-1)[:, -T:]
+    elif is_own_mask(mask) and mask.shape[-2] == T and getattr(part.config, "sliding_window", None) is None:
+        # A token sees those of its document up to itself.
+        number = (mask[:, 0] > -5000.0 if mask.is_floating_point() else mask[:, 0].bool()).sum(-1).expand(len(x), -1)
+    else:
+        return None
+    places = (number - 1).clamp_min(0)
+    return (), {**given, "position_ids": places}
 
 
 class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]

@@ -31,7 +31,7 @@ from ..linear.linear import linear_attention, linear_attention_both_ways
 from ..linear.launch import GUARD, Precision, fits_unit, use_triton
 from ..linear.ops import both_op, chunked_op, step_op
 from ..mixer import Bounds, Mixer, Site, check_power_of_two
-from ..layers.scan import each_sequence, numbered
+from ..layers.scan import document_tokens, each_sequence, numbered
 
 
 class LAState(NamedTuple):
@@ -118,7 +118,7 @@ def la_with_mass(
     if causal:
         assert state is not None
         sums, memory = linear_attention(q1, k1, v1, _join(state), segments, chunk_size)
-        last = _split(memory, _count(state.tokens, padding, segments, (q.shape[0], q.shape[1])))
+        last = _split(memory, document_tokens(state.tokens, padding, segments, (q.shape[0], q.shape[1])))
     else:
         sums = linear_attention_both_ways(q1, k1, v1, segments, chunk_size)
     g = _guarded(sums[..., -1:])
@@ -160,7 +160,7 @@ def _la_triton(
     o, g, _, _, last, _, _ = chunked_op(*inputs, segments, padding, cu, first, keep)
     S, z, u, _ = last.split([D * DV, D, DV, 4], -1)
     n = state.tokens
-    count = n + cu.diff() if cu is not None else _count(n, padding, segments, (q.shape[0], q.shape[1]))
+    count = n + cu.diff() if cu is not None else document_tokens(n, padding, segments, (q.shape[0], q.shape[1]))
     return o, g, LAState(S.unflatten(-1, (D, DV)), z, u, count)
 
 
@@ -221,16 +221,6 @@ def _split(memory: Tensor, tokens: Tensor) -> LAState:
     """The inverse of `_join`; the count comes apart from it, for fp32 counts only to 2^24."""
     S, z, u = memory[..., :-1, :-1], memory[..., :-1, -1], memory[..., -1, :-1]
     return LAState(S.contiguous(), z.contiguous(), u.contiguous(), tokens)
-
-
-def _count(seen: Tensor, padding: Tensor | None, segments: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """Real tokens of each row's last document, [B] int64; `seen` [B] belong to its first."""
-    real = torch.ones(shape, dtype=torch.bool, device=seen.device) if padding is None else padding
-    if segments is None:
-        return seen + real.sum(1)
-    document = numbered(segments)
-    last = document[:, -1:]
-    return torch.where(last[:, 0] == 0, seen, 0) + (real & (document == last)).sum(1)
 
 
 def _guarded(g: Tensor) -> Tensor:

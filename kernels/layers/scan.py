@@ -209,3 +209,13 @@ def values_back(
         c.keys(dv).add_(scores.mT @ do_c)
         c.keys(ds).addcmul_(dscores.mT @ p_c, c.key_decay)
     return dp, dv, ds, scaled(p, decays.from_start).mT @ do
+
+
+def document_tokens(seen: Tensor, padding: Tensor | None, segments: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """Real tokens of each row's last document, [B] int64; `seen` [B] belong to its first."""
+    real = torch.ones(shape, dtype=torch.bool, device=seen.device) if padding is None else padding
+    if segments is None:
+        return seen + real.sum(1)
+    document = numbered(segments)
+    last = document[:, -1:]
+    return torch.where(last[:, 0] == 0, seen, 0) + (real & (document == last)).sum(1)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from linearize_kernels.hf.capture import OtherForm
+from linearize_kernels.hf.seam import rotates
 from linearize_kernels.mixer import Site
 
 from ..errors import Exit, LinearizeError, reason_of
@@ -113,7 +114,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         sites = [dataclasses.replace(site, layer=number) for number, site in enumerate(sites)]
     if not sites:
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
-    fixed = {site.path for site in sites} - free if _rotates(run, config) else set()
+    fixed = {site.path for site in sites} - free if run.model and rotates(run.model) else set()
     return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat, held)
 
 
@@ -150,14 +151,6 @@ def _nothing(run: Run, others: list[Other], config: Any, model_class: type[PreTr
         f"attention interface and {own}. Attention-like modules seen: " + (kinds or "none"),
         Exit.INCOMPATIBLE,
     )
-
-
-def _rotates(run: Run, config: PreTrainedConfig) -> bool:
-    """Whether a model has a rotary embedding: a module named so, or the settings of one."""
-    parts = run.model.modules() if run.model else ()
-    settings = vars(config.get_text_config(decoder=True))
-    keys = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
-    return any("Rotary" in type(part).__name__ for part in parts) or any(settings.get(key) for key in keys)
 
 
 def _sharing(run: Run) -> dict[str, str]:

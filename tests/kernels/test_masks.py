@@ -1,0 +1,293 @@
+"""Masks that callers make themselves, and positions that they leave out: followed, or refused, never half heard."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import small_model as any_model
+from conftest import TOLERANCE, relative_error
+from models import HYBRID, Zoo, convert_folder, load, logits, save_source, small_model, tokens
+from torch import Tensor
+from transformers import AutoModel, BertConfig, BertModel
+
+from linearize.convert import convert, plan_conversion
+from linearize_kernels import layout
+from linearize_kernels.layout import read_mask
+
+EXACT = TOLERANCE[torch.float32]
+LENGTHS = (5, 1, 6)
+# By mechanism, what keeps its small instance small.
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "gsa": {"slots": 8, "window": 3},
+    "gla": {},
+    "gdn": {},
+    "retnet": {},
+    "la": {},
+    "mhla": {},
+    "sla": {},
+}
+every_mechanism = pytest.mark.parametrize("mechanism", MECHANISMS)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("masks") / "source")
+
+
+def linear(source: Path, folder: Path, mechanism: str, layers: str = "all") -> Any:
+    """The source, converted to a mechanism."""
+    plan = plan_conversion(str(source), mechanism, layers=layers, options=MECHANISMS[mechanism])
+    convert(*plan, folder / "linear", level="none", say=lambda text: None)
+    return load(folder / "linear")
+
+
+def documents(lengths: tuple[int, ...], causal: bool = True) -> Tensor:
+    """A mask [1,1,T,T] that keeps documents of these lengths apart."""
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = number[:, None] == number
+    return (mask.tril() if causal else mask)[None, None]
+
+
+def added(mask: Tensor) -> Tensor:
+    """The same as numbers that are added to scores."""
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+def prefix(T: int, length: int) -> Tensor:
+    """Causal but for the first `length` tokens, which see each other both ways."""
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    mask[:length, :length] = True
+    return mask[None, None]
+
+
+def apart(model: Any, ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Logits of the documents one by one."""
+    return torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
+
+
+# ---------------------------------------------------------------- documents and padding
+
+
+@every_mechanism
+def test_a_mask_of_documents_keeps_them_apart(source: Path, tmp_path: Path, mechanism: str) -> None:
+    model, ids = linear(source, tmp_path, mechanism), tokens(2, sum(LENGTHS))
+    expected = apart(model, ids, LENGTHS)
+    assert relative_error(logits(model, ids), expected) > 1e-2
+    for mask in (documents(LENGTHS), added(documents(LENGTHS)), documents(LENGTHS).expand(2, 4, -1, -1)):
+        assert relative_error(logits(model, ids, attention_mask=mask), expected) < EXACT
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", HYBRID), ("gpt2", "all"), ("qwen3", "1,3"), ("phi3", "all")])
+def test_rows_may_have_other_documents_and_padding(zoo: Zoo, name: str, layers: str) -> None:
+    model, ids = zoo.model(name, layers), tokens(2, 12)
+    mask = torch.cat([documents((12,)), documents((5, 7))])
+    mask[0, :, :, :3] = False  # left padding, which sees nothing
+    mask[1, :, 10:] = mask[1, :, :, 10:] = False
+    places = torch.stack([(torch.arange(12) - 3).clamp(min=0), torch.tensor([*range(5), *range(7)])])
+    out = logits(model, ids, attention_mask=mask, position_ids=places)
+    assert relative_error(out[0, 3:], logits(model, ids[:1, 3:])[0]) < EXACT
+    assert relative_error(out[1, :5], logits(model, ids[1:, :5])[0]) < EXACT
+    assert relative_error(out[1, 5:10], logits(model, ids[1:, 5:10])[0]) < EXACT
+
+
+@pytest.mark.parametrize("layers", ["0,2", "1,3", "all"])
+def test_masks_by_the_kind_of_layer(zoo: Zoo, layers: str) -> None:
+    """Gemma 2 takes one for its full layers and one for its sliding ones, whose window is 6."""
+    model, ids = zoo.model("gemma2", layers), tokens(1, 15)
+    full, places = documents((9, 6)), torch.tensor([[*range(9), *range(6)]])
+    near = full & (torch.arange(15)[:, None] - torch.arange(15) < 6)
+    masks = {"full_attention": added(full), "sliding_attention": added(near)}  # its eager softmax adds them
+    out = logits(model, ids, attention_mask=masks, position_ids=places)
+    assert relative_error(out, apart(model, ids, (9, 6))) < EXACT
+    masks["sliding_attention"] = added(near & near.roll(2, -1))
+    if layers != "1,3":  # its linear layers are sliding ones
+        with pytest.raises(ValueError, match="neither of documents nor of padding"):
+            logits(model, ids, attention_mask=masks)
+
+
+@every_mechanism
+def test_a_cache_goes_on_in_the_last_document(source: Path, tmp_path: Path, mechanism: str) -> None:
+    model, ids = linear(source, tmp_path, mechanism), tokens(2, 12)
+    mask = documents((5, 7))
+    cache, out = None, []
+    for start, end in ((0, 8), (8, 9), (9, 12)):
+        part = mask[:, :, start:end, :end]
+        with torch.no_grad():
+            found = model(ids[:, start:end], attention_mask=part, past_key_values=cache, use_cache=True)
+        cache = found.past_key_values
+        out.append(found.logits)
+    assert relative_error(torch.cat(out, 1), apart(model, ids, (5, 7))) < EXACT
+    mask = documents((12, 3))[:, :, 12:]
+    with pytest.raises(ValueError, match="neither of documents"), torch.no_grad():  # the state holds what it hides
+        model(tokens(2, 3), attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["gptj", "bloom"])
+def test_attention_with_softmax_of_its_own_follows_them(tmp_path: Path, name: str) -> None:
+    any_model(name).save_pretrained(tmp_path / "source")
+    drop = ["alibi"] if name == "bloom" else []
+    model = load(convert_folder(tmp_path / "source", tmp_path / "linear", allow_drop=drop))
+    ids, mask = tokens(1, 12), documents((5, 7))
+    places = {"position_ids": torch.tensor([[*range(5), *range(7)]])} if name == "gptj" else {}
+    try:
+        with model.teacher():
+            logits(model, ids, attention_mask=mask, **places)
+    except Exception:
+        pytest.skip(f"{name} takes no 4D mask")
+    assert relative_error(logits(model, ids, attention_mask=mask, **places), apart(model, ids, (5, 7))) < EXACT
+    with pytest.raises(ValueError, match="lets tokens see later ones"):
+        logits(model, ids, attention_mask=prefix(12, 4), **places)
+
+
+def test_documents_of_an_encoder(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+    torch.manual_seed(3)
+    config = BertConfig(**sizes, intermediate_size=48, initializer_range=0.3, max_position_embeddings=64)
+    BertModel(config).eval().save_pretrained(tmp_path / "source")
+    plan = plan_conversion(str(tmp_path / "source"), "la")
+    convert(*plan, tmp_path / "linear", level="none", say=lambda text: None)
+    model = AutoModel.from_pretrained(tmp_path / "linear", trust_remote_code=True).eval()
+    ids, places = tokens(2, 12), torch.tensor([[*range(5), *range(7)]])
+    with torch.no_grad():
+        expected = torch.cat([model(part).last_hidden_state for part in ids.split((5, 7), 1)], 1)
+        mask = documents((5, 7), causal=False).expand(2, -1, -1, -1)
+        out = model(ids, attention_mask=mask, position_ids=places).last_hidden_state
+        assert relative_error(out, expected) < EXACT
+        with pytest.raises(ValueError, match="neither of documents nor of padding"):
+            model(ids, attention_mask=documents((12,)).expand(2, -1, -1, -1))
+
+
+# ---------------------------------------------------------------- what only softmax can follow
+
+WRONG = {
+    "prefix": (prefix(12, 4), "lets tokens see later ones"),
+    "both sides": (torch.ones(1, 1, 12, 12, dtype=torch.bool), "lets tokens see later ones"),
+    "one row": (torch.ones(1, 1, 1, 12, dtype=torch.bool).expand(1, 1, 12, 12), "lets tokens see later ones"),
+    "window": (documents((12,)) & ~documents((12,)).tril(-4), "neither of documents"),
+    "stride": (documents((12,)) & (torch.eye(12, dtype=torch.bool) | (torch.arange(12) % 3 == 0)), "neither of doc"),
+    "heads": (torch.cat([documents((12,))] * 3 + [documents((5, 7))], 1), "neither of documents"),
+    "bias": (added(documents((12,))) - 0.5 * torch.arange(12.0), "neither of documents"),
+    "columns": (torch.ones(1, 1, 12, 9, dtype=torch.bool), "9 columns for 12 new tokens"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("layers", ["all", HYBRID])
+def test_what_only_softmax_can_follow_is_refused(zoo: Zoo, layers: str, case: str) -> None:
+    mask, said = WRONG[case]
+    with pytest.raises(ValueError, match=said):
+        logits(zoo.model("llama", layers), tokens(2, 12), attention_mask=mask)
+
+
+def test_the_teacher_follows_any(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama"), tokens(1, 12)
+    with model.teacher():
+        both = logits(model, ids, attention_mask=prefix(12, 4))
+        assert relative_error(both, logits(model, ids)) > 1e-2
+
+
+def test_masks_of_transformers_are_not_read_again(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are T x T, and known; reading them would take longer than many a layer."""
+    model, ids = zoo.model("gemma2", HYBRID), tokens(2, 12)
+    monkeypatch.setattr(layout, "read_mask", lambda *_: pytest.fail("read"))
+    monkeypatch.setitem(model_layout(model), "read_mask", lambda *_: pytest.fail("read"))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    logits(model, ids, attention_mask=mask)
+    model.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    with pytest.raises(pytest.fail.Exception):
+        logits(model, ids, attention_mask={"full_attention": documents((12,)), "sliding_attention": documents((12,))})
+
+
+def model_layout(model: Any) -> dict[str, Any]:
+    """The names of the layout.py that came with a checkpoint."""
+    return vars(__import__("sys").modules[type(model).__module__.rpartition(".")[0] + ".layout"])
+
+
+def test_compiled_graphs_follow_and_refuse(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    source = save_source(tmp_path / "source", num_hidden_layers=2)
+    model, ids = load(convert_folder(source, tmp_path / "linear", "0")), tokens(1, 6)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    given = {"attention_mask": documents((2, 4)), "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]])}
+    assert relative_error(logits(compiled, ids, **given), logits(model, ids, **given)) < EXACT
+    with pytest.raises(RuntimeError, match="Linear layers follow"):
+        logits(compiled, ids, **{**given, "attention_mask": prefix(6, 3)})
+
+
+def test_a_mask_is_read_as_what_it_says() -> None:
+    assert read_mask(documents((4,)), (2, 4), True, 0, None) == (None, None)
+    padding, segments = read_mask(documents((2, 3)), (1, 5), True, 0, None)
+    assert padding is None
+    assert segments is not None
+    assert segments.tolist() == [[0, 0, 1, 1, 1]]
+    both = documents((2, 3), causal=False)
+    both[..., 4, :] = both[..., 4] = False
+    padding, segments = read_mask(added(both), (1, 5), False, 0, None)
+    assert padding is not None
+    assert segments is not None
+    assert padding.tolist() == [[True, True, True, True, False]]
+    assert segments[0, :4].tolist() == [0, 0, 1, 1]
+
+
+# ---------------------------------------------------------------- padding without positions
+
+
+def padded(model: Any, ids: Tensor, mask: Tensor, prefill: int, **given: Any) -> Tensor:
+    """Logits of a batch, a prefill and the rest token by token, without position_ids."""
+    cache, found = None, []
+    bounds = [0, *range(prefill, ids.shape[1] + 1)]
+    for start, end in pairwise(bounds):
+        with torch.no_grad():
+            out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **given)
+        cache = out.past_key_values
+        found.append(out.logits)
+    return torch.cat(found, 1)
+
+
+@every_mechanism
+def test_left_padding_needs_no_positions(source: Path, tmp_path: Path, mechanism: str) -> None:
+    model, ids = linear(source, tmp_path, mechanism), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    out = padded(model, ids, mask, 16)
+    assert relative_error(out[1, 7:], logits(model, ids[1:, 7:])[0]) < EXACT
+    assert relative_error(out[0], logits(model, ids[:1])[0]) < EXACT
+
+
+@pytest.mark.parametrize("name", ["phi3", "mistral", "gemma2"])
+def test_left_padding_needs_no_positions_in_hybrids(tmp_path: Path, name: str) -> None:
+    model, ids = linear(save_source(tmp_path / "source", name), tmp_path, "gla", HYBRID), tokens(2, 20)
+    for dtype in (torch.long, torch.bool, torch.float32):
+        mask = torch.ones(2, 20, dtype=dtype)
+        mask[1, :7] = 0
+        out = padded(model, ids, mask, 17)
+        assert relative_error(out[1, 7:], logits(model, ids[1:, 7:])[0]) < EXACT
+    embeds = model.get_input_embeddings()(ids)
+    with torch.no_grad():
+        same = model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).logits
+    assert relative_error(same[1, 7:], logits(model, ids[1:, 7:])[0]) < EXACT
+
+
+def test_left_padding_where_attention_rotates_itself(tmp_path: Path) -> None:
+    any_model("gptj").save_pretrained(tmp_path / "source")
+    model, ids = linear(tmp_path / "source", tmp_path, "gla"), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    assert relative_error(padded(model, ids, mask, 18)[1, 7:], logits(model, ids[1:, 7:])[0]) < EXACT
+
+
+def test_the_teacher_places_tokens_as_the_source_does(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama"), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with model.teacher():
+        found = logits(model, ids, attention_mask=mask)
+    assert torch.equal(found, logits(small_model("llama"), ids, attention_mask=mask))
+    positions = torch.arange(12)[None].expand(2, -1)  # what is given stays
+    plain = logits(model, ids, attention_mask=mask, position_ids=positions)
+    assert relative_error(plain[0], logits(model, ids[:1])[0]) < EXACT
