@@ -6,9 +6,7 @@ position_ids end at the model, or at its layers. Hooks of the model note them fo
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +23,8 @@ class Noted:
 
     def __init__(self) -> None:
         self.passes: dict[int, dict[str, Any]] = {}
+        # The arguments of their forward, by class.
+        self.names: dict[type, list[str]] = {}
         # Whether the mask of a call is its caller's own, which compiled passes note as well.
         self.own_masks: dict[int, bool] = {}
         # Whether the model runs as its softmax teacher.
@@ -32,12 +32,13 @@ class Noted:
 
     def watch(self, model: Any) -> None:
         """Note what each call of `model`, or of a model in it, is told."""
+        self.names[type(model)] = [*inspect.signature(type(model).forward).parameters][1:]
         model.register_forward_pre_hook(self.note, with_kwargs=True)
         model.register_forward_hook(self.forget)
 
     def note(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of a model."""
-        given = {**dict(zip(_arguments(type(model).forward), args, strict=False)), **kwargs}
+        given = {**dict(zip(self.names[type(model)], args, strict=False)), **kwargs}
         self.own_masks[this_thread()] = self.own_masks[LAST] = is_own_mask(given.get("attention_mask"))
         if not torch.compiler.is_compiling():
             self.passes[this_thread()] = self.passes[LAST] = places_in(given)
@@ -69,8 +70,3 @@ class Noted:
 def places_in(given: dict[str, Any]) -> dict[str, Any]:
     """What arguments by name say of places."""
     return {name: given[name] for name in PLACE_NAMES if given.get(name) is not None}
-
-
-@functools.cache
-def _arguments(forward: Callable[..., Any]) -> list[str]:
-    return [*inspect.signature(forward).parameters][1:]

@@ -17,7 +17,7 @@ from ..diffusion.convert import holds_diffusers
 from ..errors import Exit, LinearizeError, absent
 from ..plan.mechanisms import build_mixer, present_options
 from ..plan.plan import Plan
-from ..verify.reload import check_keys, compare, fits_twice, reload_logits
+from ..verify.reload import check_keys, check_steps, compare, fits_twice, reload_logits
 from . import write as checkpoint
 from .atomic import output_folder
 from .code import MODELING_FILE, code_files
@@ -163,6 +163,7 @@ def compared(old: Path, new: Path) -> str:
         return said.format(check_keys(new)) + "; logits not compared, twice the weights exceed free memory"
     with ThreadPoolExecutor() as pool:
         before, after = pool.submit(reload_logits, old), pool.submit(reload_logits, new)
-        count, logits = after.result()
+        count, logits, child = after.result()
         difference = compare(logits, before.result()[1], "the upgraded model's logits differ from before by")
-    return said.format(count) + f"; logits equal those of before (largest difference {difference:.1e})"
+    equal = f"; logits equal those of before (largest difference {difference:.1e})"
+    return said.format(count) + equal + check_steps(child)

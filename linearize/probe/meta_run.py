@@ -132,7 +132,7 @@ def _reads_masks(run: Run, inputs: dict[str, Tensor]) -> bool:
 
 
 class TellingCache(DynamicCache):
-    """An empty cache that gives back keys and values whose number tells the slot: TOKENS + 1 of the first, and so on."""
+    """An empty cache that gives back keys and values whose number tells the slot: TOKENS + 1 for the first one."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         length = TOKENS + 1 + layer_idx

@@ -32,13 +32,9 @@ from ..errors import Exit, LinearizeError, reason_of, resource_error
 from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
 from ..recipe.recipe import Recipe
-from ..verify.child.inputs import auto_class, outputs
-from ..verify.reload import TOLERANCE, check_keys, compare, fits_twice, reload_logits, scratch_folder
+from ..verify.child.inputs import auto_class, outputs, writes_text
+from ..verify.reload import TOLERANCE, check_keys, check_steps, compare, fits_twice, reload_logits, scratch_folder
 from .student import ADAPTER, Student
-
-# Relative to the largest logit, after rounding the trained weights to the dtype that is saved.
-ROUNDING = {"float64": TOLERANCE, "float32": TOLERANCE, "float16": 1e-2, "bfloat16": 5e-2}
-
 
 # ---------------------------------------------------------------- loading
 
@@ -247,24 +243,55 @@ def logits_of(model: Any) -> Tensor:
 def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | None, recipe: Recipe) -> str:
     """Reload in a clean process; raises LinearizeError (exit 6) unless tensors and logits are those of the student.
 
-    Two comparisons: saving rounds the trained weights a little, reloading must not change them at all.
+    Three comparisons: merging adapters changes nothing, saving rounds the weights, reloading changes nothing again.
+    What rounding does is no defect of the saved model: it is told, with a warning where it is much.
     """
     said = "reloaded in a clean process: {} tensors, none missing, none unexpected"
     if trained is None:
         return said.format(check_keys(folder)) + "; logits not compared, twice the weights exceed free memory"
+    words = student.model.config.get_text_config().vocab_size if writes_text(student.model) else 0
+    if student.lora is not None and not recipe.keeps_adapter:
+        merged = logits_of(student.model)
+        compare(merged, trained, "merging adapters changed logits by", TOLERANCE)
+    else:
+        merged = trained
     dtypes = {entry.dtype for shard in folder.glob("*.safetensors") for entry in read_header(shard).values()}
     round_weights(student.model, getattr(torch, plan.dtype))
     rounded = logits_of(student.model)
+    rounding = ""
     if not recipe.keeps_adapter:
-        what = "merging adapters and rounding to the saved dtype changed logits by"
-        compare(rounded, trained, what, ROUNDING[plan.dtype])
+        change, name, limit = drift(rounded, merged, words)
+        rounding = f"; rounding to {plan.dtype} changed them by {name} {change:.1e}"
+        if not change <= limit:
+            rounding += f" (warning: more than {limit:.0e}; with model.dtype=float32 nothing is rounded)"
     # With several dtypes in the shards, or trained in a narrower one, what was loaded for training was rounded too.
-    loaded = recipe.model.dtype or plan.dtype
-    rounds = len(dtypes) > 1 or ROUNDING[loaded] > ROUNDING[plan.dtype]
-    limit = max(ROUNDING[plan.dtype], ROUNDING[loaded]) if rounds else TOLERANCE
-    count, reloaded = reload_logits(folder)
-    difference = compare(reloaded, rounded, "reloading changed logits by", limit)
-    return said.format(count) + f"; logits equal the trained model's (largest difference {difference:.1e})"
+    loaded = torch.finfo(getattr(torch, recipe.model.dtype or plan.dtype)).eps
+    count, reloaded, child = reload_logits(folder)
+    steps = check_steps(child)
+    if len(dtypes) > 1 or loaded > torch.finfo(getattr(torch, plan.dtype)).eps:
+        change, name, limit = drift(reloaded, rounded, words)
+        if not change <= limit:
+            what = f"verification failed: reloading changed logits by {name} {change:.1e} (limit {limit:.0e})"
+            raise LinearizeError(what, Exit.CHECK_FAILED)
+        equal = f"; logits equal the trained model's up to rounding ({name} {change:.1e})"
+    else:
+        difference = compare(reloaded, rounded, "reloading changed logits by", TOLERANCE)
+        equal = f"; logits equal the trained model's (largest difference {difference:.1e})"
+    return said.format(count) + equal + steps + rounding
+
+
+def drift(ours: Tensor, theirs: Tensor, words: int) -> tuple[float, str, float]:
+    """How far rounding moved outputs, the measure's name and what is much: for logits over `words` words the mean KL in
+    nats, for others (`words` 0) the root mean square of the difference over that of the outputs.
+
+    A largest difference says little: it grows with the number of logits, and 5e-2 of the largest may be a KL of 2e-4.
+    Measured on the demo's teacher and two random models with all mechanisms, weights rounded to bfloat16: KL 2e-5 to
+    1.5e-3, root mean square 2e-3 to 3.9e-2; one tensor of a mixer set to zero: from 1.6e-2, from 7.2e-2.
+    """
+    if words and ours.numel() % words == 0:
+        p, q = (x.view(-1, words).log_softmax(-1) for x in (theirs, ours))
+        return float((p.exp() * (p - q)).sum(-1).mean()), "a mean KL of", 1e-2
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-6)), "a root mean square of", 6e-2
 
 
 def round_weights(model: Any, dtype: torch.dtype) -> None:

@@ -58,8 +58,9 @@ transformers.utils.logging.disable_progress_bar()
 # every weight in the folder to load it there.
 LOAD = """
 from transformers import AutoConfig
+from linearize_child.behaviours import decoding
 from linearize_child.inputs import auto_class, outputs
-folder, target = sys.argv[1:3]
+folder, target, limit = sys.argv[1:4]
 auto = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=True))
 if target == "meta":
     from pathlib import Path
@@ -82,11 +83,14 @@ else:
     arguments = {"pretrained_model_name_or_path": folder, "trust_remote_code": True, "dtype": torch.float32}
 model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
 print("loaded", flush=True)
+steps = None
 if target != "meta":
     torch.save(outputs(model.eval()), target)
+    steps = decoding(model, float(limit))
 ours = tuple(layer["site"]["path"] + ".mixer." for layer in model.config.linearize["layers"])
 print(json.dumps({
     "report": {key: sorted(map(str, value)) for key, value in report.items()},
+    "steps": steps,
     "mixers": {name: list(p.shape) for name, p in model.state_dict().items() if name.startswith(ours)},
 }))
 """
@@ -134,8 +138,9 @@ def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) 
     full = level == "full" or (level == "auto" and fits_twice([folder]))
     said = "reloaded in a clean process without linearize: {} tensors, none missing, none unexpected"
     if full:
-        count, difference = check_logits(folder, source, plan, trust)
-        return said.format(count) + f"; logits equal the source class with mixers (largest difference {difference:.1e})"
+        count, difference, steps = check_logits(folder, source, plan, trust)
+        said = said.format(count) + "; logits equal the source class with mixers (largest difference "
+        return said + f"{difference:.1e}){steps}"
     said = said.format(check_keys(folder))
     if level == "auto":
         said += "; logits not compared, twice the weights exceed free memory (--verify full forces it)"
@@ -175,14 +180,14 @@ def _left(folder: Path, limit: str, used: str, cached: str) -> float:
 def check_keys(folder: Path) -> int:
     """Every tensor of the index exists in its shard and in the model, and the other way round; returns how many."""
     count = _check_index(folder)
-    with clean_command(LOAD, [str(folder), "meta"]) as command, started(*command) as loading:
+    with clean_command(LOAD, [str(folder), "meta", "0"]) as command, started(*command) as loading:
         _check_loaded(folder, result_of(loading))
     return count
 
 
-def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple[int, float]:
-    """`check_keys`, and the largest difference between the checkpoint's logits and those of the source class with the
-    same mixers, relative to the largest; the two sides load at the same time.
+def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple[int, float, str]:
+    """`check_keys`; the largest difference between the checkpoint's logits and those of the source class with the same
+    mixers, relative to the largest; and `check_steps`. The two sides load at the same time.
     """
     count = _check_index(folder)
     dtype = plan.dtype if plan.cast else "float32"
@@ -191,7 +196,7 @@ def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple
         ours, theirs = scratch / "ours.pt", scratch / "theirs.pt"
         arguments = [str(folder), str(theirs), str(source.folder.resolve()), json.dumps(options)]
         with (
-            clean_command(LOAD, [str(folder), str(ours)]) as a,
+            clean_command(LOAD, [str(folder), str(ours), str(TOLERANCE)]) as a,
             clean_command(SOURCE_SIDE, arguments, refused=()) as b,
             started(*a) as loading,
             started(*b) as comparing,
@@ -202,7 +207,24 @@ def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple
         reloaded = torch.load(ours)
         if not bool(torch.isfinite(reloaded).all()):
             _fail("the reloaded model's logits are not finite")
-        return count, compare(reloaded, torch.load(theirs), "logits differ from the source class with mixers by")
+        difference = compare(reloaded, torch.load(theirs), "logits differ from the source class with mixers by")
+        return count, difference, check_steps(loaded)
+
+
+def check_steps(loaded: dict[str, Any]) -> str:
+    """What to say of single steps through a cache after LOAD: nothing where the model writes no text.
+
+    Raises LinearizeError (exit 6) when they do not compute what one pass computes.
+    """
+    row = loaded["steps"]
+    if row is None:
+        return ""
+    if row["status"] == "failed":
+        off = f"differ from one pass by {row['difference']:.1e} (limit {row['limit']:.0e})" if "limit" in row else ""
+        _fail(f"single steps through a cache {off} {row['detail']}".rstrip())
+    if row["status"] == "skipped" or row["detail"]:
+        return f"; single steps through a cache not compared with one pass: {row['detail']}"
+    return f"; single steps through a cache equal one pass (largest difference {row['difference']:.1e})"
 
 
 def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = TOLERANCE) -> float:
@@ -213,14 +235,16 @@ def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = 
     return difference
 
 
-def reload_logits(folder: Path) -> tuple[int, torch.Tensor]:
-    """`check_keys`, and the logits, or what else comes out, of a saved model in float32, in one clean process."""
+def reload_logits(folder: Path) -> tuple[int, torch.Tensor, dict[str, Any]]:
+    """`check_keys`; the logits, or what else comes out, of a saved model in float32; and what the child said, for
+    `check_steps`. In one clean process."""
     count = _check_index(folder)
     with scratch_folder() as scratch:
         out = scratch / "logits.pt"
-        with clean_command(LOAD, [str(folder), str(out)]) as command, started(*command) as child:
-            _check_loaded(folder, result_of(child))
-        return count, torch.load(out)
+        with clean_command(LOAD, [str(folder), str(out), str(TOLERANCE)]) as command, started(*command) as child:
+            loaded = result_of(child)
+        _check_loaded(folder, loaded)
+        return count, torch.load(out), loaded
 
 
 def _check_index(folder: Path) -> int:

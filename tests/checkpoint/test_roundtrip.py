@@ -29,8 +29,9 @@ from models import (
 )
 from safetensors.torch import load_file
 
+from linearize.convert import plan_conversion
 from linearize.errors import Exit, LinearizeError
-from linearize.verify.reload import check_keys
+from linearize.verify.reload import check_keys, check_logits
 from linearize_kernels.hf.seam import mixers_of
 
 LAYERS = ("all", HYBRID)
@@ -96,6 +97,20 @@ def test_convert_proves_its_result(tmp_path: Path) -> None:
     assert said == [result]
     assert "none missing, none unexpected" in result
     assert "logits equal the source class" in result
+    assert "single steps through a cache equal one pass" in result
+
+
+@pytest.mark.parametrize("layers", ["all", HYBRID])
+def test_the_proof_includes_cached_steps(zoo: Zoo, tmp_path: Path, layers: str) -> None:
+    """One pass is right, on both sides; what a cache gives on is not."""
+    source, linear = zoo.folders("llama", layers)
+    folder = copied(linear, tmp_path / "linear")
+    code = (folder / "seam.py").read_text()
+    (folder / "seam.py").write_text(code.replace("        slot.state = state\n", "        slot.state = None\n"))
+    plan, opened, _ = plan_conversion(str(source), "gsa", layers=layers, options={"slots": 8, "chunk_size": 16})
+    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass") as caught:
+        check_logits(folder, opened, plan, False)
+    assert caught.value.code == Exit.CHECK_FAILED
 
 
 @pytest.mark.parametrize("damage", ["lost", "source", "extra", "shape", "nan", "index"])

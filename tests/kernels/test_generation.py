@@ -170,12 +170,14 @@ def test_packed_documents_are_separate(zoo: Zoo, name: str, layers: str) -> None
 
 
 def test_padding_between_packed_documents_joins_none(zoo: Zoo) -> None:
-    """A 4D mask says which tokens are real; positions restart after padding, which has any itself."""
+    """A 4D mask says which tokens are real and which belong together; padding has any position."""
     model, ids = zoo.model("llama"), tokens(1, sum(LENGTHS))
     places, real = packed(ids)["position_ids"].clone(), torch.ones(1, sum(LENGTHS), dtype=torch.bool)
     real[0, 5:8], places[0, 5:8], real[0, 12:14], places[0, 12:14] = False, 1, False, 1
     places[0, 14:20] -= 2
-    found = logits(model, ids, attention_mask=torch.diag_embed(real)[:, None], position_ids=places)[real]
+    document = torch.tensor([0] * 8 + [1] * 12 + [2] * (sum(LENGTHS) - 20))
+    mask = (document[:, None] == document).tril() & real[0] & real[0, :, None]
+    found = logits(model, ids, attention_mask=mask[None, None], position_ids=places)[real]
     documents = [ids[:, :5], torch.cat([ids[:, 8:12], ids[:, 14:20]], 1), ids[:, 20:]]
     assert relative_error(found, torch.cat([logits(model, part)[0] for part in documents])) < EXACT
 

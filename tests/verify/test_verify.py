@@ -69,6 +69,7 @@ BROKEN = {
         LAYOUT,
         HIDDEN % ".flip(1).cummax(1).values.flip(1)",
     ),
+    "left padding without position_ids": ("seam.py", "places = (number - 1).clamp_min(0)", "places = 2 * number"),
     "right padding": (
         "seam.py",
         LAYOUT,

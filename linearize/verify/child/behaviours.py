@@ -87,18 +87,19 @@ def sized(part: Any) -> bool:
     return isinstance(getattr(part, "chunk_size", None), int)
 
 
-def padding(model: Any, ids: Tensor, left: bool) -> float:
-    """Rows of a padded batch, continued by one step, are the rows alone."""
+def padding(model: Any, ids: Tensor, left: bool, places: bool = True) -> float:
+    """Rows of a padded batch, continued by one step, are the rows alone. `places`: position_ids are given."""
     B, T = ids.shape
     mask = torch.ones_like(ids)
     for row, pad in enumerate((0, 4, T - 5)):
         mask[row, slice(0, pad) if left else slice(T - pad, T)] = 0
     real = mask.bool()
-    batch = call(model, ids, attention_mask=mask, position_ids=positions(mask), use_cache=True)
+    given = {"position_ids": positions(mask)} if places else {}
+    batch = call(model, ids, attention_mask=mask, use_cache=True, **given)
     longer, last = torch.cat([mask, torch.ones_like(mask[:, :1])], 1), make_tokens(model, B, 1)
-    place = positions(longer)[:, -1:]
+    given = {"position_ids": positions(longer)[:, -1:]} if places else {}
     cache = batch.past_key_values
-    step = call(model, last, attention_mask=longer, position_ids=place, past_key_values=cache, use_cache=True)
+    step = call(model, last, attention_mask=longer, past_key_values=cache, use_cache=True, **given)
     worst = 0.0
     for row in range(B):
         alone = call(model, torch.cat([ids[row : row + 1, real[row]], last[row : row + 1]], 1)).logits[0]
@@ -108,6 +109,12 @@ def padding(model: Any, ids: Tensor, left: bool) -> float:
 
 def left_padding(model: Any, ids: Tensor) -> float:
     return padding(model, ids, left=True)
+
+
+def left_padding_alone(model: Any, ids: Tensor) -> float | None:
+    """The padding mask is enough: positions follow from it."""
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    return padding(model, ids, left=True, places=False) if takes_positions else None
 
 
 def right_padding(model: Any, ids: Tensor) -> float:
@@ -159,6 +166,7 @@ CHECKS: dict[str, Callable[[Any, Tensor], float | None]] = {
     "prefill and steps": steps,
     "chunk size": chunks,
     "left padding": left_padding,
+    "left padding without position_ids": left_padding_alone,
     "right padding": right_padding,
     "packed documents": packed,
     "beams": beams,
@@ -250,10 +258,20 @@ def behave(model: Any, folder: str, length: int, limit: float) -> dict[str, dict
     return checks
 
 
+def rows(model: Any, B: int, length: int) -> Tensor:
+    """Token ids [B,length], or fewer where the model takes no more positions; STEPS are left for generation."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length + STEPS
+    return make_tokens(model, B, max(1, min(length, positions - STEPS)))
+
+
+def decoding(model: Any, limit: float) -> dict[str, Any] | None:
+    """The row of `steps` on short rows; None for a model that writes no text."""
+    return run(steps, model, rows(model, 2, 24), limit) if writes_text(model) else None
+
+
 def written(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
     """The checks of a model that writes text."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length + STEPS
-    ids = make_tokens(model, 3, max(1, min(length, positions - STEPS)))
+    ids = rows(model, 3, length)
 
     def finite() -> str:
         return "" if bool(call(model, ids).logits.isfinite().all()) else "logits that are not finite"
