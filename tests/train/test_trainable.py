@@ -338,3 +338,44 @@ def test_norms_and_windows_are_calibrated_once_and_kept_by_checkpoints(
         found.append({name: tensors(place / "run" / "final")[name] for name in norms})
     assert same(*found)
     assert all((weight != tensors(folder)[name]).all() for name, weight in found[0].items())
+
+
+def test_a_merge_must_be_exact(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that is thrown away instead of merged: less than rounding to bfloat16 may change."""
+    recipe = make_recipe(
+        tmp_path, base(root, "llama", "bfloat16"), stage("logit_kl", ["new", "lora"]), finish={"verify": True}
+    )
+    honest = export.finish_adapters
+
+    def lossy(student: Any, folder: Any) -> Any:
+        student.lora.merge_and_unload, unload = student.lora.unload, student.lora.merge_and_unload
+        try:
+            return honest(student, folder)
+        finally:
+            student.lora.merge_and_unload = unload
+
+    monkeypatch.setattr(export, "finish_adapters", lossy)
+    with pytest.raises(LinearizeError, match="merging adapters changed logits") as caught:
+        train(recipe)
+    assert caught.value.code == Exit.CHECK_FAILED
+
+
+def test_rounding_is_told_and_refuses_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    recipe = make_recipe(tmp_path, base(root, "llama", "bfloat16"), stage("logit_kl", ["new"]), finish={"verify": True})
+    monkeypatch.setattr(export, "drift", lambda *given: (0.02, "a mean KL of", 1e-2))
+    finetune(recipe, say=said.append)
+    assert any("rounding to bfloat16 changed them by a mean KL of 2.0e-02 (warning: more than 1e-02" in s for s in said)
+
+
+def test_drift_is_of_predictions_not_of_the_largest_logit() -> None:
+    logits = torch.randn(64, 97, generator=torch.Generator().manual_seed(3))
+    moved = logits.clone()
+    moved[5, 7] += 0.3 * logits.abs().max() * (logits[5, 7] < 0) + 0.2 * logits.abs().max()
+    change, name, limit = export.drift(moved.flatten(), logits.flatten(), 97)
+    assert "KL" in name
+    assert change < limit
+    assert float((moved - logits).abs().max() / logits.abs().max()) > 5e-2
+    shifted, _, limit = export.drift(logits.roll(1, 0).flatten(), logits.flatten(), 97)
+    assert shifted > limit
+    assert export.drift(2 * logits.flatten(), logits.flatten(), 0)[0] == pytest.approx(1.0)
