@@ -307,7 +307,8 @@ def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | in
             starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
             index = index - torch.where(starts, index, 0).cummax(1).values
         before = seen[:, None] if isinstance(seen, Tensor) else seen
-        first = segments is None or (isinstance(seen, int) and seen == 0)
-        return index + (before if first else before * (segments == segments[:, :1]))
+        if segments is None or (isinstance(seen, int) and seen == 0):
+            return index + before
+        return index + before * (segments == segments[:, :1])
 
     return once(segments if padding is None and not isinstance(seen, Tensor) else None, ("positions", seen), made)
