@@ -76,6 +76,11 @@ def check_command(words: list[str]) -> None:
     """Raise for a call that the command line, the recipe or the mechanism refuses. Nothing runs."""
     if not words or words[0].isupper():  # `linearize COMMAND --help`
         return
+    if words[0].startswith("-"):  # its own options act while they are parsed: --install-completion writes files
+        assert words[0] in {name for one in typer.main.get_command(app).params for name in one.opts}, words
+        words = words[1:]
+    if not words:
+        return
     command, given = parse(words)
     options = given.get("settings") or []
     if given.get("to") in mechanism_names() and options:
@@ -92,6 +97,8 @@ def test_a_command_that_does_not_exist_is_found() -> None:
     check_command(shlex.split("finetune gsa model.base=MODEL stages[0].tokens=5M"))
     with pytest.raises(Exception, match="No such option"):
         check_command(shlex.split("convert MODEL --to gsa --slots 64"))
+    with pytest.raises(AssertionError, match="--ofline"):
+        check_command(shlex.split("--ofline doctor"))
     with pytest.raises(Exception, match="No such command"):
         check_command(shlex.split("distill MODEL"))
     with pytest.raises(LinearizeError, match="slot: gsa has no such option"):
