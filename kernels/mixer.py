@@ -188,10 +188,11 @@ class Mixer(nn.Module):
     def reset_parameters(self) -> None:
         """Write the initial value of every parameter, through `transformers.initialization` (flag-aware).
 
-        A subclass writes its own and calls this for the window's.
+        A subclass writes its own and those of torch's layers, and calls this for those of its other parts.
         """
-        if self.near is not None:
-            self.near.reset_parameters()
+        for part in self.children():
+            if not type(part).__module__.startswith("torch."):
+                part.reset_parameters()  # type: ignore[operator]
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         """Bytes of decode state per sequence after `tokens` tokens, activations having `item` bytes.

@@ -1,4 +1,4 @@
-"""Gated DeltaNet on the GPU, backward: the gradient of gdn_torch.py in five launches, after `prepare` and `scan`.
+"""Gated DeltaNet on the GPU, backward: the gradient of eager.py in five launches, after `prepare` and `scan`.
 
     local    per chunk: what its own queries send to u
     back     over the chunks of a row, from the last: dx, which is dv without its gate, and the gradient of each state
@@ -14,30 +14,12 @@ exchanged. And none is made before a loop and used in it (docs/measurements/kern
 
 from __future__ import annotations
 
-from .tiles import (
-    chunk_decay,
-    chunk_edges,
-    load_parts,
-    load_state,
-    load_tokens,
-    locate,
-    locate_row,
-    store_parts,
-    store_state,
-)
+from .forward import (
+    chunk_decay, chunk_edges, load_parts, load_state, load_tokens, locate, locate_row, store_parts, store_state,
+)  # fmt: skip
 from ..gpu.tiles import (
-    dot,
-    dot_given,
-    dot_given_left,
-    dot_given_right,
-    jit,
-    load_each,
-    load_rows,
-    parts,
-    segment_flow,
-    store_rows,
-    tl,
-)
+    dot, dot_given, dot_given_left, dot_given_right, jit, load_each, load_rows, parts, segment_flow, store_rows, tl,
+)  # fmt: skip
 
 
 @jit
@@ -174,7 +156,7 @@ def key_kernel(p_q, p_k, p_v, p_do, p_beta, p_read, p_write, p_seg, p_chunks, p_
     """dk [B,T,E,D], dbeta [B,T,E], with a write gate its gradient and dv [B,T,E,DV]. Grid (N, B*E, parts).
 
     db [parts,B,T,E], what keys send to b, and tail [parts,slots,E], what comes after the chunk, are sums over key
-    columns, a part for each block of BK. Letters as in gdn_torch.py; Y is X + X^T.
+    columns, a part for each block of BK. Letters as in eager.py; Y is X + X^T.
     """
     i_b, i_t, i_e, size, slot, place = locate(p_chunks, T, N, E, C, VARLEN)
     if size <= 0:

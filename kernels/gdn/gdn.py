@@ -9,7 +9,7 @@ what is stored under k_t, and moves that towards its own value by beta_t in (0,1
 
 (2412.06464 eq. 10, written for rows). Keys and queries are unit vectors. r_t and w_t are SLA's gates (2602.01744 eqs.
 14 to 16, which as printed leave out alpha_t and so are DeltaNet's): w on v and not on k, which has to stay a unit
-vector. Without them both are 1. gdn_torch.py has the chunk form and its gradient.
+vector. Without them both are 1. eager.py has the chunk form and its gradient.
 
 Letters: B batch, T time, H query heads, Hkv key heads, E state heads, G = H/E, D key dim, Dv value dim, C chunk.
 Gates are log-space, <= 0; states, gate sums and inverses are fp32 (fp64 stays fp64).
@@ -28,13 +28,11 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.conv import short_conv
-from ..layers.features import Features
-from .launch import runs_on
-from .ops import chunked_op, step_op
+from ..layers.recurrent import Recurrent
+from .launch import chunked_op, runs_on, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two
-from ..layers.norm import HeadNorm
+from ..mixer import Bounds, Mixer, Site
 from ..layers.scan import each_sequence, numbered
 
 
@@ -87,19 +85,10 @@ def gdn(
 
 
 def gdn_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    padding: Tensor | None = None,
-    segments: Tensor | None = None,
-    state: DeltaState | None = None,
-    read_gate: Tensor | None = None,
-    write_gate: Tensor | None = None,
-) -> tuple[Tensor, DeltaState]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None, padding: Tensor | None =
+    None, segments: Tensor | None = None, state: DeltaState | None = None, read_gate: Tensor | None = None, write_gate:
+    Tensor | None = None,
+)-> tuple[Tensor, DeltaState]:  # fmt: skip
     """The equations above token by token, for checking: same arguments and results as `gdn`."""
     E, x = g.shape[2], Inputs(q, k, v, g, beta, read_gate, write_gate)
     (S,) = fresh_state(q, v, g) if state is None else state
@@ -122,14 +111,10 @@ def gdn_reference(
 
 
 def _gdn_triton(
-    x: Inputs,
-    scale: float,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    state: DeltaState | None,
-) -> tuple[Tensor, DeltaState]:
-    """The kernels of gdn_triton.py: one launch for a single token without gradients, else the chunk form."""
+    x: Inputs, scale: float, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None, state: DeltaState |
+    None,
+)-> tuple[Tensor, DeltaState]:  # fmt: skip
+    """The kernels of forward.py: one launch for a single token without gradients, else the chunk form."""
     S = None if state is None else state.memory
     single = x.q.shape[1] == 1 and segments is None and cu is None
     if single and not wants_gradients(*x, S):
@@ -155,7 +140,7 @@ class GDNState(NamedTuple):
     values: Tensor
 
 
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(Recurrent, Mixer):
     """Gated DeltaNet in place of the softmax of one attention module; q and k get length 1.
 
     alpha = exp(-exp(A_log) softplus(W_a x + bias)), beta = sigmoid(W_b x + bias). A conversion starts with the same
@@ -205,12 +190,9 @@ class GatedDeltaNet(Mixer):
         Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
         """
         super().__init__(site, rope, **near)
-        check_half_lives(half_life_min, half_life_max)
-        check_power_of_two(chunk_size=chunk_size)
-        self.state_count = site.heads if state_heads == "query" else site.kv_heads
+        self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.taps, self.feature_map, self.value_act = taps, feature_map, value_act
-        self.chunk_size = chunk_size
-        self.half_lives, self.write, self.gate_std = (half_life_min, half_life_max), write, gate_std
+        self.write, self.gate_std = write, gate_std
 
         self.decay = nn.Linear(site.hidden, self.state_count)
         self.A_log = nn.Parameter(torch.empty(self.state_count))
@@ -219,11 +201,6 @@ class GatedDeltaNet(Mixer):
             self.query_taps = nn.Parameter(torch.empty(site.heads, site.key_dim, taps))
             self.key_taps = nn.Parameter(torch.empty(site.kv_heads, site.key_dim, taps))
             self.value_taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, taps))
-        self.features = None
-        if feature_map in ("elu", "relu", "hedgehog"):
-            self.features = Features(feature_map, site.heads, site.kv_heads, site.key_dim, site.scale)
-        self.key_dim = site.key_dim if self.features is None else self.features.size
-        self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
         if output_gate:
             self.output_gate = nn.Linear(site.hidden, site.heads * site.value_dim, bias=False)
 
@@ -242,9 +219,6 @@ class GatedDeltaNet(Mixer):
                 identity = torch.zeros_like(weight)
                 identity[..., -1] = 1.0
                 init.copy_(weight, identity)
-        for part in (self.features, self.norm):
-            if part is not None:
-                part.reset_parameters()
         if hasattr(self, "output_gate"):
             init.normal_(self.output_gate.weight, 0.0, 0.02)
 
@@ -262,40 +236,18 @@ class GatedDeltaNet(Mixer):
         return g, torch.sigmoid(self.strength(x).float())
 
     def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        layout: TokenLayout,
-        state: GDNState | None,
-        read_gate: Tensor | None = None,
-        write_gate: Tensor | None = None,
-    ) -> tuple[Tensor, GDNState]:
-        """`Mixer.mix`; SLA's gates: `read_gate` [B,T,H] on what is read, `write_gate` [B,T,E] on what is written."""
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: GDNState | None,
+        read_gate: Tensor | None = None, write_gate: Tensor | None = None,
+    ) -> tuple[Tensor, GDNState]:  # fmt: skip
+        """`Mixer.mix`, with SLA's gates (`recur`)."""
         g, beta = self.gates(x)
         memory, *tails = (None,) * 4 if state is None else state
         q, queries = self._features(q, "query", tails[0], layout)
         k, keys = self._features(k, "key", tails[1], layout)
         v, values = self._convolved(v, "value", tails[2], layout)
         v = F.silu(v) if self.value_act == "swish" else v
-        # Autocast would run the fp32 states' products in half precision.
-        with torch.autocast(q.device.type, enabled=False):
-            o, (memory,) = gdn(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                scale=1.0,
-                padding=layout.padding,
-                segments=layout.segments,
-                state=None if memory is None else DeltaState(memory),
-                read_gate=None if self.norm else read_gate,
-                write_gate=write_gate,
-                chunk_size=self.chunk_size,
-            )
-        o = o if self.norm is None else self.norm(o, read_gate)
+        before = None if memory is None else DeltaState(memory)
+        o, (memory,) = self.recur(gdn, layout, before, read_gate, write_gate, q, k, v, g, beta, scale=1.0)
         if hasattr(self, "output_gate"):
             o = o * F.silu(self.output_gate(x)).unflatten(-1, o.shape[2:])
         return o, GDNState(memory, queries, keys, values)
@@ -320,5 +272,4 @@ class GatedDeltaNet(Mixer):
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         site = self.site
         row = site.heads * site.key_dim + site.kv_heads * (site.key_dim + site.value_dim)
-        memory = self.state_count * self.key_dim * site.value_dim
-        return super().state_bytes(tokens, item) + 4 * (memory + (self.taps - 1) * row)
+        return super().state_bytes(tokens, item) + 4 * (self.taps - 1) * row

@@ -1,36 +1,119 @@
-"""Gated DeltaNet on the GPU, host side: scratch and launches.
+"""Gated DeltaNet on the GPU, host side: launch configurations, scratch, launches and the registered operators.
 
-`forward`, `backward` and `step` take the arguments of their operators in gdn_ops.py, in that order.
+Configurations are shipped where they were measured, safe ones computed elsewhere; nothing is tuned at run time.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import Launch, configure, obstacle
 from .forward import output_kernel, prepare_kernel, scan_kernel, step_kernel
 from .backward import back_kernel, decay_kernel, key_kernel, local_kernel, query_kernel
-from ..gpu.launch import dense, entry, launch, lay_out, scratch, strides, unavailable, width
+from ..gpu.launch import Problem, dense, launch, lay_out, scratch, strides, width
+from ..gpu.operators import operator, own_namespace
+from ..gpu.target import obstacle_of, refusal, target
+
+
+class Launch(NamedTuple):
+    """How one kernel runs."""
+
+    # Columns that one program takes: of values (scan, back, output, local) or of keys (query, key).
+    columns: int
+    warps: int = 4
+    # Buffers for the tiles of a loop over chunks.
+    stages: int = 1
+    # Registers a thread, where fewer than the compiler would take leave room for more programs.
+    registers: int | None = None
+
+
+class Config(NamedTuple):
+    """Tile sizes, the precision of fp32 operands, and how each kernel runs."""
+
+    chunk: int
+    block_d: int
+    block_dv: int
+    precision: str
+    prepare: Launch
+    scan: Launch
+    output: Launch
+    local: Launch
+    back: Launch
+    query: Launch
+    key: Launch
+
+
+# (capability, BD, BDV) -> what differs from `safe` for bf16. Measured: one H200, B8 T2048 H16.
+SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
+    ((9, 0), 128, 128): {"scan": Launch(64, stages=2), "query": Launch(128)},
+}
+
+
+def configure(q: Tensor, v: Tensor) -> Config:
+    """The configuration for these inputs on their device. Raises ValueError where nothing fits."""
+    # Where shapes are symbols, head dims become numbers.
+    return _configure(q.device, q.dtype, int(q.shape[3]), int(v.shape[3]))
+
+
+def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int) -> Config:
+    gpu = target(device)
+    if gpu is None:
+        return choose((0, 0), 1 << 20, D, DV, dtype)._replace(chunk=32, precision="ieee")
+    return choose(gpu.capability, gpu.shared, D, DV, dtype)
+
+
+obstacle = obstacle_of(_configure)
+
+
+@functools.cache
+def choose(capability: tuple[int, int], shared: int, D: int, DV: int, dtype: torch.dtype) -> Config:
+    """The shipped configuration for (capability, D), or one that fits `shared` bytes of shared memory."""
+    config = safe(shared, D, DV, dtype)
+    if dtype == torch.bfloat16:
+        config = config._replace(**SHIPPED.get((capability, config.block_d, config.block_dv), {}))
+    return config
+
+
+def safe(shared: int, D: int, DV: int, dtype: torch.dtype) -> Config:
+    """The longest chunk whose kernels need no more than `shared` bytes.
+
+    Raises ValueError when not even chunks of 16 tokens fit.
+    """
+    half = dtype == torch.bfloat16
+    # Hopper's wgmma went wrong on tiles narrower than 64 beside chunks of 64 (docs/measurements/kernel-notes.md).
+    BD, BDV = (max(64 if half else 16, width(x)) for x in (D, DV))
+    wide = max(BD, BDV)
+    # fp32 operands stay off wgmma, where three tf32 products race (seen with triton 3.6).
+    longest = 64 if half and wide <= 128 else 32 if half or wide <= 128 else 16
+    precision = {torch.bfloat16: "tf32", torch.float16: "bf16x3", torch.float32: "bf16x6"}[dtype]
+    for C, block_k, along in ((64, 64, 64), (32, 64, 32), (16, 16, 16)):
+        along, block_k, columns = min(along, BDV), min(block_k, BD), BDV if C > 16 else min(32, BDV)
+        need = shared_elements(C, BD, BDV, block_k, along, columns) * (2 if half else 4)
+        if longest >= C and need <= shared:
+            launches = (Launch(n) for n in (C, along, columns, columns, along, block_k, block_k))
+            return Config(C, BD, BDV, precision, *launches)
+    raise ValueError(f"head dims {D} and {DV} need more than {shared} bytes of shared memory")
+
+
+def shared_elements(C: int, BD: int, BDV: int, block_k: int, along: int, columns: int) -> int:
+    """Bound on the shared memory of every kernel: all tiles of its products at once."""
+    keys = 3 * C * BDV + 2 * block_k * BDV + 2 * C * block_k
+    rows = 2 * C * BD + 2 * BD * along + 4 * C * along
+    outputs = 2 * C * BD + C * columns + BD * columns
+    return max(keys, rows, outputs) + 2 * C * C
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
     """Why the kernels cannot take these inputs; empty when they can."""
-    if reason := unavailable(q.device, q.dtype):
-        return reason
-    if v.dtype != q.dtype:
-        return f"dtype {q.dtype}"
-    if max(q.shape[-1], v.shape[-1]) > 256:
-        return f"head dim {q.shape[-1]} or {v.shape[-1]} exceeds 256"
-    if q.shape[0] * g.shape[2] > 65535:
-        return f"{q.shape[0]} rows of {g.shape[2]} states exceed a GPU's grid"
-    return obstacle(q.device, q.dtype, q.shape[-1], v.shape[-1])
+    reason = refusal(q, v, 256, g.shape[2])
+    return reason or obstacle(q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 class Call(NamedTuple):
-    """The arguments of the forward operator; the backward one has two gradients before them."""
+    """The inputs of the operator for several tokens."""
 
     q: Tensor
     k: Tensor
@@ -49,16 +132,13 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-class Problem:
-    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
-
+class GDNProblem(Problem):
     def __init__(self, number: int, call: Call) -> None:
-        self.q, self.k, self.v = (dense(x) for x in call[:3])
+        super().__init__(number, call)
         self.g, self.beta, self.scale = call.g.contiguous(), call.beta.contiguous(), call.scale
         self.read, self.write, self.segments = map(_contiguous, (call.read_gate, call.write_gate, call.segments))
         self.cu, self.S0 = call.cu, None if call.S0 is None else call.S0.float().contiguous()
-        (self.B, self.T, self.H, self.D), self.DV, self.E = call.q.shape, call.v.shape[-1], call.g.shape[2]
-        self.number, self.config = number, configure(call.q, call.v)
+        self.E, self.config = call.g.shape[2], configure(call.q, call.v)
         self.layout = lay_out(call.q, call.cu, self.config.chunk)
         self.scratch = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32
         self.split = self.scratch == torch.bfloat16
@@ -88,9 +168,6 @@ class Problem:
         """The grid of a kernel that takes so many value columns of a state through all chunks of its row."""
         return -(-self.DV // columns), self.layout.rows * self.E
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return scratch(self.q, *shape, dtype=dtype)
-
     def states(self) -> Tensor:
         return self.new(self.layout.slots, self.E, self.D, self.DV, dtype=self.scratch)
 
@@ -101,25 +178,22 @@ class Problem:
 class Solved(NamedTuple):
     """Scratch of one call, in two parts each (fp32: one, twice): b [B,T,E], Te [B,T,E,C], e; and states."""
 
-    b: tuple[Tensor, Tensor]
-    Te: tuple[Tensor, Tensor]
+    b: tuple[Tensor, ...]
+    Te: tuple[Tensor, ...]
     S: Tensor
     e: tuple[Tensor, Tensor]
 
 
-def prepare(x: Problem) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """b and Te."""
-    b, high = (x.new(x.B, x.T, x.E), x.new(x.B, x.T, x.E)), x.new(x.B, x.T, x.E, x.config.chunk, dtype=x.scratch)
-    Te = high, torch.empty_like(high) if x.split else high
+def prepare(x: GDNProblem, b: tuple[Tensor, ...], Te: tuple[Tensor, ...]) -> None:
+    """Fill b and Te."""
     x.launch(
         prepare_kernel, x.grid, x.k, x.g, x.beta, x.segments, x.layout.per_chunk, *b, *Te, *strides(x.k),
         *x.counts, how=x.config.prepare,
     )  # fmt: skip
-    return b, Te
 
 
 def solve(
-    x: Problem, b: tuple[Tensor, Tensor], Te: tuple[Tensor, Tensor], last: Tensor | None, *, exact: bool
+    x: GDNProblem, b: tuple[Tensor, ...], Te: tuple[Tensor, ...], last: Tensor | None, *, exact: bool
 ) -> Solved:
     """Everything up to the states that enter the chunks; the state after the last token goes to `last`. `exact` keeps
     both parts of e."""
@@ -134,27 +208,34 @@ def solve(
     return out
 
 
-def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv], the state after the last token [rows,E,D,Dv] in fp32, and for the backward pass both parts of b
-    and Te (of Te in fp32 one, and nothing)."""
-    x = Problem(number, Call(*inputs))
-    c, o, S1 = x.config, x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.new(x.layout.rows, x.E, x.D, x.DV)
-    s = solve(x, *prepare(x), S1, exact=False)
+def results(x: Call) -> tuple[Tensor, ...]:
+    """Room for o [B,T,H,Dv], the state after the last token [rows,E,D,Dv] in fp32, and for the backward pass both parts
+    of b and Te (of Te in fp32 one, and nothing)."""
+    (B, T, H, D), E, DV, rows = x.q.shape, x.g.shape[2], x.v.shape[-1], len(x.q) if x.cu is None else len(x.cu) - 1
+    kind = torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32
+    Te = B, T, E, configure(x.q, x.v).chunk
+    parts = (scratch(x.q, *n, dtype=kind) for n in (Te, Te if kind == torch.bfloat16 else (0,)))
+    o, b, b_low = scratch(x.q, B, T, H, DV, dtype=x.q.dtype), scratch(x.q, B, T, E), scratch(x.q, B, T, E)
+    return o, scratch(x.q, rows, E, D, DV), b, b_low, *parts
+
+
+def forward(number: int, call: Call, o: Tensor, S1: Tensor, *parts: Tensor) -> None:
+    x = GDNProblem(number, call)
+    c, b, Te = x.config, parts[:2], parts[2:] if x.split else parts[2:3] * 2
+    prepare(x, b, Te)
+    s = solve(x, b, Te, S1, exact=False)
     x.launch(
         output_kernel, (*x.grid, -(-x.DV // c.output.columns)), x.q, x.k, x.beta, x.read, x.segments,
         x.layout.per_chunk, *s.b, s.S, s.e[0], o, x.scale, *strides(x.q, x.k), *x.all_counts, how=c.output,
         BV=c.output.columns,
     )  # fmt: skip
-    return o, S1, *s.b, s.Te[0], s.Te[1] if x.split else x.new(0, dtype=x.scratch)
 
 
-def _backward(number: int, do: Tensor, dS1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, g, beta, of both gates and of the first state (empty tensors where there was none);
-    `inputs` are the forward's, and its b and Te."""
-    *own, b, b_low, Te, Te_low = inputs
-    x, do = Problem(number, Call(*own)), dense(do)
+def backward(number: int, call: Call, do: Tensor, dS1: Tensor | None, *parts: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, g, beta, of both gates and of the first state; `parts` are the forward's b and Te."""
+    x, do = GDNProblem(number, call), dense(do)
     c, du = x.config, x.new(x.B, x.T, x.E, x.DV)
-    s = solve(x, (b, b_low), (Te, Te_low if x.split else Te), None, exact=True)
+    s = solve(x, parts[:2], parts[2:] if x.split else parts[2:3] * 2, None, exact=True)
     x.launch(
         local_kernel, (*x.grid, -(-x.DV // c.local.columns)), x.q, x.k, do, x.read, x.segments, x.layout.per_chunk,
         *s.b, du, x.scale, *strides(x.q, x.k, do), *x.all_counts, how=c.local, BV=c.local.columns,
@@ -168,10 +249,10 @@ def _backward(number: int, do: Tensor, dS1: Tensor | None, *inputs: Any) -> tupl
         how=c.back, BV=c.back.columns, START=last is not None, LAST=dS0 is not None,
     )  # fmt: skip
     both = dx, dx if dx_low is None else dx_low
-    return *_gradients(x, s, do, dS, both), x.new(0) if dS0 is None else dS0
+    return *_gradients(x, s, do, dS, both), dS0
 
 
-def _gradients(x: Problem, s: Solved, do: Tensor, dS: Tensor, dx: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def _gradients(x: GDNProblem, s: Solved, do: Tensor, dS: Tensor, dx: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
     """What follows chunk by chunk: gradients of q, k, v, g, beta and of both gates."""
     # States that share a key head each make their own part of its gradients; the sum is below.
     c, shared = x.config, x.k.shape[2] < x.E
@@ -186,7 +267,7 @@ def _gradients(x: Problem, s: Solved, do: Tensor, dS: Tensor, dx: tuple[Tensor, 
     dv = dx[0] if x.write is None else x.new(x.B, x.T, x.E, x.DV, dtype=torch.float32 if shared else x.v.dtype)
     db, tail = x.new(of_keys, x.B, x.T, x.E), x.new(of_keys, x.layout.slots, x.E)
     dg, dbeta = torch.empty_like(x.g), torch.empty_like(x.beta)
-    dwrite = x.new(0) if x.write is None else torch.empty_like(x.write)
+    dwrite = None if x.write is None else torch.empty_like(x.write)
     x.launch(
         key_kernel, (*x.grid, of_keys), x.q, x.k, x.v, do, x.beta, x.read, x.write, x.segments, x.layout.per_chunk,
         *s.b, s.S, dS, *s.e, *dx, dk, dv, db, tail, dbeta, dwrite, x.scale, db.stride(0), tail.stride(0),
@@ -196,18 +277,46 @@ def _gradients(x: Problem, s: Solved, do: Tensor, dS: Tensor, dx: tuple[Tensor, 
         decay_kernel, x.grid, db, tail, dread, x.read, x.segments, x.layout.per_chunk, dg, db.stride(0), tail.stride(0),
         dread.stride(0), *x.all_counts[:4], how=Launch(0, warps=1), QUERIES=of_queries, KEYS=of_keys,
     )  # fmt: skip
-    dread = x.new(0) if x.read is None else dread.sum(0).to(x.read.dtype)
     if shared:
         dk, dv = (y.unflatten(2, (x.k.shape[2], -1)).sum(3, dtype=torch.float32) for y in (dk, dv))
-    return dq, dk.to(x.k.dtype), dv.to(x.v.dtype), dg, dbeta, dread, dwrite
+    return dq, dk, dv, dg, dbeta, None if x.read is None else dread.sum(0), dwrite
 
 
-def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """One token in one launch: o [B,1,H,Dv] and the new state."""
-    q, k, v, g, beta, read, write, scale, padding, S = inputs
+def flops(x: Any) -> tuple[int, int]:
+    """Of the chunk form, causal halves not discounted, without the inverse: per state head and token K K^T, K S, Te x
+    and K^T u, per query head Q K^T, Q S and P u. Backward the states again, and two products for each of the forward's
+    (X K and X^T K in place of those with Te)."""
+    (B, T, H, D), DV, E, C = x.q, x.v[-1], x.g[2], 64
+    states = B * T * E * (2 * C * (D + DV) + 4 * D * DV)
+    forward = states + B * T * H * (2 * C * (D + DV) + 2 * D * DV)
+    return forward, states + 2 * forward
+
+
+class StepCall(NamedTuple):
+    """The inputs of the operator for one token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    read_gate: Tensor | None
+    write_gate: Tensor | None
+    scale: float
+    padding: Tensor | None
+    S: Tensor
+
+
+def step_results(x: StepCall) -> tuple[Tensor, Tensor]:
+    """Room for o [B,1,H,Dv] and the new state."""
+    return scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.q.dtype), scratch(x.S, *x.S.shape, dtype=x.S.dtype)
+
+
+def step(number: int, x: StepCall, o: Tensor, S1: Tensor) -> None:
+    """One token in one launch."""
+    q, k, v, g, beta, read, write, scale, padding, S = x
     (B, _, H, D), DV, E = q.shape, v.shape[-1], g.shape[2]
     q, k, v, g, beta, S = dense(q), dense(k), dense(v), g.contiguous(), beta.contiguous(), S.contiguous()
-    o, S1 = q.new_empty(B, 1, H, DV), torch.empty_like(S)
     BD = width(D)
     BV = 16 if BD > 128 else 32
     launch(
@@ -216,15 +325,11 @@ def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
         0 if padding is None else padding.stride(0), H, E, E // k.shape[2], call=number, num_warps=4, D=D, DV=DV, BD=BD,
         BV=BV, READ=read is not None, WRITE=write is not None, PADDED=padding is not None,
     )  # fmt: skip
-    return o, S1
 
 
-def _rehearse(number: int, *inputs: Any) -> None:
-    """The backward of a call, before its gradients are there."""
-    q, _, v, *_ = inputs
-    x = Problem(number, Call(*inputs))
-    b, (Te, Te_low) = prepare(x)
-    _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, *inputs, *b, Te, Te_low)
-
-
-forward, backward, step = entry(_forward, _rehearse), entry(_backward), entry(_step)
+NAMESPACE = own_namespace(__name__, "gdn")
+chunked_op = operator(
+    NAMESPACE, "gdn", Call, results, forward, "o S1 | b b_low Te Te_low", kept="b b_low Te Te_low",
+    backward=backward, leaves="q k v g beta read_gate write_gate S0", flops=flops,
+)  # fmt: skip
+step_op = operator(NAMESPACE, "gdn_step", StepCall, step_results, step, "o S1")

@@ -15,8 +15,7 @@ independent and no sum is longer than a chunk. dA^T is computed as such, not tra
 
 from __future__ import annotations
 
-from .tiles import cast, exact, load_gate, load_scaled, place
-from .forward import middle_and_end
+from .forward import cast, exact, load_gate, load_scaled, middle_and_end, place
 from ..gsa.tiles import block_level, block_split, load_sums, reference
 from ..gpu.tiles import dot, dot_given, dot_given_left, jit, load_rows, segment_flow, store_rows, tl
 

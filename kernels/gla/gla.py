@@ -11,7 +11,7 @@ it, b_C its last b:
     o_t   = S_in^T (e^{b_t} . c q_t) + sum_{i<=t} ( sum_d c q_t[d] e^{b_t-b_i}[d] k_i[d] ) v_i
     S_out = diag(e^{b_C}) S_in + sum_i (e^{b_C-b_i} . k_i) v_i^T
 
-The sums with e^{b_t-b_i} become matrix products in scan.py; gla_torch.py holds the chunk form and its gradient.
+The sums with e^{b_t-b_i} become matrix products in scan.py; eager.py holds the chunk form and its gradient.
 A read gate r_t and a write gate w_t, one number per token and head (SLA has them), make o_t = r_t S_t^T (c q_t) and
 write w_t k_t v_t^T.
 
@@ -21,22 +21,19 @@ Gates are log-space, <= 0; memories and gate sums in fp32 (fp64 stays fp64).
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
-from ..layers.features import Features
-from ..layers.gates import log_decays
-from .launch import runs_on
-from .ops import chunked_op, step_op
+from ..layers.arguments import Backend, check_shapes, use_kernels, wants_gradients
+from ..layers.gates import biases, log_decays
+from ..layers.recurrent import Recurrent, outer_products
+from .launch import chunked_op, runs_on, step_op
 from .eager import GLAState, Inputs, fresh_state, gla_chunked, gla_step
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two
-from ..layers.norm import HeadNorm
+from ..mixer import Bounds, Mixer, Site
 from ..layers.scan import each_sequence, numbered
 
 
@@ -72,7 +69,7 @@ def gla(
     check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, **gates)
     x = Inputs(q, k, v, g, read_gate, write_gate)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g)):
+    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v)):
         return _gla_triton(x, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
 
@@ -91,35 +88,14 @@ def gla(
 
 
 def gla_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float | None = None,
-    padding: Tensor | None = None,
-    segments: Tensor | None = None,
-    state: GLAState | None = None,
-    read_gate: Tensor | None = None,
-    write_gate: Tensor | None = None,
-) -> tuple[Tensor, GLAState]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float | None = None, padding: Tensor | None = None, segments:
+    Tensor | None = None, state: GLAState | None = None, read_gate: Tensor | None = None, write_gate: Tensor | None =
+    None,
+)-> tuple[Tensor, GLAState]:  # fmt: skip
     """Eq. 3 token by token, for checking: same arguments and results as `gla`, in the dtype of the inputs."""
-    (B, T, H, D), E = q.shape, g.shape[2]
     (S,) = fresh_state(Inputs(q, k, v, g)) if state is None else state
-    scale, outputs = D**-0.5 if scale is None else scale, []
-    read = torch.ones(B, T, H, dtype=S.dtype) if read_gate is None else read_gate.to(S.dtype)
-    write = torch.ones(B, T, E, dtype=S.dtype) if write_gate is None else write_gate.to(S.dtype)
-    for t in range(T):
-        if segments is not None and t > 0:
-            S = S * (segments[:, t] == segments[:, t - 1]).to(S.dtype)[:, None, None, None]
-        real = torch.ones(B, dtype=torch.bool) if padding is None else padding[:, t]
-        k_t, v_t = (to_gate_heads(y[:, t : t + 1], E)[:, 0].to(S.dtype) for y in (k, v))  # [B,E,D], [B,E,Dv]
-        added = write[:, t, :, None, None] * k_t[..., None] * v_t[:, :, None]
-        S = torch.where(real[:, None, None, None], g[:, t].to(S.dtype).exp()[..., None] * S + added, S)
-        o_t = scale * torch.einsum("begd,bedv->begv", q[:, t].unflatten(1, (E, -1)).to(S.dtype), S)
-        outputs.append(o_t.flatten(1, 2) * (read[:, t] * real[:, None])[..., None])
-    o = torch.stack(outputs, 1) if outputs else q.new_zeros(B, 0, H, v.shape[-1])
-    return o.to(q.dtype), GLAState(S)
+    o, S = outer_products((q, k, v, g), scale, padding, segments, S, read_gate, write_gate)
+    return o, GLAState(S)
 
 
 # ---------------------------------------------------------------- Triton kernels
@@ -128,7 +104,7 @@ def gla_reference(
 def _gla_triton(
     x: Inputs, scale: float, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None, state: GLAState | None
 ) -> tuple[Tensor, GLAState]:
-    """The kernels of gla_triton.py: one launch for a single token without gradients, else the chunk form."""
+    """The kernels of forward.py: one launch for a single token without gradients, else the chunk form."""
     single = x.q.shape[1] == 1 and segments is None and cu is None
     if single and not wants_gradients(*x, *(state or ())):
         (S,) = fresh_state(x) if state is None else state
@@ -146,7 +122,7 @@ def _gla_triton(
 # ---------------------------------------------------------------- the mixer
 
 
-class GatedLinearAttention(Mixer):
+class GatedLinearAttention(Recurrent, Mixer):
     """GLA in place of the softmax of one attention module. New weights make the gates, and norm the output.
 
     alpha_t = sigmoid(W_2 W_1 x_t + bias)^{1/damping}, W_1 of low rank (paper section 4.4). The biases start with
@@ -186,17 +162,10 @@ class GatedLinearAttention(Mixer):
         Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
         """
         super().__init__(site, rope, **near)
-        check_half_lives(half_life_min, half_life_max)
-        check_power_of_two(chunk_size=chunk_size)
-        self.damping, self.gate_std, self.half_lives = damping, gate_std, (half_life_min, half_life_max)
-        self.chunk_size = chunk_size
-        self.state_count = site.heads if state_heads == "query" else site.kv_heads
-        shape = (site.heads, site.kv_heads, site.key_dim, site.scale)
-        self.features = None if feature_map == "identity" else Features(feature_map, *shape)
-        self.key_dim = site.key_dim if self.features is None else self.features.size
+        self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
+        self.damping, self.gate_std = damping, gate_std
         self.narrow = nn.Linear(site.hidden, gate_rank, bias=False)
         self.forget = nn.Linear(gate_rank, self.state_count * self.key_dim)
-        self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -204,19 +173,10 @@ class GatedLinearAttention(Mixer):
         init.normal_(self.narrow.weight, 0.0, self.site.hidden**-0.5)
         init.normal_(self.forget.weight, 0.0, self.gate_std)
         init.copy_(self.forget.bias, self._spread_half_lives().to(self.forget.bias))
-        for part in (self.features, self.norm):
-            if part is not None:
-                part.reset_parameters()
 
     def _spread_half_lives(self) -> Tensor:
-        """Biases f with sigmoid(f)^{1/damping} = 2^{-1/half-life}; [E*F]."""
-        bias = torch.zeros(self.site.key_dim, dtype=torch.float64)
-        if self.half_lives[0] > 0:
-            shortest, longest = (math.log10(x) for x in self.half_lives)
-            pairs = (self.site.key_dim + 1) // 2
-            half_life = torch.logspace(shortest, longest, pairs, dtype=torch.float64).repeat(2)[: self.site.key_dim]
-            log_sigmoid = -math.log(2.0) * self.damping / half_life
-            bias = log_sigmoid - torch.log(-torch.expm1(log_sigmoid))
+        """The gates' biases, [E*F]."""
+        bias = biases(self.half_lives, (self.site.key_dim + 1) // 2, self.damping).repeat(2)[: self.site.key_dim]
         return bias.repeat(self.state_count * self.key_dim // self.site.key_dim)
 
     def gates(self, x: Tensor) -> Tensor:
@@ -224,37 +184,11 @@ class GatedLinearAttention(Mixer):
         return log_decays(self.forget(self.narrow(x)).unflatten(-1, (self.state_count, self.key_dim)), self.damping)
 
     def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        layout: TokenLayout,
-        state: GLAState | None,
-        read_gate: Tensor | None = None,
-        write_gate: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState]:
-        """`Mixer.mix`; SLA's gates: `read_gate` [B,T,H] on the output, `write_gate` [B,T,E] on what is written."""
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: GLAState | None,
+        read_gate: Tensor | None = None, write_gate: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState]:  # fmt: skip
+        """`Mixer.mix`, with SLA's gates (`recur`)."""
         g, scale = self.gates(x), self.site.scale
         if self.features is not None:
             q, k, scale = self.features(q, "query").to(v.dtype), self.features(k, "key").to(v.dtype), 1.0
-        # Autocast would run the fp32 memories' products in half precision.
-        with torch.autocast(q.device.type, enabled=False):
-            o, state = gla(
-                q,
-                k,
-                v,
-                g,
-                scale=scale,
-                padding=layout.padding,
-                segments=layout.segments,
-                state=state,
-                read_gate=None if self.norm else read_gate,
-                write_gate=write_gate,
-                chunk_size=self.chunk_size,
-            )
-        return o if self.norm is None else self.norm(o, read_gate), state
-
-    def state_bytes(self, tokens: int, item: int = 4) -> int:
-        own = 4 * self.state_count * self.key_dim * self.site.value_dim
-        return super().state_bytes(tokens, item) + own
+        return self.recur(gla, layout, state, read_gate, write_gate, q, k, v, g, scale=scale)

@@ -1,35 +1,117 @@
-"""GLA on the GPU, host side: chunks, scratch and launches. Each function takes the arguments of its operator in
-gla_ops.py, in that order.
+"""GLA on the GPU, host side: launch configurations, scratch, launches and the registered operators.
+
+Configurations are shipped where they were measured, safe ones computed elsewhere; nothing is tuned at run time. Blocks
+are never narrower than 64 channels: with 16 or 32, triton 3.6 compiled some kernels for Hopper to wrong results or to
+accesses outside of memory.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import Config, Launch, configure
 from .forward import gla_mix_kernel, gla_scan_kernel, gla_step_kernel
 from .backward import gla_key_kernel
-from ..gpu.launch import dense, entry, launch, lay_out, scratch, strides, unavailable, width
+from ..gpu.launch import Problem, dense, launch, lay_out, scratch, strides, width
+from ..gpu.operators import operator, own_namespace
+from ..gpu.target import refusal, target
 
 
-def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
+class Launch(NamedTuple):
+    """Block of key channels, block of value channels, warps and stages of one kernel."""
+
+    block_k: int
+    block_v: int
+    warps: int
+    stages: int
+
+
+class Config(NamedTuple):
+    """One launch per kernel, two of the scan where it cuts rows, and what the tensor cores make of computed factors."""
+
+    chunk: int
+    scan: Launch
+    sums: Launch
+    mix: Launch
+    key: Launch
+    precision: str
+    # Chunks whose channels all keep more than 2^-range take one reference instead of the halving.
+    range: float = 100.0
+    # Programs of the scan that run at once, and the fewest chunks that make a piece of a row.
+    programs: int = 0
+    piece: int = 4
+    # Of two launches the second reads the sums of gates that the first one made: differences of them are what it wants,
+    # exact enough beside bf16.
+    given: bool = False
+    # Bytes of shared memory that a program may have.
+    shared: int = 48 * 1024
+
+    def over(self, how: Launch, heads: int) -> Launch:
+        """A launch of the scan with as many of its stages as fit where it walks over so many heads of a memory."""
+        fitting = [n for n in range(how.stages, 1, -1) if scan_bytes(self.chunk, how, heads, n) <= self.shared]
+        return how._replace(stages=fitting[0] if fitting else 1)
+
+    def pieces(self, programs: int, chunks: int) -> int:
+        """Into how many pieces the scan cuts rows where it has `programs` without, and a row so many chunks.
+
+        Pieces are walked twice: two of them gain nothing.
+        """
+        most = min(self.programs // programs, chunks // self.piece)
+        return most if most > 2 else 1
+
+
+# (capability, value dim above 64) -> what differs from `safe` for bf16. Measured: one H200, heads of 128.
+SHIPPED: dict[tuple[tuple[int, int], bool], dict[str, Any]] = {
+    ((9, 0), False): {"scan": Launch(64, 64, 4, 2), "mix": Launch(64, 64, 4, 2)},
+    ((9, 0), True): {"scan": Launch(64, 128, 4, 2), "sums": Launch(64, 128, 4, 3), "mix": Launch(64, 128, 4, 2)},
+}
+
+
+def scan_bytes(chunk: int, how: Launch, heads: int, stages: int) -> int:
+    """Bound on the shared memory of the scan in bf16, pipelined: the rows of all heads in as many buffers as there are
+    stages, and a factor in two parts."""
+    return 2 * chunk * (stages * heads * (how.block_k + how.block_v) + 2 * how.block_k)
+
+
+def configure(q: Tensor, v: Tensor) -> Config:
+    """The configuration for these inputs on their device."""
+    gpu = target(q.device)
+    if gpu is None:
+        small = Launch(16, 16, 4, 1)
+        return Config(32, small, small, small, small, "ieee", programs=12, piece=1, given=q.dtype == torch.float16)
+    return choose(*gpu, v.shape[-1], q.dtype)
+
+
+@functools.cache
+def choose(capability: tuple[int, int], shared: int, processors: int, DV: int, dtype: torch.dtype) -> Config:
+    """The shipped configuration, or a safe one. Registers allow two programs of the scan a multiprocessor."""
+    config = safe(dtype)._replace(programs=2 * processors, shared=shared)
+    if dtype == torch.bfloat16:
+        config = config._replace(**SHIPPED.get((capability, DV > 64), {}))
+    return config
+
+
+def safe(dtype: torch.dtype) -> Config:
+    """Tiles of 64 by 64, whose kernels need no more than 48 KiB of shared memory whatever the size of the heads."""
+    one = Launch(64, 64, 4, 1)
+    # In fp32, chunks of 64 would use Hopper's wgmma: three tf32 products through it race (seen with triton 3.6).
+    # With bf16 inputs forward.py cuts operands into parts. Three bf16 products carry 16 bits of each factor, enough
+    # for fp16; six carry 24.
+    precision = {torch.bfloat16: "parts", torch.float16: "bf16x3", torch.float32: "bf16x6"}[dtype]
+    half = dtype == torch.bfloat16
+    return Config(64 if half else 32, one, one, one, one, precision, given=half)
+
+
+def runs_on(q: Tensor, v: Tensor) -> str:
     """Why the kernels cannot take these inputs; empty when they can."""
-    if reason := unavailable(q.device, q.dtype):
-        return reason
-    if v.dtype != q.dtype:
-        return f"dtype {q.dtype}"
-    if max(q.shape[-1], v.shape[-1]) > 512:
-        return f"head dim {q.shape[-1]} or {v.shape[-1]} exceeds 512"
-    if q.shape[0] * q.shape[2] > 65535:
-        return f"{q.shape[0]} rows of {q.shape[2]} heads exceed a GPU's grid"
-    return ""
+    return refusal(q, v, 512, q.shape[2])
 
 
 class Call(NamedTuple):
-    """The arguments of the forward operator; the backward one has two gradients before them."""
+    """The inputs of the operator for several tokens."""
 
     q: Tensor
     k: Tensor
@@ -59,17 +141,14 @@ def constants(config: Config, how: Launch, G: int, D: int, DV: int) -> dict[str,
     }
 
 
-class Problem:
-    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
-
+class GLAProblem(Problem):
     def __init__(self, number: int, call: Call) -> None:
-        self.q, self.k, self.v = (dense(x) for x in call[:3])
+        super().__init__(number, call)
         self.g, self.scale, self.segments = call.g.contiguous(), call.scale, call.segments
         self.S0 = None if call.S0 is None else call.S0.float().contiguous()
         self.read, self.write = (None if x is None else x.contiguous() for x in (call.read_gate, call.write_gate))
-        (self.B, self.T, self.H, self.D), self.DV, self.E = call.q.shape, call.v.shape[-1], call.g.shape[2]
-        self.share = self.E // call.k.shape[2]
-        self.number, self.config = number, configure(call.q, call.v)
+        self.E, self.share = call.g.shape[2], call.g.shape[2] // call.k.shape[2]
+        self.config = configure(call.q, call.v)
         self.layout = lay_out(call.q, call.cu, self.config.chunk)
         # What chunk kernels take after their tensors and strides.
         self.counts = self.T, self.layout.chunks, self.H, self.E, self.share
@@ -79,19 +158,16 @@ class Problem:
         own = constants(self.config, how, self.H // self.E, self.D, self.DV) | self.masks | changed
         launch(kernel, grid, *arguments, call=self.number, num_warps=how.warps, num_stages=how.stages, **own)
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return scratch(self.q, *shape, dtype=dtype)
-
     def memories(self, count: int) -> Tensor:
         return self.new(count, self.E, self.D, self.DV)
 
 
-def blocks(x: Problem, how: Launch) -> int:
+def blocks(x: GLAProblem, how: Launch) -> int:
     """Of a memory, one for each program."""
     return -(-x.D // how.block_k) * -(-x.DV // how.block_v)
 
 
-def scan(x: Problem, xs: Tensor, ys: Tensor, gate: Tensor | None, b: Tensor, first: Tensor | None, last: Tensor | None,
+def scan(x: GLAProblem, xs: Tensor, ys: Tensor, gate: Tensor | None, b: Tensor, first: Tensor | None, last: Tensor | None,
          scale: float, reverse: bool) -> Tensor:  # fmt: skip
     """What enters each chunk, or with `reverse` the gradient of what leaves it, [slots,E,D,Dv]."""
     S, rows, how = x.memories(x.layout.slots), x.layout.rows, x.config.scan
@@ -114,25 +190,29 @@ def scan(x: Problem, xs: Tensor, ys: Tensor, gate: Tensor | None, b: Tensor, fir
     return S
 
 
-def _forward(number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """o [B,T,H,Dv] and the memory after the last token, [rows,E,D,Dv] in fp32."""
-    x = Problem(number, Call(*inputs))
-    o, last, b = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.memories(x.layout.rows), x.new(x.B, x.T, x.E, x.D)
+def results(x: Call) -> tuple[Tensor, Tensor]:
+    """Room for o [B,T,H,Dv] and the memory after the last token, [rows,E,D,Dv] in fp32."""
+    (B, T, H, D), E, DV, rows = x.q.shape, x.g.shape[2], x.v.shape[-1], len(x.q) if x.cu is None else len(x.cu) - 1
+    return scratch(x.q, B, T, H, DV, dtype=x.q.dtype), scratch(x.q, rows, E, D, DV)
+
+
+def forward(number: int, call: Call, o: Tensor, last: Tensor) -> None:
+    x = GLAProblem(number, call)
+    b = x.new(x.B, x.T, x.E, x.D)
     S, how = scan(x, x.k, x.v, x.write, b, x.S0, last, 1.0, False), x.config.mix
     x.launch(
         gla_mix_kernel, how, (x.layout.chunks * -(-x.DV // how.block_v), x.B * x.H), x.q, x.k, x.v, x.read, x.write,
         x.segments, x.layout.per_chunk, b, S, o, x.scale, 1.0, *strides(x.q, x.k, x.v), *x.counts, REVERSE=False,
     )  # fmt: skip
-    return o, last
 
 
-def _backward(number: int, do: Tensor, dS1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, g, the entering memory and both row gates (empty tensors where there was none)."""
-    x, do = Problem(number, Call(*inputs)), dense(do)
-    b, dS0 = x.new(x.B, x.T, x.E, x.D), x.new(0) if x.S0 is None else x.memories(x.layout.rows)
+def backward(number: int, call: Call, do: Tensor, dS1: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, g, the entering memory and both row gates."""
+    x, do = GLAProblem(number, call), dense(do)
+    b, dS0 = x.new(x.B, x.T, x.E, x.D), None if x.S0 is None else x.memories(x.layout.rows)
     S = scan(x, x.k, x.v, x.write, b, x.S0, None, 1.0, False)
     last = None if dS1 is None else dS1.float().contiguous()
-    dS = scan(x, x.q, do, x.read, b, last, None if x.S0 is None else dS0, x.scale, True)
+    dS = scan(x, x.q, do, x.read, b, last, dS0, x.scale, True)
 
     # Gate heads that share a key head each make their own part of its gradient; the sum is below.
     dtype, how = torch.float32 if x.share > 1 else x.k.dtype, x.config.mix
@@ -145,25 +225,48 @@ def _backward(number: int, do: Tensor, dS1: Tensor | None, *inputs: Any) -> tupl
     how = x.config.key
     blocks = -(-x.D // how.block_k)
     dq, dg = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype), x.new(x.B, x.T, x.E, x.D, dtype=x.g.dtype)
-    dread, dwrite = (x.new(0) if gate is None else x.new(blocks, *gate.shape) for gate in (x.read, x.write))
+    dread, dwrite = (None if gate is None else x.new(blocks, *gate.shape) for gate in (x.read, x.write))
     x.launch(
         gla_key_kernel, how, (x.layout.chunks * blocks, x.B * x.E), x.q, x.k, x.v, do, x.read, x.write, x.segments,
         x.layout.per_chunk, b, S, dS, dq, dk, dg, dread, dwrite, x.scale, *strides(x.q, x.k, x.v, do), *x.counts,
         x.B * x.T * x.H, x.B * x.T * x.E,
     )  # fmt: skip
     if x.share > 1:
-        dk, dv = (y.unflatten(2, (x.k.shape[2], -1)).sum(3).to(x.k.dtype) for y in (dk, dv))
-    dread, dwrite = (y if gate is None else y.sum(0).to(gate.dtype) for y, gate in ((dread, x.read), (dwrite, x.write)))
-    return dq, dk, dv, dg, dS0, dread, dwrite
+        dk, dv = (y.unflatten(2, (x.k.shape[2], -1)).sum(3) for y in (dk, dv))
+    return dq, dk, dv, dg, dS0, *(None if y is None else y.sum(0) for y in (dread, dwrite))
 
 
-def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """One token in one launch: o [B,1,H,Dv] and the new memory."""
-    q, k, v, g, scale, padding, S, read, write = inputs
+def flops(x: Any) -> tuple[int, int]:
+    """Of the chunk form, causal halves not discounted: 2 C (D + Dv) + 4 D Dv a token forward."""
+    (B, T, H, D), DV, C = x.q, x.v[-1], 64
+    return B * T * H * (2 * C * (D + DV) + 4 * D * DV), B * T * H * (2 * C * (3 * D + 2 * DV) + 10 * D * DV)
+
+
+class StepCall(NamedTuple):
+    """The inputs of the operator for one token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    scale: float
+    padding: Tensor | None
+    S: Tensor
+    read_gate: Tensor | None
+    write_gate: Tensor | None
+
+
+def step_results(x: StepCall) -> tuple[Tensor, Tensor]:
+    """Room for o [B,1,H,Dv] and the new memory."""
+    return scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.q.dtype), scratch(x.S, *x.S.shape)
+
+
+def step(number: int, x: StepCall, o: Tensor, S1: Tensor) -> None:
+    """One token in one launch."""
+    q, k, v, g, scale, padding, S, read, write = x
     (B, _, H, D), DV, E = q.shape, v.shape[-1], g.shape[2]
     q, k, v, g, S = dense(q), dense(k), dense(v), g.contiguous(), S.contiguous()
-    read, write = (None if x is None else x.contiguous() for x in (read, write))
-    o, S1 = scratch(q, B, 1, H, DV, dtype=q.dtype), scratch(S, *S.shape)
+    read, write = (None if y is None else y.contiguous() for y in (read, write))
     BD = width(D)
     BV = max(16, min(2048 // BD, width(DV)))
     launch(
@@ -171,13 +274,11 @@ def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
         q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0 if padding is None else padding.stride(0),
         H, E, E // k.shape[2], call=number, num_warps=2, G=H // E, D=D, DV=DV, BD=BD, BV=BV,
     )  # fmt: skip
-    return o, S1
 
 
-def _rehearse(number: int, *inputs: Any) -> None:
-    """The backward of a call, before its gradients are there."""
-    q, _, v, *_ = inputs
-    _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, *inputs)
-
-
-forward, backward, step = entry(_forward, _rehearse), entry(_backward), entry(_step)
+NAMESPACE = own_namespace(__name__, "gla")
+chunked_op = operator(
+    NAMESPACE, "gla", Call, results, forward, "o S1",
+    backward=backward, leaves="q k v g S0 read_gate write_gate", flops=flops,
+)  # fmt: skip
+step_op = operator(NAMESPACE, "gla_step", StepCall, step_results, step, "o S1")

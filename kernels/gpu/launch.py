@@ -1,4 +1,4 @@
-"""What the host side of every mechanism's kernels shares: launches, scratch, chunks, and the namespace of operators.
+"""What the host side of every mechanism's kernels shares: launches, scratch, chunks.
 
 An operator on the GPU reads like this, where the inputs alone decide all that is launched:
 
@@ -15,7 +15,6 @@ of the operator compile at once, in threads.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import warnings
@@ -189,6 +188,19 @@ def _compile(kernel: Any, grid: Any, arguments: tuple[Any, ...], keywords: dict[
     _fitting(lambda keywords: kernel.warmup(*arguments, grid=grid, **keywords).run, keywords, kernel.__name__)
 
 
+class Problem:
+    """One call of an operator, and what every launch derives from it; `number` is what `entry` gives it."""
+
+    def __init__(self, number: int, call: Any) -> None:
+        """`call` begins with q [B,T,H,D], k and v [B,T,E,Dv]."""
+        self.number, self.call = number, call
+        self.q, self.k, self.v = (dense(x) for x in call[:3])
+        (self.B, self.T, self.H, self.D), self.DV = call.q.shape, call.v.shape[-1]
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return scratch(self.q, *shape, dtype=dtype)
+
+
 # ---------------------------------------------------------------- chunks
 
 
@@ -266,16 +278,3 @@ def operator(
     if differentiate is not None:
         torch.library.register_autograd(f"{namespace}::{name}", differentiate, setup_context=save, lib=library)
     return getattr(getattr(torch.ops, namespace), name).default
-
-
-def own_namespace(module: str, operator: str) -> str:
-    """An operator namespace that no other module object has taken; the module's name makes it stable across processes.
-
-    When several copies of a file meet in one process (the package, checkpoints, versions), each keeps its own
-    `operator`, whatever the order of imports.
-    """
-    name = "linearize_" + hashlib.sha256(module.encode()).hexdigest()[:12]
-    taken = 0
-    while hasattr(getattr(torch.ops, f"{name}_{taken}"), operator):
-        taken += 1
-    return f"{name}_{taken}"

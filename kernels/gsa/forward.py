@@ -14,19 +14,9 @@ slots: slot n holds what enters chunk n, slot N what leaves the last. gsa_tiles.
 from __future__ import annotations
 
 from .tiles import (
-    load_gates,
-    load_memory,
-    load_side,
-    load_write,
-    locate,
-    mix_slots,
-    read_side,
-    read_slots,
-    reference,
-    softmax,
-    store_memory,
-    write_strength,
-)
+    load_gates, load_memory, load_side, load_write, locate, mix_slots, read_side, read_slots, reference, softmax,
+    store_memory, write_strength,
+)  # fmt: skip
 from ..gpu.tiles import as_operand, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
 
 

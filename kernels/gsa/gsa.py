@@ -21,7 +21,6 @@ N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Annotated, Literal
 
@@ -31,17 +30,12 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
-from ..layers.gates import log_decays
+from ..layers.gates import biases, log_decays
 from .launch import runs_on
 from .ops import chunked_op, step_op
 from .eager import (
-    GSAState,
-    fresh_state,
-    gsa_chunked,
-    gsa_step,
-    real_tokens,
-    write_strength,
-)
+    GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
+)  # fmt: skip
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, positions
 from ..layers.norm import give_size
@@ -241,13 +235,8 @@ class GatedSlotAttention(Mixer):
 
     def _spread_half_lives(self) -> Tensor:
         """Biases f with sigmoid(f)^{1/tau} = 2^{-1/half-life}, log-spaced; 0 for slots on the clock. [E*M]."""
-        bias = torch.zeros(self.slots, dtype=torch.float64)
         free = self.slots - self.clock
-        if self.half_lives[0] > 0 and free:
-            shortest, longest = (math.log10(x) for x in self.half_lives)
-            half_life = torch.logspace(shortest, longest, free, dtype=torch.float64)
-            log_sigmoid = -math.log(2.0) * self.damping / half_life
-            bias[self.clock :] = log_sigmoid - torch.log(-torch.expm1(log_sigmoid))
+        bias = F.pad(biases(self.half_lives, free, self.damping), (self.clock, 0))
         return bias.repeat(self.gate_count)
 
     def gates(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, seen: Tensor | int) -> Tensor:

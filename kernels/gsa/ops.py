@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .launch import Call, backward, forward, step
-from ..gpu.launch import operator, own_namespace
+from ..gpu.launch import operator
+from ..gpu.operators import own_namespace
 
 NAMESPACE = own_namespace(__name__, "gsa_forward")
 

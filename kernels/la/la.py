@@ -28,8 +28,8 @@ from ..layers.arguments import Backend, check_shapes, state_dtype, wants_gradien
 from ..layers.features import Features
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention, linear_attention_both_ways
-from ..linear.launch import GUARD, Precision, fits_unit, use_triton
-from ..linear.ops import both_op, chunked_op, step_op
+from ..linear.bidirectional_launch import both_op
+from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, step_op, use_triton
 from ..mixer import Bounds, Mixer, Site, check_power_of_two
 from ..layers.scan import document_tokens, each_sequence, numbered
 
@@ -82,22 +82,10 @@ def la(
 
 
 def la_with_mass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | float,
-    b: Tensor | float,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    state: LAState | None,
-    *,
-    causal: bool,
-    unit: bool,
-    backend: Backend,
-    precision: Precision,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor | float, b: Tensor | float, padding: Tensor | None, segments: Tensor |
+    None, cu: Tensor | None, state: LAState | None, *, causal: bool, unit: bool, backend: Backend, precision: Precision,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, LAState | None]:
+)-> tuple[Tensor, Tensor, LAState | None]:  # fmt: skip
     """`la`, and the normaliser g [B,T,H] beside its results; without `causal` the state is what came."""
     entered, dtype = state, q.dtype
     if causal and state is None:
@@ -129,21 +117,10 @@ def la_with_mass(
 
 
 def _la_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    causal: bool,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    state: LAState | None,
-    first: Tensor | None,
-    unit: bool,
-    precision: str,
-) -> tuple[Tensor, Tensor, LAState | None]:
-    """The kernels of linear_triton.py and linear_both.py; a single token without gradients is one launch."""
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, causal: bool, padding: Tensor | None, segments: Tensor |
+    None, cu: Tensor | None, state: LAState | None, first: Tensor | None, unit: bool, precision: str,
+)-> tuple[Tensor, Tensor, LAState | None]:  # fmt: skip
+    """The kernels of linear/; a single token without gradients is one launch."""
     D, DV = q.shape[-1], v.shape[-1]
     q, k = q.to(v.dtype), k.to(v.dtype)
     if not causal:
@@ -157,7 +134,7 @@ def _la_triton(
     if segments is not None:
         segments = numbered(segments).int()
     inputs = q, k, v, a, b, None, None, None, 1.0, unit, precision
-    o, g, _, _, last, _, _ = chunked_op(*inputs, segments, padding, cu, first, keep)
+    o, g, last, *_ = chunked_op(*inputs, segments, padding, cu, first, keep)
     S, z, u, _ = last.split([D * DV, D, DV, 4], -1)
     n = state.tokens
     count = n + cu.diff() if cu is not None else document_tokens(n, padding, segments, (q.shape[0], q.shape[1]))
@@ -229,16 +206,9 @@ def _guarded(g: Tensor) -> Tensor:
 
 
 def la_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    a: Tensor | float = 1.0,
-    b: Tensor | float = 1.0,
-    causal: bool = True,
-    padding: Tensor | None = None,
-    segments: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, a: Tensor | float = 1.0, b: Tensor | float = 1.0, causal: bool = True, padding:
+    Tensor | None = None, segments: Tensor | None = None,
+)-> Tensor:  # fmt: skip
     """Eq. 5 with its T x T weights, for checking: o [B,T,H,Dv] in the dtype of the inputs."""
     (B, T, H, _), G = q.shape, q.shape[2] // k.shape[2]
     k, v = (y.repeat_interleave(G, 2) for y in (k, v))
@@ -297,18 +267,13 @@ class LinearAttention(Mixer):
         self.slope, self.chunk_size = slope, chunk_size
         if learn_slope:
             self.slope_logit = nn.Parameter(torch.empty(site.heads))
-        heads = site.heads, site.kv_heads
-        self.features = (
-            None if features == "unit" else Features(features, *heads, site.key_dim, site.scale, site.causal)
-        )
+        self.features = Features.at(site, features)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if hasattr(self, "slope_logit"):
             init.constant_(self.slope_logit, math.log(self.slope / (1.0 - self.slope)))
-        if self.features is not None:
-            self.features.reset_parameters()
 
     def kernel(self) -> tuple[Tensor | float, Tensor | float]:
         """a and b of f(x) = a + b x, per query head."""
@@ -327,21 +292,9 @@ class LinearAttention(Mixer):
         with torch.autocast(q.device.type, enabled=False):
             q, k = self.feature_map(q, "query"), self.feature_map(k, "key")
             o, g, state = la_with_mass(
-                q,
-                k,
-                v,
-                a,
-                b,
-                layout.padding,
-                layout.segments,
-                None,
-                state,
-                causal=layout.causal,
-                unit=self.features is None,
-                backend="auto",
-                precision="tf32",
-                chunk_size=self.chunk_size,
-            )
+                q, k, v, a, b, layout.padding, layout.segments, None, state, causal=layout.causal, unit=self.features is
+                None, backend="auto", precision="tf32", chunk_size=self.chunk_size,
+            )  # fmt: skip
         return o.to(v.dtype), g.clamp_min(GUARD), state
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:

@@ -11,15 +11,9 @@ Backend = Literal["auto", "triton", "torch"]
 
 
 def check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    E: int,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, E: int, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None,
     **others: tuple[Tensor | None, str],
-) -> None:
+)-> None:  # fmt: skip
     """Raise ValueError, with the shapes found, unless the arguments of an operator with E memories a row fit together.
 
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv], Hkv | E | H; `padding` and `segments` [B,T]; `cu` (cu_seqlens) with B=1

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ..mixer import Site
 from .hedgehog import fits, hedgehog_op
 
 
@@ -43,14 +44,9 @@ class Features(nn.Module):
     """
 
     def __init__(
-        self,
-        kind: Literal["elu", "relu", "hedgehog"],
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        scale: float,
-        causal: bool = True,
-    ):
+        self, kind: Literal["elu", "relu", "hedgehog"], heads: int, kv_heads: int, dim: int, scale: float, causal: bool
+        = True,
+    ):  # fmt: skip
         """`scale` is what softmax multiplies q.k with; q and k share it between them."""
         super().__init__()
         self.kind, self.scale = kind, scale
@@ -62,6 +58,12 @@ class Features(nn.Module):
             self.query_bias = nn.Parameter(torch.empty(heads, dim))
             self.key_bias = nn.Parameter(torch.empty(kv_heads, dim))
         self.size = 2 * dim if kind == "hedgehog" else dim
+
+    @classmethod
+    def at(cls, site: Site, kind: str) -> Features | None:
+        """The map of a mixer at `site`; None for a kind without features of its own."""
+        known: Any = kind if kind in ("elu", "relu", "hedgehog") else None
+        return known and cls(known, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

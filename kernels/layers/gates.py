@@ -10,16 +10,17 @@ Letters: B batch, T time, E gate heads, M slots, C slots on the clock; R = B*T r
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gpu.launch import entry, interpreted, launch, operator, own_namespace, scratch
+from ..gpu.launch import interpreted, launch, scratch
+from ..gpu.operators import operator, own_namespace
 from ..gpu.tiles import jit, tl, triton
 
-NAMESPACE = own_namespace(__name__, "gates_forward")
 # Rows of a program: of each tile, forward, and backward, where a program's part of the strength's gradient is one row.
 TILE, ROWS, ROWS_BACK = 16, 16, 128
 
@@ -42,6 +43,16 @@ def log_decays(
         s = strength.to(y.dtype)
         y = torch.cat([y[..., :C] + torch.where(turn[:, :, None], -s, s), y[..., C:]], -1)
     return F.logsigmoid(y) / damping
+
+
+def biases(half_lives: tuple[float, float], count: int, damping: float) -> Tensor:
+    """Biases f with sigmoid(f)^{1/damping} = 2^{-1/half-life}, for `count` half-lives in tokens from the shortest to the
+    longest, evenly in log scale; zeros where the shortest is 0. [count] float64."""
+    if half_lives[0] <= 0.0:
+        return torch.zeros(count, dtype=torch.float64)
+    shortest, longest = (math.log10(x) for x in half_lives)
+    log_sigmoid = -math.log(2.0) * damping / torch.logspace(shortest, longest, count, dtype=torch.float64)
+    return log_sigmoid - torch.log(-torch.expm1(log_sigmoid))
 
 
 # ---------------------------------------------------------------- kernels
@@ -108,58 +119,42 @@ def backward_kernel(p_dg, p_f, p_s, p_place, p_df, p_ds, damping, N: int, M, C, 
 # ---------------------------------------------------------------- host side
 
 
-def _sizes(f: Tensor, strength: Tensor | None) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """What both kernels take last: (rows, M, C), and constants."""
-    (B, T, E, M), clock = f.shape, strength is not None
+class Call(NamedTuple):
+    """The inputs of the operator."""
+
+    f: Tensor
+    damping: float
+    strength: Tensor | None
+    place: Tensor | None
+
+
+def _made(x: Call) -> tuple[Call, tuple[int, int, int], dict[str, Any]]:
+    """The inputs made dense, and what both kernels take last: (rows, M, C), and constants."""
+    (B, T, E, M), clock = x.f.shape, x.strength is not None
+    dense = (None if y is None else y.contiguous() for y in (x.strength, x.place))
     constants = {"COLUMNS": E * M, "CLOCK": clock, "BR": TILE, "BX": min(128, triton.next_power_of_2(E * M))}
-    return (B * T, M, strength.shape[1] if strength is not None else 0), constants
+    sizes = B * T, M, x.strength.shape[1] if x.strength is not None else 0
+    return Call(x.f.contiguous(), x.damping, *dense), sizes, constants
 
 
-def _forward(call: int, f: Tensor, damping: float, strength: Tensor | None, place: Tensor | None) -> Tensor:
-    f, strength, place = f.contiguous(), *(None if x is None else x.contiguous() for x in (strength, place))
-    g, (sizes, constants) = scratch(f, *f.shape), _sizes(f, strength)
+def _forward(call: int, x: Call, g: Tensor) -> None:
+    (f, damping, strength, place), sizes, constants = _made(x)
     grid = triton.cdiv(sizes[0], ROWS), triton.cdiv(constants["COLUMNS"], constants["BX"])
     launch(forward_kernel, grid, f, strength, place, g, damping, *sizes, call=call, num_warps=4, **constants)
-    return g
 
 
-def _backward(
-    call: int, dg: Tensor, f: Tensor, damping: float, strength: Tensor | None, place: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """df, and the gradient of the strength (empty without one), in their dtypes."""
-    dg, f = dg.contiguous(), f.contiguous()
-    strength, place = (None if x is None else x.contiguous() for x in (strength, place))
-    sizes, constants = _sizes(f, strength)
+def _backward(call: int, x: Call, dg: Tensor) -> tuple[Tensor, Tensor]:
+    """df, and the gradient of the strength."""
+    (f, damping, strength, place), sizes, constants = _made(x)
     grid = triton.cdiv(sizes[0], ROWS_BACK), triton.cdiv(constants["COLUMNS"], constants["BX"])
     df, ds = scratch(f, *f.shape, dtype=f.dtype), scratch(f, grid[0], *f.shape[2:])
-    launch(backward_kernel, grid, dg, f, strength, place, df, ds, damping, *sizes, call=call, num_warps=4,
+    launch(backward_kernel, grid, dg.contiguous(), f, strength, place, df, ds, damping, *sizes, call=call, num_warps=4,
            ROWS=ROWS_BACK, **constants)  # fmt: skip
-    return df, f.new_empty(0) if strength is None else ds.sum(0)[:, : sizes[2]].to(strength.dtype)
+    return df, ds if strength is None else ds.sum(0)[:, : sizes[2]]
 
 
-def _fake_forward(f: Tensor, *others: Any) -> Tensor:
-    return f.new_empty(f.shape, dtype=torch.float32)
-
-
-def _fake_backward(
-    dg: Tensor, f: Tensor, damping: float, strength: Tensor | None, place: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    df = torch.empty_like(f, memory_format=torch.contiguous_format)
-    return df, f.new_empty(0) if strength is None else torch.empty_like(strength)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    f, ctx.damping, strength, place = inputs
-    ctx.save_for_backward(f, strength, place)
-
-
-def _differentiate(ctx: Any, dg: Tensor) -> tuple[Tensor | None, ...]:
-    f, strength, place = ctx.saved_tensors
-    df, ds = gates_back_op(dg, f, ctx.damping, strength, place)
-    return df, None, None if strength is None else ds, None
-
-
-FORWARD = "gates_forward(Tensor f, float damping, Tensor? strength, Tensor? place) -> Tensor"
-BACKWARD = "gates_backward(Tensor dg, Tensor f, float damping, Tensor? strength, Tensor? place) -> (Tensor, Tensor)"
-gates_op = operator(NAMESPACE, FORWARD, entry(_forward), _fake_forward, _save, _differentiate)
-gates_back_op = operator(NAMESPACE, BACKWARD, entry(_backward), _fake_backward)
+NAMESPACE = own_namespace(__name__, "gates")
+gates_op = operator(
+    NAMESPACE, "gates", Call, lambda x: [scratch(x.f, *x.f.shape)], _forward, "g",
+    backward=_backward, leaves="f strength",
+)  # fmt: skip

@@ -12,15 +12,16 @@ Letters: B batch, T time, H heads of queries or keys, D head dim, R rows of a ti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..gpu.launch import entry, launch, operator, own_namespace, said_once, scratch, unavailable, width
+from ..gpu.launch import launch, scratch, unavailable, width
+from ..gpu.operators import operator, own_namespace
+from ..gpu.target import obstacle_of, target
 from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, store_rows, tl, triton
 
-NAMESPACE = own_namespace(__name__, "hedgehog_forward")
 # Rows of a tile, tiles of a program forward, and programs backward, each of which holds a gradient of the weights.
 TILE, TILES, PROGRAMS = 64, 4, 264
 LARGEST = 128
@@ -34,18 +35,14 @@ def fits(y: Tensor, weight: Tensor) -> bool:
     return not _obstacle(y.device, y.dtype, weight.dtype, y.shape[-1])
 
 
-@torch.compiler.assume_constant_result
-def _obstacle(device: torch.device, dtype: torch.dtype, weights: torch.dtype, D: int) -> str:
-    """Why the kernels do not fit a GPU; empty where they do."""
-    if device.type != "cuda":
-        return ""
-    properties = torch.cuda.get_device_properties(device)
-    # A property that torch has and its type stub has not.
-    shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
-    need = shared_bytes(properties.major, dtype, weights, D)
-    if need <= shared:
-        return ""
-    return said_once(f"hedgehog in {dtype} with head dim {D} needs {need} of {shared} bytes of shared memory")
+def _check(device: torch.device, dtype: torch.dtype, weights: torch.dtype, D: int) -> None:
+    """Raise ValueError where the kernels do not fit a GPU."""
+    gpu = target(device)
+    if gpu is not None and (need := shared_bytes(gpu.capability[0], dtype, weights, D)) > gpu.shared:
+        raise ValueError(f"hedgehog in {dtype} with head dim {D} needs {need} of {gpu.shared} bytes of shared memory")
+
+
+_obstacle = obstacle_of(_check)
 
 
 def shared_bytes(major: int, dtype: torch.dtype, weights: torch.dtype, D: int) -> int:
@@ -124,54 +121,48 @@ def backward_kernel(p_df, p_y, p_w, p_dy, p_dw, scale, c, N: int, H, tiles, D: t
 # ---------------------------------------------------------------- host side
 
 
-def _sizes(y: Tensor, weight: Tensor) -> tuple[int, int, dict[str, Any]]:
-    """Rows, heads, and the constants of both kernels."""
-    (B, T, H, D), half = y.shape, y.dtype == torch.bfloat16
+class Call(NamedTuple):
+    """The inputs of the operator: y [B,T,H,D], W [H,D,D] and s."""
+
+    y: Tensor
+    weight: Tensor
+    scale: float
+
+
+def _constants(y: Tensor, weight: Tensor) -> dict[str, Any]:
+    """The constants of both kernels."""
+    D, half = y.shape[-1], y.dtype == torch.bfloat16
     constants = {"D": D, "BD": triton.next_power_of_2(D), "R": TILE, "HALVES": half, "PREC": "tf32x3"}
-    return B * T, H, {**constants, "SPLIT": half and weight.dtype != y.dtype}
+    return {**constants, "SPLIT": half and weight.dtype != y.dtype}
 
 
-def _forward(call: int, y: Tensor, weight: Tensor, scale: float) -> Tensor:
-    y, weight, (rows, H, constants) = y.contiguous(), weight.contiguous(), _sizes(y, weight)
-    D = y.shape[-1]
-    features = scratch(y, *y.shape[:3], 2 * D, dtype=y.dtype)
+def _features(x: Call) -> list[Tensor]:
+    """Room for phi(y) [B,T,H,2D]."""
+    return [scratch(x.y, *x.y.shape[:3], 2 * x.y.shape[3], dtype=x.y.dtype)]
+
+
+def _forward(call: int, x: Call, features: Tensor) -> None:
+    B, T, H, D = x.y.shape
+    rows = B * T
     grid = triton.cdiv(rows, TILE * TILES), H
-    launch(forward_kernel, grid, y, weight, features, scale, (D / 2.0) ** 0.5, rows, H, call=call, num_warps=4,
-           TILES=TILES, **constants)  # fmt: skip
-    return features
+    launch(forward_kernel, grid, x.y.contiguous(), x.weight.contiguous(), features, x.scale, (D / 2.0) ** 0.5, rows, H,
+           call=call, num_warps=4, TILES=TILES, **_constants(x.y, x.weight))  # fmt: skip
 
 
-def _backward(call: int, df: Tensor, y: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """dy and dW in their dtypes."""
-    df, y, weight, (rows, H, constants) = df.contiguous(), y.contiguous(), weight.contiguous(), _sizes(y, weight)
-    D = y.shape[-1]
+def _backward(call: int, x: Call, df: Tensor) -> tuple[Tensor, Tensor]:
+    """dy and dW."""
+    B, T, H, D = x.y.shape
+    rows = B * T
     tiles = triton.cdiv(triton.cdiv(rows, TILE), max(1, PROGRAMS // H))
     grid = triton.cdiv(rows, TILE * tiles), H
-    dy, dw = scratch(y, *y.shape, dtype=y.dtype), scratch(y, grid[0], H, D, D)
-    launch(backward_kernel, grid, df, y, weight, dy, dw, scale, (D / 2.0) ** 0.5, rows, H, tiles, call=call,
-           num_warps=4, **constants)  # fmt: skip
-    return dy, dw.sum(0).mT.to(weight.dtype)
+    dy, dw = scratch(x.y, *x.y.shape, dtype=x.y.dtype), scratch(x.y, grid[0], H, D, D)
+    launch(backward_kernel, grid, df.contiguous(), x.y.contiguous(), x.weight.contiguous(), dy, dw, x.scale,
+           (D / 2.0) ** 0.5, rows, H, tiles, call=call, num_warps=4, **_constants(x.y, x.weight))  # fmt: skip
+    return dy, dw.mT.sum(0)
 
 
-def _fake_forward(y: Tensor, weight: Tensor, scale: float) -> Tensor:
-    return y.new_empty(*y.shape[:3], 2 * y.shape[3])
-
-
-def _fake_backward(df: Tensor, y: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weight).mT.contiguous().mT
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, weight, ctx.scale = inputs
-    ctx.save_for_backward(y, weight)
-
-
-def _differentiate(ctx: Any, df: Tensor) -> tuple[Tensor | None, ...]:
-    return (*hedgehog_back_op(df, *ctx.saved_tensors, ctx.scale), None)
-
-
-FORWARD = "hedgehog_forward(Tensor y, Tensor weight, float scale) -> Tensor"
-BACKWARD = "hedgehog_backward(Tensor df, Tensor y, Tensor weight, float scale) -> (Tensor, Tensor)"
-# phi(y) [B,T,H,2D] in y's dtype, of y [B,T,H,D], weight [H,D,D] and s.
-hedgehog_op = operator(NAMESPACE, FORWARD, entry(_forward), _fake_forward, _save, _differentiate)
-hedgehog_back_op = operator(NAMESPACE, BACKWARD, entry(_backward), _fake_backward)
+NAMESPACE = own_namespace(__name__, "hedgehog")
+# phi(y) [B,T,H,2D] in y's dtype.
+hedgehog_op = operator(
+    NAMESPACE, "hedgehog", Call, _features, _forward, "features", backward=_backward, leaves="y weight"
+)  # fmt: skip

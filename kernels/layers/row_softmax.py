@@ -7,15 +7,14 @@ In PyTorch that is two passes forward and two backward, with a triangle five; on
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..gpu.launch import entry, interpreted, launch, operator, own_namespace, scratch
+from ..gpu.launch import interpreted, launch, scratch
+from ..gpu.operators import operator, own_namespace
 from ..gpu.tiles import jit, tl, triton
-
-NAMESPACE = own_namespace(__name__, "rows_forward")
 
 
 def row_softmax(scores: Tensor, factor: float = 1.0, triangle: bool = False, *, plain: bool = False) -> Tensor:
@@ -71,42 +70,34 @@ def backward_kernel(p_dw, p_w, p_ds, factor, N: int, H: tl.constexpr, BR: tl.con
     tl.store(p_ds + o_x, b_ds.to(p_ds.dtype.element_ty), mask=m_x)
 
 
-def _run(kernel: Any, call: int, out: Tensor, factor: float, triangle: bool, *tensors: Tensor) -> Tensor:
+class Call(NamedTuple):
+    """The inputs of the operator."""
+
+    scores: Tensor
+    factor: float
+    triangle: bool
+
+
+def _run(kernel: Any, call: int, x: Call, out: Tensor, *tensors: Tensor) -> None:
     H, N = out.shape[-1], out.numel() // out.shape[-1]
     BH = triton.next_power_of_2(H)
     BR = max(1, 2048 // BH)
-    launch(kernel, (triton.cdiv(N, BR),), *tensors, out, factor, N, call=call, num_warps=4, H=H, BR=BR, BH=BH,
-           TRIANGLE=triangle)  # fmt: skip
-    return out
+    launch(kernel, (triton.cdiv(N, BR),), *tensors, out, x.factor, N, call=call, num_warps=4, H=H, BR=BR, BH=BH,
+           TRIANGLE=x.triangle)  # fmt: skip
 
 
-def _forward(call: int, scores: Tensor, factor: float, triangle: bool) -> Tensor:
-    return _run(forward_kernel, call, scratch(scores, *scores.shape), factor, triangle, scores.contiguous())
+def _forward(call: int, x: Call, w: Tensor) -> None:
+    _run(forward_kernel, call, x, w, x.scores.contiguous())
 
 
-def _backward(call: int, dw: Tensor, w: Tensor, factor: float, triangle: bool, dtype: torch.dtype) -> Tensor:
-    return _run(backward_kernel, call, scratch(w, *w.shape, dtype=dtype), factor, triangle, dw.contiguous(), w)
+def _backward(call: int, x: Call, dw: Tensor, w: Tensor) -> list[Tensor]:
+    ds = scratch(w, *w.shape, dtype=x.scores.dtype)
+    _run(backward_kernel, call, x, ds, dw.contiguous(), w)
+    return [ds]
 
 
-def _fake_forward(scores: Tensor, factor: float, triangle: bool) -> Tensor:
-    return scores.new_empty(scores.shape, dtype=torch.float32)
-
-
-def _fake_backward(dw: Tensor, w: Tensor, factor: float, triangle: bool, dtype: torch.dtype) -> Tensor:
-    return w.new_empty(w.shape, dtype=dtype)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    scores, ctx.factor, ctx.triangle = inputs
-    ctx.dtype = scores.dtype
-    ctx.save_for_backward(output)
-
-
-def _differentiate(ctx: Any, dw: Tensor) -> tuple[Tensor, None, None]:
-    return backward_op(dw, ctx.saved_tensors[0], ctx.factor, ctx.triangle, ctx.dtype), None, None
-
-
-FORWARD = "rows_forward(Tensor scores, float factor, bool triangle) -> Tensor"
-BACKWARD = "rows_backward(Tensor dw, Tensor w, float factor, bool triangle, ScalarType dtype) -> Tensor"
-forward_op = operator(NAMESPACE, FORWARD, entry(_forward), _fake_forward, _save, _differentiate)
-backward_op = operator(NAMESPACE, BACKWARD, entry(_backward), _fake_backward)
+NAMESPACE = own_namespace(__name__, "rows")
+forward_op = operator(
+    NAMESPACE, "rows", Call, lambda x: [scratch(x.scores, *x.scores.shape)], _forward, "w",
+    kept="w", backward=_backward, leaves="scores",
+)  # fmt: skip

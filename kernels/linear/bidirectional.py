@@ -1,7 +1,7 @@
 """Linear attention where every token sees all others, on the GPU: the normalised kernel f(x) = a + b x of la.py.
 
-    scan    per stretch: its part of S = sum k v^T, z = sum k, u = sum v, n (linear_states.py)
-    join    over the stretches, in order (linear_states.py)
+    scan    per stretch: its part of S = sum k v^T, z = sum k, u = sum v, n (states.py)
+    join    over the stretches, in order (states.py)
     read    o_i = (b S^T q_i + a u) / g_i, g_i = b z.q_i + a n
 
 Backwards, with delta_i = o_i.do_i - g_i dg_i:
@@ -52,7 +52,7 @@ def read_kernel(p_x, p_own, p_other, p_out, p_S, p_g, p_rg, p_delta, p_dg, p_alo
                 Z: tl.constexpr, BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
                 MASS: tl.constexpr, AUX: tl.constexpr, PADDED: tl.constexpr, GUARD: tl.constexpr, SPLIT: tl.constexpr,
                 PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """L rows of x times the state of all tokens: ROLE as in linear_triton.py. Grid (stretches * blocks, B * heads).
+    """L rows of x times the state of all tokens: ROLE as in causal.py. Grid (stretches * blocks, B * heads).
 
     `own`: what the output is the gradient of; `other`: o for DQ, which also stores 1/g, delta and with AUX q.dq.
     """

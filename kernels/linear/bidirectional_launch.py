@@ -1,7 +1,4 @@
-"""Linear attention where every token sees all others, host side: launches of linear_both.py.
-
-`both_forward` and `both_backward` take the arguments of their operators in linear_ops.py, in that order.
-"""
+"""Linear attention where every token sees all others, host side: launches and the registered operator."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..gpu.launch import Layout, dense, entry, launch, lay_out, strides
+from ..gpu.launch import Layout, dense, launch, lay_out, scratch, strides
+from ..gpu.operators import operator, own_namespace
 from .bidirectional import read_kernel
-from .launch import Call, Problem, join, lengths, walk
+from .launch import Call, LinearProblem, find_lengths, join, slopes_gradients, state_width, walk
 
 
 class Both(NamedTuple):
-    """The arguments of the forward operator without direction."""
+    """The inputs of the operator."""
 
     q: Tensor
     k: Tensor
@@ -28,7 +26,7 @@ class Both(NamedTuple):
     padding: Tensor | None
 
 
-class BothProblem(Problem):
+class BothProblem(LinearProblem):
     """A call where every token sees all others."""
 
     def __init__(self, number: int, x: Both) -> None:
@@ -44,21 +42,21 @@ class BothProblem(Problem):
     def part(self) -> int:
         return 1
 
-    def total(self, left: Tensor, right: Tensor, coefficients: tuple[Any, ...], lengths: Tensor, back: bool) -> Tensor:
-        """The memory of all tokens [B,E,W], or BACK its gradient."""
-        S, out = self.new(self.slots, self.E, self.W), self.new(self.B, self.E, self.W)
+    def total(
+        self, left: Tensor, right: Tensor, coefficients: tuple[Any, ...], lengths: Tensor, out: Tensor, back: bool
+    ) -> None:
+        """The memory of all tokens into `out` [B,E,W], or BACK its gradient."""
+        S = self.new(self.slots, self.E, self.W)
         inputs = left, right, coefficients, (lengths, lengths)
         walk(self, self.config.sums_both, *inputs, None, S, back, (None, None))
         join(self, S, None, out, back, False)
-        return out
 
     def apply(self, role: str, x: Tensor, S: Tensor, own: Tensor, other: Tensor, g: Tensor,
-              coefficients: tuple[Any, ...], dg: Tensor | None, along: Tensor | None, rq: Tensor,
-              aux: bool = False) -> Tensor:  # fmt: skip
+              coefficients: tuple[Any, ...], dg: Tensor | None, along: Tensor | None, rq: Tensor, out: Tensor,
+              aux: bool = False) -> None:  # fmt: skip
         """Rows of x times S: o, dq, dk or dv."""
         tiles, back = self.config.read, role in ("dk", "dv")
         heads, X, Z = self.E if back else self.H, x.shape[3], own.shape[3]
-        out = self.new(self.B, self.T, heads, Z, dtype=self.q.dtype)
         c = self.constants(tiles, self.config.split_out if role == "out" else self.config.split_gradients)
         wide = {self.D: c["BD"], self.DV: c["BDV"]}
         c |= {"ROLE": role, "X": X, "Z": Z, "BX": wide[X], "BZ": min(tiles.block, wide[Z])}
@@ -69,32 +67,50 @@ class BothProblem(Problem):
             self.a, self.b, rq, self.real, *strides(x, own, other), self.T, L, self.H, self.E, MASS=dg is not None,
             AUX=aux, **c,
         )  # fmt: skip
-        return out
 
 
-def run_both_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv], g [B,T,H], inverse lengths of q, and the memory of all tokens [B,E,W]."""
-    x = BothProblem(number, Both(*inputs))
-    g, rq = x.new(x.B, x.T, x.H), x.new(x.B, x.H if x.call.unit else 0, x.T)
-    S = x.total(x.k, x.v, (None, None), lengths(x), False)
+def results(x: Both) -> tuple[Tensor, ...]:
+    """Room for o [B,T,H,Dv], g [B,T,H], inverse lengths of q, and the memory of all tokens [B,E,W]."""
+    (B, T, H, D), E, DV = x.q.shape, x.k.shape[2], x.v.shape[3]
+    lengths, W = scratch(x.q, B, H if x.unit else 0, T), state_width(D, DV, True)
+    return scratch(x.q, B, T, H, DV, dtype=x.q.dtype), scratch(x.q, B, T, H), lengths, scratch(x.q, B, E, W)
+
+
+def forward(number: int, call: Both, o: Tensor, g: Tensor, rq: Tensor, S: Tensor) -> None:
+    x = BothProblem(number, call)
+    rk = x.new(x.B, x.E if call.unit else 0, x.T)
+    find_lengths(x, rk)
+    x.total(x.k, x.v, (None, None), rk, S, False)
     # As far as shapes go, o is like v of its head.
-    return x.apply("out", x.q, S, x.v, x.v, g, (None, None), None, None, rq), g, rq, S
+    x.apply("out", x.q, S, x.v, x.v, g, (None, None), None, None, rq, o)
 
 
-def run_both_backward(
-    number: int, do: Tensor, slopes: bool, dg: Tensor | None, o: Tensor, g: Tensor, rq: Tensor, S: Tensor, *inputs: Any
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, and with `slopes` the sum of q.dq [H]."""
-    x, do = BothProblem(number, Both(*inputs)), dense(do)
+def backward(
+    number: int, call: Both, do: Tensor, dg: Tensor | None, want_a: bool, want_b: bool, o: Tensor, g: Tensor, rq: Tensor,
+    S: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, v, a and b."""
+    x, do, slopes = BothProblem(number, call), dense(do), want_a or want_b
     dg = None if dg is None else dg.contiguous()
     coefficients = x.new(x.B, x.H, x.T), x.new(x.B, x.H, x.T)
     along = x.new(-(-x.D // x.config.read.block) * slopes, x.B, x.T, x.H)
-    dq = x.apply("dq", do, S, x.q, o, g, coefficients, dg, along, rq, slopes)
-    R = x.total(x.q, do, coefficients, rq, True)
-    dk = x.apply("dk", x.v, R, x.k, x.k, g, coefficients, None, None, rq)
-    dv = x.apply("dv", x.k, R, x.v, x.v, g, coefficients, None, None, rq)
-    return dq, dk, dv, along.sum((0, 1, 2)) if slopes else x.new(0)
+    dq, dk, dv = (scratch(y, *y.shape, dtype=x.q.dtype) for y in (x.q, x.k, x.v))
+    x.apply("dq", do, S, x.q, o, g, coefficients, dg, along, rq, dq, slopes)
+    R = x.new(x.B, x.E, x.W)
+    x.total(x.q, do, coefficients, rq, R, True)
+    x.apply("dk", x.v, R, x.k, x.k, g, coefficients, None, None, rq, dk)
+    x.apply("dv", x.k, R, x.v, x.v, g, coefficients, None, None, rq, dv)
+    return dq, dk, dv, *(slopes_gradients(x.a, x.b, along, g, dg) if slopes else (None, None))
 
 
-both_backward = entry(run_both_backward)
-both_forward = entry(run_both_forward)
+def flops(x: Any) -> tuple[int, int]:
+    """4 D Dv a token and head; backward four products for two."""
+    forward = 4 * x.q[0] * x.q[1] * x.q[2] * x.q[3] * x.v[-1]
+    return forward, 2 * forward
+
+
+NAMESPACE = own_namespace(__name__, "linear_both")
+both_op = operator(
+    NAMESPACE, "linear_both", Both, results, forward, "o g | rq total", kept="o g rq total",
+    backward=backward, leaves="q k v a? b?", usual=0, flops=flops,
+)  # fmt: skip

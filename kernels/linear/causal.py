@@ -14,7 +14,7 @@ Output and gradients are four forms of one sum, over tokens j up to i (OUT, DQ) 
 UNIT takes q and k as unit vectors: their inverse lengths go into the factors, no rounded copy is made. `decayed` is
 retention: lam = log gamma, r and w the read and write gates.
 
-A row is cut into stretches of L tokens. `scan` (linear_states.py) walks along them and leaves the state that enters
+A row is cut into stretches of L tokens. `scan` (states.py) walks along them and leaves the state that enters
 each: S = sum k v^T, z = sum k, u = sum v and n tokens; or for DK and DV its gradient, from the right. Here a program
 takes C rows of x and BZ columns of z, reads the state once and goes over the tokens of its stretch that its rows see, K
 of y and z after another; with decay those of its own rows last and apart.
@@ -32,13 +32,15 @@ from ..gpu.tiles import jit, tl
 
 
 @jit
-def weave(i_r, i_z, i_bh, i_t, size, slot, p_x, p_y, p_z, p_own, p_out, p_aux, p_S, p_n, p_g, p_rg, p_delta, p_a, p_b,
-          p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_xb, s_xt, s_xh, s_yb, s_yt, s_yh,
-          s_zb, s_zt, s_zh, s_wb, s_wt, s_wh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE, ROLE: tl.constexpr,
-          NORM: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, Z: tl.constexpr,
-          BX: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, K: tl.constexpr, G: tl.constexpr, STATE: tl.constexpr,
-          AUX: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, SEGMENTS: tl.constexpr,
-          PADDED: tl.constexpr, GUARD: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def chunk_product(
+    i_r, i_z, i_bh, i_t, size, slot, p_x, p_y, p_z, p_own, p_out, p_aux, p_S, p_n, p_g, p_rg, p_delta, p_a, p_b, p_rq,
+    p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_xb, s_xt, s_xh, s_yb, s_yt, s_yh, s_zb, s_zt,
+    s_zh, s_wb, s_wt, s_wh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE, ROLE: tl.constexpr, NORM: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, Z: tl.constexpr, BX: tl.constexpr, BZ:
+    tl.constexpr, C: tl.constexpr, K: tl.constexpr, G: tl.constexpr, STATE: tl.constexpr, AUX: tl.constexpr, DECAY:
+    tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, SEGMENTS: tl.constexpr, PADDED: tl.constexpr, GUARD:
+    tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """C rows of one head, BZ columns of z. AUX: DQ also stores q.dq, in front of the read gate, and DK k.dk in front of
     the write gate, of each block of columns."""
     REVERSE: tl.constexpr = ROLE == "dk" or ROLE == "dv"
@@ -283,7 +285,7 @@ def out_kernel(p_q, p_k, p_v, p_o, p_S, p_n, p_g, p_a, p_b, p_rq, p_rk, p_lam, p
     i_t, size, slot = stretch(p_stretches, i_s, (i_bh // H).to(tl.int64), T, N, L, VARLEN)
     if i_r * C >= size:
         return
-    weave(i_r, i_z, i_bh, i_t, size, slot, p_q, p_k, p_v, p_q, p_o, p_o, p_S, p_n, p_g, p_rq, p_rq, p_a, p_b, p_rq,
+    chunk_product(i_r, i_z, i_bh, i_t, size, slot, p_q, p_k, p_v, p_q, p_o, p_o, p_S, p_n, p_g, p_rq, p_rq, p_a, p_b, p_rq,
           p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, 1, scale, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb,
           s_vt, s_vh, 0, 0, 0, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE, "out", NORM, UNIT, D, DV, D, DV, BD,
           BZ, C, K, G, STATE, False, DECAY, READ, WRITE, SEGMENTS, PADDED, GUARD, PREC, STAGES)  # fmt: skip
@@ -317,23 +319,28 @@ def gradients_kernel(p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_da, p_dw, p_S, p_n
         return
     if role == 0:
         if i_z * BZ < D:
-            weave(i_r, i_z, i_bh, i_t, size, slot, p_do, p_v, p_k, p_q, p_dq, p_da, p_S, p_n, p_rg, p_rg, p_delta, p_a,
-                  p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_ob, s_ot, s_oh, s_vb,
-                  s_vt, s_vh, s_kb, s_kt, s_kh, s_qb, s_qt, s_qh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE,
-                  "dq", NORM, UNIT, D, DV, DV, D, BDV, BZ, C, K, G, STATE, AUX, DECAY, READ, WRITE, SEGMENTS, PADDED,
-                  GUARD, PREC, STAGES)  # fmt: skip
+            chunk_product(
+                i_r, i_z, i_bh, i_t, size, slot, p_do, p_v, p_k, p_q, p_dq, p_da, p_S, p_n, p_rg, p_rg, p_delta, p_a,
+                p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_ob, s_ot, s_oh, s_vb,
+                s_vt, s_vh, s_kb, s_kt, s_kh, s_qb, s_qt, s_qh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE,
+                "dq", NORM, UNIT, D, DV, DV, D, BDV, BZ, C, K, G, STATE, AUX, DECAY, READ, WRITE, SEGMENTS, PADDED,
+                GUARD, PREC, STAGES,
+            )  # fmt: skip
     elif role == 1:
         if i_z * BZ < D:
-            weave(i_r, i_z, i_bh, i_t, size, slot, p_v, p_do, p_q, p_k, p_dk, p_dw, p_dS, p_dn, p_rg, p_rg, p_delta,
-                  p_a, p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_vb, s_vt, s_vh,
-                  s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E,
-                  SHARE, "dk", NORM, UNIT, D, DV, DV, D, BDV, BZ, C, K, G, LATER, AUX and not NORM, DECAY, READ, WRITE,
-                  SEGMENTS, PADDED, GUARD, PREC, STAGES)  # fmt: skip
+            chunk_product(
+                i_r, i_z, i_bh, i_t, size, slot, p_v, p_do, p_q, p_k, p_dk, p_dw, p_dS, p_dn, p_rg, p_rg, p_delta, p_a,
+                p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_vb, s_vt, s_vh, s_ob,
+                s_ot, s_oh, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE,
+                "dk", NORM, UNIT, D, DV, DV, D, BDV, BZ, C, K, G, LATER, AUX and not NORM, DECAY, READ, WRITE, SEGMENTS,
+                PADDED, GUARD, PREC, STAGES,
+            )  # fmt: skip
     else:
         if i_z * BZ < DV:
-            weave(i_r, i_z, i_bh, i_t, size, slot, p_k, p_q, p_do, p_v, p_dv, p_dw, p_dS, p_dn, p_rg, p_rg, p_delta,
-                  p_a, p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_kb, s_kt, s_kh,
-                  s_qb,
-                  s_qt, s_qh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE,
-                  "dv", NORM, UNIT, D, DV, D, DV, BD, BZ, C, K, G, LATER, False, DECAY, READ, WRITE, SEGMENTS, PADDED,
-                  GUARD, PREC, STAGES)  # fmt: skip
+            chunk_product(
+                i_r, i_z, i_bh, i_t, size, slot, p_k, p_q, p_do, p_v, p_dv, p_dw, p_dS, p_dn, p_rg, p_rg, p_delta, p_a,
+                p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_kb, s_kt, s_kh, s_qb,
+                s_qt, s_qh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE,
+                "dv", NORM, UNIT, D, DV, D, DV, BD, BZ, C, K, G, LATER, False, DECAY, READ, WRITE, SEGMENTS, PADDED,
+                GUARD, PREC, STAGES,
+            )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Linear attention on the GPU, host side: scratch and launches.
-
-`forward` and `backward` take the arguments of their operators in linear_ops.py, in that order.
-"""
+"""Causal linear attention on the GPU, host side: scratch, launches and the registered operators, which la and retnet
+share."""
 
 from __future__ import annotations
 
+import functools
+import math
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -12,11 +12,138 @@ import torch
 from torch import Tensor
 
 from ..layers.arguments import use_kernels
-from ..gpu.launch import Layout, dense, entry, interpreted, launch, lay_out, scratch, strides, width
-from .config import Tiles, configure, obstacle
+from ..gpu.launch import Layout, Problem, dense, launch, lay_out, scratch, strides, unavailable, width
+from ..gpu.operators import operator, own_namespace
+from ..gpu.target import obstacle_of, target
 from .states import delta_kernel, join_kernel, lengths_kernel, scan_kernel, step_kernel
 from .causal import gradients_kernel, out_kernel
-from ..gpu.tiles import triton
+
+
+class Tiles(NamedTuple):
+    """Of one kernel: tokens of a chunk, columns of a program, warps, buffers for what the loop loads."""
+
+    chunk: int
+    block: int
+    warps: int
+    stages: int
+
+
+class Config(NamedTuple):
+    """Tiles of every kernel; how long stretches are; what becomes of operands."""
+
+    out: Tiles
+    gradients: Tiles
+    # `block` are columns of the state; so many rows.
+    scan: Tiles
+    scan_rows: int
+    # So many programs of it fill the GPU; parts of rows have so many tokens at least.
+    programs: int
+    part: int
+    # The scan leaves a state every so many tokens, a multiple of all chunks; a program looks at `keys` at a time.
+    stretch: int
+    keys: int
+    # bf16: factors that the scan computes for gradients go in as two parts. Memories are outputs: theirs always do.
+    split_sums: bool
+    # Without a normaliser the scan makes the output, too, where it runs so many programs.
+    walk: Tiles
+    walk_from: float
+    # Where every token sees all others; bf16: the state is read as two parts, 16 bits of it.
+    sums_both: Tiles
+    read: Tiles
+    programs_both: int
+    split_out: bool
+    split_gradients: bool
+    precision: str
+
+
+# (capability, wider head dim, dtype, normalised) -> what differs from `safe`. Measured: one H200.
+SHIPPED: dict[tuple[tuple[int, int], int, torch.dtype, bool], dict[str, Any]] = {
+    ((9, 0), 128, torch.bfloat16, True): {
+        "out": Tiles(64, 128, 4, 2),
+        "gradients": Tiles(64, 128, 4, 2),
+        "scan": Tiles(128, 64, 4, 3),
+        "split_sums": False,
+        "sums_both": Tiles(64, 128, 4, 3),
+        "read": Tiles(64, 128, 4, 3),
+    },
+    ((9, 0), 64, torch.bfloat16, True): {
+        "sums_both": Tiles(128, 64, 4, 3),
+        "read": Tiles(64, 64, 4, 3),
+    },
+    ((9, 0), 128, torch.bfloat16, False): {
+        "out": Tiles(64, 128, 4, 2),
+        "gradients": Tiles(64, 128, 4, 2),
+        "scan": Tiles(64, 64, 4, 3),
+        "programs": 4 * 132,
+        "stretch": 128,
+        "split_sums": False,
+        "walk": Tiles(32, 64, 4, 3),
+        "walk_from": 256,
+    },
+    ((9, 0), 128, torch.float32, True): {
+        "out": Tiles(64, 64, 4, 1),
+        "gradients": Tiles(64, 64, 4, 1),
+        "scan": Tiles(32, 64, 4, 3),
+    },
+}
+
+
+def configure(q: Tensor, v: Tensor, precision: str, normalised: bool) -> Config:
+    """The configuration for these inputs on their device. Raises ValueError where nothing fits."""
+    config = _configure(q.device, q.dtype, q.shape[3], v.shape[3], normalised)
+    if q.dtype != torch.float32 or not q.is_cuda:
+        return config
+    if precision == "ieee":  # without tensor cores small tiles are as good
+        config = config._replace(out=config.scan, gradients=config.scan)
+    return config._replace(precision=precision)
+
+
+def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, normalised: bool) -> Config:
+    gpu = target(device)
+    if gpu is None:
+        small = Tiles(16, 16, 4, 1)
+        scan = small, 16, 12, 32, 48, 16, True, small, 5
+        return Config(small, small, *scan, small, small._replace(block=64), 6, True, True, "ieee")
+    return choose(*gpu, D, DV, dtype, normalised)
+
+
+obstacle = obstacle_of(_configure)
+
+
+@functools.cache
+def choose(
+    capability: tuple[int, int], shared: int, processors: int, D: int, DV: int, dtype: torch.dtype, normalised: bool
+) -> Config:
+    """The shipped configuration for (capability, D, dtype), or one that fits `shared` bytes of shared memory."""
+    wide = width(max(D, DV))
+    config = safe(shared, processors, wide, dtype)
+    return config._replace(**SHIPPED.get((capability, wide, dtype, normalised), {}))
+
+
+def safe(shared: int, processors: int, wide: int, dtype: torch.dtype) -> Config:
+    """The largest tiles whose kernels need no more than `shared` bytes; `wide` is the wider head dim.
+
+    Raises ValueError when not even the smallest fit.
+    """
+    item, columns = dtype.itemsize, min(wide, 64 if wide <= 128 else 32)
+    longest = 64 if item == 2 and wide <= 128 else 32
+    candidates = [Tiles(C, columns, 4, stages) for C in (64, 32, 16) if longest >= C for stages in (2, 1)]
+    fitting = [tiles for tiles in candidates if shared_bytes(tiles, wide, item) <= shared]
+    if not fitting:
+        raise ValueError(f"head dim {wide} needs more than {shared} bytes of shared memory")
+    tiles = fitting[0]
+    read = tiles._replace(block=wide if wide <= 128 else 64)
+    # Two programs of the scan a processor.
+    scan = tiles, columns, 2 * processors, 1024, 256, 64, True, tiles, math.inf
+    # fp16 and its sums: three bf16 products carry 16 bits of each factor.
+    return Config(tiles, tiles, *scan, tiles, read, 4 * processors, False, True, "bf16x3")
+
+
+def shared_bytes(tiles: Tiles, wide: int, item: int) -> int:
+    """Bound on the shared memory of every kernel: what the loop loads, and computed factors in two parts."""
+    C, BZ = tiles.chunk, tiles.block
+    return item * (tiles.stages * C * (2 * wide + BZ) + 2 * (wide * BZ + C * C + C * BZ))
+
 
 # The normaliser is at least this share of what it is for f = 1: only signed kernels come near.
 GUARD = 1e-6
@@ -43,11 +170,9 @@ def fits_unit(q: Tensor, v: Tensor) -> bool:
 
 def runs_on(q: Tensor, v: Tensor, heads: int) -> str:
     """Why the kernels cannot take these inputs; empty when they can."""
-    if triton is None:
-        return "triton is not installed"
-    if q.device.type != "cuda" and not interpreted():
-        return f"the tensors are on {q.device}"
-    if v.dtype not in (torch.bfloat16, torch.float16, torch.float32) or q.dtype == torch.float64:
+    if reason := unavailable(q.device, v.dtype):
+        return reason
+    if q.dtype == torch.float64:
         return f"dtypes {q.dtype} and {v.dtype}"
     if q.is_cuda and min(q.shape[-1], v.shape[-1]) < 64:  # triton 3.6 and narrow tiles on Hopper: docs/measurements/kernel-notes.md
         return f"head dim {q.shape[-1]} or {v.shape[-1]} is below 64"
@@ -55,12 +180,12 @@ def runs_on(q: Tensor, v: Tensor, heads: int) -> str:
         return f"head dim {q.shape[-1]} or {v.shape[-1]} exceeds 256"
     if q.shape[0] * max(heads, q.shape[2]) > 65535:
         return f"{q.shape[0]} rows of {q.shape[2]} heads exceed a GPU's grid"
-    return obstacle(q.device, v.dtype, q.shape[-1], v.shape[-1])
+    return obstacle(q.device, v.dtype, q.shape[-1], v.shape[-1], True)
 
 
 class Call(NamedTuple):
-    """The arguments of the forward operator. a, b [H]: normalised. Else log_decay [E] or none, and gates. `keep`: a
-    backward pass will want the states."""
+    """The inputs of the operator for several tokens. a, b [H]: normalised. Else log_decay [E] or none, and gates. `keep`:
+    a backward pass will want the states."""
 
     q: Tensor
     k: Tensor
@@ -85,14 +210,21 @@ def state_width(D: int, DV: int, normalised: bool) -> int:
     return D * DV + (D + DV + 4 if normalised else 0)
 
 
-class Problem:
-    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
+def stretch_states(x: Call, slots: int, E: int) -> tuple[Tensor, Tensor]:
+    """Of so many stretches: S in the dtype that products take [slots,E,D*Dv], and z, u, n [slots,E,D+Dv+4]."""
+    kind, D, DV = torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32, x.q.shape[3], x.v.shape[3]
+    return scratch(x.q, slots, E, D * DV, dtype=kind), scratch(x.q, slots, E, 0 if x.a is None else D + DV + 4)
 
+
+def count_memories(x: Call) -> int:
+    """E: of key heads, or with decays one for each of them."""
+    return x.k.shape[2] if x.log_decay is None else x.log_decay.shape[0]
+
+
+class LinearProblem(Problem):
     def __init__(self, number: int, call: Call) -> None:
-        self.number, self.call = number, call
-        self.q, self.k, self.v = (dense(x) for x in call[:3])
-        (self.B, self.T, self.H, self.D), self.Hkv, self.DV = call.q.shape, call.k.shape[2], call.v.shape[3]
-        self.E = self.Hkv if call.log_decay is None else call.log_decay.shape[0]
+        super().__init__(number, call)
+        self.Hkv, self.E = call.k.shape[2], count_memories(call)
         self.config = configure(call.q, call.v, call.precision, call.a is not None)
         self.normalised = call.a is not None
         self.W = state_width(self.D, self.DV, self.normalised)
@@ -116,14 +248,9 @@ class Problem:
         L = -(-self.T // max(1, wanted // (self.B * alone)))
         return max(4 * step, -(-L // step) * step)
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return scratch(self.q, *shape, dtype=dtype)
-
-    def states(self, slots: int) -> tuple[Tensor, Tensor]:
-        """Of so many stretches: S in the dtype that products take [slots,E,D*Dv], and z, u, n [slots,E,D+Dv+4]."""
-        kind = torch.bfloat16 if self.q.dtype == torch.bfloat16 else torch.float32
-        S = self.new(slots, self.E, self.D * self.DV, dtype=kind)
-        return S, self.new(slots, self.E, self.D + self.DV + 4 if self.normalised else 0)
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Room for those that enter stretches."""
+        return stretch_states(self.call, self.slots, self.E)
 
     @property
     def walks(self) -> bool:
@@ -192,7 +319,7 @@ class Problem:
         return self.T, self.layout.chunks, self.L, self.H, self.E, self.E // self.Hkv
 
 
-def scan(x: Problem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tuple[Any, ...],
+def scan(x: LinearProblem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tuple[Any, ...],
          lengths: tuple[Tensor, Tensor], first: Tensor | None, last: Tensor | None, back: bool,
          states: tuple[Tensor | None, Tensor | None], o: Tensor | None = None) -> None:  # fmt: skip
     """Walk along rows into `states` and `last`, and `o` if wanted; in parts, what enters them is found before."""
@@ -205,7 +332,7 @@ def scan(x: Problem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tu
     walk(x, tiles, *inputs, first, last, back, states, o)
 
 
-def walk(x: Problem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tuple[Any, ...],
+def walk(x: LinearProblem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tuple[Any, ...],
          lengths: tuple[Tensor, Tensor], first: Tensor | None, last: Tensor | None, back: bool,
          states: tuple[Tensor | None, Tensor | None], o: Tensor | None = None) -> None:  # fmt: skip
     """Run `scan_kernel` over all parts, each with memories of its own in `first` and `last`."""
@@ -222,7 +349,7 @@ def walk(x: Problem, tiles: Tiles, left: Tensor, right: Tensor, coefficients: tu
     )  # fmt: skip
 
 
-def join(x: Problem, ends: Tensor, first: Tensor | None, last: Tensor | None, back: bool, each: bool) -> None:
+def join(x: LinearProblem, ends: Tensor, first: Tensor | None, last: Tensor | None, back: bool, each: bool) -> None:
     """Into `last` the memory after all parts, which add `ends`; with `each` into `ends` what enters them."""
     c = x.constants(x.config.scan) | {"BW": 128, "STAGES": 4, "num_warps": 1}
     launch(
@@ -232,29 +359,39 @@ def join(x: Problem, ends: Tensor, first: Tensor | None, last: Tensor | None, ba
     )  # fmt: skip
 
 
-def lengths(x: Problem) -> Tensor:
-    """Of k, inverse, where its unit vectors are wanted: [B,E,T]."""
-    r = x.new(x.B, x.E if x.call.unit else 0, x.T)
+def find_lengths(x: LinearProblem, r: Tensor) -> None:
+    """Of k, inverse, where its unit vectors are wanted: into r [B,E,T]."""
     if x.call.unit:
         launch(
             lengths_kernel, (-(-x.T // 32), x.B * x.E), x.k, r, *strides(x.k), x.T, x.E, x.E // x.Hkv, call=x.number,
             num_warps=4, D=x.D, BD=width(x.D), R=32,
         )  # fmt: skip
-    return r
 
 
-def run_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv], g [B,T,H], inverse lengths of q and k, the memories after the last token [rows,E,W]; and, if the
-    backward pass wants them, the states that entered stretches."""
-    x = Problem(number, Call(*inputs))
-    o, last = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.new(x.rows, x.E, x.W)
-    g = x.new(x.B, x.T, x.H if x.normalised else 0)
-    rq, rk = x.new(x.B, x.H if x.call.unit else 0, x.T), lengths(x)
+def results(x: Call) -> tuple[Tensor, ...]:
+    """Room for o [B,T,H,Dv], g [B,T,H], the memories after the last token [rows,E,W], inverse lengths of q and k; and, if
+    the backward pass wants them, the states that entered stretches."""
+    (B, T, H, D), DV, E, normalised = x.q.shape, x.v.shape[3], count_memories(x), x.a is not None
+    rows, stretch = B if x.cu is None else len(x.cu) - 1, configure(x.q, x.v, x.precision, normalised).stretch
+    slots = (B * -(-T // stretch) if x.cu is None else T // stretch + 2 * rows) if x.keep else 0
+    return (
+        scratch(x.q, B, T, H, DV, dtype=x.q.dtype),
+        scratch(x.q, B, T, H if normalised else 0),
+        scratch(x.q, rows, E, state_width(D, DV, normalised)),
+        *(scratch(x.q, B, n if x.unit else 0, T) for n in (H, E)),
+        *stretch_states(x, slots, E),
+    )
+
+
+def forward(number: int, call: Call, o: Tensor, g: Tensor, last: Tensor, rq: Tensor, rk: Tensor, S: Tensor,
+            n: Tensor) -> None:  # fmt: skip
+    x = LinearProblem(number, call)
+    find_lengths(x, rk)
     if x.walks:
-        states = x.states(x.slots) if x.call.keep else (None, None)
+        states = (S, n) if call.keep else (None, None)
         scan(x, x.config.walk, x.k, x.v, (None, None), (rq, rk), x.first, last, False, states, o)
-        return o, g, rq, rk, last, *(states if x.call.keep else x.states(0))
-    S, n = x.states(x.slots)
+        return
+    S, n = (S, n) if call.keep else x.states()
     scan(x, x.config.scan, x.k, x.v, (None, None), (rq, rk), x.first, last, False, (S, n))
     c = x.constants(x.config.out)
     rows = -(-x.L // c["C"])
@@ -263,16 +400,15 @@ def run_forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
         rk, x.lam, x.read, x.write, x.segments, x.real, x.places, x.layout.per_chunk, x.call.scale,
         *strides(x.q, x.k, x.v), *x.gates(x.read, x.write), *x.sizes, STATE=x.enters(x.first), **c,
     )  # fmt: skip
-    return o, g, rq, rk, last, *((S, n) if x.call.keep else x.states(0))
 
 
-def run_backward(
-    number: int, do: Tensor, slopes: bool, dg: Tensor | None, dlast: Tensor | None, o: Tensor, g: Tensor,
-    rq: Tensor, rk: Tensor, S: Tensor, n: Tensor, *inputs: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k and v, with `slopes` the sum of q.dq [H], gradients of both gates and of the entering memories;
-    empty tensors where there is nothing."""
-    x, do = Problem(number, Call(*inputs)), dense(do)
+def backward(
+    number: int, call: Call, do: Tensor, dg: Tensor | None, dlast: Tensor | None, want_a: bool, want_b: bool, o: Tensor,
+    g: Tensor, rq: Tensor, rk: Tensor, S: Tensor, n: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, v, a, b, of both gates and of the entering memories."""
+    slopes, dg = want_a or want_b, dg if call.a is not None else None
+    x, do = LinearProblem(number, call), dense(do)
     dg = None if dg is None else dg.contiguous()
     tiles = x.config.gradients
     if x.call.unit:  # lengths want whole rows
@@ -288,7 +424,7 @@ def run_backward(
         )  # fmt: skip
     dfirst = None if x.first is None else x.new(x.rows, x.E, x.W)
     dlast = None if dlast is None else dlast.float().contiguous()
-    dS, dn = x.states(x.slots)
+    dS, dn = x.states()
     scan(x, x.config.scan, x.q, do, (rg, delta), (rq, rk), dlast, dfirst, True, (dS, dn))
     shared = x.Hkv < x.E
     dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
@@ -305,28 +441,64 @@ def run_backward(
         STATE=x.enters(x.first), LATER=x.enters(dlast), AUX=aux, **c,
     )  # fmt: skip
     if shared:
-        dk, dv = (y.unflatten(2, (x.Hkv, -1)).sum(3).to(x.q.dtype) for y in (dk, dv))
-    dread = x.new(0) if x.read is None else along.sum(0).to(x.read.dtype)
-    dwrite = x.new(0) if x.write is None else dw.sum(0).to(x.write.dtype)
-    total = along.sum((0, 1, 2)) if slopes else x.new(0)
-    return dq, dk, dv, total, dread, dwrite, x.new(0) if dfirst is None else dfirst
+        dk, dv = (y.unflatten(2, (x.Hkv, -1)).sum(3) for y in (dk, dv))
+    ends = slopes_gradients(x.a, x.b, along, g, dg) if slopes else (None, None)
+    dread, dwrite = (None if gate is None else y.sum(0) for gate, y in ((x.read, along), (x.write, dw)))
+    return dq, dk, dv, *ends, dread, dwrite, dfirst
 
 
-backward = entry(run_backward)
-forward = entry(run_forward)
+def slopes_gradients(a: Any, b: Any, along: Tensor, g: Tensor, dg: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of a and b [H] from q.dq of each block of columns, whose sum is b db [H]: the output depends on b/a only, and g
+    grows with both."""
+    total = along.sum((0, 1, 2))
+    if total.is_meta:  # launches are only collected
+        return total, total
+    mass = 0.0 if dg is None else (g * dg).sum((0, 1))
+    return (mass - total) / a, total / b
+
+
+def flops(x: Any) -> tuple[int, int]:
+    """Of the chunk form, causal halves not discounted: 2 C (D + Dv) + 4 D Dv a token and head forward."""
+    (B, T, H, D), DV, C = x.q, x.v[-1], 64
+    return B * T * H * (2 * C * (D + DV) + 4 * D * DV), B * T * H * (2 * C * (3 * D + 2 * DV) + 10 * D * DV)
 
 
 # ---------------------------------------------------------------- decode
 
 
-def run_step(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """One token in one launch: o [B,1,H,Dv], g [B,1,H], and the new S, z, u and token counts (empty without them)."""
-    q, k, v, a, b, log_decay, read, write, scale, unit, padding, *state = inputs
-    (B, _, H, D), DV, E = q.shape, v.shape[-1], state[0].shape[1]
+class StepCall(NamedTuple):
+    """The inputs of the operator for one token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor | None
+    b: Tensor | None
+    log_decay: Tensor | None
+    read: Tensor | None
+    write: Tensor | None
+    scale: float
+    unit: bool
+    padding: Tensor | None
+    S: Tensor
+    z: Tensor | None
+    u: Tensor | None
+    tokens: Tensor | None
+
+
+def step_results(x: StepCall) -> tuple[Tensor, ...]:
+    """Room for o [B,1,H,Dv], g [B,1,H], and the new S, z, u and token counts (empty without them)."""
+    after = (scratch(x.q, 0) if y is None else scratch(x.q, *y.shape, dtype=y.dtype) for y in x[11:])
+    o = scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.q.dtype)
+    return o, scratch(x.q, *x.q.shape[:3]), *after
+
+
+def step(number: int, x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None:
+    """One token in one launch."""
+    q, k, v, a, b, log_decay, read, write, scale, unit, padding, *state = x
+    (B, _, H, D), DV, E = q.shape, v.shape[-1], x.S.shape[1]
     q, k, v = dense(q), dense(k), dense(v)
     state = [None if y is None else y.contiguous() for y in state]
-    after = [scratch(q, 0) if y is None else scratch(q, *y.shape, dtype=y.dtype) for y in state]
-    o, g = scratch(q, B, 1, H, DV, dtype=q.dtype), scratch(q, B, 1, H)
     numbers = [None if y is None else y.float().contiguous() for y in (a, b)]
     lam = None if log_decay is None else log_decay.float().contiguous()
     gates = [None if y is None else y.contiguous() for y in (read, write)]
@@ -339,7 +511,11 @@ def run_step(number: int, *inputs: Any) -> tuple[Tensor, ...]:
         UNIT=unit, D=D, DV=DV, BD=BD, BZ=BZ, G=H // E, DECAY=lam is not None, READ=read is not None,
         WRITE=write is not None, PADDED=real is not None, GUARD=GUARD,
     )  # fmt: skip
-    return o, g, *after
 
 
-step = entry(run_step)
+NAMESPACE = own_namespace(__name__, "linear")
+chunked_op = operator(
+    NAMESPACE, "linear", Call, results, forward, "o g last | rq rk S n", kept="o g rq rk S n",
+    backward=backward, leaves="q k v a? b? read write first", usual=0, flops=flops,
+)  # fmt: skip
+step_op = operator(NAMESPACE, "linear_step", StepCall, step_results, step, "o g S z u tokens")

@@ -28,14 +28,9 @@ from ..layers.scan import SegmentMasks, from_chunks, into_chunks, scaled, scan_s
 
 
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    S: Tensor,
-    segments: Tensor | None,
-    chunk_size: int,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor, segments: Tensor | None, chunk_size: int, log_decay: Tensor | None =
+    None,
+)-> tuple[Tensor, Tensor]:  # fmt: skip
     """sum_{i<=t} e^{c_t-c_i} (q_t.k_i) v_i [B,T,E*G,Dv] over each document, and that sum of k_i v_i^T at the end of
     the last, [B,E,D,Dv].
 

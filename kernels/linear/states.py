@@ -1,6 +1,6 @@
 """The state of linear attention on the GPU: what stretches add to it, its way along a row, and the decode step.
 
-Letters and the state's layout as in linear_triton.py.
+Letters and the state's layout as in causal.py.
 """
 
 # mypy: disallow-untyped-defs=False

@@ -4,7 +4,7 @@ Precision: factors that the caller gave multiply exactly. Computed ones are roun
 state go in as two parts, 16 bits of them, and with SPLIT so does the state where it is read. fp16 cannot hold sums: its
 products with computed factors are fp32 ones.
 
-Letters as in linear_triton.py.
+Letters as in causal.py.
 """
 
 # mypy: disallow-untyped-defs=False

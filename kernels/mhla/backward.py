@@ -21,17 +21,9 @@ dA = tril(w' v'^T) inside a block:
 
 from __future__ import annotations
 
-from .tiles import (
-    block_numbers,
-    load_summary,
-    load_tile,
-    locate,
-    operands,
-    own_weight,
-    store_tile,
-    tile_tokens,
-    times,
-)
+from .forward import (
+    block_numbers, load_summary, load_tile, locate, operands, own_weight, store_tile, tile_tokens, times,
+)  # fmt: skip
 from ..gpu.tiles import dot_given, dot_given_left, dot_given_right, jit, parts, tl
 
 

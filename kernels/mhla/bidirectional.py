@@ -8,7 +8,7 @@ Backwards, with r = 1/g, y_t = P_i do_t and u_t = dg_t - r_t^2 q_t.y_t, which is
 
     back     dq_t = r_t y_t + u_t z_i, and D_i = sum q_t [r_t do_t, u_t]^T in the same pass
     turn     R_j = sum_i m_ij D_i, and dm_ij = <D_i, S_j>; with more than 32 blocks `product` and `pairs`
-             (mhla_triton_bwd.py) instead
+             (backward.py) instead
     give     dk_t = R_j v_t + (the column of u), dv_t = R_j^T k_t
 
 Forward keeps S, P and g for the backward pass: it makes nothing again. Where a table says so, a block has no tokens.
@@ -18,7 +18,7 @@ Forward keeps S, P and g for the backward pass: it makes nothing again. Where a 
 
 from __future__ import annotations
 
-from .tiles import load_summary, load_tile, operands, store_tile, times
+from .forward import load_summary, load_tile, operands, store_tile, times
 from ..gpu.tiles import dot_given, dot_given_left, jit, parts, tl
 
 

@@ -1,7 +1,4 @@
-"""MHLA both ways on the GPU, host side: launches of mhla_both.py.
-
-`grid_forward` and `grid_backward` take the arguments of their operators in mhla_ops.py, in that order.
-"""
+"""MHLA both ways on the GPU, host side: configurations, scratch, launches and the registered operator."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import dense, entry, launch, scratch
+from ..gpu.launch import Problem, launch, scratch
+from ..gpu.operators import operator, own_namespace
 from .bidirectional import back_kernel, give_kernel, product_kernel, read_kernel, sum_kernel, turn_kernel
 from .launch import configure, fill
 from .eager import GUARD
@@ -86,7 +84,7 @@ def tiles(device: torch.device, dtype: torch.dtype, F: int, DV: int, M: int) -> 
 
 
 class GridCall(NamedTuple):
-    """The arguments of the forward operator. `table` as in mhla_launch.Call; `covered`: every token has a place."""
+    """The inputs of the operator. `table` as in launch.Call; `covered`: every token has a place."""
 
     q: Tensor
     k: Tensor
@@ -98,13 +96,11 @@ class GridCall(NamedTuple):
     normalise: bool
 
 
-class Problem:
-    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
-
+class GridProblem(Problem):
     def __init__(self, number: int, call: GridCall) -> None:
-        self.q, self.k, self.v = (one_row(dense(x)) for x in call[:3])
-        self.call, self.m, self.number = call, call.m.contiguous(), number
-        (self.B, self.T, self.H, self.F), self.DV, (self.E, self.M) = call.q.shape, call.v.shape[-1], call.m.shape[:2]
+        super().__init__(number, call)
+        self.q, self.k, self.v = (one_row(x) for x in (self.q, self.k, self.v))
+        self.m, self.F, (self.E, self.M) = call.m.contiguous(), self.D, call.m.shape[:2]
         self.R, self.N = call.table.shape[0], call.table.shape[1] // call.places
         self.X = self.F * (self.DV + call.normalise)
         self.config = tiles(call.q.device, call.q.dtype, self.F, self.DV, self.M)
@@ -117,20 +113,19 @@ class Problem:
         launch(kernel, (programs,), *arguments, call=self.number, num_warps=how.warps, num_stages=how.stages,
                maxnreg=how.registers, CT=how.tokens, BF=how.block_f, **self.constants, **more)  # fmt: skip
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return scratch(self.q, *shape, dtype=dtype)
-
     def summaries(self) -> Tensor:
         return self.new(self.R, self.E, self.N, self.X)
 
-    def result(self, *shape: int, dtype: torch.dtype, nothing: float = 0.0) -> Tensor:
-        """Room for a result; `nothing` where tokens without a place get none."""
-        out = self.new(self.B, self.T, *shape, dtype=dtype)
+    def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Room for a result; zeros where tokens without a place get none."""
+        return self.filled(self.new(self.B, self.T, *shape, dtype=dtype), 0.0)
+
+    def filled(self, out: Tensor, nothing: float) -> Tensor:
         return out if self.call.covered else out.fill_(nothing)
 
-    def mixed(self, S: Tensor, reverse: bool = False) -> Tensor:
-        """What each block reads of all, [R,E,N,X]."""
-        P, (BN, BK, BX, warps, stages) = self.summaries(), self.config.product
+    def mixed(self, S: Tensor, P: Tensor, reverse: bool = False) -> Tensor:
+        """What each block reads of all, into P [R,E,N,X]."""
+        BN, BK, BX, warps, stages = self.config.product
         programs = -(-self.X // BX) * -(-self.M // BN) * self.R * self.E * (self.N // self.M)
         launch(product_kernel, (programs,), S, self.m, P, self.M, self.N, self.E, self.X, call=self.number,
                num_warps=warps, num_stages=stages, BN=BN, BK=BK, BX=BX, REVERSE=reverse,
@@ -152,7 +147,7 @@ class Problem:
                 turn_kernel, (rows * splits,), D, S, self.m, R, pairs, self.M, self.N, self.E, self.X, each, BN=Q, **how
             )
         else:
-            R = self.mixed(D, reverse=True)
+            R = self.mixed(D, self.summaries(), reverse=True)
             launch(pairs_kernel, (rows * groups**2, splits), D, S, None, pairs, None, self.M, self.X, each, groups**2,
                    Q=Q, CAUSAL=False, KEEP=False, **how)  # fmt: skip
         cells = pairs.view(splits * self.R, self.E, -1, groups, groups, Q, Q).sum((0, 2)).transpose(2, 3)
@@ -170,29 +165,34 @@ def one_row(x: Tensor) -> Tensor:
     return x if x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
 
 
-def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv], the normaliser [B,T,H] (empty without), and what the backward pass needs: summaries and what
-    blocks read of them, [R,E,N,X] each."""
-    x = Problem(number, GridCall(*inputs))
-    S, how, table = x.summaries(), x.config.sum, x.call.table
+def results(x: GridCall) -> tuple[Tensor, ...]:
+    """Room for o [B,T,H,Dv], the normaliser [B,T,H] (empty without), and what the backward pass needs: summaries and
+    what blocks read of them, [R,E,N,X] each."""
+    (B, T, H, F), DV, (R, places) = x.q.shape, x.v.shape[-1], x.table.shape
+    summaries = R, x.m.shape[0], places // x.places, F * (DV + x.normalise)
+    shapes = (B, T, H) if x.normalise else (0,), summaries, summaries
+    return scratch(x.q, B, T, H, DV, dtype=x.v.dtype), *(scratch(x.q, *shape) for shape in shapes)
+
+
+def forward(number: int, call: GridCall, o: Tensor, g: Tensor, S: Tensor, P: Tensor) -> None:
+    x = GridProblem(number, call)
+    how, table = x.config.sum, x.call.table
     x.over_tokens(
         sum_kernel, how, x.of_keys * -(-x.F // how.block_f), x.k, x.v, table, S, *x.k.stride()[1:3],
         *x.v.stride()[1:3], *x.counts, x.E, x.X,
     )  # fmt: skip
-    P = x.mixed(S)
-    o, g = x.result(x.H, x.DV, dtype=x.v.dtype), x.new(0)
-    if x.call.normalise:
-        g = x.result(x.H, dtype=torch.float32, nothing=GUARD)
+    x.mixed(S, P)
     x.over_tokens(
-        read_kernel, x.config.read, x.of_queries, x.q, table, P, o, g, *x.q.stride()[1:3], *x.counts, x.H, x.E, x.X
-    )
-    return o, g, S, P
+        read_kernel, x.config.read, x.of_queries, x.q, table, P, x.filled(o, 0.0), x.filled(g, GUARD),
+        *x.q.stride()[1:3], *x.counts, x.H, x.E, x.X,
+    )  # fmt: skip
 
 
-def _backward(number: int, do: Tensor, dg: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and m; `inputs` are the forward's, and then all its results but o."""
-    *own, g, S, P = inputs
-    x, do = Problem(number, GridCall(*own)), do.contiguous()
+def backward(
+    number: int, call: GridCall, do: Tensor, dg: Tensor | None, g: Tensor, S: Tensor, P: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and m."""
+    x, do = GridProblem(number, call), do.contiguous()
     table, how = x.call.table, x.config.back
     dq, D = x.result(x.H, x.F, dtype=x.q.dtype), x.summaries()
     x.over_tokens(
@@ -209,11 +209,16 @@ def _backward(number: int, do: Tensor, dg: Tensor | None, *inputs: Any) -> tuple
     return dq, dk, dv, dm
 
 
-def _rehearse(number: int, *inputs: Any) -> None:
-    """The backward of a call, before its gradients are there."""
-    x = Problem(number, GridCall(*inputs))
-    do = torch.empty(x.B, x.T, x.H, x.DV, dtype=x.v.dtype, device="meta")
-    _backward(number, do, None, *inputs, x.new(x.B, x.T, x.H), x.summaries(), x.summaries())
+def flops(x: Any) -> tuple[int, int]:
+    """Summaries, what blocks read, and mixing; backward two and a half times that: P do, D, R v and R^T k, mixing, and
+    the weights' gradient."""
+    (B, T, H, F), DV, (E, M) = x.q, x.v[-1], x.m[:2]
+    forward = 2 * B * T * (H + E) * F * DV + 2 * B * E * -(-T // x.places) * M * F * DV
+    return forward, 5 * forward // 2
 
 
-grid_forward, grid_backward = entry(_forward, _rehearse), entry(_backward)
+NAMESPACE = own_namespace(__name__, "mhla_grid")
+grid_op = operator(
+    NAMESPACE, "mhla_grid", GridCall, results, forward, "o g | S P", kept="g S P",
+    backward=backward, leaves="q k v m", flops=flops,
+)  # fmt: skip

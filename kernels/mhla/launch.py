@@ -1,7 +1,4 @@
-"""MHLA on the GPU, host side: configurations, scratch and launches.
-
-`forward` and `backward` take the arguments of their operators in mhla_ops.py, in that order.
-"""
+"""Causal MHLA on the GPU, host side: configurations, scratch, launches and the registered operators."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import dense, entry, interpreted, launch, said_once, scratch, strides, unavailable, width
+from ..gpu.launch import Problem, dense, interpreted, launch, scratch, strides, unavailable, width
+from ..gpu.operators import operator, own_namespace
+from ..gpu.target import obstacle_of, target
 from .forward import mix_kernel, output_kernel, state_kernel, step_kernel, summary_kernel
 from .backward import key_kernel, pairs_kernel, query_kernel, value_kernel, weights_kernel
 
@@ -34,7 +33,7 @@ def safe(shared: int, DV: int, Q: int, dtype: torch.dtype) -> Config:
     """
     BV = width(DV)
     exact = dtype == torch.float32
-    # In fp32, tiles of 64 would use Hopper's wgmma, whose three products race (gsa_config.py). In bf16, wgmma with 32
+    # In fp32, tiles of 64 would use Hopper's wgmma, whose three products race (gsa/). In bf16, wgmma with 32
     # columns reads beyond its operand (query_kernel, triton 3.6), so that features and values are cut like tokens.
     for tile, block_x in ((64, 128), (32, 128), (32, 64), (16, 32), (16, 16)):
         if tile == 64 and (exact or BV > 128):
@@ -60,11 +59,13 @@ def group(M: int) -> int:
 @functools.cache
 def configure(device: torch.device, dtype: torch.dtype, DV: int, Q: int) -> Config:
     """The configuration for these inputs. Raises ValueError where nothing fits."""
-    if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
+    gpu = target(device)
+    if gpu is None:
         return safe(1 << 20, DV, Q, dtype)._replace(tile=16, block_f=16, precision="ieee")
-    # A property that torch has and its type stub has not.
-    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009
-    return safe(shared, DV, Q, dtype)
+    return safe(gpu.shared, DV, Q, dtype)
+
+
+obstacle = obstacle_of(configure)
 
 
 def constants(c: Config, M: int, D: int, DV: int, *, normalise: bool, table: bool) -> dict[str, Any]:
@@ -89,22 +90,17 @@ def exceeds_grid(rows: int) -> str:
     return f"{rows} rows of heads exceed a GPU's grid of 65535" if rows > 65535 else ""
 
 
-@torch.compiler.assume_constant_result
 def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, M: int, causal: bool) -> str:
     """Why the kernels cannot take such inputs; empty when they can."""
     if reason := unavailable(device, dtype):
         return reason
     if D > 512 or DV > 256 or (causal and M > 130):
         return f"{D} features, head dim {DV} or {M} blocks exceed 512, 256 and 130"
-    try:
-        configure(device, dtype, DV, group(M) if causal else 64)
-    except ValueError as error:
-        return said_once(str(error))
-    return ""
+    return obstacle(device, dtype, DV, group(M) if causal else 64)
 
 
 class Call(NamedTuple):
-    """The arguments of the forward operator; the backward one has two more before them.
+    """The inputs of the operator for several tokens.
 
     `table` [R,N*places] int32 says which token stands where (Places.table), `number` and `document` [R,N] int32 what
     its blocks are.
@@ -121,13 +117,11 @@ class Call(NamedTuple):
     normalise: bool
 
 
-class Problem:
-    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
-
+class CausalProblem(Problem):
     def __init__(self, number: int, call: Call) -> None:
-        self.q, self.k, self.v = (self._flat(dense(x), call.table) for x in call[:3])
-        self.call, self.w, self.L = call, call.w.contiguous(), call.places
-        (self.B, self.T, self.H, self.F), self.DV, (self.E, self.M) = call.q.shape, call.v.shape[-1], call.w.shape[:2]
+        super().__init__(number, call)
+        self.q, self.k, self.v = (self._flat(x, call.table) for x in (self.q, self.k, self.v))
+        self.w, self.L, self.F, (self.E, self.M) = call.w.contiguous(), call.places, self.D, call.w.shape[:2]
         self.R = self.B if call.table is None else call.table.shape[0]
         self.N = -(-self.T // self.L) if call.table is None else call.table.shape[1] // self.L
         self.X = self.F * (self.DV + call.normalise)
@@ -139,7 +133,6 @@ class Problem:
         self.where = call.table, call.number
         # What kernels take after their tensors and strides.
         self.counts = self.T, self.N, self.L, self.B, self.H, self.E, self.X
-        self.number = number
         self.constants = constants(c, self.M, self.F, self.DV, normalise=call.normalise, table=call.table is not None)
 
     @staticmethod
@@ -151,17 +144,18 @@ class Problem:
         launch(kernel, grid, *arguments, call=self.number, num_warps=self.config.warps, num_stages=num_stages,
                **(self.constants | changed))  # fmt: skip
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return scratch(self.q, *shape, dtype=dtype)
-
     def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Room for a result; zeros where tokens without a place get none."""
-        out = self.new(self.B, self.T, *shape, dtype=dtype)
+        return self.cleared(self.new(self.B, self.T, *shape, dtype=dtype))
+
+    def cleared(self, out: Tensor) -> Tensor:
         return out if self.call.table is None else out.zero_()
 
-    def summaries(self, x: Tensor, y: Tensor, r: Tensor | None, u: Tensor | None, kind: int) -> Tensor:
+    def summaries(
+        self, x: Tensor, y: Tensor, r: Tensor | None, u: Tensor | None, kind: int, S: Tensor | None = None
+    ) -> Tensor:
         """sum x y^T of each block, and with the normaliser sum x: [R,E,N,X]. `kind` as in `summary_kernel`."""
-        S = self.new(self.R, self.E, self.N, self.X)
+        S = self.new(self.R, self.E, self.N, self.X) if S is None else S
         self.launch(
             summary_kernel, (self.N, self.R * self.E, self.f_blocks), x, y, r, u, self.call.table, S, *strides(x, y),
             self.T, self.N, self.L, self.B, self.E, x.shape[2] // self.E, self.X, KIND=kind,
@@ -185,17 +179,6 @@ class Problem:
             output_kernel, (self.tiles, self.R * self.H), self.q, self.k, self.v, self.w, *self.where, P, o, g, dg, u,
             *strides(self.q, self.k, self.v), *self.counts, BACK=back, MASS=dg is not None,
         )  # fmt: skip
-
-    def state(self, S: Tensor) -> tuple[Tensor, ...]:
-        """past, old, current and mixed of MHLAState after rows of one document each."""
-        part = self.R, self.E, self.F, self.DV + self.call.normalise
-        past = self.new(part[0], self.M - 2, *part[1:])
-        old, current, mixed = (self.new(*part) for _ in range(3))
-        self.launch(
-            state_kernel, (-(-self.X // 256), self.R * self.E), S, self.w, past, old, current, mixed, self.N,
-            self.T // self.L, self.E, self.X, BX=256, Q=16,
-        )  # fmt: skip
-        return past, old, current, mixed
 
     def weights_gradient(self, D: Tensor, S: Tensor, far: Tensor | None, own: Tensor) -> Tensor:
         """dw [E,M,M]."""
@@ -225,23 +208,31 @@ def fill(programs: int, X: int) -> tuple[int, int]:
     return -(-X // each), each
 
 
-def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv], the normaliser [B,T,H] (nothing without); the state after rows of one document each, or with
-    a table the summaries of all blocks [R,E,N,X], before it. What is not there is empty."""
-    x, none = Problem(number, Call(*inputs)), inputs[0].new_empty(0, dtype=torch.float32)
-    S = x.summaries(x.k, x.v, None, None, 0)
+def results(x: Call) -> tuple[Tensor, ...]:
+    """Room for o [B,T,H,Dv], the normaliser [B,T,H]; with a table the summaries of all blocks [R,E,N,X], else past, old,
+    current and mixed of MHLAState after rows of one document each. What is not there is empty."""
+    (B, T, H, F), (E, M), Y = x.q.shape, x.w.shape[:2], x.v.shape[-1] + x.normalise
+    blocks: list[tuple[int, ...]] = [(0,), (B, M - 2, E, F, Y), *[(B, E, F, Y)] * 3]
+    if x.table is not None:
+        blocks = [(x.table.shape[0], E, x.table.shape[1] // x.places, F * Y), *[(0,)] * 4]
+    shapes = (B, T, H) if x.normalise else (0,), *blocks
+    return scratch(x.q, B, T, H, x.v.shape[-1], dtype=x.q.dtype), *(scratch(x.q, *shape) for shape in shapes)
+
+
+def forward(number: int, call: Call, o: Tensor, g: Tensor, S: Tensor, *state: Tensor) -> None:
+    x = CausalProblem(number, call)
+    S = x.summaries(x.k, x.v, None, None, 0, None if call.table is None else S)
     P, _ = x.mixed(S)
-    o = x.result(x.H, x.DV, dtype=x.q.dtype)
-    g = x.result(x.H, dtype=torch.float32) if x.call.normalise else none
-    x.outputs(P, o, g, None, None, back=False)
-    if x.call.table is not None:
-        return o, g, S, *(none.clone() for _ in range(4))
-    return o, g, none.clone(), *x.state(S)
+    x.outputs(P, x.cleared(o), x.cleared(g), None, None, back=False)
+    if call.table is None:
+        x.launch(
+            state_kernel, (-(-x.X // 256), x.R * x.E), S, x.w, *state, x.N, x.T // x.L, x.E, x.X, BX=256, Q=16
+        )  # fmt: skip
 
 
-def _backward(number: int, do: Tensor, dg: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+def backward(number: int, call: Call, do: Tensor, dg: Tensor | None) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and w."""
-    x, do = Problem(number, Call(*inputs)), do.contiguous()
+    x, do = CausalProblem(number, call), do.contiguous()
     S = x.summaries(x.k, x.v, None, None, 0)
     P, far = x.mixed(S)
     r = u = None
@@ -267,33 +258,61 @@ def _backward(number: int, do: Tensor, dg: Tensor | None, *inputs: Any) -> tuple
     return dq, dk, dv, x.weights_gradient(D, S, far, own)
 
 
-def _rehearse(number: int, *inputs: Any) -> None:
-    """The backward of a call, before its gradients are there."""
-    q, _, v, *_ = inputs
-    _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, *inputs)
+def flops(x: Any) -> tuple[int, int]:
+    """Of the chunk form, causal halves not discounted: mixing M^2 F Dv a memory and M blocks. Backward 2.5 times the
+    forward, and the forward again."""
+    (B, T, H, F), DV, (E, M) = x.q, x.v[-1], x.w[:2]
+    blocks = 2 * B * T * (H + E) * F * DV + 2 * B * E * -(-T // x.places) * M * F * DV
+    forward = B * T * H * 2 * x.places * (F + DV) + blocks
+    return forward, 7 * forward // 2
 
 
-def _step(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,1,H,Dv], the normaliser [B,1,H] (nothing without), and the new state: past, old and mixed are empty where
-    `edge` is False, for they stay what they are."""
-    q, k, v, w, padding, *state, places, normalise, edge = inputs
+class StepCall(NamedTuple):
+    """The inputs of the operator for one token; `edge`: whether any row may complete a block."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    padding: Tensor | None
+    past: Tensor
+    old: Tensor
+    current: Tensor
+    mixed: Tensor
+    tokens: Tensor
+    places: int
+    normalise: bool
+    edge: bool
+
+
+def step_results(x: StepCall) -> tuple[Tensor, ...]:
+    """Room for o [B,1,H,Dv], the normaliser [B,1,H] (nothing without), and the new state: past, old and mixed are empty
+    where `edge` is False, for they stay what they are."""
+    o = scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.v.dtype)
+    g = scratch(x.q, *(x.q.shape[:3] if x.normalise else (0,)))
+    past, old, mixed = (scratch(y, *(y.shape if x.edge else (0,)), dtype=y.dtype) for y in (x.past, x.old, x.mixed))
+    current, tokens = (scratch(y, *y.shape, dtype=y.dtype) for y in (x.current, x.tokens))
+    return o, g, past, old, current, mixed, tokens
+
+
+def step(number: int, x: StepCall, *made: Tensor) -> None:
+    q, k, v, w, padding, *state, places, normalise, edge = x
     q, k, v, w = dense(q), dense(k), dense(v), w.contiguous()
-    past, old, current, mixed, tokens = (x.contiguous() for x in state)
     (B, _, H, D), DV, (E, M) = q.shape, v.shape[-1], w.shape[:2]
-    o = scratch(q, B, 1, H, DV, dtype=v.dtype)
-    g = scratch(q, B, 1, H) if normalise else scratch(q, 0)
-    past1, old1, mixed1 = (torch.empty_like(x) if edge else x.new_empty(0) for x in (past, old, mixed))
-    current1, tokens1 = torch.empty_like(current), torch.empty_like(tokens)
     exact = torch.float32 in (q.dtype, v.dtype)
     launch(
-        step_kernel, (-(-(DV + normalise) // 32), B * E), q, k, v, w, padding, past, old, current, mixed, tokens, o, g,
-        past1, old1, current1, mixed1, tokens1, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0),
+        step_kernel, (-(-(DV + normalise) // 32), B * E), q, k, v, w, padding,
+        *(y.contiguous() for y in state), *made, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0),
         v.stride(2), 0 if padding is None else padding.stride(0), places, H, E, call=number, num_warps=4, M=M, F=D,
         DV=DV, BF=min(64, width(D)), BY=32, BG=width(H // E),
         NORM=normalise, PADDED=padding is not None, EDGE=edge,
         PREC="ieee" if interpreted() else "bf16x6" if exact else "bf16x3",
     )  # fmt: skip
-    return o, g, past1, old1, current1, mixed1, tokens1
 
 
-forward, backward, step = entry(_forward, _rehearse), entry(_backward), entry(_step)
+NAMESPACE = own_namespace(__name__, "mhla")
+mhla_op = operator(
+    NAMESPACE, "mhla", Call, results, forward, "o g | S past old current mixed",
+    backward=backward, leaves="q k v w", flops=flops,
+)  # fmt: skip
+step_op = operator(NAMESPACE, "mhla_step", StepCall, step_results, step, "o g past old current mixed tokens")

@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads, wants_gradients
-from ..layers.features import Features
+from ..layers.recurrent import Recurrent, outer_products
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention
-from ..linear.launch import Precision, use_triton
-from ..linear.ops import chunked_op, step_op
-from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two
-from ..layers.norm import HeadNorm
+from ..linear.launch import Precision, chunked_op, step_op, use_triton
+from ..mixer import Bounds, Mixer, Site
 from ..layers.scan import each_sequence, numbered
 
 
@@ -98,20 +96,10 @@ def fresh_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> RetNetSta
 
 
 def _retnet_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None,
-    state: RetNetState | None,
-    read: Tensor | None,
-    write: Tensor | None,
-    precision: str,
-) -> tuple[Tensor, RetNetState]:
-    """The kernels of linear_triton.py; a single token without gradients is one launch."""
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, padding: Tensor | None, segments: Tensor | None,
+    cu: Tensor | None, state: RetNetState | None, read: Tensor | None, write: Tensor | None, precision: str,
+)-> tuple[Tensor, RetNetState]:  # fmt: skip
+    """The kernels of linear/; a single token without gradients is one launch."""
     dtype, sizes = q.dtype, (q.shape[-1], v.shape[-1])
     q, k = q.to(v.dtype), k.to(v.dtype)
     S = None if state is None else state.memory
@@ -123,47 +111,26 @@ def _retnet_triton(
     if segments is not None:
         segments = numbered(segments).int()
     first = None if S is None else S.flatten(2)
-    o, _, _, _, S, *_ = chunked_op(*inputs, precision, segments, padding, cu, first, keep)
+    o, _, S, *_ = chunked_op(*inputs, precision, segments, padding, cu, first, keep)
     return o.to(dtype), RetNetState(S.unflatten(-1, sizes))
 
 
 def retnet_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    log_decay: Tensor,
-    scale: float | None = None,
-    padding: Tensor | None = None,
-    segments: Tensor | None = None,
-    state: RetNetState | None = None,
-    read_gate: Tensor | None = None,
-    write_gate: Tensor | None = None,
-) -> tuple[Tensor, RetNetState]:
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, scale: float | None = None, padding: Tensor | None = None,
+    segments: Tensor | None = None, state: RetNetState | None = None, read_gate: Tensor | None = None, write_gate:
+    Tensor | None = None,
+)-> tuple[Tensor, RetNetState]:  # fmt: skip
     """Eq. 6 token by token, for checking: same arguments and results as `retnet`, in the dtype of the inputs."""
-    (B, T, H, _), E = q.shape, log_decay.shape[0]
     (S,) = fresh_state(q, k, v, log_decay) if state is None else state
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    gamma, outputs = log_decay.to(S.dtype).exp()[:, None, None], []
-    read = torch.ones(B, T, H, dtype=S.dtype) if read_gate is None else read_gate.to(S.dtype)
-    write = torch.ones(B, T, E, dtype=S.dtype) if write_gate is None else write_gate.to(S.dtype)
-    for t in range(T):
-        if segments is not None and t > 0:
-            S = S * (segments[:, t] == segments[:, t - 1]).to(S.dtype)[:, None, None, None]
-        real = torch.ones(B, dtype=torch.bool) if padding is None else padding[:, t]
-        k_t, v_t = (to_gate_heads(y[:, t : t + 1], E)[:, 0].to(S.dtype) for y in (k, v))  # [B,E,D], [B,E,Dv]
-        added = write[:, t, :, None, None] * k_t[..., None] * v_t[:, :, None]
-        S = torch.where(real[:, None, None, None], gamma * S + added, S)
-        o_t = scale * torch.einsum("begd,bedv->begv", q[:, t].unflatten(1, (E, -1)).to(S.dtype), S)
-        outputs.append(o_t.flatten(1, 2) * (read[:, t] * real[:, None])[..., None])
-    o = torch.stack(outputs, 1) if outputs else q.new_zeros(B, 0, H, v.shape[-1])
-    return o.to(q.dtype), RetNetState(S)
+    g = log_decay[None, None, :, None].expand(*q.shape[:2], -1, -1)
+    o, S = outer_products((q, k, v, g), scale, padding, segments, S, read_gate, write_gate)
+    return o, RetNetState(S)
 
 
 # ---------------------------------------------------------------- the mixer
 
 
-class RetNet(Mixer):
+class RetNet(Recurrent, Mixer):
     """Retention in place of the softmax of one attention module; decays are fixed, so hardly a weight is new."""
 
     title = "RetNet's retention"
@@ -196,20 +163,8 @@ class RetNet(Mixer):
         Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
         """
         super().__init__(site, rope, **near)
-        check_half_lives(half_life_min, half_life_max)
-        check_power_of_two(chunk_size=chunk_size)
-        self.decay, self.half_lives, self.chunk_size = decay, (half_life_min, half_life_max), chunk_size
-        self.state_count = site.heads if state_heads == "query" else site.kv_heads
-        heads = site.heads, site.kv_heads
-        self.features = None if feature_map == "identity" else Features(feature_map, *heads, site.key_dim, site.scale)
-        self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        for part in (self.features, self.norm):
-            if part is not None:
-                part.reset_parameters()
+        self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
+        self.decay = decay
 
     def log_decay(self, device: torch.device) -> Tensor:
         """log gamma [E] in fp32. Made anew: a buffer would have to be saved."""
@@ -220,39 +175,13 @@ class RetNet(Mixer):
         return -math.log(2.0) * torch.exp2(-torch.linspace(shortest, longest, E, device=device))
 
     def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        layout: TokenLayout,
-        state: RetNetState | None,
-        read_gate: Tensor | None = None,
-        write_gate: Tensor | None = None,
-    ) -> tuple[Tensor, RetNetState]:
-        """`Mixer.mix`; SLA's gates: `read_gate` [B,T,H] on the output (after the norm, which would cancel it),
-        `write_gate` [B,T,E] on what is written."""
-        dtype, scale = v.dtype, self.site.scale
-        # Autocast would run the fp32 sums in half precision.
-        with torch.autocast(q.device.type, enabled=False):
-            if self.features is not None:
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: RetNetState | None,
+        read_gate: Tensor | None = None, write_gate: Tensor | None = None,
+    ) -> tuple[Tensor, RetNetState]:  # fmt: skip
+        """`Mixer.mix`, with SLA's gates (`recur`)."""
+        dtype, scale, log_decay = v.dtype, self.site.scale, self.log_decay(q.device)
+        if self.features is not None:
+            with torch.autocast(q.device.type, enabled=False):
                 q, k, scale = self.features(q, "query"), self.features(k, "key"), 1.0
-            o, state = retnet(
-                q,
-                k,
-                v,
-                log_decay=self.log_decay(q.device),
-                scale=scale,
-                padding=layout.padding,
-                segments=layout.segments,
-                state=state,
-                read_gate=read_gate if self.norm is None else None,
-                write_gate=write_gate,
-                chunk_size=self.chunk_size,
-            )
-            o = o if self.norm is None else self.norm(o, read_gate)
+        o, state = self.recur(retnet, layout, state, read_gate, write_gate, q, k, v, log_decay=log_decay, scale=scale)
         return o.to(dtype), state
-
-    def state_bytes(self, tokens: int, item: int = 4) -> int:
-        D = self.site.key_dim if self.features is None else self.features.size
-        return super().state_bytes(tokens, item) + 4 * self.state_count * D * self.site.value_dim

@@ -1,7 +1,4 @@
-"""SAGA on the GPU, host side: configurations, scratch and launches.
-
-`forward` and `backward` take the arguments of their operators in saga_ops.py, in that order.
-"""
+"""SAGA on the GPU, host side: configurations, scratch, launches and the registered operator."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import dense, entry, launch, said_once, scratch, strides, unavailable, width
+from ..gpu.launch import Problem, launch, scratch, strides, unavailable, width
+from ..gpu.operators import operator, own_namespace
+from ..gpu.target import obstacle_of, target
 from .kernels import keys_kernel, output_kernel, queries_kernel, summary_kernel
 
 # Of the normaliser, which positive features and gates keep above it.
@@ -46,7 +45,7 @@ SHIPPED: dict[tuple[tuple[int, int], int, str, torch.dtype], dict[str, Any]] = {
 def safe(shared: int, processors: int, D: int, DV: int, phi: str, dtype: torch.dtype) -> Config:
     """The largest tiles whose kernels need no more than `shared` bytes. Raises ValueError when the smallest do not fit.
 
-    Chunks of 64 beside narrower heads would go wrong through Hopper's wgmma, and so would fp32 (mhla_launch.py).
+    Chunks of 64 beside narrower heads would go wrong through Hopper's wgmma, and so would fp32 (mhla/launch.py).
     """
     exact, narrow = dtype == torch.float32, min(width(D), width(DV)) < 64
     warps = 4 if max(D, DV) <= 64 else 8
@@ -70,18 +69,17 @@ def shared_bytes(tiles: Tiles, D: int, DV: int, phi: str, dtype: torch.dtype) ->
 @functools.cache
 def configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, phi: str) -> Config:
     """The configuration for these inputs. Raises ValueError where nothing fits."""
-    if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
+    gpu = target(device)
+    if gpu is None:
         small = Tiles(16, 4, 1)
         return Config(small, small, small, small, 6, "ieee")
-    properties = torch.cuda.get_device_properties(device)
-    # A property that torch has and its type stub has not.
-    shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
-    config = safe(shared, properties.multi_processor_count, D, DV, phi, dtype)
-    capability, size = (properties.major, properties.minor), width(max(D, DV))
-    return config._replace(**SHIPPED.get((capability, size, phi, dtype), {})) if width(D) == width(DV) else config
+    config, size = safe(gpu.shared, gpu.processors, D, DV, phi, dtype), width(max(D, DV))
+    return config._replace(**SHIPPED.get((gpu.capability, size, phi, dtype), {})) if width(D) == width(DV) else config
 
 
-@torch.compiler.assume_constant_result
+obstacle = obstacle_of(configure)
+
+
 def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, phi: str) -> str:
     """Why the kernels cannot take such inputs; empty when they can."""
     if reason := unavailable(device, dtype):
@@ -91,15 +89,11 @@ def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, phi: str)
     widest = 64 if phi == "hedgehog" else 128
     if widest < D or DV > 128:
         return f"{D} channels or head dim {DV} exceed {widest} and 128"
-    try:
-        configure(device, dtype, D, DV, phi)
-    except ValueError as error:
-        return said_once(str(error))
-    return ""
+    return obstacle(device, dtype, D, DV, phi)
 
 
 class Call(NamedTuple):
-    """The arguments of the forward operator; the backward one has three more before them."""
+    """The inputs of the operator."""
 
     q: Tensor
     k: Tensor
@@ -122,12 +116,9 @@ def state_width(D: int, DV: int, phi: str, norm: str) -> int:
     return (2 if phi == "hedgehog" else 1) * D * (DV + (norm == "mass"))
 
 
-class Problem:
-    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
-
+class SAGAProblem(Problem):
     def __init__(self, number: int, call: Call) -> None:
-        self.number, self.call = number, call
-        self.q, self.k, self.v = (dense(x) for x in call[:3])
+        super().__init__(number, call)
         self.key_gate, self.value_gate, self.output_gate = (x.contiguous() for x in call[3:6])
         self.local = None if call.local is None else call.local.contiguous()
         maps: Any = [None if x is None else x.float().contiguous() for x in (call.query_map, call.key_map, call.weight)]
@@ -135,8 +126,7 @@ class Problem:
         self.real = None if call.padding is None else call.padding.contiguous().view(torch.uint8)
         if call.norm == "count":
             self.norm = self._counts()
-        (self.B, self.T, self.H, self.D), self.E, self.DV = call.q.shape, call.k.shape[2], call.v.shape[3]
-        self.W = state_width(self.D, self.DV, call.phi, call.norm)
+        self.E, self.W = call.k.shape[2], state_width(self.D, self.DV, call.phi, call.norm)
         self.config = configure(call.q.device, call.q.dtype, self.D, self.DV, call.phi)
 
     def _counts(self) -> Tensor:
@@ -145,9 +135,6 @@ class Problem:
         if self.call.padding is None:
             return self.new(B).fill_(1.0 / T)
         return self.call.padding.sum(1).clamp_min(1).float().reciprocal()
-
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return scratch(self.q, *shape, dtype=dtype)
 
     def like(self, x: Tensor) -> Tensor:
         return scratch(x, *x.shape, dtype=x.dtype)
@@ -174,10 +161,13 @@ class Problem:
         return self.new(self.stretches(tiles, heads)[0], self.B * heads, *shape) if wanted else self.new(0)
 
     def summed(self, heads: int, left: Tensor, right: Tensor, left_gate: Tensor | None, right_gate: Tensor | None,
-               weight: Tensor | None, once: Tensor | None = None, mass: Tensor | None = None) -> Tensor:  # fmt: skip
-        """What stretches add to S and z, or with no `left_gate` to their gradients: [stretches, B * heads, W]."""
+               weight: Tensor | None, once: Tensor | None = None, mass: Tensor | None = None,
+               total: Tensor | None = None) -> Tensor:  # fmt: skip
+        """What stretches add to S and z, or with no `left_gate` to their gradients: [stretches, B * heads, W]. A single
+        stretch goes into `total`."""
         tiles = self.config.summary
-        S = self.room(tiles, heads, self.W)
+        alone = self.stretches(tiles, heads)[0] == 1
+        S = total[None] if alone and total is not None else self.room(tiles, heads, self.W)
         self.launch(
             summary_kernel, tiles, (heads,), left, right, left_gate, right_gate, weight, self.real, once, mass, S,
             self.call.scale, *strides(left, right), BACK=left_gate is None,
@@ -214,23 +204,28 @@ class Problem:
         return parts.view(-1, self.B, *weight.shape).sum((0, 1)).mT.to(weight.dtype).contiguous()
 
 
-def _forward(number: int, *inputs: Any) -> tuple[Tensor, ...]:
-    """o [B,T,H,Dv]; for the backward pass S and z [B*E,W], and before the norm of a head y [B,T,H,Dv], else empty."""
-    x = Problem(number, Call(*inputs))
-    S = x.summed(x.E, x.k, x.v, x.key_gate, x.value_gate, x.key_map)
-    S = S.sum(0) if S.shape[0] > 1 else S[0]
-    o = x.new(x.B, x.T, x.H, x.DV, dtype=x.v.dtype)
-    y = x.new(x.B, x.T, x.H, x.DV) if x.call.norm == "head" else x.new(0)
+def results(x: Call) -> tuple[Tensor, ...]:
+    """Room for o [B,T,H,Dv]; for the backward pass S and z [B*E,W], and before the norm of a head y [B,T,H,Dv], else
+    empty."""
+    (B, T, H, D), E, DV = x.q.shape, x.k.shape[2], x.v.shape[3]
+    S = scratch(x.q, B * E, state_width(D, DV, x.phi, x.norm))
+    return scratch(x.q, B, T, H, DV, dtype=x.v.dtype), S, scratch(x.q, *((B, T, H, DV) if x.norm == "head" else (0,)))
+
+
+def forward(number: int, call: Call, o: Tensor, S: Tensor, y: Tensor) -> None:
+    x = SAGAProblem(number, call)
+    parts = x.summed(x.E, x.k, x.v, x.key_gate, x.value_gate, x.key_map, total=S)
+    if len(parts) > 1:
+        torch.sum(parts, 0, out=S)
     x.launch(
         output_kernel, x.config.output, (x.H, x.E), x.q, x.output_gate, x.local, S, x.query_map, x.norm, x.real, y, o,
         x.call.scale, *strides(x.q),
     )  # fmt: skip
-    return o, S, y
 
 
-def _backward(number: int, do: Tensor, S: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of the ten first inputs, empty where there is none."""
-    x, do = Problem(number, Call(*inputs)), do.contiguous()
+def backward(number: int, call: Call, do: Tensor, S: Tensor, y: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the ten first inputs."""
+    x, do = SAGAProblem(number, call), do.contiguous()
     dq, dog, dlocal, dW, dweight, R = x.queries_gradients(do, S, y)
     dk, dv, dkg, dvg = (x.like(y) for y in (x.k, x.v, x.key_gate, x.value_gate))
     dWk = x.room(x.config.keys, x.E, x.D, x.D, wanted=x.call.key_map is not None)
@@ -242,14 +237,16 @@ def _backward(number: int, do: Tensor, S: Tensor, y: Tensor, *inputs: Any) -> tu
     return dq, dk, dv, dkg, dvg, dog, dlocal, *maps, dweight
 
 
-def _rehearse(number: int, *inputs: Any) -> None:
-    """The backward of a call, before its gradients are there."""
-    x = Call(*inputs)
-    (B, T, H, D), E, DV = x.q.shape, x.k.shape[2], x.v.shape[3]
-    do = x.v.new_empty(B, T, H, DV, device="meta")
-    S = x.q.new_empty(B * E, state_width(D, DV, x.phi, x.norm), device="meta", dtype=torch.float32)
-    y = S.new_empty((B, T, H, DV) if x.norm == "head" else 0)
-    _backward(number, do, S, y, *inputs)
+def flops(x: Any) -> tuple[int, int]:
+    """What tokens add, what they read, and their maps; backward two products for each of those, and the output's
+    again."""
+    (B, T, H, D), E, DV, two = x.q, x.k[2], x.v[-1], x.phi == "hedgehog"
+    forward = 2 * B * T * (E + H) * D * ((1 + two) * DV + two * D)
+    return forward, 5 * forward // 2
 
 
-forward, backward = entry(_forward, _rehearse), entry(_backward)
+NAMESPACE = own_namespace(__name__, "saga")
+saga_op = operator(
+    NAMESPACE, "saga", Call, results, forward, "o | S y", kept="S y", backward=backward,
+    leaves="q k v key_gate value_gate output_gate local query_map key_map weight", flops=flops,
+)  # fmt: skip

@@ -33,8 +33,7 @@ from ..layout import Grid, TokenLayout
 from ..linear.linear import linear_attention_both_ways
 from ..mixer import Bounds, Mixer, Site
 from ..layers.norm import HeadNorm
-from .launch import GUARD, runs_on
-from .ops import saga_op
+from .launch import GUARD, runs_on, saga_op
 
 # What divides the sum over tokens: nothing, its weights, their number, or the root mean square of a head.
 Norm = Literal["none", "mass", "count", "head"]
@@ -152,19 +151,10 @@ def _check(
 
 
 def saga_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_gate: Tensor,
-    value_gate: Tensor,
-    output_gate: Tensor,
-    *,
-    local: Tensor | None = None,
-    norm: Norm = "none",
-    norm_weight: Tensor | None = None,
-    padding: Tensor | None = None,
-    segments: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, key_gate: Tensor, value_gate: Tensor, output_gate: Tensor, *, local: Tensor | None
+    = None, norm: Norm = "none", norm_weight: Tensor | None = None, padding: Tensor | None = None, segments: Tensor |
+    None = None,
+)-> Tensor:  # fmt: skip
     """Eq. 5 as it is written, a gate matrix for each pair of tokens, for checking: o in the dtype of the inputs."""
     B, T, G = *q.shape[:2], q.shape[2] // k.shape[2]
     k, v, alpha, beta = (y.repeat_interleave(G, 2) for y in (k, v, key_gate.sigmoid(), value_gate.sigmoid()))
@@ -312,8 +302,6 @@ class SelectiveGates(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
         if hasattr(self, "taps"):
             init.zeros_(self.taps)
 

@@ -43,16 +43,9 @@ REFERENCES: dict[str, Callable[..., tuple[Tensor, Any]]] = {
 
 
 def sla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    base: Literal["retnet", "gla", "gdn"],
-    read_scores: Tensor,
-    write_scores: Tensor,
-    rescale: bool = True,
-    **arguments: Any,
-) -> tuple[Tensor, Any]:
+    q: Tensor, k: Tensor, v: Tensor, *, base: Literal["retnet", "gla", "gdn"], read_scores: Tensor, write_scores:
+    Tensor, rescale: bool = True, **arguments: Any,
+)-> tuple[Tensor, Any]:  # fmt: skip
     """What the operator `base` returns for q [B,T,H,D], k, v and its other `arguments`, with heads that compete.
 
     read_scores [B,T,H], write_scores [B,T,E]; `rescale` as published leaves H and E out.
@@ -67,16 +60,9 @@ def head_softmax(scores: Tensor, rescale: bool) -> Tensor:
 
 
 def sla_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    base: Literal["retnet", "gla", "gdn"],
-    read_scores: Tensor,
-    write_scores: Tensor,
-    rescale: bool = True,
-    **arguments: Any,
-) -> tuple[Tensor, Any]:
+    q: Tensor, k: Tensor, v: Tensor, *, base: Literal["retnet", "gla", "gdn"], read_scores: Tensor, write_scores:
+    Tensor, rescale: bool = True, **arguments: Any,
+)-> tuple[Tensor, Any]:  # fmt: skip
     """Eqs. 4 and 10 to 16 as they stand, for checking: gates on q, and on k (gdn: on v), token by token."""
     E = write_scores.shape[-1]
     k, v = (y.repeat_interleave(E // y.shape[2], 2) for y in (k, v))
@@ -136,7 +122,6 @@ class SoftmaxLinearAttention(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.base.reset_parameters()
         for scores in (self.read, self.write):
             init.zeros_(scores.weight)
 

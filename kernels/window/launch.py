@@ -1,7 +1,4 @@
-"""The window's kernels, host side: configurations, scratch and launches.
-
-`forward` and `backward` take the arguments of their operators in window_ops.py, in that order.
-"""
+"""The window's kernels, host side: configurations, scratch, launches and the registered operator."""
 
 from __future__ import annotations
 
@@ -11,16 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import dense, entry, launch, said_once, scratch, strides, unavailable, width
+from ..gpu.launch import Problem, launch, scratch, strides, unavailable, width
+from ..gpu.operators import operator, own_namespace
+from ..gpu.target import obstacle_of, target
 from .kernels import (
-    LOG2E,
-    LOWEST,
-    forward_kernel,
-    gather_kernel,
-    keys_kernel,
-    queries_kernel,
-    sinks_kernel,
-)
+    LOG2E, LOWEST, forward_kernel, gather_kernel, keys_kernel, queries_kernel, sinks_kernel,
+)  # fmt: skip
 
 WIDEST = 256
 
@@ -47,7 +40,7 @@ class Config(NamedTuple):
 def safe(shared: int, D: int, DV: int, dtype: torch.dtype) -> Config:
     """The largest tiles whose kernels need no more than `shared` bytes. Raises ValueError when the smallest do not fit.
 
-    Tiles of 64 beside narrower heads would go wrong through Hopper's wgmma, and so would fp32 (mhla_launch.py).
+    Tiles of 64 beside narrower heads would go wrong through Hopper's wgmma, and so would fp32 (mhla/launch.py).
     """
     exact, wide = dtype != torch.bfloat16, max(width(D), width(DV))
     narrow = min(width(D), width(DV)) < 64
@@ -71,14 +64,15 @@ def shared_bytes(size: int, stages: int, D: int, DV: int, dtype: torch.dtype) ->
 @functools.cache
 def configure(device: torch.device, dtype: torch.dtype, D: int, DV: int) -> Config:
     """The configuration for these inputs. Raises ValueError where nothing fits."""
-    if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
+    gpu = target(device)
+    if gpu is None:
         return Config(Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), 16, "ieee")
-    # A property that torch has and its type stub has not.
-    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009
-    return safe(shared, D, DV, dtype)
+    return safe(gpu.shared, D, DV, dtype)
 
 
-@torch.compiler.assume_constant_result
+obstacle = obstacle_of(configure)
+
+
 def runs_on(device: torch.device, dtypes: tuple[torch.dtype, ...], D: int, DV: int) -> str:
     """Why the kernels cannot take q, k and v of such dtypes; empty when they can."""
     if reason := unavailable(device, dtypes[0]):
@@ -87,23 +81,28 @@ def runs_on(device: torch.device, dtypes: tuple[torch.dtype, ...], D: int, DV: i
         return "q, k and v differ in dtype"
     if max(D, DV) > WIDEST:
         return f"head dim {max(D, DV)} exceeds {WIDEST}"
-    try:
-        configure(device, dtypes[0], D, DV)
-    except ValueError as error:
-        return said_once(str(error))
-    return ""
+    return obstacle(device, dtypes[0], D, DV)
 
 
-class Problem:
-    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
+class Call(NamedTuple):
+    """The inputs of the operator; `begin` and `end` [B,T] int32 of each token's document."""
 
-    def __init__(self, number: int, q: Tensor, k: Tensor, v: Tensor, begin: Tensor | None, end: Tensor | None,
-                 window: int, sink: int, scale: float) -> None:  # fmt: skip
-        self.number, self.begin, self.end, self.scale = number, begin, end, scale
-        self.q, self.k, self.v = dense(q), dense(k), dense(v)
-        (self.B, self.T, self.H, self.D), self.E, self.DV = q.shape, k.shape[2], v.shape[3]
-        self.config = configure(q.device, q.dtype, self.D, self.DV)
-        self.W, self.S, self.C = min(window, self.T), min(sink, self.T), self.config.block
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    begin: Tensor | None
+    end: Tensor | None
+    window: int
+    sink: int
+    scale: float
+
+
+class WindowProblem(Problem):
+    def __init__(self, number: int, x: Call) -> None:
+        super().__init__(number, x)
+        self.begin, self.end, self.scale, self.E = x.begin, x.end, x.scale, x.k.shape[2]
+        self.config = configure(x.q.device, x.q.dtype, self.D, self.DV)
+        self.W, self.S, self.C = min(x.window, self.T), min(x.sink, self.T), self.config.block
         self.reach = max(self.W, self.C)
 
     def launch(self, kernel: Any, tiles: Tiles, grid: tuple[int, ...], *arguments: Any, **more: Any) -> None:
@@ -140,21 +139,22 @@ class Problem:
         return total
 
 
-def _forward(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,T,H,Dv], log Z [B,T,H] fp32, and in half precision what the rounding of o left out, else empty."""
-    x = Problem(number, *inputs)
-    o = scratch(x.q, x.B, x.T, x.H, x.DV, dtype=x.v.dtype)
-    mass = scratch(x.q, x.B, x.T, x.H)
-    low = scratch(x.q, *(o.shape if o.dtype.itemsize == 2 else (0,)), dtype=o.dtype)
+def results(x: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for o [B,T,H,Dv], log Z [B,T,H] fp32, and in half precision what the rounding of o left out, else empty."""
+    o = scratch(x.v, *x.q.shape[:3], x.v.shape[3], dtype=x.v.dtype)
+    return o, scratch(x.q, *x.q.shape[:3]), scratch(x.v, *(o.shape if o.dtype.itemsize == 2 else (0,)), dtype=o.dtype)
+
+
+def forward(number: int, call: Call, o: Tensor, mass: Tensor, low: Tensor) -> None:
+    x = WindowProblem(number, call)
     x.over_queries(forward_kernel, x.config.forward, o, low if low.ndim > 1 else None, mass)
-    return o, mass, low
 
 
-def _backward(
-    number: int, do: Tensor, dmass: Tensor | None, o: Tensor, mass: Tensor, low: Tensor, *inputs: Any
+def backward(
+    number: int, call: Call, do: Tensor, dmass: Tensor | None, o: Tensor, mass: Tensor, low: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v."""
-    x, do = Problem(number, *inputs), do.contiguous()
+    x, do = WindowProblem(number, call), do.contiguous()
     dmass = None if dmass is None else dmass.contiguous()
     delta = scratch(x.q, x.B, x.T, x.H)
     dq, dk, dv = (scratch(y, *y.shape, dtype=y.dtype) for y in (x.q, x.k, x.v))
@@ -169,12 +169,16 @@ def _backward(
     return dq, dk, dv
 
 
-def _rehearse(number: int, *inputs: Any) -> None:
-    """The backward of a call, before its gradients are there."""
-    q, _, v, *_ = inputs
-    o = v.new_empty(*q.shape[:3], v.shape[3], device="meta")
-    mass = o.new_empty(q.shape[:3], dtype=torch.float32)
-    _backward(number, o, mass, o, mass, o if o.dtype.itemsize == 2 else mass.new_empty(0), *inputs)
+def flops(x: Any) -> tuple[int, int]:
+    """Every query meets a window and a sink, or all tokens where those are fewer; backward two products for each of the
+    forward, what is computed again does not count."""
+    B, T, H, D = x.q
+    forward = 2 * B * T * H * min(x.window + x.sink, T) * (D + x.v[-1])
+    return forward, 2 * forward
 
 
-forward, backward = entry(_forward, _rehearse), entry(_backward)
+NAMESPACE = own_namespace(__name__, "window")
+window_op = operator(
+    NAMESPACE, "window", Call, results, forward, "o mass | low", kept="o mass low",
+    backward=backward, leaves="q k v", usual=2, flops=flops,
+)  # fmt: skip

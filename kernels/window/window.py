@@ -34,8 +34,7 @@ from transformers import initialization as init
 from ..layers.arguments import Backend, use_kernels
 from ..layout import TokenLayout, once
 from ..layers.scan import numbered
-from .launch import runs_on
-from .ops import window_op
+from .launch import runs_on, window_op
 
 # From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
 THETAS = (-8.0, 24.0, 129)
@@ -254,7 +253,7 @@ class _Softmax(torch.autograd.Function):
     """softmax(s) and logsumexp(s) over the last dimension. Apart, they would pass over all scores twice as often."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, scores: Tensor)-> tuple[Tensor, Tensor]:
         weights = scores.softmax(-1)
         ctx.save_for_backward(weights)
         # The largest weight is e^{s - mass} of the largest score.
@@ -304,16 +303,9 @@ class Window(nn.Module):
             init.zeros_(self.near_share)
 
     def forward(
-        self,
-        far: Tensor,
-        mass: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        layout: TokenLayout,
-        state: Ring | None,
-    ) -> tuple[Tensor, Ring]:
+        self, far: Tensor, mass: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state:
+        Ring | None,
+    )-> tuple[Tensor, Ring]:  # fmt: skip
         """The mechanism's output `far` [B,T,H,Dv] mixed with exact attention to the window, and the ring.
 
         `mass` [B,T,H]: the mechanism's normaliser, where it has one; `x` [B,T,hidden].
@@ -335,17 +327,9 @@ class Window(nn.Module):
 
     @torch.no_grad()
     def calibrate(
-        self,
-        far: Tensor,
-        mass: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        target: Tensor,
-        layout: TokenLayout,
-        *,
+        self, far: Tensor, mass: Tensor | None, q: Tensor, k: Tensor, v: Tensor, target: Tensor, layout: TokenLayout, *,
         free: bool,
-    ) -> Tensor:
+    )-> Tensor:  # fmt: skip
         """Let each head start from the theta, and the a, whose mixture is nearest to softmax's output [B,T,H,Dv].
 
         Arguments as for `forward`, u taken for 0. Returns what to multiply `far` with, [H]: 1 unless it is `free`.

@@ -14,7 +14,7 @@ from typing import Any
 from ..checkpoint.flatten import flat_files, kernel_files, kernels_folder
 from ..errors import LinearizeError, did_you_mean
 
-MIXER_CLASS = re.compile(r"^class (\w+)\(Mixer\):", re.MULTILINE)
+MIXER_CLASS = re.compile(r"^class (\w+)\((?:\w+, )*Mixer\):", re.MULTILINE)
 
 
 def mechanism_names() -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linearize_kernels.gpu import launch
+from linearize_kernels.gpu import launch, operators
 
 # ---------------------------------------------------------------- operators, and what they launch
 
@@ -47,18 +47,18 @@ class Launch(NamedTuple):
 
 def replace_entries() -> None:
     """Make operators known with their host sides, on devices that are none."""
-    operator, custom = launch.operator, torch.library.custom_op
+    operator, register = launch.operator, operators._register
 
     def named_operator(namespace: str, schema: str, run: Any, *rest: Any) -> Any:
         HOSTS[f"{namespace}::{schema.partition('(')[0]}"] = run
         return operator(namespace, schema, run, *rest)
 
-    def named_custom(name: str, *function: Any, **rest: Any) -> Any:
-        HOSTS.update((name, run) for run in function)
-        return custom(name, *function, **rest)
+    def named_register(library: torch.library.Library, signature: str, count: int, run: Any, fake: Any) -> Any:
+        HOSTS[f"{library.ns}::{signature.partition('(')[0]}"] = run
+        return register(library, signature, count, run, fake)
 
-    launch.entry = lambda run, *later: run
-    launch.operator, torch.library.custom_op = named_operator, named_custom
+    launch.entry = operators.entry = lambda run, *later: run
+    launch.operator, operators._register = named_operator, named_register
     launch.interpreted = lambda: True
     torch.autocast = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment, misc]
 

@@ -73,7 +73,7 @@ def compiled(name: str, capability: int, shared: int, D: int) -> Any:
     """A kernel as bf16 inputs have it on a GPU with so much shared memory."""
     from linearize_kernels.gdn import backward as gdn_triton_bwd
     from linearize_kernels.gdn import forward as gdn_triton
-    from linearize_kernels.gdn.config import choose
+    from linearize_kernels.gdn.launch import choose
 
     kernel = getattr(gdn_triton, name, None) or getattr(gdn_triton_bwd, name)
     c = choose((capability // 10, capability % 10), shared, D, D, torch.bfloat16)
@@ -98,7 +98,7 @@ def test_no_product_takes_the_transpose_of_a_product_and_all_fit(name: str, capa
 
 
 def test_sizes_that_do_not_fit_are_told() -> None:
-    from linearize_kernels.gdn.config import safe
+    from linearize_kernels.gdn.launch import safe
 
     assert safe(48 * 1024, 64, 64, torch.bfloat16).chunk == 32
     with pytest.raises(ValueError, match="head dims 256 and 128 need more than 16384 bytes"):
@@ -133,7 +133,7 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
     from linearize_kernels.gdn.gdn import gdn
-    from linearize_kernels.gdn.ops import chunked_op, step_op
+    from linearize_kernels.gdn.launch import chunked_op, step_op
 
     leaves, _ = build(BASE | {"T": 9, "heads": True, "state": True})
     *rows, S = (x.requires_grad_() for x in leaves)

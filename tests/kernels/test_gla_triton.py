@@ -79,7 +79,7 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
 
 
 def test_rows_are_cut_where_heads_are_few() -> None:
-    from linearize_kernels.gla.config import choose
+    from linearize_kernels.gla.launch import choose
 
     config = choose((9, 0), 232448, 132, 128, torch.bfloat16)
     asked = [(32, 256), (32, 2048), (32, 20), (16, 32), (88, 256)]
@@ -114,7 +114,7 @@ KERNELS = ("gla_scan_kernel", "gla_mix_kernel", "gla_key_kernel")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_safe_configurations_fit_every_gpu(name: str, dtype: torch.dtype) -> None:
-    from linearize_kernels.gla.config import safe
+    from linearize_kernels.gla.launch import safe
 
     assert compiled(name, 80, safe(dtype), 128).metadata.shared <= 48 * 1024
 
@@ -122,7 +122,7 @@ def test_safe_configurations_fit_every_gpu(name: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("name", KERNELS[1:])  # the scan has no transposes at all
 def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
     """triton 3.4 to 3.7 miscompile some dot(trans(x)) on Hopper where x comes out of a dot; ours never does."""
-    from linearize_kernels.gla.config import choose
+    from linearize_kernels.gla.launch import choose
 
     config = choose((9, 0), 232448, 132, 128, torch.bfloat16)
     for reverse in (False, True):
@@ -198,7 +198,7 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
     from linearize_kernels.gla.gla import gla
-    from linearize_kernels.gla.ops import chunked_op, step_op
+    from linearize_kernels.gla.launch import chunked_op, step_op
 
     made = build({"T": 9, "state": True, "heads": True})["inputs"]
     q, k, v, g, read, write, S = (x.requires_grad_() for x in made.values())

@@ -142,14 +142,14 @@ def compiled(name: str, capability: int, config: Any, D: int, **flags: bool) -> 
 @pytest.mark.parametrize("normalised", [True, False], ids=["la", "retnet"])
 @pytest.mark.parametrize("name", TILES)
 def test_no_product_takes_the_transpose_of_a_product(name: str, normalised: bool) -> None:
-    from linearize_kernels.linear.config import choose
+    from linearize_kernels.linear.launch import choose
 
     config = choose((9, 0), 227 * 1024, 132, 64, 64, torch.bfloat16, normalised)
     assert transposed_products(compiled(name, 90, config, 64, NORM=normalised, UNIT=False)) == []
 
 
 def test_chunks_fill_the_stretches_of_every_configuration() -> None:
-    from linearize_kernels.linear.config import SHIPPED, choose
+    from linearize_kernels.linear.launch import SHIPPED, choose
 
     for capability, D, dtype, normalised in [*SHIPPED, ((8, 0), 256, torch.float32, True)]:
         config = choose(capability, 227 * 1024, 132, D, D, dtype, normalised)
@@ -162,7 +162,7 @@ def test_chunks_fill_the_stretches_of_every_configuration() -> None:
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize(("budget", "D"), [(48, 64), (100, 128), (227, 128)])
 def test_safe_configurations_fit_their_budget(budget: int, D: int, name: str) -> None:
-    from linearize_kernels.linear.config import choose
+    from linearize_kernels.linear.launch import choose
 
     config = choose((8, 7), budget * 1024, 100, D, D, torch.bfloat16, True)
     made = compiled(name, 90 if budget > 164 else 80, config, D, UNIT=False)
@@ -258,7 +258,8 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
     from linearize_kernels.la.la import la
-    from linearize_kernels.linear.ops import both_op, chunked_op, step_op
+    from linearize_kernels.linear.bidirectional_launch import both_op
+    from linearize_kernels.linear.launch import chunked_op, step_op
 
     made = build({"T": 9, "state": True})["leaves"]
     q, k, v, a, b, S, z, u = (y.requires_grad_() for y in made.values())

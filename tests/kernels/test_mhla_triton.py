@@ -160,7 +160,7 @@ def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
 
 def results(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
     """Output, normaliser, last state and every gradient; `torch` in float64."""
-    from linearize_kernels.mhla.paths import mix_both_ways, mix_causal
+    from linearize_kernels.mhla.mhla import mix_both_ways, mix_causal
 
     inputs, arguments = build(case)
     q, k, v, w = leaves = [(x.double() if backend == "torch" else x).requires_grad_() for x in inputs]
@@ -186,7 +186,7 @@ def results(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
 
 def steps(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
     """Outputs of token after token, and the last state."""
-    from linearize_kernels.mhla import paths as mhla_paths
+    from linearize_kernels.mhla import mhla as mhla_paths
 
     (q, k, v, w), arguments = build(case)
     padding, outputs, state = arguments.get("padding"), [], None
@@ -215,9 +215,11 @@ def check_operators() -> None:
     from torch._subclasses import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
+    from linearize_kernels.mhla.bidirectional_launch import NAMESPACE, grid_op
+    from linearize_kernels.mhla.launch import mhla_op
     from linearize_kernels.mhla.mhla import mhla
-    from linearize_kernels.mhla.ops import grid_backward_op, grid_op, mhla_op
 
+    grid_backward_op = getattr(torch.ops, NAMESPACE).mhla_grid_backward.default
     inputs, arguments = build({"size": [5, 8], "blocks": [1, 2, 2]})
     places = arguments["places"]
     leaves = [x.requires_grad_() for x in inputs]

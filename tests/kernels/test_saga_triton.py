@@ -163,7 +163,7 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
-    from linearize_kernels.saga.ops import saga_op
+    from linearize_kernels.saga.launch import saga_op
 
     for case in ({"B": 2, "T": 17}, {"phi": "elu", "norm": "head", "local": False, "T": 17}):
         tensors, arguments = build(case)

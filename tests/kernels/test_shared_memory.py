@@ -32,7 +32,7 @@ def test_hedgehog_leaves_what_does_not_fit_to_pytorch_and_says_so_once(monkeypat
     from linearize_kernels.layers import hedgehog
 
     class Properties:
-        major, shared_memory_per_block_optin = 8, 101376
+        major, minor, multi_processor_count, shared_memory_per_block_optin = 8, 9, 128, 101376
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(launch, "_said", set())

@@ -159,7 +159,7 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
-    from linearize_kernels.window.ops import window_op
+    from linearize_kernels.window.launch import window_op
     from linearize_kernels.window.window import window_attention
 
     inputs, arguments = build({"T": 17, "W": 5})

@@ -1,0 +1,79 @@
+"""What mixers with one memory [D,Dv] a head share (GLA, RetNet, Gated DeltaNet): options, the norm, the gates of SLA;
+and of those without the delta rule the recurrence itself, for checking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import TokenLayout
+from ..mixer import Mixer, check_half_lives, check_power_of_two
+from .arguments import to_gate_heads
+from .features import Features
+from .norm import HeadNorm
+
+
+class Recurrent(Mixer):
+    """A mixer with `state_count` memories of `key_dim` features: one per key head or query head."""
+
+    def build(
+        self, state_heads: str, feature_map: str, norm: str, half_lives: tuple[float, float], chunk_size: int
+    ) -> None:
+        """The parts and numbers that these options stand for.
+
+        Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
+        """
+        check_half_lives(*half_lives)
+        check_power_of_two(chunk_size=chunk_size)
+        site, self.half_lives, self.chunk_size = self.site, half_lives, chunk_size
+        self.state_count = site.heads if state_heads == "query" else site.kv_heads
+        self.features = Features.at(site, feature_map)
+        self.key_dim = site.key_dim if self.features is None else self.features.size
+        self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
+
+    def recur(
+        self, op: Callable[..., tuple[Tensor, Any]], layout: TokenLayout, state: Any, read_gate: Tensor | None,
+        write_gate: Tensor | None, *inputs: Tensor, **gates: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """`op` and the norm of its output, with SLA's gates: `read_gate` [B,T,H] on the output, after the norm, which
+        would cancel it; `write_gate` [B,T,E] on what is written."""
+        # Autocast would run the fp32 memories' products in half precision.
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            o, state = op(
+                *inputs, **gates, padding=layout.padding, segments=layout.segments, state=state, write_gate=write_gate,
+                read_gate=None if self.norm else read_gate, chunk_size=self.chunk_size,
+            )  # fmt: skip
+            return o if self.norm is None else self.norm(o, read_gate), state
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        return super().state_bytes(tokens, item) + 4 * self.state_count * self.key_dim * self.site.value_dim
+
+
+def outer_products(
+    x: tuple[Tensor, Tensor, Tensor, Tensor], scale: float | None, padding: Tensor | None, segments: Tensor | None,
+    S: Tensor, read: Tensor | None, write: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S_t = diag(e^{g_t}) S_{t-1} + w_t k_t v_t^T, o_t = r_t S_t^T (c q_t) token by token, for checking: o [B,T,H,Dv] in
+    q's dtype and the last S [B,E,D,Dv].
+
+    `x`: q [B,T,H,D], k, v [B,T,Hkv,.] and g [B,T,E,D or 1]; `scale` c (None: D^-1/2); the gates [B,T,H] and [B,T,E].
+    """
+    q, k, v, g = x
+    (B, T, H, D), E = q.shape, g.shape[2]
+    scale, outputs = D**-0.5 if scale is None else scale, []
+    read = torch.ones(B, T, H, dtype=S.dtype) if read is None else read.to(S.dtype)
+    write = torch.ones(B, T, E, dtype=S.dtype) if write is None else write.to(S.dtype)
+    for t in range(T):
+        if segments is not None and t > 0:
+            S = S * (segments[:, t] == segments[:, t - 1]).to(S.dtype)[:, None, None, None]
+        real = torch.ones(B, dtype=torch.bool) if padding is None else padding[:, t]
+        k_t, v_t = (to_gate_heads(y[:, t : t + 1], E)[:, 0].to(S.dtype) for y in (k, v))  # [B,E,D], [B,E,Dv]
+        added = write[:, t, :, None, None] * k_t[..., None] * v_t[:, :, None]
+        S = torch.where(real[:, None, None, None], g[:, t].to(S.dtype).exp()[..., None] * S + added, S)
+        o_t = scale * torch.einsum("begd,bedv->begv", q[:, t].unflatten(1, (E, -1)).to(S.dtype), S)
+        outputs.append(o_t.flatten(1, 2) * (read[:, t] * real[:, None])[..., None])
+    o = torch.stack(outputs, 1) if outputs else q.new_zeros(B, 0, H, v.shape[-1])
+    return o.to(q.dtype), S
