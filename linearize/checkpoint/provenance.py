@@ -196,6 +196,11 @@ def differences(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
     """What a config.json says otherwise than its plan, in sentences."""
     if config.get("model_type") != f"linearized_{plan.model_type}":
         yield f"model_type is {config.get('model_type')!r}, the plan has 'linearized_{plan.model_type}'"
+    yield from layer_differences(plan, config)
+
+
+def layer_differences(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
+    """What the entry `linearize` of a config.json says otherwise than its plan, in sentences."""
     spec = config.get("linearize")
     try:
         theirs = {layer["site"]["path"]: layer_values(layer) for layer in spec["layers"]}  # type: ignore[index]

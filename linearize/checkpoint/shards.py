@@ -173,6 +173,14 @@ def _hub_hash(path: Path) -> str | None:
     return named and named[0]
 
 
+def tensor_sha256(path: Path, entry: Entry) -> str:
+    """The hash of one tensor's bytes."""
+    digest = hashlib.sha256()
+    for block in read_bytes(path, entry.start, entry.size):
+        digest.update(block)
+    return digest.hexdigest()
+
+
 def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """`work` on each item, in threads: hashing, reading and writing all let other threads run.
 

@@ -20,7 +20,18 @@ from . import card
 from .atomic import MANIFEST
 from .carried import carried_files
 from .code import Natives, auto_map, code_files
-from .shards import BLOCK, NAMES, TORCH_DTYPES, described, in_parallel, place_shard, read_tensor, sha256, write_shard
+from .shards import (
+    BLOCK,
+    NAMES,
+    TORCH_DTYPES,
+    described,
+    in_parallel,
+    place_shard,
+    read_tensor,
+    sha256,
+    tensor_sha256,
+    write_shard,
+)
 from .source import DTYPES, Entry, Source, read_header
 from .templates import REFUSAL
 
@@ -31,14 +42,17 @@ FORMAT = 1  # of the manifest; counts what an earlier version cannot read
 INDEX = "model.safetensors.index.json"
 
 Shards = dict[str, list[str]]  # file name -> tensor names
-Untouched = dict[str, dict[str, str]]  # "shards" and "tensors": name -> sha256
-Rewritten = tuple[dict[str, Entry], dict[str, str]]  # what a shard holds now; name -> sha256 of what kept its bytes
+# "untouched", which has the source's bytes, and "written" -> "shards" (whole files) and "tensors" -> name -> sha256.
+Hashes = dict[str, dict[str, dict[str, str]]]
+Rewritten = tuple[dict[str, Entry], dict[str, str], set[str]]  # what a shard holds now; its hashes; what was cast
 
 
 def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives, seed: int) -> None:
     """Write the whole converted model into the empty `folder`."""
-    shards, untouched = write_source_shards(folder, source, plan, natives.tied())
-    shards[MIXER_SHARD] = write_mixers(folder / MIXER_SHARD, plan, seed)
+    shards, hashes = write_source_shards(folder, source, plan, natives.tied())
+    mixers = write_mixers(folder / MIXER_SHARD, plan, seed)
+    shards[MIXER_SHARD] = list(mixers)
+    hashes["written"]["tensors"] |= mixers
     write_index(folder, shards)
     copy_carried(source.folder, folder)
     for name, text in code_files(plan, natives).items():
@@ -48,7 +62,7 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives,
         (folder / name).write_text(text, "utf-8")
     write_json(folder / "config.json", converted_config(source.config, plan, natives))
     (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
-    write_json(folder / MANIFEST, manifest(folder, plan, untouched))
+    write_json(folder / MANIFEST, manifest(folder, plan, hashes))
 
 
 def converted_config(config: dict[str, Any], plan: Plan, natives: Natives) -> dict[str, Any]:
@@ -83,11 +97,9 @@ def _other_code(config: dict[str, Any]) -> dict[str, Any]:
     return {name: where for name, where in entries.items() if not name.startswith(("AutoModel", "AutoConfig"))}
 
 
-def manifest(folder: Path, plan: Plan, untouched: Untouched) -> dict[str, Any]:
-    """What linearize.json says: who wrote this folder, from what, by which plan, and which files.
-
-    `untouched` is what has the very bytes of the source: whole shards, and tensors of shards that were rewritten.
-    """
+def manifest(folder: Path, plan: Plan, hashes: Hashes) -> dict[str, Any]:
+    """What linearize.json says: who wrote this folder, from what, by which plan, which files, and the `hashes`
+    of the weights: of whole shards, and of tensors in shards that were rewritten."""
     import transformers
 
     files = sorted({*(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()), MANIFEST})
@@ -99,7 +111,7 @@ def manifest(folder: Path, plan: Plan, untouched: Untouched) -> dict[str, Any]:
         "plan": plan.to_json(),
         "files": files,
         "code": {path.relative_to(folder).as_posix(): sha256(path) for path in sorted(folder.rglob("*.py"))},
-        "untouched": untouched,
+        **hashes,
     }
 
 
@@ -112,17 +124,42 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def write_source_shards(
     folder: Path, source: Source, plan: Plan, tied: set[str], pattern: str = SOURCE_SHARD
-) -> tuple[Shards, Untouched]:
-    """Link, or rewrite where the format or dtype changes; also says what has the bytes that the source has."""
+) -> tuple[Shards, Hashes]:
+    """Link, or rewrite where the format or dtype changes; also returns the hashes of it all."""
+    found = no_hashes()
     names = {pattern.format(n, len(source.shards)): shard for n, shard in enumerate(source.shards, 1)}
     if source.pickled or plan.cast:
         rewrite = rewrite_pickle if source.pickled else rewrite_cast
         written = {name: rewrite(shard, folder / name, plan, tied) for name, shard in names.items()}
-        shards = {name: list(kept) for name, (kept, _) in written.items()}
-        return shards, {"shards": {}, "tensors": {t: h for _, same in written.values() for t, h in same.items()}}
-    hashes = in_parallel(lambda name: place_shard(names[name], folder / name, plan.copy), names)
+        for _, hashes, cast in written.values():
+            for name, value in hashes.items():
+                found["written" if name in cast else "untouched"]["tensors"][name] = value
+        return {name: list(kept) for name, (kept, _, _) in written.items()}, found
+    linked = in_parallel(lambda name: place_shard(names[name], folder / name, plan.copy), names)
     shards = {name: list(read_header(shard)) for name, shard in names.items()}
-    return shards, {"shards": dict(zip(names, hashes, strict=True)), "tensors": {}}
+    found["untouched"]["shards"] = dict(zip(names, linked, strict=True))
+    return shards, found
+
+
+def no_hashes() -> Hashes:
+    """Where hashes are collected."""
+    return {kind: {"shards": {}, "tensors": {}} for kind in ("untouched", "written")}
+
+
+def uncovered(folder: Path, hashes: Hashes) -> list[tuple[str, Path, Entry]]:
+    """Every tensor in the shards of a folder of which no hash is recorded: its name, its file, and where it lies."""
+    shards = {name for kind in hashes.values() for name in kind["shards"]}
+    tensors = {name for kind in hashes.values() for name in kind["tensors"]}
+    paths = [path for path in sorted(folder.glob("*.safetensors")) if path.name not in shards]
+    entries = [(name, path, entry) for path in paths for name, entry in read_header(path).items()]
+    return [(name, path, entry) for name, path, entry in entries if name not in tensors]
+
+
+def cover(folder: Path, hashes: Hashes) -> None:
+    """Record hashes of what has none: an earlier version recorded those of the source's weights alone."""
+    left = uncovered(folder, hashes)
+    found = in_parallel(lambda one: tensor_sha256(one[1], one[2]), left)
+    hashes["written"]["tensors"] |= {name: value for (name, _, _), value in zip(left, found, strict=True)}
 
 
 def rewrite_cast(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewritten:
@@ -136,8 +173,7 @@ def rewrite_cast(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewri
         for block in read_tensor(shard, old[name]):
             yield block.to(new.get(name, block.dtype))
 
-    hashes = write_shard(target, entries, values)
-    return entries, {name: value for name, value in hashes.items() if name not in new}
+    return entries, write_shard(target, entries, values), set(new)
 
 
 def _target(dtype: str, plan: Plan) -> str:
@@ -165,8 +201,7 @@ def rewrite_pickle(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rew
             touched += block.nbytes
             yield block.to(new[name])
 
-    hashes = write_shard(target, entries, values)
-    return entries, {name: value for name, value in hashes.items() if new[name] == old[name]}
+    return entries, write_shard(target, entries, values), {name for name in kept if new[name] != old[name]}
 
 
 def load_pickle(shard: Path) -> dict[str, torch.Tensor]:
@@ -207,8 +242,8 @@ def _independent(tensors: dict[str, torch.Tensor], tied: set[str]) -> list[str]:
     return kept
 
 
-def write_mixers(path: Path, plan: Plan, seed: int) -> list[str]:
-    """Initialise every mixer, reproducibly, and save them as one shard, one at a time; returns the tensor names."""
+def write_mixers(path: Path, plan: Plan, seed: int) -> dict[str, str]:
+    """Initialise every mixer, reproducibly, and save them as one shard, one at a time; returns the tensors' hashes."""
     dtype = getattr(torch, plan.dtype)
     steps = {f"{step.site.path}.mixer.": step for step in plan.steps}
     entries: dict[str, Entry] = {}
@@ -231,8 +266,7 @@ def write_mixers(path: Path, plan: Plan, seed: int) -> list[str]:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        write_shard(path, entries, values)
-    return list(entries)
+        return write_shard(path, entries, values)
 
 
 def write_index(folder: Path, shards: Shards, name: str = INDEX) -> None:

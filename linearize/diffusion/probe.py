@@ -18,7 +18,7 @@ from linearize_kernels.mixer import Site
 
 from ..checkpoint.source import Source
 from ..errors import Exit, LinearizeError
-from ..plan.plan import Plan
+from ..plan.plan import Plan, Step
 from ..probe.meta_run import quiet
 from ..probe.probe import Found, Other
 from ..verify.child.latents import make_latents
@@ -45,11 +45,15 @@ class Part:
 
     def own(self, plan: Plan) -> Plan:
         """As much of a plan as belongs to this part, with the paths of the mixers' parents in its model."""
-        steps = [step for step in plan.steps if step.site.path.startswith(self.prefix)]
-        paths = [step.site.path.removeprefix(self.prefix) + ".processor" for step in steps]
-        sites = [dataclasses.replace(s.site, path=path) for s, path in zip(steps, paths, strict=True)]
-        bare = tuple(dataclasses.replace(step, site=site) for step, site in zip(steps, sites, strict=True))
-        return dataclasses.replace(plan, architecture=self.native, steps=bare)
+        return dataclasses.replace(plan, architecture=self.native, steps=own_steps(plan, self.prefix))
+
+
+def own_steps(plan: Plan, prefix: str) -> tuple[Step, ...]:
+    """Steps of the part whose paths have this prefix, with the paths of the mixers' parents in its own model."""
+    steps = [step for step in plan.steps if step.site.path.startswith(prefix)]
+    paths = [step.site.path.removeprefix(prefix) + ".processor" for step in steps]
+    sites = [dataclasses.replace(s.site, path=path) for s, path in zip(steps, paths, strict=True)]
+    return tuple(dataclasses.replace(step, site=site) for step, site in zip(steps, sites, strict=True))
 
 
 class Recorder:

@@ -5,6 +5,7 @@ At the end of a conversion, and by `linearize verify`. The child runs verify/chi
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -18,9 +19,9 @@ from linearize_kernels.hf.diffusion import attach
 from linearize_kernels.mixer import own_mixer
 
 from ..checkpoint.known_code import known_files, sha256_of
-from ..checkpoint.provenance import Origin, refuse_code
+from ..checkpoint.provenance import Origin, layer_differences, refuse_code
 from ..checkpoint.source import hub_kernel, read_header, read_json, unreadable
-from ..checkpoint.write import MANIFEST
+from ..checkpoint.write import MANIFEST, no_hashes
 from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
@@ -39,7 +40,7 @@ from ..verify.reload import (
     started,
 )
 from .code import carried_files, code_for, readers
-from .probe import Part
+from .probe import Part, own_steps
 from .write import INDEX_FILE, SHARDS
 
 LIMIT, STRICT_LIMIT = 1e-4, 2e-5
@@ -143,8 +144,13 @@ def verify_folder(folder: Path, *, strict: bool = False, trust_remote_code: bool
     found = [checks.attempt("files", lambda: checks.check_files(folder))]
     for part in parts:
         label = f"{part}: " if part else ""
+        found.append(checks.attempt(f"{label}config", partial(check_plan, folder, part, configs[part])))
         found.append(checks.attempt(f"{label}index", partial(checks.check_index, folder / part, SHARDS)))
-        found.append(checks.attempt(f"{label}new weights", partial(checks.check_new, folder / part, strict)))
+        found.append(
+            checks.attempt(
+                f"{label}new weights", partial(checks.check_new, folder / part, strict, manifest_of(folder, part))
+            )
+        )
     found.append(checks.attempt("untouched weights", partial(check_hashes, folder, parts)))
     found += check_behaviours(folder, STRICT_LIMIT if strict else LIMIT)
     return [checks.strictly(check) for check in found] if strict else found
@@ -181,16 +187,38 @@ def changed_code(folder: Path, configs: dict[str, dict[str, Any]], present: dict
     return Origin(version, sorted(changed))
 
 
+def manifest_of(folder: Path, part: str) -> dict[str, Any]:
+    """linearize.json with the hashes of one part alone, under its own names; empty where there is none."""
+    manifest = checks.manifest_of(folder)
+    prefix = f"{part}/" if part else ""
+    for kind in no_hashes().keys() & manifest.keys():
+        manifest[kind] = {
+            place: {n.removeprefix(prefix): value for n, value in names.items() if n.startswith(prefix)}
+            for place, names in manifest[kind].items()
+        }
+    return manifest
+
+
+def check_plan(folder: Path, part: str, config: dict[str, Any]) -> tuple[str, str]:
+    """The config.json of a part follows the plan in linearize.json."""
+    manifest = checks.manifest_of(folder)
+    if not manifest:
+        return "passed", f"no {MANIFEST} to compare it with"
+    plan, prefix = Plan.from_json(manifest["plan"]), f"{part}/" if part else ""
+    own = own_steps(plan, prefix)
+    found = list(layer_differences(dataclasses.replace(plan, steps=own), config))
+    return ("failed", f"not as {MANIFEST} has it: {'; '.join(found[:3])}") if found else ("passed", "")
+
+
 def check_hashes(folder: Path, parts: list[str]) -> tuple[str, str]:
     """What linearize.json calls untouched has the bytes that the source had."""
     if not (folder / MANIFEST).exists():
         return "warning", "no hashes are recorded"
-    recorded = read_json(folder / MANIFEST)["untouched"]
-    found = [checks.check_hashes(folder, {"shards": recorded["shards"], "tensors": {}})]
+    shards = read_json(folder / MANIFEST)["untouched"]["shards"]
+    found = [checks.check_hashes(folder, {"shards": shards, "tensors": {}})]
     for part in parts:
-        prefix = f"{part}/" if part else ""
-        own = {n.removeprefix(prefix): value for n, value in recorded["tensors"].items() if n.startswith(prefix)}
-        found.append(checks.check_hashes(folder / part, {"shards": {}, "tensors": own}))
+        tensors = manifest_of(folder, part)["untouched"]["tensors"]
+        found.append(checks.check_hashes(folder / part, {"shards": {}, "tensors": tensors}))
     return next((row for row in found if row[0] == "failed"), found[0])
 
 

@@ -13,7 +13,16 @@ from ..checkpoint.card import inherited
 from ..checkpoint.carried import TEMPLATES, is_licence, is_read
 from ..checkpoint.shards import place_shard
 from ..checkpoint.source import Source
-from ..checkpoint.write import MANIFEST, Untouched, manifest, write_index, write_json, write_mixers, write_source_shards
+from ..checkpoint.write import (
+    MANIFEST,
+    Hashes,
+    manifest,
+    no_hashes,
+    write_index,
+    write_json,
+    write_mixers,
+    write_source_shards,
+)
 from ..errors import redact
 from ..plan.plan import Plan
 from ..terminal.output import ranges
@@ -55,19 +64,20 @@ model = AutoModel.from_pretrained(".", trust_remote_code=True)  # the folder wit
 
 def write_pipeline(folder: Path, plan: Plan, source: Source, parts: list[Part], seed: int) -> None:
     """Write everything into the empty `folder`."""
-    untouched: Untouched = {"shards": {}, "tensors": {}}
+    hashes = no_hashes()
     entries = {}
-    untouched["shards"] |= copy_others(folder, source, parts, plan.copy)
+    hashes["untouched"]["shards"] |= copy_others(folder, source, parts, plan.copy)
     for part in parts:
         place = folder / part.name
         place.mkdir(exist_ok=True)
         own, entries[part.name] = write_part(place, part, part.own(plan), seed)
-        for kind, hashes in own.items():
-            untouched[kind] |= {part.prefix + name: value for name, value in hashes.items()}
+        for kind, found in own.items():
+            for what, values in found.items():
+                hashes[kind][what] |= {part.prefix + name: value for name, value in values.items()}
     if source.config:
         write_json(folder / INDEX_FILE, {**source.config, **entries})
     (folder / "README.md").write_text(card(plan, source), "utf-8", errors="replace")
-    write_json(folder / MANIFEST, manifest(folder, plan, untouched))
+    write_json(folder / MANIFEST, manifest(folder, plan, hashes))
 
 
 def copy_others(folder: Path, source: Source, parts: list[Part], copy: bool) -> dict[str, str]:
@@ -109,20 +119,22 @@ def other_files(source: Source, parts: list[Part]) -> tuple[list[Path], list[Pat
     return along, left
 
 
-def write_part(folder: Path, part: Part, plan: Plan, seed: int) -> tuple[Untouched, list[str]]:
-    """A transformer in its folder: what has the source's bytes there, and its entry of model_index.json."""
+def write_part(folder: Path, part: Part, plan: Plan, seed: int) -> tuple[Hashes, list[str]]:
+    """A transformer in its folder: the hashes of its weights, and its entry of model_index.json."""
     count = len(part.source.shards)
     # As many as there will be: the last is the one of the mixers.
     pattern = SHARD.replace("of-{:05d}", f"of-{count + 1:05d}")
     plan = dataclasses.replace(plan, pickled=part.source.pickled)
-    shards, untouched = write_source_shards(folder, part.source, plan, set(), pattern)
+    shards, hashes = write_source_shards(folder, part.source, plan, set(), pattern)
     mixers = pattern.format(count + 1)
-    shards[mixers] = write_mixers(folder / mixers, plan, seed) if plan.steps else []
+    written = write_mixers(folder / mixers, plan, seed) if plan.steps else {}
+    shards[mixers] = list(written)
+    hashes["written"]["tensors"] |= written
     write_index(folder, {name: tensors for name, tensors in shards.items() if tensors}, SHARDS)
     config, name, text = converted_config(part.source.config, part.native, plan.spec())
     (folder / f"{name}.py").write_text(text, "utf-8")
     write_json(folder / "config.json", config)
-    return untouched, [name, config["_class_name"]]
+    return hashes, [name, config["_class_name"]]
 
 
 def card(plan: Plan, source: Source) -> str:

@@ -24,7 +24,7 @@ from ..checkpoint.atomic import output_folder
 from ..checkpoint.carried import code_of
 from ..checkpoint.code import Natives, code_files
 from ..checkpoint.provenance import behind, check_code, check_code_cache, read_plan
-from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
+from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
 from ..convert import disagree
@@ -142,11 +142,13 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
         shutil.copyfile(base / checkpoint.INDEX, folder / checkpoint.INDEX)
         config = json.loads((base / "config.json").read_text("utf-8"))
         checkpoint.write_json(folder / "config.json", config | ({TRAINED: True} if changed else {}))
-        untouched = write_trained(student, base, folder, changed)
+        hashes = write_trained(student, base, folder, changed)
+        for path in folder.glob("adapter/*.safetensors"):
+            hashes["written"]["shards"][path.relative_to(folder).as_posix()] = sha256(path)
         (folder / "README.md").write_text(card.model_card(plan, base, recipe, report), "utf-8")
         checkpoint.write_json(
             folder / checkpoint.MANIFEST,
-            {**checkpoint.manifest(folder, plan, untouched), "recipe": card.portable(recipe.resolved())},
+            {**checkpoint.manifest(folder, plan, hashes), "recipe": card.portable(recipe.resolved())},
         )
         if recipe.finish.verify:
             say(verify_final(folder, plan, student, trained, recipe))
@@ -176,10 +178,10 @@ def finish_adapters(student: Student, folder: Path | None) -> set[str]:
     return changed
 
 
-def write_trained(student: Student, base: Path, folder: Path, changed: set[str]) -> checkpoint.Untouched:
+def write_trained(student: Student, base: Path, folder: Path, changed: set[str]) -> checkpoint.Hashes:
     """The shards of the base with the trained values in their places; a shard without any is linked.
 
-    Returns what of it nothing has changed since the source, with its sha256: whole shards, and tensors of others.
+    Returns the hashes: of what nothing has changed since the source, and of all else.
     """
     headers = {shard: read_header(shard) for shard in find_shards(base, True)[0]}
     known = {name for header in headers.values() for name in header}
@@ -188,18 +190,24 @@ def write_trained(student: Student, base: Path, folder: Path, changed: set[str])
     missing = values.keys() - known
     if missing:
         raise RuntimeError(f"the converted base has no {', '.join(sorted(missing))}")
-    before = json.loads((base / checkpoint.MANIFEST).read_text("utf-8")).get("untouched", {})
-    shards, tensors = before.get("shards", {}), dict(before.get("tensors", {}))
-    untouched: checkpoint.Untouched = {"shards": {}, "tensors": {}}
+    manifest = json.loads((base / checkpoint.MANIFEST).read_text("utf-8"))
+    before = checkpoint.no_hashes() | {kind: manifest[kind] for kind in checkpoint.no_hashes() if kind in manifest}
+    shards, untouched = before["untouched"]["shards"], before["untouched"]["tensors"]
+    found = checkpoint.no_hashes()
+    written = before["written"]["tensors"]
     for shard, header in headers.items():
         if not header.keys() & values.keys():
             link_or_copy(shard, folder / shard.name)
-            untouched["shards"] |= {shard.name: shards[shard.name]} if shard.name in shards else {}
+            found["untouched"]["shards"] |= {shard.name: shards[shard.name]} if shard.name in shards else {}
             continue
         hashes = write_shard(folder / shard.name, header, functools.partial(_value, values, shard, header))
-        tensors |= hashes if shard.name in shards else {}
-    untouched["tensors"] = {name: value for name, value in tensors.items() if name not in values}
-    return untouched
+        kept = {name for name in hashes if name not in values and (shard.name in shards or name in untouched)}
+        untouched |= {name: value for name, value in hashes.items() if name in kept}
+        written |= {name: value for name, value in hashes.items() if name not in kept}
+    found["untouched"]["tensors"] = {name: value for name, value in untouched.items() if name not in values}
+    found["written"]["tensors"] = written
+    checkpoint.cover(folder, found)  # what the base linked and an earlier version wrote
+    return found
 
 
 def _value(values: dict[str, Tensor], shard: Path, header: dict[str, Entry], name: str) -> Iterator[Tensor]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.provenance import check_mechanisms, differences, origin_of, plan_of, read_plan, refuse_code
-from ..checkpoint.shards import in_parallel, read_bytes, read_tensor, sha256
-from ..checkpoint.source import DTYPES, Entry, check_folder, check_revision, open_source, read_header, read_json
-from ..checkpoint.write import INDEX, MANIFEST
+from ..checkpoint.shards import in_parallel, read_tensor, sha256, tensor_sha256
+from ..checkpoint.source import DTYPES, check_folder, check_revision, open_source, read_header, read_json
+from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import Plan, some
 from .reload import clean_command, free_memory, result_of, started
@@ -164,7 +164,7 @@ def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:
 
 
 def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[str, str]:
-    """What linearize.json calls untouched, or what is `recorded`, has the bytes that the source had."""
+    """What linearize.json calls untouched, or what is `recorded`, has the bytes that were recorded."""
     recorded = manifest_of(folder).get("untouched") if recorded is None else recorded
     if not recorded:
         return "warning", "no hashes are recorded"
@@ -173,31 +173,34 @@ def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[
              if value != shards[name]]  # fmt: skip
     if tensors:
         places = {name: (p, entry) for p in folder.glob("*.safetensors") for name, entry in read_header(p).items()}
-        found = in_parallel(lambda name: tensor_sha256(*places[name]), tensors)
-        wrong += [name for name, value in zip(tensors, found, strict=True) if value != tensors[name]]
+        held = tensors.keys() & places.keys()
+        found = in_parallel(lambda name: tensor_sha256(*places[name]), held)
+        wrong += [name for name, value in zip(held, found, strict=True) if value != tensors[name]]
+        wrong += [f"{name} (missing)" for name in tensors.keys() - held]
     if wrong:
         return "failed", f"not the recorded bytes: {some(sorted(wrong))}"
     return "passed", f"{len(shards)} shards" + (f", {len(tensors)} tensors of other shards" if tensors else "")
 
 
-def tensor_sha256(path: Path, entry: Entry) -> str:
-    """The hash of one tensor's bytes."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for block in read_bytes(path, entry.start, entry.size):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def check_new(folder: Path, everything: bool) -> tuple[str, str]:
-    """The mixers' numbers (or `everything`) are finite."""
+def check_new(folder: Path, everything: bool, manifest: dict[str, Any] | None = None) -> tuple[str, str]:
+    """The mixers' numbers (or `everything`) are finite, and new and trained weights have the bytes that were written:
+    by linearize.json, or by the part of it that is given."""
     for shard in sorted(folder.glob("*.safetensors")):
         for name, entry in read_header(shard).items():
             wanted = (everything or ".mixer." in name) and entry.dtype in DTYPES
             if wanted and not all(bool(block.isfinite().all()) for block in read_tensor(shard, entry)):
                 return "failed", f"{name} has values that are not finite"
-    return "passed", "all weights are finite" if everything else "all mixers are finite"
+    finite = "all weights are finite" if everything else "all mixers are finite"
+    manifest = manifest_of(folder) if manifest is None else manifest
+    if "written" not in manifest:
+        older = f"; linearize {manifest['linearize']} recorded no hashes of them, linearize upgrade does"
+        return "passed", finite + (older if manifest else "")
+    status, detail = check_hashes(folder, manifest["written"])
+    left = [name for name, _, _ in uncovered(folder, {kind: manifest[kind] for kind in no_hashes()})]
+    if status == "passed" and left:
+        return "failed", f"{MANIFEST} has no hash of {some(left)}"
+    count = len(manifest["written"]["tensors"])
+    return status, detail if status == "failed" else f"{finite}; {count} tensors have the recorded bytes"
 
 
 # ---------------------------------------------------------------- what it computes

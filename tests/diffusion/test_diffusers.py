@@ -615,6 +615,11 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def without_a_layer(folder: Path) -> Any:
+    spec = json.loads((folder / "transformer/config.json").read_text())["linearize"]
+    return {**spec, "layers": spec["layers"][1:]}
+
+
 def test_damage_is_found(sources: dict[str, Path], tmp_path: Path) -> None:
     converted(sources[DIT], tmp_path / "linear", "la")
     harms: dict[str, Callable[[Path], Any]] = {
@@ -630,6 +635,11 @@ def test_damage_is_found(sources: dict[str, Path], tmp_path: Path) -> None:
     }
     for number, (name, harm) in enumerate(harms.items()):
         folder = changed(tmp_path / "linear", tmp_path / str(number), harm)
+        assert [check.name for check in verify_files(folder) if check.status != "passed"] == [name]
+    other = {"transformer: new weights": lambda f: flip(f / f"transformer/{MIXERS}")}
+    other |= {"transformer: config": lambda f: edit(f / "transformer/config.json", linearize=without_a_layer(f))}
+    for name, harm in other.items():
+        folder = changed(tmp_path / "linear", tmp_path / name.rpartition(" ")[2], harm)
         assert [check.name for check in verify_files(folder) if check.status != "passed"] == [name]
     redirected = {
         "model_index.json": lambda f: edit(f / "model_index.json", transformer=["diffusers", DIT]),

@@ -238,7 +238,8 @@ def test_a_broken_folder_fails_with_every_reason(zoo: Zoo, tmp_path: Path) -> No
     code, found = verify(str(folder), "--trust-remote-code")
     assert code == Exit.CHECK_FAILED
     details = {check["name"]: check["detail"] for check in found["checks"] if check["status"] == "failed"}
-    assert details.keys() == {"index", "untouched weights", "reload", "beams"}
+    assert details.keys() == {"index", "untouched weights", "new weights", "reload", "beams"}
+    assert details["new weights"] == f"not the recorded bytes: {lost} (missing)"
     assert lost in details["index"]
     assert lost in details["reload"]
 
