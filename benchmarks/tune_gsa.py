@@ -3,6 +3,7 @@
     python -m benchmarks.tune_gsa --slots 64 --dim 128             # device time of each kernel, or of a decode step
     python -m benchmarks.tune_gsa --slots 64 --dim 128 --only 3/8  # candidates 3, 11, ...: fill triton's cache first,
                                                                    # in 8 processes, then run without --only
+    python -m benchmarks.tune_gsa --slots 128 --memories query     # kernels/gsa/sweep.py, a memory per query head
 
 Nothing is written. A candidate changes fields of the configuration that ships; others stay.
 """
@@ -26,16 +27,22 @@ CANDIDATES: list[dict[str, Any]] = [
     *({"step_columns": columns, "step_warps": warps} for columns, warps in itertools.product((32, 64, 128), (1, 2, 4))),
 ]
 
+# For memories of query heads, by the kernels of sweep.py.
+SWEEPS = [{"sweep": (gsa_config.Walk(*walk),) * 4} for walk in ((64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 8, 2))]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--memories", choices=("key", "query"), default="key")
     parser.add_argument("--only", default="0/1", metavar="K/N")
     options = parser.parse_args()
     first, every = map(int, options.only.split("/"))
     chosen = gsa_config.choose
-    for change in CANDIDATES[first::every]:
+    # Query and key heads.
+    heads = (32, 32) if options.memories == "query" else (16, 4)
+    for change in (SWEEPS if options.memories == "query" else CANDIDATES)[first::every]:
         gsa_config.choose = lambda *sizes, change=change: chosen(*sizes)._replace(**change)
         gsa_config._configure.cache_clear()
         try:
@@ -44,7 +51,7 @@ def main() -> None:
                 told = step.get("failed") or f"step {step['us']:.1f} us, {step['share_of_copy']:.0%} of a copy"
                 print(f"{change}: {told}", flush=True)
             else:
-                times = kernel_times("gsa", Shape(8, 2048, 16, 4, options.dim, options.slots))
+                times = kernel_times("gsa", Shape(128 // heads[0], 2048, *heads, options.dim, options.slots))
                 print(f"{change}: " + ", ".join(f"{name} {us:.0f}" for name, us in times.items()), flush=True)
         except Exception as error:  # a candidate may need more shared memory than there is
             print(f"{change}: {type(error).__name__}", flush=True)

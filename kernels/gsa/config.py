@@ -12,6 +12,17 @@ import torch
 from torch import Tensor
 
 from ..gpu.launch import said_once, width
+from ..gpu.tiles import triton
+
+
+class Walk(NamedTuple):
+    """What one kernel of sweep.py runs with."""
+
+    # Slots or columns of a memory that a program owns.
+    part: int
+    warps: int
+    # Buffers for the tiles of a chunk.
+    stages: int
 
 
 class Config(NamedTuple):
@@ -35,12 +46,22 @@ class Config(NamedTuple):
     precision: str
     # Chunks whose slots all keep more than 2^-range take one reference instead of the halving.
     range: float = 100.0
+    # For sweep.py's read, mix, keys and gates, where its kernels run in place of forward.py's and backward.py's.
+    sweep: tuple[Walk, ...] = ()
+    # Programs that fill the GPU: rows are cut into pieces until there are that many.
+    sweep_programs: int = 132
 
 
-# (capability, BM, wider of BD and BDV) -> what differs from `safe` for bf16. Measured: one H200, 64 slots x 128.
+# triton 3.4 to 3.7 miscompile some products with the transpose of a product, which a memory in sweep.py is. With 3.6
+# they were checked against float64; with these they were not.
+UNCHECKED = ("3.4", "3.5", "3.7")
+
+# (capability, BM, wider of BD and BDV) -> what differs from `safe` for bf16. Measured: one H200, 64 and 128 slots x 128.
 SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
     ((9, 0), 64, 64): {"stack": 2, "key_stages": 2, "step_warps": 2},
     ((9, 0), 64, 128): {"stack": 2, "key_stages": 2, "step_warps": 2},
+    ((9, 0), 128, 64): {"sweep": (Walk(64, 4, 1),) * 4},
+    ((9, 0), 128, 128): {"sweep": (Walk(64, 4, 1), Walk(128, 8, 2), Walk(128, 8, 2), Walk(64, 4, 1))},
 }
 
 
@@ -75,6 +96,8 @@ def choose(capability: tuple[int, int], shared: int, M: int, D: int, DV: int, dt
     config = safe(shared, M, D, DV, dtype)
     if dtype == torch.bfloat16:
         config = config._replace(**SHIPPED.get((capability, config.block_m, max(config.block_d, config.block_dv)), {}))
+    if triton is not None and triton.__version__.startswith(UNCHECKED):
+        config = config._replace(sweep=())
     return config
 
 

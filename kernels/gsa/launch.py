@@ -10,9 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .config import configure, obstacle
+from .config import Walk, configure, obstacle
 from .forward import output_kernel, scan_kernel, states_kernel, step_kernel
 from .backward import key_kernel, logits_kernel, query_kernel, writes_kernel
+from .sweep import (
+    attend_kernel,
+    carry_kernel,
+    factors_kernel,
+    gates_kernel,
+    keys_kernel,
+    mix_kernel,
+    read_kernel,
+    sums_kernel,
+)
 from ..gpu.launch import dense, entry, launch, lay_out, scratch, strides, unavailable, width
 
 
@@ -90,6 +100,17 @@ class Problem:
         """Room for key and value memories: [count,E,M,D] and [count,E,M,Dv] in fp32."""
         return self.new(count, self.E, self.M, self.D), self.new(count, self.E, self.M, self.DV)
 
+    def key_gradients(self) -> tuple[Tensor, Tensor]:
+        """Room for dk and dv. Gate heads that share a key head each make their own part, summed by `per_key_head`."""
+        dtype = torch.float32 if self.k.shape[2] < self.E else self.k.dtype
+        dk = self.new(self.B, self.T, self.E, self.D, dtype=dtype)
+        return dk, self.new(self.B, self.T, self.E, self.DV, dtype=dtype)
+
+    def per_key_head(self, dy: Tensor) -> Tensor:
+        """dy [B,T,E,D] summed over the gate heads of each key head, in k's dtype."""
+        shared = self.k.shape[2] < self.E
+        return dy.unflatten(2, (self.k.shape[2], -1)).sum(3).to(self.k.dtype) if shared else dy
+
 
 class Memories(NamedTuple):
     """Scratch of one call: b [B,T,E,M], decay [slots,E,M], K [slots,E,M,D], V [slots,E,M,Dv]."""
@@ -108,15 +129,17 @@ def scan(
     start: list[Tensor | None],
     last: list[Tensor | None],
     reverse: bool,
+    pieces: int = 0,
 ) -> None:
-    """Run `scan_kernel` over K and V in place, from `start` and, where wanted, into `last`."""
+    """Run `scan_kernel` over K and V in place, from `start` and, where wanted, into `last`; over chunks or `pieces`."""
+    count = pieces or x.layout.chunks
     # One warp holds BX whole columns, four to a thread: little to exchange. Long rows keep more chunks in flight.
     BX, BN = min(128, x.config.block_d, x.config.block_dv), 2
-    while BN < 16 and x.layout.chunks > 32 * BN:
+    while BN < 16 and count > 32 * BN:
         BN *= 2
     x.launch(
         scan_kernel, (x.M * -(-max(x.D, x.DV) // BX), x.layout.rows * x.E, 2),
-        K, V, decay, *start, *last, x.layout.per_row, x.layout.chunks, x.E, warps=1, BN=BN, BX=BX, REVERSE=reverse,
+        K, V, decay, *start, *last, x.layout.per_row, count, x.E, warps=1, BN=BN, BX=BX, REVERSE=reverse,
         START=start[0] is not None, LAST=last[0] is not None,
     )  # fmt: skip
 
@@ -132,6 +155,8 @@ def memories(x: Problem, last: list[Tensor | None]) -> Memories:
 def _forward(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """o [B,T,H,Dv] and the memories after the last token, [rows,E,M,D] and [rows,E,M,Dv] in fp32."""
     x = Problem(number, Call(*inputs))
+    if sweeps(x):
+        return _sweep_forward(Sweep(x))
     o, (K1, V1) = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.memory_pair(x.layout.rows)
     m = memories(x, [K1, V1])
     x.launch(
@@ -145,6 +170,8 @@ def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *
     """Gradients of q, k, v, g and of the entering memories (empty tensors where none entered)."""
     call, do = Call(*inputs), dense(do)
     x = Problem(number, call)
+    if sweeps(x):
+        return _sweep_backward(Sweep(x), do, dK1, dV1)
     m, side_by_side = memories(x, [None, None]), x.config.warps * x.stack
 
     p, dl, db = x.new(x.B, x.T, x.H, x.M), x.new(x.B, x.T, x.H, x.M), x.new(x.B, x.T, x.E, x.M)
@@ -166,10 +193,7 @@ def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *
     first: list[Tensor | None] = [*x.memory_pair(x.layout.rows)] if call.K0 is not None else [None, None]
     scan(x, m.decay, dK, dV, _both(x, dK1, dV1), first, reverse=True)
 
-    # Gate heads that share a key head each make their own part of its gradient; the sum is below.
-    shared = x.k.shape[2] < x.E
-    dk = x.new(x.B, x.T, x.E, x.D, dtype=torch.float32 if shared else x.k.dtype)
-    dv = x.new(x.B, x.T, x.E, x.DV, dtype=torch.float32 if shared else x.v.dtype)
+    dk, dv = x.key_gradients()
     # Each program reads its part of db before it writes dg there.
     dg = db if x.g.dtype == torch.float32 else x.new(x.B, x.T, x.E, x.M, dtype=x.g.dtype)
     for sent, y, w, S, dS, dy, out in ((do, x.v, p, m.V, dV, dv, db), (x.q, x.k, dl, m.K, dK, dk, dg)):
@@ -178,9 +202,7 @@ def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *
             out, *strides(sent, y), *x.counts, warps=x.config.key_warps, num_stages=x.config.key_stages, D=y.shape[-1],
             BD=x.config.block_dv if y is x.v else x.config.block_d,
         )  # fmt: skip
-    if shared:
-        dk, dv = (y.unflatten(2, (x.k.shape[2], -1)).sum(3).to(x.k.dtype) for y in (dk, dv))
-    return dq, dk, dv, dg, *(x.new(0) if y is None else y for y in first)
+    return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *(x.new(0) if y is None else y for y in first)
 
 
 def _both(x: Problem, *gradients: Tensor | None) -> list[Tensor | None]:
@@ -189,6 +211,149 @@ def _both(x: Problem, *gradients: Tensor | None) -> list[Tensor | None]:
         return [None, None]
     rooms = x.memory_pair(x.layout.rows)
     return [room.zero_() if dS is None else dS.float().contiguous() for dS, room in zip(gradients, rooms, strict=True)]
+
+
+# ---------------------------------------------------------------- a memory per query head: sweep.py
+
+
+def sweeps(x: Problem) -> bool:
+    """Whether the kernels of sweep.py take this call: a memory per query head, in sizes that they were written for."""
+    c = x.config
+    plain = x.layout.per_chunk is None and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
+    return plain and bool(c.sweep) and all(x.M % walk.part == x.D % walk.part == 0 for walk in c.sweep)
+
+
+class Sweep:
+    """A call whose programs walk along rows, cut into P pieces of L chunks, and its factors (sweep.py)."""
+
+    def __init__(self, x: Problem) -> None:
+        self.x, c = x, x.config
+        N, heads = x.layout.chunks, x.B * x.E
+        self.read, self.mix, self.keys, self.gates = c.sweep
+        self.L = -(-N // max(1, min(N, c.sweep_programs // heads)))
+        self.P = -(-N // self.L)
+        self.counts = x.T, N, self.L, self.P, x.E
+        self.share = x.E // x.k.shape[2]
+        self.d, self.W = x.new(x.B, x.T, x.E, x.M), self.parts()
+        self.steps = x.new(x.B, N, x.E, dtype=torch.int32)
+        strong = x.new(x.B, x.E, dtype=torch.int32).zero_()
+        for several in (False, True):
+            x.launch(
+                factors_kernel, (N, heads), x.g, self.d, *self.W, self.steps, strong, x.T, N, x.E, warps=4,
+                STEPS=several,
+            )  # fmt: skip
+        # What every kernel takes of the gates.
+        self.decays = x.g, self.d, self.steps, strong, x.segments
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Room for a computed factor [B,T,E,M] as its bf16 parts, or twice the same fp32."""
+        x = self.x
+        if x.q.dtype != torch.bfloat16:
+            return (whole := x.new(x.B, x.T, x.E, x.M)), whole
+        return x.new(x.B, x.T, x.E, x.M, dtype=x.q.dtype), x.new(x.B, x.T, x.E, x.M, dtype=x.q.dtype)
+
+    def launch(self, kernel: Any, walk: Walk, size: int, *arguments: Any, both: int = 1, **constants: Any) -> None:
+        """For memories of `size` slots or columns; `both`: keys and values in one launch. A second launch takes the
+        rows of which some chunks have several steps; there tiles cannot be loaded ahead."""
+        for several in (False, True):
+            part, warps, stages = (min(64, walk.part), 4, 1) if several else walk
+            self.x.launch(
+                kernel, (self.P * (size // part), self.x.B * self.x.E, both), *arguments, warps=warps,
+                num_stages=stages, BX=part, SPLIT=size // part, STEPS=several, **constants,
+            )  # fmt: skip
+
+    def entering(self, cut: bool) -> tuple[Memories | None, list[Tensor]]:
+        """Scratch and the memories that enter every piece, where rows are cut; else those before the row, or any
+        tensor where none came."""
+        x = self.x
+        if not cut:
+            return None, [self.d if y is None else y for y in x.start]
+        slots = x.B * (self.P + 1)
+        m = Memories(self.d, x.new(slots, x.E, x.M), *x.memory_pair(slots))
+        self.launch(
+            carry_kernel, self.mix, x.D, x.k, x.v, *self.W, *self.W, *self.decays, m.K, m.V, m.decay, *strides(x.k, x.v),
+            *self.counts, self.share, both=2, REVERSE=False,
+        )  # fmt: skip
+        return m, [m.K, m.V]
+
+
+def _sweep_forward(s: Sweep) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_forward`."""
+    x, cut = s.x, s.P > 1
+    K1, V1 = x.memory_pair(x.layout.rows)
+    m, (K, V) = s.entering(cut)
+    if m is not None:
+        scan(x, m.decay, m.K, m.V, x.start, [K1, V1], reverse=False, pieces=s.P)
+    carried = {"CUT": cut, "START": x.start[0] is not None, "LAST": not cut}
+    logits, p = x.new(x.B, x.T, x.E, x.M), s.parts()
+    s.launch(
+        read_kernel, s.read, x.M, x.q, x.k, x.q, x.k, *s.W, *s.decays, K, K, K1, K1, logits, logits, *strides(x.q, x.k, x.q, x.k),
+        *s.counts, s.share, **carried,
+    )  # fmt: skip
+    _attend(s, logits, None, p, None, None)
+    o = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype)
+    s.launch(mix_kernel, s.mix, x.D, x.v, *p, *s.W, *s.decays, V, V1, o, *strides(x.v), *s.counts, s.share, **carried)
+    return o, K1, V1
+
+
+def _attend(s: Sweep, logits: Tensor, dp: Tensor | None, p: Any, dl: Any, db: Tensor | None) -> None:
+    """Run `attend_kernel`, 16 rows of slots a program; with dp for the backward."""
+    x, rows = s.x, 16
+    count = x.B * x.T * x.E
+    x.launch(
+        attend_kernel, (-(-count // rows),), logits, dp, s.d, *p, *(dl or (None, None)), db, x.scale, count, warps=4,
+        R=rows, BACKWARD=dp is not None,
+    )  # fmt: skip
+
+
+def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None) -> tuple[Tensor, ...]:
+    """As `_backward`."""
+    x = s.x
+    end = _both(x, dK1, dV1)
+    # The gradient of the last memories comes in as that of a piece's does.
+    cut = s.P > 1 or end[0] is not None
+    m, (K, V) = s.entering(cut)
+    if m is not None:
+        scan(x, m.decay, m.K, m.V, x.start, [None, None], reverse=False, pieces=s.P)
+    carried = {"CUT": cut, "START": x.start[0] is not None, "LAST": False}
+    logits, dp, db = (x.new(x.B, x.T, x.E, x.M) for _ in range(3))
+    s.launch(
+        read_kernel, s.read, x.M, x.q, x.k, do, x.v, *s.W, *s.decays, K, V, K, V, logits, dp, *strides(x.q, x.k, do, x.v),
+        *s.counts, s.share, both=2, **carried,
+    )  # fmt: skip
+    p, dl = s.parts(), s.parts()
+    _attend(s, logits, dp, p, dl, db)
+    dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
+    s.launch(
+        mix_kernel, s.mix, x.D, x.k, *dl, *s.W, *s.decays, K, None, dq, *strides(x.k), *s.counts, s.share, **carried
+    )
+
+    first: list[Tensor | None] = [None, None] if x.start[0] is None else [*x.memory_pair(x.layout.rows)]
+    dK = dV = s.d
+    if m is not None:
+        dK, dV = torch.empty_like(m.K), torch.empty_like(m.V)
+        s.launch(
+            carry_kernel, s.mix, x.D, x.q, do, *dl, *p, *s.decays, dK, dV, None, *strides(x.q, do), *s.counts, 1, both=2,
+            REVERSE=True,
+        )  # fmt: skip
+        scan(x, m.decay, dK, dV, end, first, reverse=True, pieces=s.P)
+    dk, dv = x.key_gradients()
+    s.launch(
+        keys_kernel, s.keys, x.D, do, x.q, *p, *dl, *s.W, *s.decays, dV, dK, *(s.d if y is None else y for y in first[::-1]), dv, dk, *strides(do, x.q),
+        *s.counts, both=2, CUT=cut, LAST=not cut and first[0] is not None,
+    )  # fmt: skip
+    dsv, dsk, tail = x.new(x.B, x.T, x.E, x.M), x.new(x.B, x.T, x.E, x.M), x.new(2, x.B, s.P, x.E, x.M)
+    S = (s.d, s.d) if m is None else (m.V, m.K)
+    s.launch(
+        gates_kernel, s.gates, x.M, do, x.q, x.v, x.k, *p, *dl, *s.decays, *S, dV, dK, dsv, dsk, tail,
+        *strides(do, x.q, x.v, x.k), *s.counts, s.share, both=2, CUT=cut,
+    )  # fmt: skip
+    dg, part = torch.empty_like(x.g), min(32, x.M)
+    x.launch(
+        sums_kernel, (s.P * (x.M // part), x.B * x.E), dsv, dsk, db, s.d, *s.W, tail, dg, x.T, s.L, s.P, x.E, warps=4,
+        BX=part, SPLIT=x.M // part, CUT=cut,
+    )  # fmt: skip
+    return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *(x.new(0) if y is None else y for y in first)
 
 
 def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

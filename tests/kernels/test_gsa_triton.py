@@ -6,6 +6,7 @@ bf16 is garbage in the interpreter; it is proved on a GPU (docs/measurements/ker
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,20 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "segments": [{"segments": 9, "B": 2}, {"segments": 33, "T": 80, "state": True}],
     "sequences": [{"cu": [0, 1, 1, 36, 70], "T": 70, "state": True}, {"cu": [0, 70], "T": 70}],
     "padding": [{"padding": "each", "B": 3, "state": True}],
+    "sweep": [
+        {"sweep": 1, "E": 2, "Hkv": 1, "M": 32, "T": 70},
+        {"sweep": 1, "E": 2, "Hkv": 2, "D": 32, "DV": 32, "T": 32, "state": True, "padding": "left"},
+    ],
+    "sweep_in_pieces": [
+        {"sweep": 4, "E": 2, "T": 70, "state": True},
+        {"sweep": 8, "E": 2, "T": 70, "segments": 33, "B": 2},
+    ],
+    "sweep_in_steps": [
+        {"sweep": 1, "E": 2, "gate": 40.0, "segments": 7},
+        # All of dg cancels: 2.9e-6 is left of terms of 10.
+        {"sweep": 4, "H": 1, "E": 1, "T": 40, "special": "closed", "slack": 2},
+        {"sweep": 4, "H": 1, "E": 1, "T": 70, "special": "infinite", "state": True},
+    ],
     "step": [{"T": 1, "step": True}, {"T": 1, "step": True, "padding": "left", "B": 2, "H": 4, "E": 2, "M": 20}],
 }
 
@@ -108,6 +123,32 @@ def test_safe_configurations_fit_their_budget(budget: int, M: int, D: int) -> No
     for name in ("logits_kernel", "key_kernel"):
         kernel = compiled(name, capability, stages=1, **overrides_for(config, M, D))
         assert kernel.metadata.shared <= budget * 1024, (name, config)
+
+
+@pytest.mark.parametrize("name", ["read", "mix", "keys", "gates"])
+def test_sweeps_of_hopper_fit_its_shared_memory(name: str) -> None:
+    from linearize_kernels.gsa import sweep
+    from linearize_kernels.gsa.config import choose
+
+    config = choose((9, 0), 227 * 1024, 128, 128, 128, torch.bfloat16)
+    part, warps, stages = config.sweep[("read", "mix", "keys", "gates").index(name)]
+    constants = overrides_for(config, 128, 128) | {
+        **dict.fromkeys(("CUT", "START", "LAST", "SEGMENTS", "STEPS"), False), "BX": part, "SPLIT": 128 // part,
+        "p_seg": None,
+    }  # fmt: skip
+    factors = [f"p_{x}{low}" for x in ("W", "w", "p", "dl") for low in ("", "_low")]
+    kinds = dict.fromkeys(("p_q", "p_k", "p_v", "p_do", "p_x", "p_y", "p_dv", "p_dk", "p_out", *factors), "*bf16")
+    kinds |= {"p_n": "*i32", "p_strong": "*i32"}
+    kernel = compile_kernel(getattr(sweep, f"{name}_kernel"), 90, constants, kinds, warps, stages)
+    assert kernel.metadata.shared <= 227 * 1024
+
+
+def test_triton_versions_that_were_not_checked_sweep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from linearize_kernels.gsa import config
+
+    for version, sweeps in (("3.6.0", True), ("3.5.1", False)):
+        monkeypatch.setattr(config.triton, "__version__", version)
+        assert bool(config.choose((9, 0), 227 * 1024, 128, 128, 128, torch.bfloat16).sweep) == sweeps
 
 
 def test_every_size_has_a_configuration_or_says_why_not() -> None:
@@ -201,8 +242,14 @@ def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict
 
 
 def compare(case: dict[str, Any]) -> dict[str, float]:
-    made = build(case)
-    return largest_errors(results(case, made, False), results(case, made, True))
+    """`sweep`: the kernels of sweep.py, with that many programs to fill the GPU."""
+    from linearize_kernels.gsa import launch
+    from linearize_kernels.gsa.config import Walk
+
+    made, configure = build(case), launch.configure
+    walks = {"sweep": (Walk(16, 4, 1),) * 4, "sweep_programs": case["sweep"]} if "sweep" in case else {}
+    with mock.patch.object(launch, "configure", lambda *inputs: configure(*inputs)._replace(**walks)):
+        return largest_errors(results(case, made, False), results(case, made, True))
 
 
 def check_operators() -> None:

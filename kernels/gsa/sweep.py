@@ -1,0 +1,541 @@
+"""GSA on the GPU where every query head has a memory: programs that walk along a row with the memory in registers.
+
+The chunk form of gsa.py writes the memory that enters every chunk, 8 M D bytes for both: with a memory per query head
+that is more than everything else. Here a program owns one head, and half of the slots or of the columns of one memory.
+It walks over the chunks of a piece of the row and keeps its memory in fp32 registers.
+
+    factors  per chunk: d_t = b_t - b_mid, and the write factors W_i = s_i e^{-d_i}, as operands
+    carry    only where a row is cut into pieces: what a piece writes; the scan of forward.py then joins the pieces
+    read     first pass, per half of the slots: l~, and dp~ in the backward
+    attend   per token: p~ = e^{d_t} softmax(c l), and in the backward dl~ and p dp + l dl
+    mix      second pass, per half of the columns: o from p~ and v, dq from dl~ and k
+    keys     backwards along the row, per half of the columns: dv and dk
+    gates    backwards along the row, per half of the slots: ds~ of values and keys
+    sums     dg, which sums over what follows in the row
+
+With a memory S and b_end = d_last + b_mid, one chunk is, for tokens t >= i:
+
+    l~_t  = (e^{b_mid} S) x_t + sum_i (x_t.y_i) W_i           l = e^{d_t} l~_t
+    o_t   = (e^{b_mid} S)^T p~_t + sum_i (p~_t.W_i) y_i
+    S'    = e^{d_last} (e^{b_mid} S + sum_i W_i y_i^T)
+    dy_i  = (e^{d_last} dS')^T W_i + sum_t (W_i.w~_t) x_t      ds~_i = (e^{d_last} dS') y_i + sum_t (y_i.x_t) w~_t
+    dS    = e^{b_mid} (e^{d_last} dS' + sum_t w~_t x_t^T)      s ds = W ds~, ds = e^{-d} ds~
+
+so every operand of a product is loaded as it is, or is a memory. A chunk in which some slot decays by more than
+2^-RANGE is walked in steps of fewer tokens, a power of two, each with d and W of its own: the same code.
+
+b and d are kept in units of log 2. Letters as in gsa.py, with H = E; `BX`: slots or columns that a program owns.
+"""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, segment_flow, tl
+from .tiles import softmax, write_strength
+
+# e^-20 is 0 beside any rounding; with it three closed gates in a row are within RANGE.
+FLOOR = tl.constexpr(-20.0) if tl is not None else -20.0
+
+# ---------------------------------------------------------------- tiles
+
+
+@jit
+def parts(b_x, SPLIT: tl.constexpr):
+    """As `parts` of gpu/tiles.py, rounded by hand: conversions of what is exact go two at a time."""
+    if SPLIT:
+        b_round = ((b_x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        b_high, b_low = b_round.to(tl.bfloat16), (b_x - b_round).to(tl.bfloat16)
+    else:
+        b_high, b_low = b_x, b_x
+    return b_high, b_low
+
+
+@jit
+def load_tile(p_x, o_r, o_c, s_r, rows):
+    """Rows o_r of a matrix, zeros past `rows`: [R,X]."""
+    return tl.load(p_x + (o_r[:, None] * s_r + o_c[None, :]), mask=(o_r < rows)[:, None], other=0.0)
+
+
+@jit
+def load_parts(p_x, p_low, o_r, o_c, s_r, rows):
+    """A computed factor as `store_parts` left it."""
+    b_x = load_tile(p_x, o_r, o_c, s_r, rows)
+    b_low = b_x
+    if p_x.dtype.element_ty == tl.bfloat16:
+        b_low = load_tile(p_low, o_r, o_c, s_r, rows)
+    return b_x, b_low
+
+
+@jit
+def store_tile(p_x, b_x, o_r, o_c, s_r, rows):
+    tl.store(p_x + (o_r[:, None] * s_r + o_c[None, :]), b_x.to(p_x.dtype.element_ty), mask=(o_r < rows)[:, None])
+
+
+@jit
+def store_parts(p_x, p_low, b_x, o_r, o_c, s_r, rows):
+    """A computed factor as `parts` makes it: bf16 and what that leaves out, or fp32."""
+    b_high, b_low = parts(b_x, p_x.dtype.element_ty == tl.bfloat16)
+    store_tile(p_x, b_high, o_r, o_c, s_r, rows)
+    if p_x.dtype.element_ty == tl.bfloat16:
+        store_tile(p_low, b_low, o_r, o_c, s_r, rows)
+
+
+@jit
+def place(T, L, P, SPLIT: tl.constexpr, C: tl.constexpr, E):
+    """Which part of the memory, piece, batch row and head a program has, and the piece's first token and its end."""
+    i_x, i_p = tl.program_id(0) % SPLIT, tl.program_id(0) // SPLIT
+    i_b, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    first = i_p * L * C
+    return i_x, i_p, i_b, i_e, first, tl.minimum(first + L * C, T)
+
+
+@jit
+def step_edges(p_g, p_d, o_m, s_g, rows):
+    """e^{b_mid} and e^{d_last} of a step: [BX] each."""
+    b_g = tl.maximum(tl.load(p_g + o_m).to(tl.float32), FLOOR)
+    b_start = tl.exp2(b_g * 1.4426950408889634 - tl.load(p_d + o_m))
+    return b_start, tl.exp2(tl.load(p_d + (rows - 1) * s_g + o_m))
+
+
+# ---------------------------------------------------------------- factors
+
+
+@jit
+def in_blocks(b_b, C: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, RANGE: tl.constexpr):
+    """b relative to the middle of each block of SIZE tokens [C,M], and whether none decays by more than 2^-RANGE."""
+    b_blocks = tl.reshape(b_b, [C // SIZE, SIZE, M])
+    b_span = tl.max(b_blocks, 1) - tl.min(b_blocks, 1)
+    m_mid = (tl.arange(0, SIZE) == (SIZE - 1) // 2)[None, :, None]
+    b_mid = tl.sum(tl.where(m_mid, b_blocks, 0.0), 1)
+    b_d = tl.reshape(b_blocks - b_mid[:, None, :], [C, M])
+    return b_d, (tl.max(tl.max(b_span, 1), 0) <= RANGE).to(tl.int32)
+
+
+@jit
+def factors_kernel(p_g, p_d, p_W, p_W_low, p_n, p_strong, T: int, N: int, E, M: tl.constexpr, C: tl.constexpr,
+                   LEVELS: tl.constexpr, RANGE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """d [B,T,E,M], W [B,T,E,M] as parts, the tokens of a step of each chunk [B,N,E], and whether a row has chunks of
+    several steps [B,E]. Grid (N, B*E); a second launch with STEPS does those chunks."""
+    i_n, i_b, i_e = tl.program_id(0), (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    p_n += (i_b * N + i_n) * E + i_e
+    if STEPS:  # noqa: SIM102
+        if tl.load(p_n) > 0:
+            return
+    o_c, o_m, s_g, rows = tl.arange(0, C), tl.arange(0, M), E * M, tl.minimum(T - i_n * C, C)
+    p_gate = ((i_b * T + i_n * C) * E + i_e) * M
+    # [C, M]
+    b_g = tl.maximum(load_tile(p_g + p_gate, o_c, o_m, s_g, rows).to(tl.float32), FLOOR)
+    b_b = tl.cumsum(b_g, 0) * 1.4426950408889634
+    if STEPS:
+        b_d, step, done = b_b, C, 0
+        for i in tl.static_range(LEVELS):
+            b_block, fits = in_blocks(b_b, C, M, C >> (i + 1), RANGE)
+            if fits * (1 - done) > 0:
+                b_d, step, done = b_block, C >> (i + 1), 1
+        tl.store(p_strong + i_b * E + i_e, 1)
+    else:
+        b_d = b_b - tl.sum(tl.where((o_c == C // 2 - 1)[:, None], b_b, 0.0), 0)[None, :]
+        step = tl.where(tl.min(tl.min(b_b, 0), 0) < -RANGE, 0, C)
+    tl.store(p_n, step)
+    store_tile(p_d + p_gate, b_d, o_c, o_m, s_g, rows)
+    store_parts(p_W + p_gate, p_W_low + p_gate, write_strength(b_g) * tl.exp2(-b_d), o_c, o_m, s_g, rows)
+
+
+# ---------------------------------------------------------------- where rows are cut into pieces
+
+
+@jit
+def carry_step(p_y, p_w, p_w_low, p_g, p_d, p_seg, b_S, b_decay, at, rows, o_c, o_m, o_x, s_t, i_b, i_e, T, E,
+               M: tl.constexpr, REVERSE: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """One step of `carry_kernel`: the memory [M,BX] and the decay [M] with it."""
+    row = i_b * T + at
+    i_t, gate = row - i_b * T, (row * E + i_e) * M
+    b_before, b_after = step_edges(p_g + gate, p_d + gate, o_m, E * M, rows)
+    b_decay *= b_before * b_after
+    if REVERSE:
+        b_before, b_after = b_after, b_before
+    b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, E * M, rows)
+    b_y = load_tile(p_y + i_t * s_t, o_c, o_x, s_t, rows)
+    if SEGMENTS:
+        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
+        b_y = tl.where((b_seg == (entered if REVERSE else leaves))[:, None], b_y, 0.0)
+        b_S = tl.where(entered == leaves, b_S, 0.0)
+        b_decay = tl.where(entered == leaves, b_decay, 0.0)
+    b_S = dot_given_right(tl.trans(b_w), tl.trans(b_w_low), b_y, PREC, b_S * b_before[:, None]) * b_after[:, None]
+    return b_S, b_decay
+
+
+@jit
+def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_strong, p_seg, p_K, p_V, p_decay,
+                 s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr,
+                 D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, REVERSE: tl.constexpr,
+                 SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """What a piece adds to both memories, and its decay [slots,E,M]; to the slot after its own, as states_kernel does.
+
+    REVERSE: what its queries send to the gradients of both, to its own slot. Grid (P * SPLIT, B*E, 2).
+    """
+    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
+        return
+    if tl.program_id(2) == 0:
+        p_y, p_w, p_w_low = p_k + i_b * s_kb + i_e // SHARE * s_kh, p_wk, p_wk_low
+        p_S, s_t = p_K, s_kt
+    else:
+        p_y, p_w, p_w_low = p_v + i_b * s_vb + i_e // SHARE * s_vh, p_wv, p_wv_low
+        p_S, s_t = p_V, s_vt
+    o_c, o_m, o_x = tl.arange(0, C), tl.arange(0, M), i_x * BX + tl.arange(0, BX)
+    b_S, b_decay = tl.zeros([M, BX], tl.float32), tl.zeros([M], tl.float32) + 1.0
+    if STEPS:
+        at = first
+        if REVERSE:
+            at = end
+        while (at > first) if REVERSE else (at < end):
+            if REVERSE:
+                step = tl.load(p_n + (i_b * N + (at - 1) // C) * E + i_e)
+                start = (at - 1) // step * step
+                rows, following = at - start, start
+            else:
+                start, rows = at, tl.minimum(tl.load(p_n + (i_b * N + at // C) * E + i_e), end - at)
+                following = at + rows
+            b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, p_seg, b_S, b_decay, start, rows, o_c, o_m, o_x,
+                                      s_t, i_b, i_e, T, E, M, REVERSE, SEGMENTS, PREC)  # fmt: skip
+            at = following
+    else:
+        for i in range(0, end - first, C):
+            start = first + i
+            if REVERSE:
+                start = first + (end - first - 1) // C * C - i
+            b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, p_seg, b_S, b_decay, start,
+                                      tl.minimum(C, end - start), o_c, o_m, o_x, s_t, i_b, i_e, T, E, M, REVERSE,
+                                      SEGMENTS, PREC)  # fmt: skip
+    slot = i_b * (P + 1) + i_p + (0 if REVERSE else 1)
+    store_tile(p_S + (slot * E + i_e) * (M * D), b_S, o_m, o_x, D, M)
+    if not REVERSE:  # noqa: SIM102
+        if (i_x == 0) & (tl.program_id(2) == 0):
+            tl.store(p_decay + ((slot - 1) * E + i_e) * M + o_m, b_decay)
+
+
+# ---------------------------------------------------------------- along the row
+
+
+@jit
+def read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T, E,
+              M: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """One step of `read_kernel`: the memory S [BX,D] after it."""
+    row = i_b * T + at
+    i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
+    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows)
+    b_x = load_tile(p_x + i_t * s_xt, o_c, o_d, s_xt, rows)
+    b_y = load_tile(p_y + i_t * s_yt, o_c, o_d, s_yt, rows)
+    b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
+    b_S *= b_start[:, None]
+    b_high, b_low = parts(b_S, b_y.dtype == tl.bfloat16)
+    b_l = dot_given_left(b_x, tl.trans(b_high), tl.trans(b_low), PREC)
+    m_seen = o_c[:, None] >= o_c[None, :]
+    if SEGMENTS:
+        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
+        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
+        b_l = tl.where((b_seg == entered)[:, None], b_l, 0.0)
+    b_A, b_A_low = parts(tl.where(m_seen, dot_given(b_x, tl.trans(b_y), PREC), 0.0), b_y.dtype == tl.bfloat16)
+    b_l = dot(b_A, b_A_low, b_W, b_W_low, PREC, b_l)
+    store_tile(p_out + gate, b_l, o_c, o_m, s_g, rows)
+    if SEGMENTS:
+        b_y = tl.where((b_seg == leaves)[:, None], b_y, 0.0)
+        b_S = tl.where(entered == leaves, b_S, 0.0)
+    return dot_given_right(tl.trans(b_W), tl.trans(b_W_low), b_y, PREC, b_S) * b_end[:, None]
+
+
+@jit
+def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_seg, p_K, p_V, p_K1, p_V1, p_l, p_dp,
+                s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE,
+                M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
+                CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
+                PREC: tl.constexpr):  # fmt: skip
+    """First pass: l~ = e^{-d} K_t q_t, or with program_id(2) the same of dp = V_t do_t, [B,T,E,M].
+
+    CUT: the memories that enter the pieces are in p_K and p_V, else (START) the one that enters the row. LAST: what
+    leaves the row goes to p_K1 and p_V1. Grid (P * SPLIT, B*E, 1 or 2).
+    """
+    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
+        return
+    if tl.program_id(2) == 0:
+        p_x, p_y = p_q + i_b * s_qb + i_e * s_qh, p_k + i_b * s_kb + i_e // SHARE * s_kh
+        p_S, p_S1, p_out, s_xt, s_yt = p_K, p_K1, p_l, s_qt, s_kt
+    else:
+        p_x, p_y = p_do + i_b * s_ob + i_e * s_oh, p_v + i_b * s_vb + i_e // SHARE * s_vh
+        p_S, p_S1, p_out, s_xt, s_yt = p_V, p_V1, p_dp, s_ot, s_vt
+    o_c, o_m, o_d = tl.arange(0, C), i_x * BX + tl.arange(0, BX), tl.arange(0, D)
+    b_S = tl.zeros([BX, D], tl.float32)
+    if CUT or START:
+        slot = i_b * (P + 1 if CUT else 1) + i_p
+        b_S += load_tile(p_S + (slot * E + i_e) * (M * D), o_m, o_d, D, M)
+    if STEPS:
+        at = first
+        while at < end:
+            rows = tl.minimum(tl.load(p_n + (i_b * N + at // C) * E + i_e), end - at)
+            b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_d, s_xt, s_yt,
+                            i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
+            at += rows
+    else:
+        for at in range(first, end, C):
+            rows = tl.minimum(C, end - at)
+            b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_d, s_xt, s_yt,
+                            i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
+    if LAST:  # noqa: SIM102
+        if i_p == P - 1:
+            store_tile(p_S1 + (i_b * E + i_e) * (M * D), b_S, o_m, o_d, D, M)
+
+
+@jit
+def attend_kernel(p_l, p_dp, p_d, p_p, p_p_low, p_dl, p_dl_low, p_db, scale, count, M: tl.constexpr,
+                  R: tl.constexpr, BACKWARD: tl.constexpr):  # fmt: skip
+    """p~ = e^{d} softmax(scale l) as parts; BACKWARD: scale dl~ as parts and p dp + l dl, too. All [tokens*E,M].
+
+    Grid (rows / R).
+    """
+    o_r, o_m = tl.arange(0, R), tl.arange(0, M)
+    first = tl.program_id(0).to(tl.int64) * R
+    rows, first = tl.minimum(count - first, R), first * M
+    b_Q = tl.exp2(load_tile(p_d + first, o_r, o_m, M, rows))
+    b_l = load_tile(p_l + first, o_r, o_m, M, rows) * b_Q * scale
+    b_p = softmax(b_l, o_m, M)
+    store_parts(p_p + first, p_p_low + first, b_p * b_Q, o_r, o_m, M, rows)
+    if BACKWARD:
+        b_dp = load_tile(p_dp + first, o_r, o_m, M, rows) * b_Q
+        b_dl = b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None])
+        store_parts(p_dl + first, p_dl_low + first, b_dl * b_Q * scale, o_r, o_m, M, rows)
+        store_tile(p_db + first, b_p * b_dp + b_l * b_dl, o_r, o_m, M, rows)
+
+
+@jit
+def mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_x, s_yt, i_b, i_e, T,
+             E, M: tl.constexpr, D: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """One step of `mix_kernel`: the memory S [M,BX] after it."""
+    row = i_b * T + at
+    i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
+    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows)
+    b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, s_g, rows)
+    b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
+    b_y = load_tile(p_y + i_t * s_yt, o_c, o_x, s_yt, rows)
+    m_seen = o_c[:, None] >= o_c[None, :]
+    if SEGMENTS:
+        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
+        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
+    b_A = tl.where(m_seen, dot(b_w, b_w_low, tl.trans(b_W), tl.trans(b_W_low), PREC), 0.0)
+    b_S *= b_start[:, None]
+    b_high, b_low = parts(b_S, b_y.dtype == tl.bfloat16)
+    b_o = dot(b_w, b_w_low, b_high, b_low, PREC)
+    if SEGMENTS:
+        b_o = tl.where((b_seg == entered)[:, None], b_o, 0.0)
+    b_A, b_A_low = parts(b_A, b_y.dtype == tl.bfloat16)
+    b_o = dot_given_right(b_A, b_A_low, b_y, PREC, b_o)
+    store_tile(p_out + (row * E + i_e) * D, b_o, o_c, o_x, E * D, rows)
+    if SEGMENTS:
+        b_y = tl.where((b_seg == leaves)[:, None], b_y, 0.0)
+        b_S = tl.where(entered == leaves, b_S, 0.0)
+    return dot_given_right(tl.trans(b_W), tl.trans(b_W_low), b_y, PREC, b_S) * b_end[:, None]
+
+
+@jit
+def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_seg, p_S, p_S1, p_out, s_yb, s_yt, s_yh,
+               T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+               SPLIT: tl.constexpr, CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr,
+               SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """Second pass, half of the columns of S_t^T w_t [B,T,E,D]: o where w = p~ and y = v, dq where w = dl~ and y = k.
+
+    Grid (P * SPLIT, B*E).
+    """
+    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
+        return
+    o_c, o_m, o_x = tl.arange(0, C), tl.arange(0, M), i_x * BX + tl.arange(0, BX)
+    p_y += i_b * s_yb + i_e // SHARE * s_yh
+    b_S = tl.zeros([M, BX], tl.float32)
+    if CUT or START:
+        slot = i_b * (P + 1 if CUT else 1) + i_p
+        b_S += load_tile(p_S + (slot * E + i_e) * (M * D), o_m, o_x, D, M)
+    if STEPS:
+        at = first
+        while at < end:
+            rows = tl.minimum(tl.load(p_n + (i_b * N + at // C) * E + i_e), end - at)
+            b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_x, s_yt,
+                           i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
+            at += rows
+    else:
+        for at in range(first, end, C):
+            rows = tl.minimum(C, end - at)
+            b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_x, s_yt,
+                           i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
+    if LAST:  # noqa: SIM102
+        if i_p == P - 1:
+            store_tile(p_S1 + (i_b * E + i_e) * (M * D), b_S, o_m, o_x, D, M)
+
+
+# ---------------------------------------------------------------- back along the row
+
+
+@jit
+def keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_dy, b_dS, at, rows, o_c, o_m, o_x, s_xt, i_b, i_e, T,
+              E, M: tl.constexpr, D: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """One step of `keys_kernel`: dS [M,BX] before it."""
+    row = i_b * T + at
+    i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
+    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows)
+    b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, s_g, rows)
+    b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
+    b_x = load_tile(p_x + i_t * s_xt, o_c, o_x, s_xt, rows)
+    m_seen = o_c[:, None] <= o_c[None, :]
+    if SEGMENTS:
+        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
+        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
+    b_A = tl.where(m_seen, dot(b_W, b_W_low, tl.trans(b_w), tl.trans(b_w_low), PREC), 0.0)
+    b_dS *= b_end[:, None]
+    b_high, b_low = parts(b_dS, b_x.dtype == tl.bfloat16)
+    b_dy = dot(b_W, b_W_low, b_high, b_low, PREC)
+    if SEGMENTS:
+        b_dy = tl.where((b_seg == leaves)[:, None], b_dy, 0.0)
+    b_A, b_A_low = parts(b_A, b_x.dtype == tl.bfloat16)
+    b_dy = dot_given_right(b_A, b_A_low, b_x, PREC, b_dy)
+    store_tile(p_dy + (row * E + i_e) * D, b_dy, o_c, o_x, E * D, rows)
+    if SEGMENTS:
+        b_x = tl.where((b_seg == entered)[:, None], b_x, 0.0)
+        b_dS = tl.where(entered == leaves, b_dS, 0.0)
+    return dot_given_right(tl.trans(b_w), tl.trans(b_w_low), b_x, PREC, b_dS) * b_start[:, None]
+
+
+@jit
+def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_seg, p_dV, p_dK,
+                p_dV0, p_dK0, p_dv, p_dk, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, T: int, N: int, L, P, E,
+                M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
+                CUT: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """Half of the columns of dv, or with program_id(2) of dk, [B,T,E,D]. Grid (P * SPLIT, B*E, 2).
+
+    CUT: p_dV and p_dK hold what comes back to the end of each piece, in the slot after its own. LAST: what is left at
+    the start of the row goes to p_dV0 and p_dK0.
+    """
+    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
+        return
+    if tl.program_id(2) == 0:
+        p_x, p_w, p_w_low = p_do + i_b * s_ob + i_e * s_oh, p_p, p_p_low
+        p_dS, p_dS0, p_dy, s_xt = p_dV, p_dV0, p_dv, s_ot
+    else:
+        p_x, p_w, p_w_low = p_q + i_b * s_qb + i_e * s_qh, p_dl, p_dl_low
+        p_dS, p_dS0, p_dy, s_xt = p_dK, p_dK0, p_dk, s_qt
+    o_c, o_m, o_x = tl.arange(0, C), tl.arange(0, M), i_x * BX + tl.arange(0, BX)
+    b_dS = tl.zeros([M, BX], tl.float32)
+    if CUT:
+        slot = i_b * (P + 1) + i_p + 1
+        b_dS += load_tile(p_dS + (slot * E + i_e) * (M * D), o_m, o_x, D, M)
+    if STEPS:
+        at = end
+        while at > first:
+            step = tl.load(p_n + (i_b * N + (at - 1) // C) * E + i_e)
+            start = (at - 1) // step * step
+            rows, at = at - start, start
+            b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_dy, b_dS, at, rows, o_c, o_m, o_x,
+                             s_xt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
+    else:
+        for i in range(0, end - first, C):
+            at = first + (end - first - 1) // C * C - i
+            rows = tl.minimum(C, end - at)
+            b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_dy, b_dS, at, rows, o_c, o_m, o_x,
+                             s_xt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
+    if LAST:  # noqa: SIM102
+        if i_p == 0:
+            store_tile(p_dS0 + (i_b * E + i_e) * (M * D), b_dS, o_m, o_x, D, M)
+
+
+@jit
+def gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_seg, p_ds, b_dS, at, rows, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T,
+               E, M: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """One step of `gates_kernel`: dS [BX,D] before it."""
+    row = i_b * T + at
+    i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
+    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows)
+    b_x = load_tile(p_x + i_t * s_xt, o_c, o_d, s_xt, rows)
+    b_y = load_tile(p_y + i_t * s_yt, o_c, o_d, s_yt, rows)
+    b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, s_g, rows)
+    b_dS *= b_end[:, None]
+    b_high, b_low = parts(b_dS, b_y.dtype == tl.bfloat16)
+    b_ds = dot_given_left(b_y, tl.trans(b_high), tl.trans(b_low), PREC)
+    m_seen = o_c[:, None] <= o_c[None, :]
+    if SEGMENTS:
+        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
+        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
+        b_ds = tl.where((b_seg == leaves)[:, None], b_ds, 0.0)
+    b_A, b_A_low = parts(tl.where(m_seen, dot_given(b_y, tl.trans(b_x), PREC), 0.0), b_y.dtype == tl.bfloat16)
+    b_ds = dot(b_A, b_A_low, b_w, b_w_low, PREC, b_ds)
+    store_tile(p_ds + gate, b_ds, o_c, o_m, s_g, rows)
+    if SEGMENTS:
+        b_x = tl.where((b_seg == entered)[:, None], b_x, 0.0)
+        b_dS = tl.where(entered == leaves, b_dS, 0.0)
+    return dot_given_right(tl.trans(b_w), tl.trans(b_w_low), b_x, PREC, b_dS) * b_start[:, None]
+
+
+@jit
+def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_n, p_strong, p_seg, p_V, p_K,
+                 p_dV, p_dK, p_dsv, p_dsk, p_tail, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, s_vb, s_vt, s_vh, s_kb, s_kt,
+                 s_kh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+                 BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, SEGMENTS: tl.constexpr,
+                 STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """ds~ [B,T,E,M] of the values, or with program_id(2) of the keys; where rows are cut, S.dS at the end of a piece
+    [2,B,P,E,M], which stands for all that comes after it. Grid (P * SPLIT, B*E, 2)."""
+    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
+        return
+    if tl.program_id(2) == 0:
+        p_x, p_y = p_do + i_b * s_ob + i_e * s_oh, p_v + i_b * s_vb + i_e // SHARE * s_vh
+        p_w, p_w_low, p_S, p_dS, p_ds, s_xt, s_yt = p_p, p_p_low, p_V, p_dV, p_dsv, s_ot, s_vt
+    else:
+        p_x, p_y = p_q + i_b * s_qb + i_e * s_qh, p_k + i_b * s_kb + i_e // SHARE * s_kh
+        p_w, p_w_low, p_S, p_dS, p_ds, s_xt, s_yt = p_dl, p_dl_low, p_K, p_dK, p_dsk, s_qt, s_kt
+    o_c, o_m, o_d = tl.arange(0, C), i_x * BX + tl.arange(0, BX), tl.arange(0, D)
+    b_dS = tl.zeros([BX, D], tl.float32)
+    if CUT:
+        memory = ((i_b * (P + 1) + i_p + 1) * E + i_e) * (M * D)
+        b_dS += load_tile(p_dS + memory, o_m, o_d, D, M)
+        b_tail = tl.sum(b_dS * load_tile(p_S + memory, o_m, o_d, D, M), 1)
+        i_z = tl.program_id(2) * (tl.num_programs(1) // E) + i_b
+        tl.store(p_tail + ((i_z * P + i_p) * E + i_e) * M + o_m, b_tail)
+    if STEPS:
+        at = end
+        while at > first:
+            step = tl.load(p_n + (i_b * N + (at - 1) // C) * E + i_e)
+            start = (at - 1) // step * step
+            rows, at = at - start, start
+            b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_seg, p_ds, b_dS, at, rows, o_c, o_m, o_d, s_xt,
+                              s_yt, i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
+    else:
+        for i in range(0, end - first, C):
+            at = first + (end - first - 1) // C * C - i
+            b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_seg, p_ds, b_dS, at, tl.minimum(C, end - at), o_c,
+                              o_m, o_d, s_xt, s_yt, i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
+
+
+@jit
+def sums_kernel(p_dsv, p_dsk, p_db, p_d, p_W, p_W_low, p_tail, p_dg, T: int, L, P, E, M: tl.constexpr,
+                C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr):  # fmt: skip
+    """dg_t = sum_{j>=t} (p dp + l dl - s ds)_j + S_end.dS_end - e^g ds, for BX slots. Grid (P * SPLIT, B*E)."""
+    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    o_c, o_m, s_g = tl.arange(0, C), i_x * BX + tl.arange(0, BX), E * M
+    b_tail = tl.zeros([BX], tl.float32)
+    if CUT:
+        for i_z in tl.static_range(2):
+            i_r = i_z * (tl.num_programs(1) // E) + i_b
+            b_tail += tl.load(p_tail + ((i_r * P + i_p) * E + i_e) * M + o_m)
+    for i in range(0, end - first, C):
+        at = first + (end - first - 1) // C * C - i
+        rows, gate = tl.minimum(C, end - at), ((i_b * T + at) * E + i_e) * M
+        b_ds = load_tile(p_dsv + gate, o_c, o_m, s_g, rows) + load_tile(p_dsk + gate, o_c, o_m, s_g, rows)
+        b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
+        b_sds = b_W.to(tl.float32) * b_ds
+        if p_W.dtype.element_ty == tl.bfloat16:
+            b_sds += b_W_low.to(tl.float32) * b_ds
+        b_sums = load_tile(p_db + gate, o_c, o_m, s_g, rows) - b_sds
+        b_dg = b_tail[None, :] + tl.cumsum(b_sums, 0, reverse=True) + b_sds
+        b_dg -= b_ds * tl.exp2(-load_tile(p_d + gate, o_c, o_m, s_g, rows))
+        store_tile(p_dg + gate, b_dg, o_c, o_m, s_g, rows)
+        b_tail += tl.sum(b_sums, 0)
