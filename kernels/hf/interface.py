@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -67,8 +70,43 @@ def under_own_name(backend: str, module: Any, *args: Any, **kwargs: Any) -> Any:
         module.config._attn_implementation_internal = name
 
 
+def sees_later(
+    mask_function: Any = None,
+    batch_size: int = 0,
+    q_length: int = 1,
+    q_offset: Any = 0,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **others: Any,
+) -> bool:
+    """Whether what transformers asks a causal mask for lets any of several new tokens see the next one."""
+    special = not allow_is_causal_skip and allow_is_bidirectional_skip is None
+    if mask_function is None or q_length == 1 or not special or torch.compiler.is_compiling():
+        return False
+    row = torch.arange(batch_size, device=device)[:, None]
+    place = torch.arange(q_length - 1, device=device)[None] + q_offset
+    if use_vmap:  # such functions take numbers
+        with TransformGetItemToIndex():
+            by_place = torch.vmap(lambda b, t: mask_function(b, 0, t, t + 1), in_dims=(None, 0))
+            seen = torch.vmap(by_place, in_dims=(0, None))(row[:, 0], place[0])
+    else:
+        seen = mask_function(row, row.new_zeros(1, 1), place, place + 1)
+    return bool(seen.any())
+
+
 def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
-    """The registered mask function: the backend's mask, or just the 2D padding mask when no layer needs more."""
+    """The registered mask function: the backend's mask, or just the 2D padding mask when no layer needs more.
+
+    Warns where the architecture lets tokens of a decoder see later ones (those of one image, say): mixers do not.
+    """
+    if sees_later(**kwargs):
+        warnings.warn(
+            "this model lets some tokens see later ones, such as those of an image or of a prefix; its linear layers "
+            "look back only. `with model.teacher():` computes what the source does",
+            stacklevel=2,
+        )
     if prefix == ALL:
         return seen_through(kwargs.get("attention_mask"), kwargs.get("q_length"))
     mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)
