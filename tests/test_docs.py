@@ -18,12 +18,20 @@ from shutil import copytree, ignore_patterns
 from typing import Any
 
 import pytest
+import torch
 import typer
 import yaml
 
 from linearize.cli import app
 from linearize.errors import LinearizeError
-from linearize.plan.mechanisms import mechanism_names, parse_settings, resolve_options
+from linearize.plan.mechanisms import (
+    EXAMPLE,
+    build_mixer,
+    load_mechanism,
+    mechanism_names,
+    parse_settings,
+    resolve_options,
+)
 from linearize.recipe.presets import Preset, presets
 from linearize.recipe.recipe import load_recipe, recipe_schema
 
@@ -84,12 +92,23 @@ def check_command(words: list[str]) -> None:
     command, given = parse(words)
     options = given.get("settings") or []
     if given.get("to") in mechanism_names() and options:
-        resolve_options(given["to"], parse_settings(options))
+        build(given["to"], parse_settings(options))
     recipe = given.get("recipe") if command.name in ("finetune", "eval") else None
     if recipe in {one.name for one in presets()}:
         overrides = list(given["overrides"] or [])
         base = [] if any(one.startswith("model.base=") for one in overrides) else ["model.base=demo"]
-        load_recipe(recipe, [*base, *overrides])
+        convert = load_recipe(recipe, [*base, *overrides]).convert
+        if convert is not None:
+            build(convert.mechanism, convert.options)
+
+
+def build(mechanism: str, options: dict[str, Any]) -> None:
+    """Raise where a mechanism refuses these options, together too."""
+    from linearize_kernels.mixer import Site
+
+    site = Site(**EXAMPLE, causal=load_mechanism(mechanism).causal)
+    with torch.device("meta"):
+        build_mixer(mechanism, site, resolve_options(mechanism, options))
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:
@@ -103,6 +122,8 @@ def test_a_command_that_does_not_exist_is_found() -> None:
         check_command(shlex.split("distill MODEL"))
     with pytest.raises(LinearizeError, match="slot: gsa has no such option"):
         check_command(shlex.split("convert MODEL --to gsa --set slot=64"))
+    with pytest.raises(LinearizeError, match="clock"):
+        check_command(shlex.split("finetune gsa model.base=MODEL convert.options.slots=64"))
     with pytest.raises(LinearizeError, match="unknown key"):
         check_command(shlex.split("finetune gsa model.base=MODEL stages[0].token=5M"))
 
