@@ -166,7 +166,7 @@ def _plain_values(file: str, base: str) -> dict[str, Any]:
     """Strings, numbers and switches that the class derived from `base` in a kernel file sets, by name."""
     body = ast.parse(kernel_files()[file].read_text("utf-8")).body
     classes = [node for node in body if isinstance(node, ast.ClassDef)]
-    own = next(node for node in classes if [ast.unparse(parent) for parent in node.bases] == [base])
+    own = next(node for node in classes if base in [ast.unparse(parent) for parent in node.bases])
     lines = [line for line in own.body if isinstance(line, ast.Assign | ast.AnnAssign)]
     targets = [line.target if isinstance(line, ast.AnnAssign) else line.targets[0] for line in lines]
     return {
