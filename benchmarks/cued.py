@@ -1,6 +1,6 @@
 """Does a converted vision transformer still see? The digit in the marked cell of a canvas of real digits.
 
-    python -m benchmarks.cued FOLDER --tokens 65 257 1025 --mechanisms la:features=hedgehog saga mhla --seeds 0 1 2
+    python -m benchmarks.cued FOLDER --tokens 65 257 1025 --mechanisms la:feature_map=hedgehog saga mhla --seeds 0 1 2
 
 A canvas has 4x4, 8x8 or 16x16 cells of 8x8 pixels, each with one of scikit-learn's 1,797 handwritten digits; the third
 channel marks one cell, and the label is the digit in it. To answer, the class token must find the mark and read
@@ -315,7 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", choices=list(SIZES), default=[65])
-    parser.add_argument("--mechanisms", nargs="+", default=["la:features=hedgehog", "saga", "mhla"])
+    parser.add_argument("--mechanisms", nargs="+", default=["la:feature_map=hedgehog", "saga", "mhla"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--canvases", type=int, default=10_000, help="to score on")
     parser.add_argument("--control", action="store_true", help="also train each mechanism from scratch")

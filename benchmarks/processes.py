@@ -1,4 +1,4 @@
-"""One process against two, for docs/measurements/processes.md: losses, resume on another number of processes, throughput.
+"""One process against two, for docs/measurements/processes.md: losses, resume on another number of processes, speed.
 
     python -m benchmarks.processes FOLDER          # two GPUs, about 5 minutes; JSON on stdout
 

@@ -68,7 +68,7 @@ class Variant:
 
 HYBRID = "3,6"  # layers that keep softmax: benchmarks.layers on the teacher
 # Slots that take turns hold the last tokens; the others need no short half-life.
-SLOTS = {"slots": 128, "gate_heads": "query", "half_life_min": 32, "clock": 112}
+SLOTS = {"slots": 128, "state_heads": "query", "half_life_min": 32, "clock": 112}
 NEAR = {"window": 64, "sink": 1}
 ONE_LOSS = {"kl": 0.0, "ce": 1.0, "transfer": 0.0}
 
@@ -77,7 +77,7 @@ def _variants() -> dict[str, Variant]:
     """Each mechanism alone, beside a window, with both a window and layers of softmax; and the baselines."""
     alone = {
         "gsa": Variant("gsa", SLOTS, new_lr=2e-3),
-        "la": Variant("la", {"features": "hedgehog"}, lr=1e-3),
+        "la": Variant("la", {"feature_map": "hedgehog"}, lr=1e-3),
         "retnet": Variant("retnet", lr=1e-3),
         "gla": Variant("gla", lr=1e-3),
         "gdn": Variant("gdn", lr=1e-3),
@@ -99,7 +99,7 @@ def _variants() -> dict[str, Variant]:
     found["gsa-paper"] = Variant("gsa", {"faithful": True, "slots": 64}, **ONE_LOSS)  # type: ignore[arg-type]
     # 1000 / layers is the weight of LoLCATs' first stage (recipes/lolcats-style.yaml); both stages as long.
     lolcats = {"transfer": 0.5, "error": "mse", "weight": 125.0, "train": "lora", "lora": 8, "kl": 0.0, "ce": 1.0}
-    features = {"features": "hedgehog", "slope": 0.99, "window": 64}
+    features = {"feature_map": "hedgehog", "slope": 0.99, "window": 64}
     found["lolcats"] = Variant("la", features, lr=1e-4, warmup=0.0, floor=1.0, **lolcats)  # type: ignore[arg-type]
     return found
 

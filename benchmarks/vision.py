@@ -1,6 +1,6 @@
 """Blocks of diffusion transformers, attention and MLP: linear mechanisms beside SDPA, on random weights in bf16.
 
-python -m benchmarks.vision --mechanisms saga mhla la:features=hedgehog --shapes dit-1024 dit-4096 wan
+python -m benchmarks.vision --mechanisms saga mhla la:feature_map=hedgehog --shapes dit-1024 dit-4096 wan
 
 `dit-N` are the twelve blocks of DiT-S/2 for N tokens, 32 images; `wan` is a block of Wan2.1-1.3B for 81 frames of
 480x800. What conditions a block (a step of time, text) and rotary embedding are left out.

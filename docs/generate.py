@@ -204,8 +204,9 @@ def _mechanism(one: dict[str, Any]) -> list[str]:
     lines = [f"# {name}: {one['title']}", "", f"Paper: {one['paper']}. For {_direction(one)} attention.", ""]
     lines += [_escape(one["about"]), "", "## Options", ""]
     lines += [f"`linearize convert MODEL --to {name} --set OPTION=VALUE`", ""]
-    lines += [*_table(("option", "values", "default", "as published"), map(_option, one["options"])), ""]
-    lines += ["`--set faithful=true` starts from what is published.", "", _escape(one["options_about"]), ""]
+    columns = ("option", "what it sets", "values", "default", "as published")
+    lines += [*_table(columns, map(_option, one["options"])), ""]
+    lines += ["`--set faithful=true` starts from what is published.", ""]
     lines += ["## State", "", f"Bytes for a layer and a sequence: {_escape(one['state_formula'])}.", ""]
     new, state, cache = (f"{example[key]:,}" for key in ("new_parameters", "state_bytes", "cache_bytes"))
     lines += [f"For {example['site']}: {new} new parameters and {state} bytes of state."]
@@ -213,11 +214,11 @@ def _mechanism(one: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _option(one: dict[str, Any]) -> tuple[str, str, str, str]:
+def _option(one: dict[str, Any]) -> tuple[str, ...]:
     values = " or ".join(one["choices"]) if "choices" in one else one["type"]
     values += f" {one['low']:g} to {one['high']:g}" if "low" in one else ""
     published = "" if one["published"] == one["default"] else _value(one["published"])
-    return f"`{one['name']}`", values, _value(one["default"]), published
+    return f"`{one['name']}`", _escape(one["about"]), values, _value(one["default"]), published
 
 
 # ---------------------------------------------------------------- Python

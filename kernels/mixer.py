@@ -92,6 +92,22 @@ class Mixer(nn.Module):
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
+    # Option -> what it sets, one line for `linearize mechanisms NAME`. A subclass writes those that are its own.
+    about: ClassVar[dict[str, str]] = {
+        "rope": "keep the rotary embedding on q and k",
+        "feature_map": "function of q and k that makes their products positive",
+        "value_act": "function of v",
+        "state_heads": "one memory for each key head, or for each query head",
+        "norm": "RMS norm of each head's output",
+        "half_life_min": "shortest half-life of the memory at the start, in tokens (0: gates as published)",
+        "half_life_max": "longest half-life of the memory at the start, in tokens",
+        "damping": "exponent 1/damping of the gates; larger means slower forgetting",
+        "gate_std": "standard deviation of the gates' weights at the start",
+        "gate_rank": "rank of the map from hidden states to gates",
+        "chunk_size": "tokens in a chunk of the PyTorch path; it does not change results",
+        "window": "exact softmax over this many last tokens beside the mechanism (0: none); causal models only",
+        "sink": "exact softmax also over this many first tokens of each document; needs a window",
+    }
     # Mechanisms that its option `base` names: with **options in its signature, theirs become its own.
     bases: ClassVar[dict[str, type[Mixer]]] = {}
     # Set by the seam: its attention function, the config that names the implementation, what its model was told of
@@ -111,9 +127,8 @@ class Mixer(nn.Module):
         window: Annotated[int, Bounds(0, 65536)] = 0,
         sink: Annotated[int, Bounds(0, 1024)] = 0,
     ) -> None:
-        """`window`: exact softmax over so many last tokens beside it (0: none), where attention is causal; `sink`: over
-        so many first tokens of a document as well. They add (sink + window) * key heads * (D + Dv) numbers in the
-        model's dtype, and 8 bytes, to the state.
+        """Window and sink add (sink + window) * key heads * (D + Dv) numbers in the model's dtype, and 8 bytes, to the
+        state.
 
         Raises ValueError for a window where attention sees both sides or rope is off, or a sink without a window.
         """
@@ -278,6 +293,14 @@ def option_types(mixer: type[Mixer], base: str | None = None) -> dict[str, tuple
         others = option_types(mixer.bases[base or options["base"][2]] if mixer.bases else Mixer)
         options |= {name: described for name, described in others.items() if name not in options}
     return options
+
+
+def option_about(mixer: type[Mixer], option: str, base: str | None = None) -> str:
+    """What an option of a mechanism, over `base` where it has bases, sets: one line; empty where nobody wrote it."""
+    owners = [mixer, *([mixer.bases[base or option_types(mixer)["base"][2]]] if mixer.bases else [])]
+    texts = [kind.__dict__.get("about", {}).get(option) for owner in owners for kind in owner.__mro__[:-1]]
+    own = [text for text in texts if text]
+    return own[0] if own else ""
 
 
 def published_options(mixer: type[Mixer], base: str | None = None) -> dict[str, Any]:

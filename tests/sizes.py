@@ -52,17 +52,17 @@ BOTH_WAYS = {"causal": False}
 OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "gsa": (
         {},
-        {"slots": 128, "gate_heads": "query", "clock": 112, "half_life_min": 32},
-        {"slots": 128, "gate_heads": "query", "clock": 0, "half_life_min": 32, **NEAR},
+        {"slots": 128, "state_heads": "query", "clock": 112, "half_life_min": 32},
+        {"slots": 128, "state_heads": "query", "clock": 0, "half_life_min": 32, **NEAR},
         {"slots": 128},
         {"faithful": True, "slots": 64},
     ),
     "gla": ({**NEAR}, {"state_heads": "query", **NEAR}, {"feature_map": "hedgehog"}),
     "gdn": ({**NEAR}, {"state_heads": "query", **NEAR}),
     "retnet": ({**NEAR}, {"state_heads": "query", **NEAR}),
-    "la": ({"features": "hedgehog", **NEAR}, {}, BOTH_WAYS | {"features": "hedgehog"}, BOTH_WAYS),
+    "la": ({"feature_map": "hedgehog", **NEAR}, {}, BOTH_WAYS | {"feature_map": "hedgehog"}, BOTH_WAYS),
     "mhla": ({**NEAR}, {}, BOTH_WAYS),
-    "saga": (BOTH_WAYS, BOTH_WAYS | {"phi": "elu", "norm": "head"}),
+    "saga": (BOTH_WAYS, BOTH_WAYS | {"feature_map": "elu", "norm": "head"}),
     "sla": (
         {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", **NEAR},
         {"base": "gla", **NEAR},

@@ -153,6 +153,12 @@ class GatedDeltaNet(Recurrent, Mixer):
         "4 (E F Dv + (K - 1) (H D + Hkv (D + Dv))): E memories (key heads, or query heads), H query heads, Hkv key "
         "heads, key and value dims D, Dv, F features (2 D for hedgehog, else D), K taps"
     )
+    about = {
+        "taps": "taps of the causal convolution over q, k and v, which starts as the identity (1: none)",
+        "feature_map": "function of q and k before they get length 1",
+        "output_gate": "multiply the output by swish(W x)",
+        "write": "strength beta of a write at the start",
+    }
     published = {
         "state_heads": "query",
         "taps": 4,
@@ -180,15 +186,7 @@ class GatedDeltaNet(Recurrent, Mixer):
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
-        """`state_heads`: one memory per key head or per query head; `taps` of the causal convolution over q, k and v,
-        which starts as the identity (1: none); `feature_map` of q and k (features.py, or swish) before they get length
-        1; `value_act` on v; `rope`: keep the rotary embedding on q and k; `norm`: RMS norm of each head's output;
-        `output_gate`: swish(W x) multiplies the output; `half_life_min` and `half_life_max` in tokens at the start,
-        spread over the memories (0 as minimum: drawn as published); `write`: beta at the start; `gate_std` of W_a and
-        W_b at the start; `chunk_size`: tokens of a chunk in PyTorch.
-
-        Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
-        """
+        """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
         super().__init__(site, rope, **near)
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.taps, self.feature_map, self.value_act = taps, feature_map, value_act

@@ -154,13 +154,7 @@ class GatedLinearAttention(Recurrent, Mixer):
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
-        """`state_heads`: one memory per key head or per query head; `gate_rank` of W_2 W_1; `damping` of the gates, as
-        above; `half_life_min` and `half_life_max` at the start in tokens, 0 as minimum for zero biases; `gate_std` of
-        W_2 at the start; `feature_map` of q and k (features.py); `rope`: keep the rotary embedding on q and k; `norm`:
-        RMS norm of each head's output; `chunk_size`: tokens of a chunk in PyTorch.
-
-        Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
-        """
+        """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
         super().__init__(site, rope, **near)
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.damping, self.gate_std = damping, gate_std

@@ -161,6 +161,14 @@ class GatedSlotAttention(Mixer):
     title = "Gated slot attention"
     paper = "arXiv 2409.07146"
     state_formula = "4 E M (D + Dv) + 8: E memories (key heads, or query heads) of M slots, key and value dims D, Dv"
+    about = {
+        "slots": "number of memory slots M",
+        "clock": "slots that take turns and hold the last `clock` tokens (-1: three quarters of the slots)",
+        "feature_map": "function of q and k",
+        "output_act": "function of the output, before the norm",
+        "norm": "RMS norm of the output over each head, or over all heads (hidden)",
+        "unit_scale": "use 1 as the factor on q.k, not the architecture's",
+    }
     # What the paper's Mistral-7B conversion code does (flash-linear-attention's GSA layer).
     published = {
         "rope": False,
@@ -171,7 +179,7 @@ class GatedSlotAttention(Mixer):
         "unit_scale": True,
         "half_life_min": 0.0,
         "clock": 0,
-        "gate_heads": "kv",
+        "state_heads": "kv",
     }
 
     def __init__(
@@ -180,7 +188,7 @@ class GatedSlotAttention(Mixer):
         *,
         slots: Annotated[int, Bounds(1, 1024)] = 64,
         damping: Annotated[float, Bounds(0.1, 1024.0)] = 8.0,
-        gate_heads: Literal["kv", "query"] = "kv",
+        state_heads: Literal["kv", "query"] = "kv",
         clock: Annotated[int, Bounds(-1, 1024)] = -1,
         rope: bool = True,
         feature_map: Literal["identity", "swish", "relu"] = "identity",
@@ -194,16 +202,7 @@ class GatedSlotAttention(Mixer):
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
-        """`slots` M; `damping` tau; `gate_heads`: one memory per key head or per query head; `clock`: how many of
-        the slots take turns, each written at every clock-th token, so that they hold the last `clock` tokens
-        nearly exactly and a conversion starts near its source (-1: three quarters of the slots); `rope`: keep the
-        rotary embedding on q and k; `feature_map`, `value_act`, `output_act`: functions of q and k, of v, and of the
-        output before its norm; `norm`: RMS norm of the output per head or over all heads; `unit_scale`: 1 instead of
-        the architecture's factor on q.k; `half_life_min` and `half_life_max` at the start in tokens, 0 as minimum for
-        zero biases; `gate_std` of W_f at the start; `chunk_size`: tokens of a chunk in PyTorch.
-
-        Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two.
-        """
+        """Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two."""
         super().__init__(site, rope, **near)
         clock = slots * 3 // 4 if clock < 0 else clock
         if clock > slots:
@@ -211,7 +210,7 @@ class GatedSlotAttention(Mixer):
         check_half_lives(half_life_min, half_life_max)
         check_power_of_two(chunk_size=chunk_size)
         self.slots, self.damping, self.clock, self.chunk_size = slots, damping, clock, chunk_size
-        self.gate_count = site.heads if gate_heads == "query" else site.kv_heads
+        self.gate_count = site.heads if state_heads == "query" else site.kv_heads
         self.feature_map, self.value_act, self.output_act = feature_map, value_act, output_act
         self.norm, self.scale = norm, 1.0 if unit_scale else site.scale
         self.half_lives, self.gate_std = (half_life_min, half_life_max), gate_std

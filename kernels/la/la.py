@@ -241,25 +241,25 @@ class LinearAttention(Mixer):
     bidirectional = True
     normalised = True
     square = False
+    about = {
+        "feature_map": "features of q and k: unit (the paper's: length 1), or learned and positive",
+        "slope": "share of the weight that depends on q.k, at the start",
+        "learn_slope": "learn the slope, one number a head",
+    }
     published = {"slope": 1.0, "learn_slope": False}
 
     def __init__(
         self,
         site: Site,
         *,
-        features: Literal["unit", "hedgehog", "relu"] = "unit",
+        feature_map: Literal["unit", "hedgehog", "relu"] = "unit",
         slope: Annotated[float, Bounds(0.0, 1.0)] = 0.9,
         learn_slope: bool = True,
         rope: bool = True,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
-        """`features` of q and k; `slope`: how much of the weight depends on q.k, per head and learned unless
-        `learn_slope` is off; `rope`: keep the rotary embedding on q and k; `chunk_size`: tokens of a chunk in PyTorch.
-
-        Raises ValueError when a learned slope starts at 0 or 1, where it has no gradient, or chunk_size is no power of
-        two.
-        """
+        """Raises ValueError when a learned slope starts at 0 or 1, where it has no gradient, or chunk_size is no power of two."""
         super().__init__(site, rope, **near)
         if learn_slope and not 0.0 < slope < 1.0:
             raise ValueError(f"slope={slope:g}: a learned slope starts between 0 and 1; or set learn_slope=false")
@@ -267,7 +267,7 @@ class LinearAttention(Mixer):
         self.slope, self.chunk_size = slope, chunk_size
         if learn_slope:
             self.slope_logit = nn.Parameter(torch.empty(site.heads))
-        self.features = Features.at(site, features)
+        self.features = Features.at(site, feature_map)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -261,14 +261,24 @@ class MultiHeadLinearAttention(Mixer):
     )
     bidirectional = True
     geometric = True
+    about = {
+        "blocks": "number of blocks M with weights of their own",
+        "block_size": "tokens in a block of causal attention",
+        "frames": "blocks along time, on a grid with bidirectional attention",
+        "rows": "blocks from top to bottom, on a grid with bidirectional attention",
+        "columns": "blocks from left to right, on a grid with bidirectional attention",
+        "shared": "one matrix of block weights for all heads",
+        "by_distance": "causal block weights depend on the distance alone",
+        "normalise": "divide by the sum of weights",
+    }
     # The authors' language model; their vision models keep the normaliser.
-    published = {"features": "relu", "normalise": False, "norm": "head", "shared": True}
+    published = {"feature_map": "relu", "normalise": False, "norm": "head", "shared": True}
 
     def __init__(
         self,
         site: Site,
         *,
-        features: Literal["hedgehog", "elu", "relu"] = "hedgehog",
+        feature_map: Literal["hedgehog", "elu", "relu"] = "hedgehog",
         blocks: Annotated[int, Bounds(2, 1024)] = 32,
         block_size: Annotated[int, Bounds(16, 256)] = 64,
         frames: Annotated[int, Bounds(1, 64)] = 1,
@@ -281,14 +291,7 @@ class MultiHeadLinearAttention(Mixer):
         rope: bool = True,
         **near: int,
     ) -> None:
-        """`features` of q and k; `blocks` M, which have weights of their own, each of `block_size` tokens where
-        attention is causal; both ways a line of tokens is cut into `blocks`, a grid into `frames` x `rows` x
-        `columns`; `shared`: one matrix of weights for all heads; `by_distance`: causal weights depend on the distance
-        alone; `normalise`: divide by the sum of weights; `norm`: RMS norm of each head's output; `rope`: keep the
-        rotary embedding on q and k.
-
-        Raises ValueError when block_size is no power of two, or a grid has one block.
-        """
+        """Raises ValueError when block_size is no power of two, or a grid has one block."""
         # Read by what Mixer makes of the window.
         self.normalised = normalise
         super().__init__(site, rope, **near)
@@ -298,7 +301,7 @@ class MultiHeadLinearAttention(Mixer):
         self.blocks = math.prod(self.layout)
         if self.blocks < 2:
             raise ValueError("frames=1 rows=1 columns=1: one block is plain linear attention; use la")
-        self.features = Features(features, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
+        self.features = Features(feature_map, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
         heads = 1 if shared else site.kv_heads
         if site.causal:
             shape = (heads, self.blocks) if by_distance else (heads, self.blocks, self.blocks)

@@ -138,6 +138,9 @@ class RetNet(Recurrent, Mixer):
     state_formula = (
         "4 E F Dv: E memories (key heads, or query heads), value dim Dv, F features (2 D for hedgehog, else D)"
     )
+    about = {
+        "decay": "half-lives of the heads: spread evenly in log scale, or the paper's gamma = 1 - 2^(-5-h)",
+    }
     published = {"decay": "paper", "feature_map": "identity", "state_heads": "query"}
 
     def __init__(
@@ -154,14 +157,7 @@ class RetNet(Recurrent, Mixer):
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
-        """`decay`: the paper's gamma = 1 - 2^(-5-h) for head h, or half-lives spread from `half_life_min` to
-        `half_life_max` tokens, evenly in log scale (22 to 355 in the authors' code: gamma from 1 - 1/32 to 1 - 1/512);
-        `state_heads`: one memory per key head or per query head; `feature_map` of q and k (features.py); `norm`: RMS
-        norm of each head's output; `rope`: keep the rotary embedding on q and k; `chunk_size`: tokens of a chunk in
-        PyTorch.
-
-        Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two.
-        """
+        """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
         super().__init__(site, rope, **near)
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.decay = decay

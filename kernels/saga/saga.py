@@ -266,30 +266,32 @@ class SelectiveGates(Mixer):
     causal = False
     bidirectional = True
     geometric = True
-    published = {"phi": "identity", "norm": "none", "gate_bias": 0.0}
+    about = {
+        "norm": "divide by the sum of weights (mean), norm each head (head), or neither (none)",
+        "dwc": "size of the convolution on v (0: none)",
+        "gate_rank": "rank of the maps from hidden states to gates (0: full)",
+        "gate_bias": "bias of the key and value gates before the sigmoid, at the start",
+    }
+    published = {"feature_map": "identity", "norm": "none", "gate_bias": 0.0}
 
     def __init__(
         self,
         site: Site,
         *,
-        phi: Literal["hedgehog", "elu", "relu", "identity"] = "hedgehog",
+        feature_map: Literal["hedgehog", "elu", "relu", "identity"] = "hedgehog",
         norm: Literal["mean", "head", "none"] = "mean",
         dwc: Annotated[int, Bounds(0, 15)] = 5,
         gate_rank: Annotated[int, Bounds(0, 1024)] = 0,
         gate_bias: Annotated[float, Bounds(-10.0, 10.0)] = 4.0,
         rope: bool = True,
     ) -> None:
-        """`phi`: features of q and k; `norm`: a mean over tokens, the RMS norm of each head, or none (a sum);
-        `dwc`: size of the convolution (0: none); `gate_rank` of the maps from hidden states to gates (0: full);
-        `gate_bias` of key and value gates before the sigmoid, at the start; `rope`: keep the rotary embedding.
-        """
         super().__init__(site, rope=rope)
-        self.phi = phi
-        self.norm: Norm = norm if norm != "mean" else "count" if phi == "identity" else "mass"
+        self.phi = feature_map
+        self.norm: Norm = norm if norm != "mean" else "count" if feature_map == "identity" else "mass"
         E, Dv = site.kv_heads, site.value_dim
-        if phi != "identity":
-            self.features = Features(phi, site.heads, E, site.key_dim, site.scale, site.causal)
-        self.width = width = site.key_dim if phi == "identity" else self.features.size
+        if feature_map != "identity":
+            self.features = Features(feature_map, site.heads, E, site.key_dim, site.scale, site.causal)
+        self.width = width = site.key_dim if feature_map == "identity" else self.features.size
         # Enough of a difference to tell tokens apart, and for gradients.
         self.key_gate = Gate(site.hidden, E * width, gate_rank, gate_bias, 0.1)
         self.value_gate = Gate(site.hidden, E * Dv, gate_rank, gate_bias, 0.1)

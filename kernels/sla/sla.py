@@ -93,6 +93,11 @@ class SoftmaxLinearAttention(Mixer):
         "gla": GatedLinearAttention,
         "gdn": GatedDeltaNet,
     }
+    about = {
+        "base": "mechanism under the gates",
+        "gate_input": "scores of the gates from the hidden state (theorem 4.2), or from q and k (eq. 4)",
+        "gate_rescale": "multiply the gates by the number of heads",
+    }
     published = {"gate_input": "qk", "gate_rescale": False}
 
     def __init__(
@@ -104,12 +109,7 @@ class SoftmaxLinearAttention(Mixer):
         gate_rescale: bool = True,
         **base_options: Any,
     ) -> None:
-        """`base`: the mechanism under the gates; `gate_input`: scores from the hidden state (theorem 4.2), or from q
-        and k as the mechanism gets them (eq. 4), which a rotary embedding has turned; `gate_rescale`: times the number
-        of heads.
-
-        Raises ValueError for options that do not fit the base.
-        """
+        """Raises ValueError for options that do not fit the base."""
         near = {name: base_options.pop(name) for name in option_types(Mixer) if name in base_options}
         own: Any = self.bases[base](site, **base_options)
         super().__init__(site, not own.drop_rope, **near)

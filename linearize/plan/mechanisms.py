@@ -183,10 +183,9 @@ def describe(name: str) -> dict[str, Any]:
     """
     import torch
 
-    from linearize_kernels.mixer import Mixer, Site, option_types
+    from linearize_kernels.mixer import Site
 
     mixer = load_mechanism(name)
-    described = [mixer, Mixer] if option_types(Mixer).keys() <= option_types(mixer).keys() else [mixer]
     site = Site(**EXAMPLE, causal=mixer.causal)
     with torch.device("meta"):
         built = build_mixer(name, site, resolve_options(name, {}))
@@ -194,7 +193,6 @@ def describe(name: str) -> dict[str, Any]:
         **summary(name),
         "about": inspect.getdoc(mixer),
         "options": list(_options(mixer)),
-        "options_about": "\n\n".join(_for_users(inspect.getdoc(one.__init__) or "") for one in described),
         "state_formula": mixer.state_formula,
         "example": {
             "site": EXAMPLE_NAME,
@@ -206,20 +204,16 @@ def describe(name: str) -> dict[str, Any]:
     }
 
 
-def _for_users(docstring: str) -> str:
-    """What a docstring says of options, to those who set them and call no constructor."""
-    return docstring.replace("Raises ValueError for ", "Refused: ").replace("Raises ValueError ", "Refused ")
-
-
 def _options(mixer: Any) -> Iterator[dict[str, Any]]:
-    """An option: its type, default, published value where that differs, and its range or choices."""
-    from linearize_kernels.mixer import option_types, published_options
+    """An option: what it sets, its type, default, published value where that differs, and its range or choices."""
+    from linearize_kernels.mixer import option_about, option_types, published_options
 
     published = published_options(mixer)
     for option, (kind, bounds, default) in option_types(mixer).items():
         choices = typing.get_args(kind)
         yield {
             "name": option,
+            "about": option_about(mixer, option),
             "type": "choice" if choices else kind.__name__,
             "default": default,
             "published": published.get(option, default),

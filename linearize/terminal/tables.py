@@ -256,15 +256,15 @@ def mechanism_table(one: dict[str, Any]) -> None:
         f"{size(example['state_bytes'])}. A KV cache of {example['tokens']:,} tokens in 16 bits takes "
         f"{size(example['cache_bytes'])}.\n"
     )
-    columns = {"option": "short", "values": "text", "default": "text", "published": "text"}
+    columns = {"option": "short", "default": "short", "published": "short", "what it sets": "text"}
     rows = []
     for option in one["options"]:
         published = str(option["published"]) if option["published"] != option["default"] else ""
-        rows.append((option["name"], values(option), str(option["default"]), published))
+        meaning = f"{option['about']}: {values(option)}"
+        rows.append((option["name"], str(option["default"]), published, meaning))
     out.print(table(columns, rows))
     if any(option["published"] != option["default"] for option in one["options"]):
         out.print("\n`--set faithful=true` starts from what is published.")
-    out.print(f"\n{one['options_about']}")
 
 
 def presets_table(found: list[Preset]) -> None:

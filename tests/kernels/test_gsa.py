@@ -574,8 +574,8 @@ def test_gate_std_is_that_of_the_new_weights() -> None:
 
 
 def test_gate_heads_make_one_memory_per_key_head_or_per_query_head() -> None:
-    for gate_heads, E in (("kv", 2), ("query", 4)):
-        m = mixer(gate_heads=gate_heads, slots=16)
+    for state_heads, E in (("kv", 2), ("query", 4)):
+        m = mixer(state_heads=state_heads, slots=16)
         o, state = mix(m, tokens(C + 2))
         assert o.shape == (2, C + 2, 4, 6)
         assert state.keys.shape == (2, E, 16, 8)
@@ -651,11 +651,11 @@ def ring(W: int, **options: Any) -> GatedSlotAttention:
     return m
 
 
-@pytest.mark.parametrize("gate_heads", ["kv", "query"])
-def test_a_hard_clock_is_softmax_over_the_last_tokens(gate_heads: str) -> None:
+@pytest.mark.parametrize("state_heads", ["kv", "query"])
+def test_a_hard_clock_is_softmax_over_the_last_tokens(state_heads: str) -> None:
     W, T = 8, 50
     q, k, v, x = tokens(T)
-    o, _ = mix(ring(W, gate_heads=gate_heads), (q, k, v, x))
+    o, _ = mix(ring(W, state_heads=state_heads), (q, k, v, x))
     distance = torch.arange(T)[:, None] - torch.arange(T)
     exact = F.scaled_dot_product_attention(
         *(y.transpose(1, 2) for y in (q, k, v)), (distance >= 0) & (distance < W), enable_gqa=True
@@ -700,7 +700,7 @@ def test_a_fresh_clock_writes_mostly_its_turn_and_has_gradients() -> None:
     assert m.clock_strength.grad.any()
 
 
-@pytest.mark.parametrize("options", [{}, {"slots": 16, "gate_heads": "query"}, {"slots": 32, "clock": 8}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"slots": 16, "state_heads": "query"}, {"slots": 32, "clock": 8}], ids=str)
 def test_state_bytes_are_those_of_the_state(options: dict[str, Any]) -> None:
     m = mixer(**options)
     for T in (1, 40):

@@ -163,7 +163,7 @@ def mixer(**options: Any) -> Any:
 
 @pytest.mark.parametrize("features", ["hedgehog", "relu"])
 def test_learned_features_are_positive_with_products_of_about_one(features: str) -> None:
-    m = mixer(features=features)
+    m = mixer(feature_map=features)
     y = torch.randn(2, 50, 4, 8)
     phi = m.feature_map(y, "query")
     assert phi.shape[-1] == (16 if features == "hedgehog" else 8)
@@ -174,14 +174,14 @@ def test_learned_features_are_positive_with_products_of_about_one(features: str)
 
 @pytest.mark.parametrize("features", ["hedgehog", "relu"])
 def test_features_of_float64_are_as_exact(features: str) -> None:
-    m, y = mixer(features=features).double(), torch.randn(2, 9, 4, 8, dtype=torch.float64)
+    m, y = mixer(feature_map=features).double(), torch.randn(2, 9, 4, 8, dtype=torch.float64)
     weights = [getattr(m.features, f"query_{part}", None) for part in ("map", "bias")]
     assert torch.equal(m.feature_map(y, "query"), featured(y, features, m.site.scale, *weights))
 
 
 def test_hedgehog_starts_as_published_where_attention_is_causal() -> None:
     """softmax(q), softmax(-q) of what softmax attention would scale."""
-    m, y = mixer(features="hedgehog"), torch.randn(2, 9, 4, 8)
+    m, y = mixer(feature_map="hedgehog"), torch.randn(2, 9, 4, 8)
     expected = torch.cat([y.softmax(-1), (-y).softmax(-1)], -1) * (8 / 2) ** 0.5
     assert relative_error(m.feature_map(y, "query"), expected) < TOLERANCE[torch.float32]
 
@@ -193,7 +193,7 @@ def test_attention_to_both_sides_makes_no_state() -> None:
 
 @pytest.mark.parametrize("features", ["hedgehog", "relu"])
 def test_every_feature_map_learns(features: str) -> None:
-    m = mixer(features=features)
+    m = mixer(feature_map=features)
     q, k, v = (y.float() for y in inputs(20))
     o, _ = m(q, k, v, torch.zeros(2, 20, HIDDEN), TokenLayout())
     gradients = torch.autograd.grad(o.square().sum(), list(m.parameters()))

@@ -167,7 +167,9 @@ def test_a_conversion_starts_as_linear_attention_with_its_features() -> None:
     assert relative_error(mix(mixer, (q, k, v, x)), (o[..., :-1] / o[..., -1:]).detach()) < 0.03
 
 
-@pytest.mark.parametrize("option", [{"dwc": 0}, {"dwc": 3}, {"gate_rank": 4}, {"phi": "identity"}, {"norm": "head"}])
+@pytest.mark.parametrize(
+    "option", [{"dwc": 0}, {"dwc": 3}, {"gate_rank": 4}, {"feature_map": "identity"}, {"norm": "head"}]
+)
 def test_options_of_the_paper(option: dict[str, Any]) -> None:
     mixer, given = made(**option), tokens()
     assert mix(mixer, given).isfinite().all()
@@ -182,7 +184,7 @@ def test_the_mean_of_identity_features_is_over_tokens() -> None:
     """Without an image's worth of tokens more, nothing grows."""
     given = tokens()
     twice: Any = tuple(torch.cat([y, y], 1) for y in given)
-    mixer = made(phi="identity", dwc=0)
+    mixer = made(feature_map="identity", dwc=0)
     assert relative_error(mix(mixer, twice, grid=Grid((26,)))[:, :13], mix(mixer, given)) < TOLERANCE[torch.float32]
     summed = made(faithful=True, dwc=0)
     assert relative_error(mix(summed, twice, grid=Grid((26,)))[:, :13], 2 * mix(summed, given)) < 1e-5

@@ -186,7 +186,13 @@ def check_mixer() -> None:
     from linearize_kernels.saga import saga
 
     site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=False, grid="patches")
-    for options in ({}, {"phi": "identity"}, {"phi": "relu"}, {"phi": "elu", "norm": "head"}, {"norm": "none"}):
+    for options in (
+        {},
+        {"feature_map": "identity"},
+        {"feature_map": "relu"},
+        {"feature_map": "elu", "norm": "head"},
+        {"norm": "none"},
+    ):
         torch.manual_seed(0)
         mixer: Any = saga.SelectiveGates(site, **options)
         mixer.reset_parameters()
