@@ -30,7 +30,7 @@ from linearize.convert import convert
 from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
 from linearize.finetune import plan_base, versions
-from linearize.measure.compare import Request, measure, parse_lengths, read_blocks
+from linearize.measure.compare import EvalRequest, measure, parse_lengths, read_blocks
 from linearize.measure.generate import load_tokenizer
 from linearize.recipe.recipe import Recipe
 from linearize.train.runs import Run
@@ -272,7 +272,7 @@ def row_of(text: str, variant: Variant, teacher: Any, facts: dict[str, Any], arg
     tuner.train()
     ended = time.monotonic()
     blocks = read_blocks(recipe, tuner.processor, run.folder / "cache")
-    request = Request(parse_lengths(arguments.lengths), arguments.trials, arguments.seed, 32768)
+    request = EvalRequest(parse_lengths(arguments.lengths), arguments.trials, arguments.seed, 32768)
     teacher.to(tuner.device)
     with torch.autocast(tuner.device.type, torch.bfloat16, enabled=tuner.wide):
         measures = measure(

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .checkpoint.atomic import check_output, output_folder
 from .checkpoint.carried import carried_files, left_behind
-from .checkpoint.code import Natives
+from .checkpoint.code import SourceClasses
 from .checkpoint.provenance import check_code_cache
 from .checkpoint.shards import meta_tensors
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
@@ -40,7 +40,7 @@ def plan_conversion(
     trust_remote_code: bool = False,
     weights: bool = True,
     **asked: Any,
-) -> tuple[Plan, Source, Natives]:
+) -> tuple[Plan, Source, SourceClasses]:
     """Decide everything and touch nothing. With `weights` False the shards need not be there.
 
     `asked` are the other fields of a `Request`. Raises LinearizeError with the exit code of the obstacle.
@@ -51,7 +51,7 @@ def plan_conversion(
     check_secrets(source)
     carried_files(source.folder)  # raises for links that lead elsewhere
     config = load_config(source, trust_remote_code)
-    natives = Natives(config, load_model_class(source, config, trust_remote_code))
+    natives = SourceClasses(config, load_model_class(source, config, trust_remote_code))
     plan = request.plan(
         source,
         probe(config, natives.head),
@@ -67,7 +67,7 @@ def plan_conversion(
 def convert(
     plan: Plan,
     source: Source,
-    natives: Natives,
+    natives: SourceClasses,
     output: Path,
     *,
     overwrite: bool = False,
@@ -83,9 +83,9 @@ def convert(
         check_disk(plan, source, output)
     with output_folder(output, overwrite) as folder:
         write_checkpoint(folder, source, plan, natives, seed)
-        said = verify(folder, level, source, plan, trust_remote_code)
-    say(said)
-    return said
+        message = verify(folder, level, source, plan, trust_remote_code)
+    say(message)
+    return message
 
 
 def unread(source: Source, *_: Any) -> list[str]:
@@ -114,8 +114,8 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
 def own_code(source: Source, files: str, how: str = "ships") -> LinearizeError:
     """What to say of a source that ships, or runs, code that is not trusted."""
     pin = f" --revision {source.revision}" if source.revision else ""
-    said = f"{source.name} {how} its own code ({files}). Read it, then pass --trust-remote-code{pin}"
-    return LinearizeError(said, Exit.INCOMPATIBLE)
+    message = f"{source.name} {how} its own code ({files}). Read it, then pass --trust-remote-code{pin}"
+    return LinearizeError(message, Exit.INCOMPATIBLE)
 
 
 def check_adapter(source: Source) -> None:
@@ -189,8 +189,8 @@ def check_paths(source: Source, output: Path, overwrite: bool) -> None:
     files = [Path(os.path.realpath(f)) for f in source.folder.iterdir() if f.is_symlink()]
     for path in (folder, target):
         if os.fsencode(path).decode("utf-8", "replace") != str(path):
-            said = f"{path} is not valid UTF-8, and safetensors opens no such path. Rename it"
-            raise LinearizeError(said, Exit.INCOMPATIBLE)
+            message = f"{path} is not valid UTF-8, and safetensors opens no such path. Rename it"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
     if _holds(folder, target) or any(_holds(target, path) for path in (folder, *files)):
         raise LinearizeError(f"-o {output} and the source {source.folder} must be separate folders")
     check_output(output, overwrite)
@@ -202,7 +202,7 @@ def _holds(folder: Path, path: Path) -> bool:
     return folder in places or (folder.exists() and any(p.exists() and p.samefile(folder) for p in places))
 
 
-def check_weights(source: Source, natives: Natives) -> None:
+def check_weights(source: Source, natives: SourceClasses) -> None:
     """Load the source onto the meta device: raises LinearizeError (exit 3) when config and weights disagree."""
     weights: dict[str, torch.Tensor] = {}
     for shard in source.shards:
@@ -231,8 +231,8 @@ def check_weights(source: Source, natives: Natives) -> None:
 
 def disagree(what: object, how: str) -> LinearizeError:
     """What to say of a folder of which part was exchanged."""
-    said = f"config.json and the weights of {what} disagree: {how}. Download both from one revision"
-    return LinearizeError(said, Exit.INCOMPATIBLE)
+    message = f"config.json and the weights of {what} disagree: {how}. Download both from one revision"
+    return LinearizeError(message, Exit.INCOMPATIBLE)
 
 
 def check_disk(plan: Plan, source: Source, output: Path) -> None:
@@ -242,5 +242,5 @@ def check_disk(plan: Plan, source: Source, output: Path) -> None:
     need = plan.needed_bytes + (0 if linked or plan.cast or source.pickled else source.bytes)
     free = shutil.disk_usage(parent).free
     if need > free:
-        said = f"need {size(need)} in {parent}, {size(free)} free. Make room, or choose another -o"
-        raise LinearizeError(said, Exit.RESOURCE)
+        message = f"need {size(need)} in {parent}, {size(free)} free. Make room, or choose another -o"
+        raise LinearizeError(message, Exit.RESOURCE)

@@ -147,8 +147,8 @@ def writing(what: Path, then: str = "", inside: Path | None = None) -> Iterator[
         if inside and not full and isinstance(refused.filename, str | os.PathLike) and refused.filename2 is None:
             read = Path(refused.filename)
             if read != inside and inside not in read.parents:
-                said = f"cannot read {read}: {refused.strerror or refused}"
-                raise LinearizeError(said, Exit.RESOURCE) from error
+                message = f"cannot read {read}: {refused.strerror or refused}"
+                raise LinearizeError(message, Exit.RESOURCE) from error
         room = ". Make room, and run the same command again" if full else ""
         raise LinearizeError(f"cannot write {what}: {_reason(refused)}{room}{then}", Exit.RESOURCE) from error
 
@@ -171,5 +171,5 @@ def resource_error(error: BaseException) -> LinearizeError | None:
 
 
 def _reason(refused: OSError) -> str:
-    said = "no space left on the disk" if refused.errno in FULL else refused.strerror or str(refused)
-    return f"{said} ({refused.filename})" if refused.filename else said
+    message = "no space left on the disk" if refused.errno in FULL else refused.strerror or str(refused)
+    return f"{message} ({refused.filename})" if refused.filename else message

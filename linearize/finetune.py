@@ -109,9 +109,9 @@ def upgrade_base(recipe: Recipe, run: Run, base: Path, say: Say) -> None:
     planned = plan_upgrade(base, None if base == run.converted else run.converted, trust_remote_code=trust)
     if planned is not None:
         run.note_base(None)  # a kill within finds no hashes of the code before
-        said = upgrade(planned)
+        message = upgrade(planned)
         run.note_base(run.converted)
-        say(f"{base} has the code of linearize {version}, this run that of {__version__}. {said}")
+        say(f"{base} has the code of linearize {version}, this run that of {__version__}. {message}")
 
 
 def begin(recipe: Recipe, run: Run, base: Path | None, commit: str | None, say: Say) -> None:

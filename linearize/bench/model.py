@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.code import Natives
+from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source, open_source
 from ..convert import plan_conversion
 from ..errors import LinearizeError, did_you_mean
@@ -73,7 +73,7 @@ def bench_model(
 
 def plan_for(
     model: str | None, shape: str | None, mechanism: str, options: dict[str, Any], **changes: Any
-) -> tuple[Plan, Source, Natives]:
+) -> tuple[Plan, Source, SourceClasses]:
     """The conversion of a model, or of a shape by name; `changes` replace entries of its config.
 
     Raises LinearizeError: 2 unless either a model or a known shape is given, and whatever planning raises.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache
 
-from ..checkpoint.code import Natives
+from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
 from ..errors import LinearizeError
 from ..measure.generate import check_compiles
@@ -49,7 +49,7 @@ PROMPT = 4
 
 
 def bench_text(
-    planned: tuple[Plan, Source, Natives],
+    planned: tuple[Plan, Source, SourceClasses],
     mechanism: str,
     *,
     train: Sequence[int] = (2048, 8192),
@@ -92,8 +92,8 @@ def check_positions(model: Any, lengths: list[int]) -> None:
     """Raise LinearizeError (exit 2) for more tokens than a model takes, which on a GPU would end the whole process."""
     most = most_tokens(model)
     if most is not None and max(lengths, default=0) > most:
-        said = f"{type(model).__name__} takes at most {most} tokens"
-        raise LinearizeError(f"{said}: give --train up to {most} and --contexts up to {most - TOKENS}")
+        message = f"{type(model).__name__} takes at most {most} tokens"
+        raise LinearizeError(f"{message}: give --train up to {most} and --contexts up to {most - TOKENS}")
 
 
 def some_tokens(model: Any, batch: int, length: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from linearize_kernels.hf.seam import mixers_of
 from linearize_kernels.layout import reduce_keys, this_thread
 
-from ..checkpoint.code import Natives
+from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
 from ..plan.plan import Plan
 from ..train.save import meta_model
@@ -45,8 +45,8 @@ PIXELS, MOST = 16 * 1280**2, 256
 
 
 def bench_images(
-    planned: tuple[Plan, Source, Natives],
-    again: Callable[..., tuple[Plan, Source, Natives]],
+    planned: tuple[Plan, Source, SourceClasses],
+    again: Callable[..., tuple[Plan, Source, SourceClasses]],
     mechanism: str,
     *,
     compiled: bool = False,

@@ -18,7 +18,7 @@ from .templates import templates_of
 MODELING_FILE = "modeling_linearized.py"
 
 
-class Natives:
+class SourceClasses:
     """The source's own classes: its config, its model with a head, and its bare model where there is one."""
 
     def __init__(self, config: Any, model_class: Any) -> None:
@@ -48,7 +48,7 @@ class Natives:
         return sum(p.numel() for p in self.meta.parameters())
 
 
-def auto_map(natives: Natives) -> dict[str, str]:
+def auto_map(natives: SourceClasses) -> dict[str, str]:
     """`auto_map` of config.json: which rendered class serves which Auto class."""
     config, head = natives.config.__name__, natives.head.__name__
     entries = {"AutoConfig": config, **dict.fromkeys(auto_names(natives.config, natives.head), head)}
@@ -72,13 +72,13 @@ def auto_names(config: Any, head: Any) -> list[str]:
     return [name for name in serving if name != "AutoModelForPreTraining"] or serving
 
 
-def code_files(plan: Plan, natives: Natives) -> dict[str, str]:
+def code_files(plan: Plan, natives: SourceClasses) -> dict[str, str]:
     """File name -> text of all the code that the checkpoint carries."""
     files = flat_files([*mixer_files(plan), *(["capture"] if captured(plan) else []), "seam"])
     return {MODELING_FILE: modeling(__version__, plan, natives, files)} | files
 
 
-def modeling(version: str, plan: Plan, natives: Natives, files: Mapping[str, str]) -> str:
+def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[str, str]) -> str:
     """modeling_linearized.py as linearize `version` writes it beside the kernel files `files` (name -> text)."""
     templates, config = templates_of(version), natives.config.__name__
     mixers = {name: mixer_class(files.get(f"{name}.py", "")) for name in mixer_files(plan)}
@@ -115,7 +115,7 @@ def captured(plan: Plan) -> bool:
     return any(not step.site.routed for step in plan.steps)
 
 
-def _conversion_pairs(natives: Natives) -> str:
+def _conversion_pairs(natives: SourceClasses) -> str:
     pairs = [(natives.model_type, "linearized_" + natives.model_type)]
     pairs += [(m.__name__, "Linearized" + m.__name__) for m in natives.models]
     return ", ".join(f'("{native}", "{own}")' for native, own in pairs)

@@ -23,7 +23,7 @@ from ..plan.plan import DIFFUSERS, Plan, Step, some
 from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
 from . import write as checkpoint
-from .code import MODELING_FILE, Natives, auto_map, modeling
+from .code import MODELING_FILE, SourceClasses, auto_map, modeling
 from .flatten import imported
 from .known_code import known_files, sha256_of
 from .shards import in_parallel, known_sha256
@@ -256,11 +256,11 @@ def origin_of(folder: Path, plan: Plan) -> Origin:
     return Origin(origin.version, sorted([*changed, *named_code(folder, natives)]))
 
 
-def natives_of(plan: Plan) -> Natives:
+def natives_of(plan: Plan) -> SourceClasses:
     """The source's classes. Raises ValueError or LinearizeError for a model that transformers does not have."""
     with quiet():
         config = AutoConfig.for_model(plan.model_type, architectures=[plan.architecture])
-    return Natives(config, model_class_of(config))
+    return SourceClasses(config, model_class_of(config))
 
 
 def behind(folder: Path, plan: Plan) -> str | None:
@@ -282,7 +282,7 @@ def with_origin(name: str, value: str | None) -> str:
     return f"{name} of linearize {versions[0]}" if versions else name
 
 
-def named_code(folder: Path, natives: Natives) -> Iterator[str]:
+def named_code(folder: Path, natives: SourceClasses) -> Iterator[str]:
     """Names of JSON files that name other code than linearize's: of this folder, of the Hub, of an adapter's base."""
     if (folder / ADAPTER_CONFIG).exists():  # transformers would load the base model that it names, and its code
         yield ADAPTER_CONFIG

@@ -92,8 +92,8 @@ def meta_tensors(shard: Path) -> dict[str, torch.Tensor]:
 def torch_dtype(shard: Path, entry: Entry) -> torch.dtype:
     """Raises LinearizeError (exit 3) for a dtype that cannot be rewritten, such as packed 4-bit numbers."""
     if entry.dtype not in TORCH_DTYPES:
-        said = f"{shard} holds {entry.dtype}: surgery needs float weights; use the model's float version"
-        raise LinearizeError(said, Exit.INCOMPATIBLE)
+        message = f"{shard} holds {entry.dtype}: surgery needs float weights; use the model's float version"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     return TORCH_DTYPES[entry.dtype]
 
 

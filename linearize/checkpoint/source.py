@@ -101,8 +101,8 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
 def check_revision(folder: str, revision: str | None) -> None:
     """Raise LinearizeError (exit 2) for a revision of a folder here, which has none."""
     if revision is not None:
-        said = f"{folder} is a folder here, and a revision ({revision}) is a branch, tag or commit on the Hub"
-        raise LinearizeError(f"{said}. Leave it out, or give the Hub's user/repo")
+        message = f"{folder} is a folder here, and a revision ({revision}) is a branch, tag or commit on the Hub"
+        raise LinearizeError(f"{message}. Leave it out, or give the Hub's user/repo")
 
 
 def _is_folder(path: Path) -> bool:

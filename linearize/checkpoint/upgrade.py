@@ -58,8 +58,8 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
     if not folder.is_dir():
         raise absent(folder, "no such folder:")
     if holds_diffusers(str(folder)):
-        said = f"{folder} is a model of diffusers, which upgrade does not rewrite. Convert its source again"
-        raise LinearizeError(said, Exit.INCOMPATIBLE)
+        message = f"{folder} is a model of diffusers, which upgrade does not rewrite. Convert its source again"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     read_plan(folder)  # which says what to do where there is none
     source = open_source(str(folder), None)
     if output is not None:
@@ -160,12 +160,12 @@ def compared(old: Path, new: Path) -> str:
 
     Raises LinearizeError (exit 6) for tensors that are missing, and for logits that differ.
     """
-    said = "reloaded in a clean process: {} tensors, none missing, none unexpected"
+    message = "reloaded in a clean process: {} tensors, none missing, none unexpected"
     if not fits_twice([old]):
-        return said.format(check_keys(new)) + "; logits not compared, twice the weights exceed free memory"
+        return message.format(check_keys(new)) + "; logits not compared, twice the weights exceed free memory"
     with ThreadPoolExecutor() as pool:
         before, after = pool.submit(reload_logits, old), pool.submit(reload_logits, new)
         count, logits, child = after.result()
         difference = compare(logits, before.result()[1], "the upgraded model's logits differ from before by")
     equal = f"; logits equal those of before (largest difference {difference:.1e})"
-    return said.format(count) + equal + check_steps(child)
+    return message.format(count) + equal + check_steps(child)

@@ -19,7 +19,7 @@ from ..plan.plan import Plan
 from . import card
 from .atomic import MANIFEST
 from .carried import carried_files
-from .code import Natives, auto_map, code_files
+from .code import SourceClasses, auto_map, code_files
 from .shards import (
     BLOCK,
     NAMES,
@@ -47,7 +47,7 @@ Hashes = dict[str, dict[str, dict[str, str]]]
 Rewritten = tuple[dict[str, Entry], dict[str, str], set[str]]  # what a shard holds now; its hashes; what was cast
 
 
-def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives, seed: int) -> None:
+def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: SourceClasses, seed: int) -> None:
     """Write the whole converted model into the empty `folder`."""
     shards, hashes = write_source_shards(folder, source, plan, natives.tied())
     mixers = write_mixers(folder / MIXER_SHARD, plan, seed)
@@ -57,15 +57,15 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: Natives,
     copy_carried(source.folder, folder)
     for name, text in code_files(plan, natives).items():
         if (folder / name).exists():
-            said = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"
-            raise LinearizeError(said, Exit.INCOMPATIBLE)
+            message = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
         (folder / name).write_text(text, "utf-8")
     write_json(folder / "config.json", converted_config(source.config, plan, natives))
     (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
     write_json(folder / MANIFEST, manifest(folder, plan, hashes))
 
 
-def converted_config(config: dict[str, Any], plan: Plan, natives: Natives) -> dict[str, Any]:
+def converted_config(config: dict[str, Any], plan: Plan, natives: SourceClasses) -> dict[str, Any]:
     """The source's config.json with our model type, classes and plan."""
     changed = {
         **config,
@@ -212,8 +212,8 @@ def load_pickle(shard: Path) -> dict[str, torch.Tensor]:
     except Exception as error:
         raise _pickle_error(shard, error) from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        said = f"{shard} does not hold a plain mapping of names to tensors. Use a safetensors version of the model"
-        raise LinearizeError(said, Exit.INCOMPATIBLE)
+        message = f"{shard} does not hold a plain mapping of names to tensors. Use a safetensors version of the model"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     return tensors
 
 

@@ -39,12 +39,12 @@ def evaluate(
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
     text = load_recipe(recipe, [f"model.base={json.dumps(teacher)}", *(overrides or [])])
-    from ..measure.compare import Request, check_text, compare, parse_lengths
+    from ..measure.compare import EvalRequest, check_text, compare, parse_lengths
     from ..measure.generate import load
     from ..terminal.tables import comparison_table
 
     check_text(text)
-    request = Request(parse_lengths(lengths), trials, seed, batch_tokens)
+    request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     ours, theirs = (load(name, None, teacher=False, **options) for name in (student, teacher))
     result = {"student": student, "teacher": teacher, "seed": seed, **compare(ours, theirs, text, request)}

@@ -127,8 +127,8 @@ def small_batch(model: Any, stage: Any, samples: int) -> str:
     if kind_of(model) != "images" or samples >= FEW_IMAGES:
         return ""
     images = "image" if samples == 1 else "images"
-    said = f"note: a step of {stage.name} sees {samples} {images}, and gradients of so few may not converge"
-    return f"{said}. Give it batch.per_device: 64, or as many as memory holds and the rest by batch.accumulate"
+    message = f"note: a step of {stage.name} sees {samples} {images}, and gradients of so few may not converge"
+    return f"{message}. Give it batch.per_device: 64, or as many as memory holds and the rest by batch.accumulate"
 
 
 def open_processor(folder: Path, kind: Kind) -> Any:
@@ -149,8 +149,8 @@ def _image_processor(folder: Path) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
     except ImportError:
-        said, _ = transformers.ImageProcessingMixin.get_image_processor_dict(folder)
-        native = getattr(transformers, said.get("image_processor_type", ""), None)
+        message, _ = transformers.ImageProcessingMixin.get_image_processor_dict(folder)
+        native = getattr(transformers, message.get("image_processor_type", ""), None)
         if native is None:
             raise
         return native.from_pretrained(folder)
@@ -178,8 +178,8 @@ def open_samples(
         if images.note:
             say(images.note)
         if sft and set(images.labels) == {IGNORED}:
-            said = f"{images.found.where} names no class of an image, and sft learns and scores nothing else"
-            raise LinearizeError(f"{said}. Give a folder for each class, labels or label_key, or choose logit_kl")
+            message = f"{images.found.where} names no class of an image, and sft learns and scores nothing else"
+            raise LinearizeError(f"{message}. Give a folder for each class, labels or label_key, or choose logit_kl")
         return images
     text = to_source(source, pack.text_key, start)
     blocks = build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=max_tokens)
@@ -224,19 +224,19 @@ def check_trains(model: Any, kind: Kind) -> None:
     name, instead = type(model).__name__, "Train its mixers in a loop of your own: they are ordinary parameters"
     inputs = make_inputs(model, 1, 4)
     if kind != "images" and model.main_input_name != "input_ids":
-        said = f"{name} takes {model.main_input_name}, and finetune has data of text and of images alone"
+        message = f"{name} takes {model.main_input_name}, and finetune has data of text and of images alone"
     elif kind != "images" and model.config.is_encoder_decoder:
-        said = f"{name} reads one text and writes another, and finetune has data of single texts alone"
+        message = f"{name} reads one text and writes another, and finetune has data of single texts alone"
     elif [*inputs] != [model.main_input_name]:
-        said = f"{name} takes {' and '.join(inputs)} together, and finetune has data of one of them alone"
+        message = f"{name} takes {' and '.join(inputs)} together, and finetune has data of one of them alone"
     elif kind == "images" and inputs["pixel_values"].ndim != 4:
-        said = f"{name} takes films, and finetune has data of text and of images alone"
+        message = f"{name} takes films, and finetune has data of text and of images alone"
     elif kind == "masked" and has_head(model) and model.get_output_embeddings() is None:
-        said = f"{name} predicts no tokens, and of text finetune has no other labels"
+        message = f"{name} predicts no tokens, and of text finetune has no other labels"
         instead = "Convert the model with its head for masked tokens, or without a head (feature_cosine)"
     else:
         return
-    raise LinearizeError(f"{said}. {instead}", Exit.INCOMPATIBLE)
+    raise LinearizeError(f"{message}. {instead}", Exit.INCOMPATIBLE)
 
 
 def check_vocabulary(tokenizer: Any, model: Any, data: list[Samples]) -> None:

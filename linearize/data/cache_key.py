@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Exit, LinearizeError, absent, check_file
-from .documents import SUFFIXES, Source, rows_of
+from .documents import SUFFIXES, TextSource, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _PROBE = "a B1, 2\n\u00e9  <s>"  # how a tokenizer cuts this stands in for what its vocabulary does not say
 
 
-def identity(source: Source) -> list[Any]:
+def identity(source: TextSource) -> list[Any]:
     """What the text depends on, for a cache key: content where it is at hand, else the dataset's address."""
     address = [source.path, source.name, source.split, source.streaming, source.text_key]
     if source.demo:

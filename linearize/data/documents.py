@@ -24,7 +24,7 @@ SUFFIXES = (".txt", ".jsonl")
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Where documents come from: exactly one of `files`, `path` (a `datasets` name or folder) and `demo`.
 
     A Hub dataset is known by its name, not by its content: to read a newer version, delete the cache.
@@ -66,7 +66,7 @@ class _Slab(NamedTuple):
     last: bool
 
 
-def pieces(source: Source, tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> Iterator[Piece]:
+def pieces(source: TextSource, tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> Iterator[Piece]:
     """The documents of `source` in order. Without `sft` a conversation is text like any other."""
     return _Encoder(tokenizer, source.text_key, sft).pieces(rows_of(source))
 
@@ -75,8 +75,8 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """What documents end with: eos, or an encoder's separator. Raises LinearizeError where there is neither."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
-        said = "the tokenizer has no eos token to end documents with. Name one in the model's tokenizer_config.json"
-        raise LinearizeError(said, Exit.INCOMPATIBLE)
+        message = "the tokenizer has no eos token to end documents with. Name one in the model's tokenizer_config.json"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     return int(end)
 
 
@@ -219,7 +219,7 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
     return list(messages)
 
 
-def rows_of(source: Source) -> Iterator[_Row]:
+def rows_of(source: TextSource) -> Iterator[_Row]:
     if source.demo:
         from linearize.demo.corpus import documents, package_documents
 
@@ -261,7 +261,7 @@ def _json_object(where: str, line: str) -> dict[str, Any]:
     return value
 
 
-def _dataset_rows(source: Source) -> Iterator[_Row]:
+def _dataset_rows(source: TextSource) -> Iterator[_Row]:
     assert source.path is not None
     with dataset_errors(str(source)):
         for i, fields in enumerate(open_dataset(source.path, source.name, source.split, source.streaming)):

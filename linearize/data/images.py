@@ -140,8 +140,10 @@ def name_numbers(found: Labelled, names: list[str], config: Any, count: int) -> 
     unknown = [name for name in names if name not in own]
     for name in names:
         if len(own.get(name, ())) > 1:
-            said = f"{found.where} has the class {name!r}, which the model has as {own[name][0]} and as {own[name][1]}"
-            raise LinearizeError(f"{said}. Give the folders numbers for names", Exit.INCOMPATIBLE)
+            message = (
+                f"{found.where} has the class {name!r}, which the model has as {own[name][0]} and as {own[name][1]}"
+            )
+            raise LinearizeError(f"{message}. Give the folders numbers for names", Exit.INCOMPATIBLE)
     if not unknown:
         return {name: own[name][0] for name in names}
     unnamed = all(name.startswith("LABEL_") for name in own)
@@ -152,8 +154,8 @@ def name_numbers(found: Labelled, names: list[str], config: Any, count: int) -> 
         numbers = {name: int(name) for name in names}
         twice = next((name for name in names if list(numbers.values()).count(int(name)) > 1), None)
         if twice is not None:
-            said = f"{found.where} has class {int(twice)} under several names, one of them {twice!r}. Leave one"
-            raise LinearizeError(said, Exit.INCOMPATIBLE)
+            message = f"{found.where} has class {int(twice)} under several names, one of them {twice!r}. Leave one"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
         return numbers
     if unnamed and len(unknown) == len(names) == count and not digits:
         return {name: number for number, name in enumerate(names)}

@@ -23,8 +23,8 @@ class MaskedBlocks:
 
     def __init__(self, blocks: Blocks, tokenizer: Any, seed: int) -> None:
         if tokenizer.mask_token_id is None:
-            said = "the tokenizer has no mask token. Name one in the model's tokenizer_config.json"
-            raise LinearizeError(said, Exit.INCOMPATIBLE)
+            message = "the tokenizer has no mask token. Name one in the model's tokenizer_config.json"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
         self.blocks, self.seed, self.seq_len = blocks, seed, blocks.seq_len
         self.mask, self.vocabulary = tokenizer.mask_token_id, tokenizer.vocab_size
         self.special = torch.tensor(tokenizer.all_special_ids)

@@ -27,12 +27,12 @@ from torch import Tensor
 from ..errors import Exit, LinearizeError
 from ..train.losses import IGNORED
 from .cache_key import fingerprint, identity
-from .documents import Piece, Source, end_token, pieces
+from .documents import Piece, TextSource, end_token, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["BlockOrder", "Blocks", "Source", "build_blocks", "data_fingerprint"]
+__all__ = ["BlockOrder", "Blocks", "TextSource", "build_blocks", "data_fingerprint"]
 
 Words = npt.NDArray[np.uint32]
 
@@ -129,7 +129,7 @@ def hashed_generator(seed: int, number: int) -> torch.Generator:
 
 
 def build_blocks(
-    source: Source,
+    source: TextSource,
     tokenizer: PreTrainedTokenizerBase,
     seq_len: int,
     cache_dir: Path,

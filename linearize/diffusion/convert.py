@@ -95,9 +95,9 @@ def convert(
         check_disk(plan, source, output)
     with output_folder(output, overwrite) as folder:
         write_pipeline(folder, plan, source, parts, seed)
-        said = verify(folder, level, plan, parts)
-    say(said)
-    return said
+        message = verify(folder, level, plan, parts)
+    say(message)
+    return message
 
 
 # ---------------------------------------------------------------- the source
@@ -150,11 +150,11 @@ def _part(folder: Path, name: str, config: dict[str, Any], kind: str, diffusers:
     if "linearize" in config:
         raise LinearizeError(f"{folder} is linear already, as {kind}. Convert what it was made of", Exit.INCOMPATIBLE)
     if config.get("quantization_config"):
-        said = f"{folder} is quantized: surgery needs float weights; use its base model"
-        raise LinearizeError(said, Exit.INCOMPATIBLE)
+        message = f"{folder} is quantized: surgery needs float weights; use its base model"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     if not hasattr(diffusers, kind):
-        said = f"diffusers {diffusers.__version__} has no {kind}: upgrade it"
-        raise LinearizeError(said, Exit.INCOMPATIBLE)
+        message = f"diffusers {diffusers.__version__} has no {kind}: upgrade it"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     source = Source(folder, folder.name, None, config, *find_shards(folder, weights, FORMATS))
     check_secrets(source)
     return Part(name, source, build(getattr(diffusers, kind), source))
@@ -170,8 +170,8 @@ def check_files(source: Source, parts: list[Part], trust_remote_code: bool) -> N
     links to elsewhere, except of weights."""
     for path in source.folder.rglob("*"):
         if path.is_symlink() and not path.is_file():
-            said = f"{path} is a link to {os.path.realpath(path)}, no file. Put there what it stands for"
-            raise LinearizeError(said, Exit.INCOMPATIBLE)
+            message = f"{path} is a link to {os.path.realpath(path)}, no file. Put there what it stands for"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
     for path in other_files(source, parts)[0]:
         if path.suffix not in WEIGHTS:
             check_file(path, source.folder)

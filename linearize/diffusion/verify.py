@@ -71,14 +71,16 @@ def verify(folder: Path, level: Level, plan: Plan, parts: list[Part]) -> str:
             theirs = {part.name: source_outputs(folder, part, plan) for part in parts} if full else {}
             found = result_of(child)
         count = sum(check_keys(folder / name, shapes) for name, shapes in found["shapes"].items())
-        said = f"loaded by diffusers in a clean process without linearize: {count} tensors, none missing or unexpected"
+        message = (
+            f"loaded by diffusers in a clean process without linearize: {count} tensors, none missing or unexpected"
+        )
         if not full:
-            return said + ("; outputs not compared (--verify full)" if level == "auto" else "")
+            return message + ("; outputs not compared (--verify full)" if level == "auto" else "")
         ours = torch.load(target)
     differ = "outputs differ from the source's by"
     worst = max(compare(ours[name][n], theirs[name][n], differ) for name in theirs for n in (0, 1))
     equal = "outputs equal those of the source's class with mixers and, as teacher, of the source"
-    return f"{said}; {equal} (largest difference {worst:.1e})"
+    return f"{message}; {equal} (largest difference {worst:.1e})"
 
 
 def check_keys(folder: Path, shapes: dict[str, list[int]]) -> int:
@@ -228,6 +230,6 @@ def check_behaviours(folder: Path, limit: float) -> list[Check]:
         return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
 
     def wrong(found: dict[str, Any]) -> list[str]:
-        return [said for part, shapes in found["shapes"].items() for said in unlike(folder / part, shapes)]
+        return [message for part, shapes in found["shapes"].items() for message in unlike(folder / part, shapes)]
 
     return checks.reload(CHECK, [str(folder.absolute()), "checks", str(limit)], wrong)

@@ -27,15 +27,15 @@ def hub_errors(repo: str, absent: str, offline: str, revision: str | None = None
             chain.append(chain[-1].__cause__)
         answers = [e for e in chain if isinstance(e, errors.HfHubHTTPError | errors.LocalTokenNotFoundError)]
         if answers:
-            said = _answer(answers[-1], repo, absent, revision)
+            message = _answer(answers[-1], repo, absent, revision)
         elif not any(map(unreached, chain)):
             raise
         elif constants.HF_HUB_OFFLINE:
-            said = offline
+            message = offline
         else:
-            said = f"{constants.ENDPOINT} cannot be reached ({_shortly(chain[-1])}) for {repo!r}{absent}. Check the "
-            said += "network and its proxy (HTTPS_PROXY, HF_ENDPOINT), and run this again: what has arrived stays"
-        raise LinearizeError(said, Exit.HUB) from error
+            message = f"{constants.ENDPOINT} cannot be reached ({_shortly(chain[-1])}) for {repo!r}{absent}. Check the "
+            message += "network and its proxy (HTTPS_PROXY, HF_ENDPOINT), and run this again: what has arrived stays"
+        raise LinearizeError(message, Exit.HUB) from error
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ TASKS = ("recall", "needle")
 
 
 @dataclass(frozen=True)
-class Request:
+class EvalRequest:
     """What to measure: `lengths` in tokens, `trials` rows of each task and length, `batch_tokens` at a time."""
 
     lengths: tuple[int, ...]
@@ -65,18 +65,18 @@ def check_pair(student: Loaded, teacher: Loaded) -> None:
         )
 
 
-def check_lengths(student: Loaded, teacher: Loaded, recipe: Recipe, request: Request) -> None:
+def check_lengths(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalRequest) -> None:
     """Raise LinearizeError (exit 2) for texts of more tokens than one of the models takes."""
     for length, option in ((recipe.data.pack.seq_len, "data.pack.seq_len="), (max(request.lengths), "--lengths ")):
         for model in (student.model, teacher.model):
             most = most_tokens(model)
             if most is not None and length > most:
-                said = f"{type(model).__name__} takes at most {most} tokens"
-                raise LinearizeError(f"{option}{length}: {said}. Give {option}{most}, or less")
+                message = f"{type(model).__name__} takes at most {most} tokens"
+                raise LinearizeError(f"{option}{length}: {message}. Give {option}{most}, or less")
 
 
 @device_memory()
-def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: Request) -> dict[str, Any]:
+def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalRequest) -> dict[str, Any]:
     """All measures, on the evaluation text of a recipe; what `--json` prints.
 
     Raises LinearizeError: 2 for text or lengths that do not suffice, 3 for models that do not belong together.
@@ -110,7 +110,7 @@ def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
 
 
 def measure(
-    student: Any, teacher: Any, tokenizer: Any, blocks: Blocks, max_tokens: int, request: Request
+    student: Any, teacher: Any, tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
 ) -> dict[str, Any]:
     """`compare` for models at hand, which are on one device."""
     with evaluating(student), evaluating(teacher):

@@ -83,8 +83,8 @@ def check_request(prompt: str, sampling: Sampling) -> None:
             f"--temperature {sampling.temperature:g}: give 0 for the likeliest token, or >= {LOWEST:g}"
         )
     if sampling.temperature == 0 and sampling.top_p != 1:
-        said = f"--top-p {sampling.top_p:g} is for sampling, and --temperature 0 takes the likeliest token"
-        raise LinearizeError(f"{said}. Add --temperature 1, or leave out --top-p")
+        message = f"--top-p {sampling.top_p:g} is for sampling, and --temperature 0 takes the likeliest token"
+        raise LinearizeError(f"{message}. Add --temperature 1, or leave out --top-p")
 
 
 @device_memory()
@@ -107,8 +107,8 @@ def load(
         load_config(source, trust_remote_code)  # refuses code of its own without trust
         loaded = _load_native(source, kind, trust_remote_code)
     if not writes_text(loaded):
-        said = f"{model} is a {type(loaded).__name__}, which writes no text. Load it in Python, see its README.md"
-        raise LinearizeError(said, Exit.INCOMPATIBLE)
+        message = f"{model} is a {type(loaded).__name__}, which writes no text. Load it in Python, see its README.md"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     tokenizer = load_tokenizer(source.folder, linearized or trust_remote_code)
     return Loaded(loaded.to(where).eval(), tokenizer, teacher)
 
@@ -118,8 +118,8 @@ def _device(name: str) -> str:
     if name not in choices:
         raise LinearizeError(f"--device {name}: choose {', '.join(choices)}.{did_you_mean(name, choices)}")
     if name == "cuda" and not torch.cuda.is_available():
-        said = "--device cuda: torch sees no CUDA device. Choose cpu; linearize doctor shows torch"
-        raise LinearizeError(said, Exit.RESOURCE)
+        message = "--device cuda: torch sees no CUDA device. Choose cpu; linearize doctor shows torch"
+        raise LinearizeError(message, Exit.RESOURCE)
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -142,8 +142,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, *MALFORMED) as error:
         if not trust_remote_code and "trust_remote_code=True" in str(error):
-            said = f"the tokenizer of {folder} has code of its own. Read it, then pass --trust-remote-code"
-            raise LinearizeError(f"{said} (in a recipe, model.trust_remote_code: true)", Exit.INCOMPATIBLE) from error
+            message = f"the tokenizer of {folder} has code of its own. Read it, then pass --trust-remote-code"
+            raise LinearizeError(
+                f"{message} (in a recipe, model.trust_remote_code: true)", Exit.INCOMPATIBLE
+            ) from error
         raise LinearizeError(
             f"no tokenizer can be loaded from {folder}: {reason_of(error)}. Copy the source's tokenizer files there",
             Exit.INCOMPATIBLE,
@@ -175,9 +177,9 @@ def check_fits(model: Any, prompt: int, new: int) -> None:
     """Raise LinearizeError (exit 2) where `prompt` and `new` tokens are more than a model takes."""
     most = most_tokens(model)
     if most is not None and prompt + new > most + 1:  # the last token is not read again
-        said = f"{type(model).__name__} takes at most {most} tokens, and the prompt has {prompt}"
+        message = f"{type(model).__name__} takes at most {most} tokens, and the prompt has {prompt}"
         instead = f"Give --max-new-tokens {most + 1 - prompt}, or less" if prompt <= most else "Shorten it"
-        raise LinearizeError(f"--max-new-tokens {new}: {said}. {instead}")
+        raise LinearizeError(f"--max-new-tokens {new}: {message}. {instead}")
 
 
 @device_memory()

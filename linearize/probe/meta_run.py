@@ -221,8 +221,8 @@ def _record(
     """The recording attention function: notes the call and returns zeros of the right shape."""
     B, H, T, D = query.shape
     run, shape, given = module._linearize_run, module._linearize_shape, _bound(module)
-    where, said = run.follow.place(shape or (B, T), module, given), kwargs.get("is_causal")
-    said = getattr(module, "is_causal", None) if said is None else said
+    where, message = run.follow.place(shape or (B, T), module, given), kwargs.get("is_causal")
+    message = getattr(module, "is_causal", None) if message is None else message
     decodes = run.follow.decodes(T)  # some decoders say no, and trust their mask
     run.records.append(
         {
@@ -234,8 +234,8 @@ def _record(
             "key_dim": D,
             "value_dim": value.shape[-1],
             "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
-            "causal": decodes or looks_back(said, run.model, where),
-            "denies": decodes and said is False,
+            "causal": decodes or looks_back(message, run.model, where),
+            "denies": decodes and message is False,
             "extras": _extras(module, attention_mask, kwargs),
             "keys": key.shape[2],
             "queries": T,

@@ -122,14 +122,14 @@ def is_decoder(model: Any) -> bool:
     return bool(getattr(model.config, "is_decoder", False) if asked is None else asked.default)
 
 
-def looks_back(said: bool | None, model: Any, where: dict[str, Any]) -> bool:
+def looks_back(message: bool | None, model: Any, where: dict[str, Any]) -> bool:
     """Whether attention sees no later token: what was `said` of it, else so on the line of a model that writes text,
     and only there, but not among what a decoder reads; `where` is from `place`.
     """
-    if said is None:
+    if message is None:
         writes = model.can_generate() or type(model.config) in AutoModelForCausalLM._model_mapping
         return writes and where["grid"] == "line" and not model.config.is_encoder_decoder
-    return said
+    return message
 
 
 def images_of(inputs: dict[str, Tensor]) -> Tensor | None:

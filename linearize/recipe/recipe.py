@@ -249,11 +249,11 @@ def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> st
         value = value if kind == "literal_error" else value[keys[-1]]
         near = did_you_mean(str(value), choices)
         return f"must be {' | '.join(choices)}, not {shown(value)}{near and '.' + near}"
-    said = str(context.get("error") or error["msg"])
+    message = str(context.get("error") or error["msg"])
     if kind == "rule" and isinstance(value, dict) and len(given := [key for key in value if key in SOURCES]) > 1:
         # As of a preset's `path` with an override of `files`.
-        said += f", not {' and '.join(given)}. Replace it whole: {dotted(keys)}={{{given[-1]}: ...}}"
-    return said
+        message += f", not {' and '.join(given)}. Replace it whole: {dotted(keys)}={{{given[-1]}: ...}}"
+    return message
 
 
 def per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:

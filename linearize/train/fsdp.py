@@ -61,8 +61,8 @@ def shard(model: Any, accelerator: Accelerator, trained: list[nn.Parameter]) -> 
     (exit 3) for a model that writes no text, whose input embedding accelerate shards twice.
     """
     if not model.can_generate():
-        said = f"FSDP of {type(model).__name__}, which writes no text, is not supported: launch without --use_fsdp"
-        raise LinearizeError(said, Exit.INCOMPATIBLE)
+        message = f"FSDP of {type(model).__name__}, which writes no text, is not supported: launch without --use_fsdp"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)

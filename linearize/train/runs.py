@@ -324,8 +324,8 @@ class Run:
             ratio = ppl / teacher["eval_ppl"] if teacher else None
             rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy")})
         figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}
-        said = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
-        return {**said, **figures, "stages": rows, "layers": layers}
+        message = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
+        return {**message, **figures, "stages": rows, "layers": layers}
 
     def write_report(self, report: dict[str, Any]) -> None:
         """report.json, the figures of a finished run."""
@@ -413,8 +413,8 @@ def reading(path: Path) -> Iterator[None]:
         refused = os_error(error)
         if refused is not None and refused.errno != errno.EINVAL:
             raise
-        said = str(error).splitlines()[0]
-        raise LinearizeError(f"{path} is damaged ({said}). {earlier(path.parent)}") from error
+        message = str(error).splitlines()[0]
+        raise LinearizeError(f"{path} is damaged ({message}). {earlier(path.parent)}") from error
 
 
 def earlier(checkpoint: Path) -> str:

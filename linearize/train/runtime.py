@@ -15,7 +15,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, patch_environment
 from transformers import get_scheduler
 
-from ..data.packing import Source
+from ..data.packing import TextSource
 from ..errors import Exit, LinearizeError
 from ..recipe.data import local_paths
 from ..recipe.recipe import Recipe, Stage
@@ -40,8 +40,8 @@ def check_runtime(recipe: Recipe) -> str:
     """
     runtime, track = recipe.runtime, recipe.track.to
     if runtime.device == "cuda" and not torch.cuda.is_available():
-        said = "runtime.device is cuda, but torch sees no CUDA device. Set it to cpu; linearize doctor shows torch"
-        raise LinearizeError(said, Exit.RESOURCE)
+        message = "runtime.device is cuda, but torch sees no CUDA device. Set it to cpu; linearize doctor shows torch"
+        raise LinearizeError(message, Exit.RESOURCE)
     cpu = on_cpu(recipe)
     if runtime.precision == "fp16" and cpu:
         raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)
@@ -75,12 +75,12 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     return accelerator
 
 
-def to_source(source: Any, text_key: str, folder: Path) -> Source:
+def to_source(source: Any, text_key: str, folder: Path) -> TextSource:
     """A recipe's source of text, with relative files starting at the recipe's folder."""
     values = source.model_dump(exclude={"image_key", "label_key"})
     if "files" in values:
         values["files"] = local_paths(source, folder)
-    return Source(**values, text_key=text_key)
+    return TextSource(**values, text_key=text_key)
 
 
 def make_schedule(stage: Stage, optimizer: torch.optim.Optimizer, steps: int) -> Callable[[int], float]:

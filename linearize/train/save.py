@@ -22,7 +22,7 @@ from ..checkpoint import card
 from ..checkpoint import write as checkpoint
 from ..checkpoint.atomic import output_folder
 from ..checkpoint.carried import code_of
-from ..checkpoint.code import Natives, code_files
+from ..checkpoint.code import SourceClasses, code_files
 from ..checkpoint.provenance import behind, check_code, check_code_cache, read_plan
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
@@ -70,8 +70,10 @@ def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
     except Exception as error:  # loaders of many architectures raise as they like
         if isinstance(error, LinearizeError) or resource_error(error) is not None:
             raise
-        said = f"{folder} cannot be loaded ({type(error).__name__}: {reason_of(error)}). Download or convert it again"
-        raise LinearizeError(said, Exit.INCOMPATIBLE) from error
+        message = (
+            f"{folder} cannot be loaded ({type(error).__name__}: {reason_of(error)}). Download or convert it again"
+        )
+        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
     model, report = loaded
     if report["mismatched_keys"]:
         name, found, expected = min(report["mismatched_keys"])
@@ -88,7 +90,7 @@ def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
 
 def meta_model(
     folder: Path | None,
-    planned: tuple[Plan, Source, Natives] | None,
+    planned: tuple[Plan, Source, SourceClasses] | None,
     dtype: Any,
     trust_remote_code: bool,
     device: str = "meta",
@@ -254,9 +256,9 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     Three comparisons: merging adapters changes nothing, saving rounds the weights, reloading changes nothing again.
     What rounding does is no defect of the saved model: it is told, with a warning where it is much.
     """
-    said = "reloaded in a clean process: {} tensors, none missing, none unexpected"
+    message = "reloaded in a clean process: {} tensors, none missing, none unexpected"
     if trained is None:
-        return said.format(check_keys(folder)) + "; logits not compared, twice the weights exceed free memory"
+        return message.format(check_keys(folder)) + "; logits not compared, twice the weights exceed free memory"
     words = student.model.config.get_text_config().vocab_size if writes_text(student.model) else 0
     if student.lora is not None and not recipe.keeps_adapter:
         merged = logits_of(student.model)
@@ -285,7 +287,7 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     else:
         difference = compare(reloaded, rounded, "reloading changed logits by", TOLERANCE)
         equal = f"; logits equal the trained model's (largest difference {difference:.1e})"
-    return said.format(count) + equal + steps + rounding
+    return message.format(count) + equal + steps + rounding
 
 
 def drift(ours: Tensor, theirs: Tensor, words: int) -> tuple[float, str, float]:

@@ -171,8 +171,8 @@ class Finetuner:
             within = number == position.stage and not position.done
             if number > position.stage or within:
                 if only not in (None, stage.name):
-                    said = f"--stage {only} needs {stage.name}, which is not finished in {self.run.folder}"
-                    raise LinearizeError(f"{said}. Run --stage {stage.name} first, or all without --stage")
+                    message = f"--stage {only} needs {stage.name}, which is not finished in {self.run.folder}"
+                    raise LinearizeError(f"{message}. Run --stage {stage.name} first, or all without --stage")
                 self.train_stage(number, stage, position.step if within else 0, resume if within else None)
             if stage.name == only:
                 return number == len(self.recipe.stages) - 1
@@ -315,8 +315,8 @@ def check_model(model: Any, recipe: Recipe) -> None:
         length = recipe.data_for(stage).pack.seq_len
         if most is not None and length > most:
             own = f"stages[{number}]." * (stage.data.pack.seq_len is not None)
-            said = f"{own}data.pack.seq_len is {length}, and {type(model).__name__} takes at most {most} tokens"
-            raise LinearizeError(f"{said}. Set it to {most}, or less", Exit.INCOMPATIBLE)
+            message = f"{own}data.pack.seq_len is {length}, and {type(model).__name__} takes at most {most} tokens"
+            raise LinearizeError(f"{message}. Set it to {most}, or less", Exit.INCOMPATIBLE)
     if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise LinearizeError(
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",

@@ -37,7 +37,7 @@ class Listener:
     def __init__(self, student: Student) -> None:
         self.student_model = student
 
-    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+    def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         """One layer: inputs (q, k, v, x) as for `Mixer.mix`, its output and softmax's, both [B,T,H,Dv]; `layout` is
         that of the call."""
 
@@ -69,7 +69,7 @@ class Transfer(Listener):
         self.real, self.tokens, self.power, self.backward = real, tokens, power, backward
         self.losses: dict[int, Tensor] = {}
 
-    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+    def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         layer = mixer.site.layer
         share = square_sum(target, self.real) / (self.power[layer] * self.tokens).clamp_min(1e-12)
         loss = relative_mse(o, target, self.real) * share
@@ -83,7 +83,7 @@ class Calibration(Listener):
     """Lets each mixer set its norms, and its window's share, from the teacher's outputs of one batch."""
 
     @torch.no_grad()
-    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+    def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         mixer.calibrate(*inputs, o, target)
         mixer.calibrate_window(*inputs, target, layout)
 
@@ -98,7 +98,7 @@ class Power(Listener):
         self.count = torch.empty(0)
 
     @torch.no_grad()
-    def hear(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+    def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         elements = square_sum(torch.ones_like(target), self.real)
         found = torch.stack([square_sum(target, self.real), elements, self.count])
         self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + found

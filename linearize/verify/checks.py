@@ -107,8 +107,8 @@ def read_config_plan(folder: Path) -> Plan:
     try:
         return plan_of(config)
     except MALFORMED as error:
-        said = f"{path}: its plan is damaged ({type(error).__name__}: {error}). Convert or download the model again"
-        raise LinearizeError(said, Exit.INCOMPATIBLE) from error
+        message = f"{path}: its plan is damaged ({type(error).__name__}: {error}). Convert or download the model again"
+        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
 
 
 # ---------------------------------------------------------------- what is on disk

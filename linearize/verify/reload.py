@@ -136,15 +136,15 @@ def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) 
     if level == "none":
         return "not verified (--verify none)"
     full = level == "full" or (level == "auto" and fits_twice([folder]))
-    said = "reloaded in a clean process without linearize: {} tensors, none missing, none unexpected"
+    message = "reloaded in a clean process without linearize: {} tensors, none missing, none unexpected"
     if full:
         count, difference, steps = check_logits(folder, source, plan, trust)
-        said = said.format(count) + "; logits equal the source class with mixers (largest difference "
-        return said + f"{difference:.1e}){steps}"
-    said = said.format(check_keys(folder))
+        message = message.format(count) + "; logits equal the source class with mixers (largest difference "
+        return message + f"{difference:.1e}){steps}"
+    message = message.format(check_keys(folder))
     if level == "auto":
-        said += "; logits not compared, twice the weights exceed free memory (--verify full forces it)"
-    return said
+        message += "; logits not compared, twice the weights exceed free memory (--verify full forces it)"
+    return message
 
 
 def fits_twice(folders: Iterable[Path]) -> bool:
@@ -348,9 +348,11 @@ def result_of(child: subprocess.Popen[str]) -> Any:
         if lacks == "disk":
             raise _no_room("no space left on the disk")
         if lacks == "memory":
-            said = "the result could not be checked: the process that loads it ran out of memory. Close other programs"
-            said += ", or save without this check: --verify none (in a recipe finish.verify: false)"
-            raise LinearizeError(said, Exit.RESOURCE)
+            message = (
+                "the result could not be checked: the process that loads it ran out of memory. Close other programs"
+            )
+            message += ", or save without this check: --verify none (in a recipe finish.verify: false)"
+            raise LinearizeError(message, Exit.RESOURCE)
         what = "loads it and then fails" if "loaded" in lines else "cannot load it"
         killed = f"\nended by signal {-child.returncode}" if child.returncode < 0 else ""
         _fail(f"a clean process {what}:\n{errors.strip()[-2000:]}{killed}")

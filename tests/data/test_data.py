@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import linearize.data.documents
-from linearize.data.packing import BlockOrder, Blocks, Source, build_blocks, data_fingerprint
+from linearize.data.packing import BlockOrder, Blocks, TextSource, build_blocks, data_fingerprint
 from linearize.errors import Exit, LinearizeError
 from linearize.train.losses import next_token_ce
 
@@ -56,19 +56,21 @@ def ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def jsonl(folder: Path, *rows: Any, name: str = "data.jsonl") -> Source:
+def jsonl(folder: Path, *rows: Any, name: str = "data.jsonl") -> TextSource:
     path = folder / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Source(files=(path,))
+    return TextSource(files=(path,))
 
 
-def texts(folder: Path, *documents: str) -> Source:
+def texts(folder: Path, *documents: str) -> TextSource:
     return jsonl(folder, *({"text": text} for text in documents))
 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    def call(source: Source, seq_len: int = 8, tokenizer: Any = TOKENIZER, sft: bool = False, **options: Any) -> Blocks:
+    def call(
+        source: TextSource, seq_len: int = 8, tokenizer: Any = TOKENIZER, sft: bool = False, **options: Any
+    ) -> Blocks:
         return build_blocks(
             source, tokenizer, seq_len, tmp_path / "cache", sft=sft, max_tokens=options.get("max_tokens")
         )
@@ -176,7 +178,7 @@ def test_long_documents_are_tokenised_in_slabs(build: Build, tmp_path: Path, mon
     whole = segments(build(texts(tmp_path, text), 200, byte_tokenizer(bos=True)))
     monkeypatch.setattr(linearize.data.documents, "_SLAB", 9)
     (tmp_path / "a.txt").write_text(text)
-    assert segments(build(Source(files=(tmp_path / "a.txt",)), 200, byte_tokenizer(bos=True))) == whole
+    assert segments(build(TextSource(files=(tmp_path / "a.txt",)), 200, byte_tokenizer(bos=True))) == whole
 
 
 def test_text_files_are_one_document_each_and_blank_ones_none(build: Build, tmp_path: Path) -> None:
@@ -184,12 +186,12 @@ def test_text_files_are_one_document_each_and_blank_ones_none(build: Build, tmp_
     for name, text in {"a.txt": "one\n\ntwo", "b.txt": "  \n", "c.txt": "\ufeffthree"}.items():
         files.append(tmp_path / name)
         files[-1].write_text(text, encoding="utf-8")
-    assert learned(build(Source(files=tuple(files)), 20)) == ["oNE\n\nTWO<EOS>", "tHREE<EOS>"]
+    assert learned(build(TextSource(files=tuple(files)), 20)) == ["oNE\n\nTWO<EOS>", "tHREE<EOS>"]
 
 
 def test_another_text_key(build: Build, tmp_path: Path) -> None:
     source = jsonl(tmp_path, {"body": "abc", "text": 3})
-    assert learned(build(Source(files=source.files, text_key="body"))) == ["aBC<EOS>"]
+    assert learned(build(TextSource(files=source.files, text_key="body"))) == ["aBC<EOS>"]
 
 
 def test_demo_documents(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +199,8 @@ def test_demo_documents(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "linearize.demo.corpus.documents", lambda split: [SimpleNamespace(name=t, text=t) for t in corpus[split]]
     )
-    assert learned(build(Source(demo="heldout"))) == ["x<EOS>", "yZ<EOS>"]
-    assert learned(build(Source(demo="train"))) == ["aBC<EOS>"]
+    assert learned(build(TextSource(demo="heldout"))) == ["x<EOS>", "yZ<EOS>"]
+    assert learned(build(TextSource(demo="train"))) == ["aBC<EOS>"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -206,7 +208,7 @@ def test_datasets(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     (folder := tmp_path / "corpus").mkdir()
     texts(folder, "abc", "de")
-    source = Source(path=str(folder), streaming=streaming)
+    source = TextSource(path=str(folder), streaming=streaming)
     assert learned(build(source, max_tokens=100)) == ["aBC<EOS>", "dE<EOS>"]
     texts(folder, "changed")
     assert learned(build(source, max_tokens=100)) == ["cHANGED<EOS>"], "a local folder is known by its content"
@@ -215,7 +217,7 @@ def test_datasets(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_max_tokens_ends_the_reading(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [f'{{"text": "{i:07}"}}' for i in range(10)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, "not JSON, but beyond the end"]))
-    source = Source(files=(tmp_path / "a.jsonl",))
+    source = TextSource(files=(tmp_path / "a.jsonl",))
     monkeypatch.setattr(linearize.data.documents, "_SLAB", 7)  # one document in each batch
     blocks = build(source, max_tokens=17)
     assert len(blocks) == 3
@@ -408,10 +410,10 @@ def test_a_step_sees_the_same_blocks_however_they_are_divided(step: int, n: int)
 # What users get wrong
 
 
-def written(name: str, content: str | bytes) -> Callable[[Path], Source]:
-    def make(folder: Path) -> Source:
+def written(name: str, content: str | bytes) -> Callable[[Path], TextSource]:
+    def make(folder: Path) -> TextSource:
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return Source(files=(folder / name,))
+        return TextSource(files=(folder / name,))
 
     return make
 
@@ -420,7 +422,7 @@ def written(name: str, content: str | bytes) -> Callable[[Path], Source]:
     ("make", "message"),
     [
         (
-            lambda folder: Source(files=(folder / "tran.jsonl",)),
+            lambda folder: TextSource(files=(folder / "tran.jsonl",)),
             r"no such file: .*tran.jsonl. Did you mean 'train.jsonl'\?",
         ),
         (written("a.csv", "x"), r"a.csv: known file types are .txt, .jsonl"),
@@ -435,14 +437,14 @@ def written(name: str, content: str | bytes) -> Callable[[Path], Source]:
         (written("a.txt", b"\xff\xfe\x00"), r"a.txt is not UTF-8"),
         (written("a.jsonl", ""), r"nothing to train on in .*a.jsonl"),
         (written("a.txt", "   \n"), r"nothing to train on in .*a.txt"),
-        (lambda folder: Source(path=str(folder / "train.jsonl")), r"train.jsonl is a file: give it as files"),
-        (lambda folder: Source(path=str(folder), split="dev"), r"dataset .*dev"),
-        (lambda folder: Source(path="x", streaming=True), r"x is streamed, its end is unknown"),
-        (lambda folder: Source(), r"exactly one of `files`, `path` and `demo`"),
+        (lambda folder: TextSource(path=str(folder / "train.jsonl")), r"train.jsonl is a file: give it as files"),
+        (lambda folder: TextSource(path=str(folder), split="dev"), r"dataset .*dev"),
+        (lambda folder: TextSource(path="x", streaming=True), r"x is streamed, its end is unknown"),
+        (lambda folder: TextSource(), r"exactly one of `files`, `path` and `demo`"),
     ],
 )
 def test_bad_input_is_named(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Source], message: str
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], TextSource], message: str
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     texts(tmp_path, "abc").files[0].rename(tmp_path / "train.jsonl")
@@ -491,13 +493,13 @@ def test_blocks_of_one_token(build: Build, tmp_path: Path) -> None:
 def test_datasets_is_an_extra(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(LinearizeError, match=r'needs: pip install "linearize\[train\]"') as caught:
-        build(Source(path="some/corpus"))
+        build(TextSource(path="some/corpus"))
     assert caught.value.code == Exit.RESOURCE
 
 
 def test_a_dataset_out_of_reach(build: Build) -> None:
     with pytest.raises(LinearizeError, match="no folder no/such-corpus, and cannot fetch it") as caught:
-        build(Source(path="no/such-corpus"))
+        build(TextSource(path="no/such-corpus"))
     assert caught.value.code == Exit.HUB
 
 

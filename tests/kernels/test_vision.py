@@ -683,7 +683,7 @@ def test_attention_transfer_keeps_the_teachers_stream(tmp_path: Path, name: str)
     class Listener:
         own_call = False
 
-        def hear(self, mixer: Any, inputs: Any, o: Tensor, target: Tensor, layout: Any) -> None:
+        def on_layer(self, mixer: Any, inputs: Any, o: Tensor, target: Tensor, layout: Any) -> None:
             if not mixer.reductions:
                 assert o.shape == target.shape
                 (o - target).square().mean().backward()

@@ -234,7 +234,7 @@ class Listener:
         self.heard: list[int] = []
         self.outputs: dict[int, Any] = {}
 
-    def hear(self, mixer: Any, inputs: Any, o: torch.Tensor, target: torch.Tensor, layout: Any) -> None:
+    def on_layer(self, mixer: Any, inputs: Any, o: torch.Tensor, target: torch.Tensor, layout: Any) -> None:
         assert o.shape == target.shape == (*inputs[0].shape[:3], mixer.site.value_dim)
         self.heard.append(mixer.site.layer)
         if not self.own_call:

@@ -148,7 +148,7 @@ def test_the_error_of_a_transfer_can_be_absolute(tmp_path: Path, weight: float) 
     class Reference:
         own_call = False
 
-        def hear(self, mixer: Any, inputs: Any, o: torch.Tensor, target: torch.Tensor, layout: Any) -> None:
+        def on_layer(self, mixer: Any, inputs: Any, o: torch.Tensor, target: torch.Tensor, layout: Any) -> None:
             heard.append(((o - target).square().mean(), (o - target).square().sum() / target.square().sum()))
 
     with torch.no_grad(), student.model.transferring(Reference()):

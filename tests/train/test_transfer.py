@@ -30,7 +30,7 @@ class Recorder:
         self.heard: dict[int, dict[str, Any]] = {}
         self.compared: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def hear(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor, layout: Any) -> None:
+    def on_layer(self, mixer: Any, inputs: tuple[Tensor, ...], o: Tensor, target: Tensor, layout: Any) -> None:
         assert torch.is_grad_enabled()
         self.heard[mixer.site.layer] = {"inputs": inputs, "o": o.detach(), "target": target}
         if not self.own_call:
