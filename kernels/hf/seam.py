@@ -329,12 +329,14 @@ def rotates(model: Any) -> bool:
 
 
 def makes_places(part: Any) -> bool:
-    """Whether a part of a model numbers its tokens itself, for a rotary embedding before causal mixers."""
-    inner = [other for other in part.modules() if isinstance(other, PreTrainedModel) and other is not part]
-    within = {id(module) for other in inner for module in other.modules()}
-    causal = any(mixer.site.causal and id(mixer) not in within for mixer in mixers_of(part).values())
+    """Whether a model, or a model in it, that has causal mixers numbers its tokens along a line for a rotary embedding.
+
+    Models of images that number rows and columns as well (`get_rope_index`) read the padding mask for that themselves.
+    """
     names = inspect.signature(type(part).forward).parameters
-    return causal and {"position_ids", "attention_mask"} <= {*names} and rotates(part)
+    grids = any(hasattr(module, "get_rope_index") for module in part.modules())
+    causal = any(mixer.site.causal for mixer in mixers_of(part).values())
+    return causal and not grids and {"position_ids", "attention_mask"} <= {*names} and rotates(part)
 
 
 def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -297,8 +297,10 @@ def test_left_padding_needs_no_positions_in_hybrids(tmp_path: Path, name: str) -
     assert relative_error(same[1, 7:], logits(model, ids[1:, 7:])[0]) < EXACT
 
 
-def test_left_padding_where_attention_rotates_itself(tmp_path: Path) -> None:
-    any_model("gptj").save_pretrained(tmp_path / "source")
+@pytest.mark.parametrize("name", ["gptj", "gemma3"])
+def test_left_padding_where_others_rotate(tmp_path: Path, name: str) -> None:
+    """GPT-J rotates in its attention; Gemma 3 is a model in a model, which gets 4D masks made for it."""
+    any_model(name).save_pretrained(tmp_path / "source")
     model, ids = linear(tmp_path / "source", tmp_path, "gla"), tokens(2, 20)
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
