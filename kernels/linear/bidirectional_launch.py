@@ -10,7 +10,8 @@ from torch import Tensor
 from ..gpu.launch import Layout, dense, launch, lay_out, scratch, strides
 from ..gpu.operators import operator, own_namespace
 from .bidirectional import read_kernel
-from .launch import Call, LinearProblem, find_lengths, join, slopes_gradients, state_width, walk
+from .launch import GUARD, Call, LinearProblem, find_lengths, join, state_width, walk
+from .slopes import slope_gradients
 
 
 class Both(NamedTuple):
@@ -100,7 +101,10 @@ def backward(
     x.total(x.q, do, coefficients, rq, R, True)
     x.apply("dk", x.v, R, x.k, x.k, g, coefficients, None, None, rq, dk)
     x.apply("dv", x.k, R, x.v, x.v, g, coefficients, None, None, rq, dv)
-    return dq, dk, dv, *(slopes_gradients(x.a, x.b, along, g, dg) if slopes else (None, None))
+    if not slopes:
+        return dq, dk, dv, None, None
+    _, _, u, n = S[:, None].split([x.D * x.DV, x.D, x.DV, 4], -1)
+    return dq, dk, dv, *slope_gradients(x.a, x.b, do, u, n[..., 0], g, *coefficients, along, dg, GUARD)
 
 
 def flops(x: Any) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from ..gpu.operators import operator, own_namespace
 from ..gpu.target import obstacle_of, target
 from .states import delta_kernel, join_kernel, lengths_kernel, scan_kernel, step_kernel
 from .causal import gradients_kernel, out_kernel
+from .slopes import slope_gradients, sums_so_far
 
 
 class Tiles(NamedTuple):
@@ -442,19 +443,14 @@ def backward(
     )  # fmt: skip
     if shared:
         dk, dv = (y.unflatten(2, (x.Hkv, -1)).sum(3) for y in (dk, dv))
-    ends = slopes_gradients(x.a, x.b, along, g, dg) if slopes else (None, None)
+    ends: tuple[Tensor | None, Tensor | None] = None, None
+    if slopes and rg is not None and delta is not None:
+        begin = x.D * x.DV + x.D
+        first = None if x.first is None else (x.first[..., begin : begin + x.DV], x.first[..., begin + x.DV])
+        u, n = sums_so_far(x.v, x.call.padding, x.segments, x.call.cu, first)
+        ends = slope_gradients(x.a, x.b, do, u, n, g, rg, delta, along, dg, GUARD)
     dread, dwrite = (None if gate is None else y.sum(0) for gate, y in ((x.read, along), (x.write, dw)))
     return dq, dk, dv, *ends, dread, dwrite, dfirst
-
-
-def slopes_gradients(a: Any, b: Any, along: Tensor, g: Tensor, dg: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of a and b [H] from q.dq of each block of columns, whose sum is b db [H]: the output depends on b/a only, and g
-    grows with both."""
-    total = along.sum((0, 1, 2))
-    if total.is_meta:  # launches are only collected
-        return total, total
-    mass = 0.0 if dg is None else (g * dg).sum((0, 1))
-    return (mass - total) / a, total / b
 
 
 def flops(x: Any) -> tuple[int, int]:
