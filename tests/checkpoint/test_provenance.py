@@ -79,6 +79,7 @@ def test_the_script_replaces_the_lines_of_this_version_alone(tmp_path: Path, mon
     kept = {("0.1.0", "seam.py", "a" * 64), ("0.1.0", "gone.py", "b" * 64)}
     known_code.PATH.write_text(known_code.as_text({*kept, (__version__, "seam.py", "c" * 64)}))
     monkeypatch.setattr(known_code, "travelling_files", lambda: {"seam.py": "text\n", "new.py": "more\n"})
+    monkeypatch.delitem(known_code.TEMPLATES, __version__, raising=False)
     assert known_code.update() == 2
     ours = {(__version__, name, hashlib.sha256(text).hexdigest())
             for name, text in (("seam.py", b"text\n"), ("new.py", b"more\n"))}  # fmt: skip
@@ -322,7 +323,7 @@ def test_options_get_their_present_names(old: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(mechanisms.RENAMED_OPTIONS, "places", "slots")
     planned = upgrade.plan_upgrade(old)
     assert planned is not None
-    assert planned.renamed == {"places": "slots"}
+    assert planned.renamed == {"places": "slots", "gate_heads": "state_heads"}
     (layer,) = planned.config["linearize"]["layers"]
     assert layer["options"]["slots"] == 4
     assert "places" not in layer["options"]

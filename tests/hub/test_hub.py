@@ -401,9 +401,12 @@ def test_the_hub_refuses_a_card(hub: Hub, folder: Path, unverified: None) -> Non
 
 
 def spoil_mixers(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
+    """The plan and the config agree, and ask for other mixers than there are."""
+    config, manifest = (json.loads((folder / name).read_text()) for name in ("config.json", MANIFEST))
     config["linearize"]["layers"][0]["options"]["slots"] += 1
+    manifest["plan"]["steps"][0]["options"]["slots"] += 1
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(

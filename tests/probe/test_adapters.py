@@ -189,8 +189,9 @@ def test_gradients_reach_mixers_and_projections_with_and_without_checkpointing(
             for key, gradient in own.items():
                 assert gradient is not None, key
                 assert gradient.abs().max() > 0, key
+    # Sums in another order: 1.07e-5 in GPT-Neo, 1.6e-7 with weights in float64.
     for key, gradient in found[0].items():
-        assert relative_error(found[1][key], gradient) < EXACT, key
+        assert relative_error(found[1][key], gradient) < 2 * EXACT, key
 
 
 def without_dropout(model: torch.nn.Module) -> None:
