@@ -210,7 +210,7 @@ def transfer(
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         o, _ = mixer(*inputs, layout)
-        listener.hear(mixer, inputs, o, target, layout)
+        listener.on_layer(mixer, inputs, o, target, layout)
     return o.to(query.dtype) if second else target
 
 
@@ -426,7 +426,7 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
     @contextmanager
     def transferring(self, listener: Any) -> Iterator[None]:
         """Within: the residual stream is the teacher's, dropout off; for each layer, with gradients from o to the
-        mixer, `listener.hear(mixer, (q, k, v, x), o, o_teacher, layout)` gets what `Mixer.mix` got, its output and
+        mixer, `listener.on_layer(mixer, (q, k, v, x), o, o_teacher, layout)` gets what `Mixer.mix` got, its output and
         softmax's, and the layout of the call.
 
         `listener.own_call` asks for a second run of each attention module, as the student, under

@@ -255,7 +255,7 @@ def test_the_softmax_that_transfer_hears_is_the_architectures(folders: Folders, 
     model, native, ids = load(folders(name)[1]), original(name), tokens(1, 18)
     targets: list[torch.Tensor] = []
     listener = Listener(own_call=False)
-    listener.hear = lambda mixer, inputs, o, target, layout: targets.append(target)  # type: ignore[method-assign]
+    listener.on_layer = lambda mixer, inputs, o, target, layout: targets.append(target)  # type: ignore[method-assign]
     with model.transferring(listener), torch.no_grad():
         model(ids, use_cache=False)
     for mixer, target in zip(mixers_of(model).values(), targets, strict=True):
