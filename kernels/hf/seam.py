@@ -276,6 +276,7 @@ def attach(
         part.linearize_switch, part.linearize_noted = switch, noted
         part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
         if makes_places(part):
+            part.linearize_arguments = [*inspect.signature(type(part).forward).parameters][1:]
             part.register_forward_pre_hook(place_by_padding, with_kwargs=True)
         noted.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
@@ -346,8 +347,7 @@ def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     Softmax sees rotated queries and keys through their distance alone. Feature maps and gates of channels see how far
     each is rotated, so a row that padding shifts would compute something else.
     """
-    names = [*inspect.signature(type(part).forward).parameters][1:]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(part.linearize_arguments, args, strict=False)), **kwargs}
     mask, x = given.get("attention_mask"), given.get("input_ids")
     x = given.get("inputs_embeds") if x is None else x
     prefix, _ = split_name((part.linearize_switch or part.config)._attn_implementation)
