@@ -23,8 +23,6 @@ class Noted:
 
     def __init__(self) -> None:
         self.passes: dict[int, dict[str, Any]] = {}
-        # The arguments of their forward, by class.
-        self.names: dict[type, list[str]] = {}
         # Whether the mask of a call is its caller's own, which compiled passes note as well.
         self.own_masks: dict[int, bool] = {}
         # Whether the model runs as its softmax teacher.
@@ -32,13 +30,14 @@ class Noted:
 
     def watch(self, model: Any) -> None:
         """Note what each call of `model`, or of a model in it, is told."""
-        self.names[type(model)] = [*inspect.signature(type(model).forward).parameters][1:]
+        # Kept at the model, for FSDP2 changes its class.
+        model.linearize_arguments = [*inspect.signature(type(model).forward).parameters][1:]
         model.register_forward_pre_hook(self.note, with_kwargs=True)
         model.register_forward_hook(self.forget)
 
     def note(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of a model."""
-        given = {**dict(zip(self.names[type(model)], args, strict=False)), **kwargs}
+        given = {**dict(zip(model.linearize_arguments, args, strict=False)), **kwargs}
         self.own_masks[this_thread()] = self.own_masks[LAST] = is_own_mask(given.get("attention_mask"))
         if not torch.compiler.is_compiling():
             self.passes[this_thread()] = self.passes[LAST] = places_in(given)

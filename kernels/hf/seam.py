@@ -276,7 +276,6 @@ def attach(
         part.linearize_switch, part.linearize_noted = switch, noted
         part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
         if makes_places(part):
-            part.linearize_arguments = [*inspect.signature(type(part).forward).parameters][1:]
             part.register_forward_pre_hook(place_by_padding, with_kwargs=True)
         noted.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)

@@ -166,7 +166,8 @@ class Run:
         removed that linearize did not write.
         """
         old = {} if self.resume == "never" else self._read_record()
-        inputs = {"data": dict(data or {}), "base": {} if base is None else base_hashes(base)}
+        known = old.get("data", {}) if data is None else data
+        inputs = {"data": dict(known), "base": {} if base is None else base_hashes(base)}
         changed = changes(old.get("data", {}), inputs["data"])
         if base is not None:
             changed += [str(base / name) for name in changes(old.get("base", {}), inputs["base"])]
