@@ -193,8 +193,9 @@ def check_new(folder: Path, everything: bool, manifest: dict[str, Any] | None = 
     finite = "all weights are finite" if everything else "all mixers are finite"
     manifest = manifest_of(folder) if manifest is None else manifest
     if "written" not in manifest:
-        older = f"; linearize {manifest['linearize']} recorded no hashes of them, linearize upgrade does"
-        return "passed", finite + (older if manifest else "")
+        version = manifest.get("linearize")
+        older = f"; linearize {version} recorded no hashes of them, linearize upgrade does" if version else ""
+        return "passed", finite + older
     status, detail = check_hashes(folder, manifest["written"])
     left = [name for name, _, _ in uncovered(folder, {kind: manifest[kind] for kind in no_hashes()})]
     if status == "passed" and left:
