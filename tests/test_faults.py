@@ -224,7 +224,8 @@ def test_no_child_outlives_a_conversion(source: Path, kind: signal.Signals) -> N
     assert tool.returncode == Exit.INTERRUPTED, said
     assert said.endswith("interrupted\n")
     assert "Traceback" not in said
-    assert not [child for child in children if child.is_running()]
+    # What has ended and waits for init to notice still counts as running.
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert names(parent) == {"source", "scratch"}
     assert not names(scratch)
 
