@@ -112,7 +112,7 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def own_code(source: Source, files: str, how: str = "ships") -> LinearizeError:
-    """What to say of a source that ships, or runs, code that is not trusted."""
+    """The error for a source that ships, or runs, code that is not trusted."""
     pin = f" --revision {source.revision}" if source.revision else ""
     message = f"{source.name} {how} its own code ({files}). Read it, then pass --trust-remote-code{pin}"
     return LinearizeError(message, Exit.INCOMPATIBLE)

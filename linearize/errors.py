@@ -75,7 +75,7 @@ def check_file(path: Path, code: Exit = Exit.USAGE) -> None:
 
 
 def no_file(path: Path, code: Exit) -> LinearizeError:
-    """What to say of a pipe, a device, or a link that leads to one or nowhere, where a file should be."""
+    """The error for a pipe, a device, or a link to one or to nothing, where a file should be."""
     what = f"a link to {os.path.realpath(path)}" if path.is_symlink() else "a pipe or a device"
     return LinearizeError(f"{path} is {what}: not a file. Remove it or replace it", code)
 

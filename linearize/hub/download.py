@@ -52,7 +52,7 @@ def unanswered(model: str, revision: str | None) -> Exception | None:
 
 
 def facts(api: Any, repo: str, revision: str | None = None) -> Any:
-    """`model_info`, which waits without an end unless it is told a limit."""
+    """`model_info` with a time limit; without one it can wait for ever."""
     from huggingface_hub import constants
 
     return api.model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)

@@ -254,7 +254,7 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     """Reload in a clean process; raises LinearizeError (exit 6) unless tensors and logits are those of the student.
 
     Three comparisons: merging adapters changes nothing, saving rounds the weights, reloading changes nothing again.
-    What rounding does is no defect of the saved model: it is told, with a warning where it is much.
+    Rounding is no defect of the saved model: its size is printed, with a warning where it is large.
     """
     message = "reloaded in a clean process: {} tensors, none missing, none unexpected"
     if trained is None:
