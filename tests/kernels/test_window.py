@@ -216,7 +216,7 @@ def test_calibration_finds_how_much_came_through(name: str) -> None:
     found = {"far_logit": torch.tensor([-3.0, -1.5, 0.25, 3.0])}
     if name == "gla":
         found |= {"near_share": torch.tensor([0.0, 0.5, 1.0, 0.5]), "weight": torch.tensor([0.5, 1.0, 2.0, 0.25])}
-    parameters = {key.rpartition(".")[2]: parameter for key, parameter in mixer.named_parameters()}
+    parameters = dict(mixer.near.named_parameters()) | ({"weight": mixer.norm.weight} if name == "gla" else {})
     for key, value in found.items():
         parameters[key].data.copy_(value if key != "weight" else value[:, None])
     target, _ = mixer(q, k, v, x, layout)
