@@ -438,7 +438,7 @@ def test_a_small_disk_and_one_that_is_read_only(forks: Forks, source: Path, opti
 
 
 def test_a_disk_that_fills_while_training(forks: Forks, shared: Path, tmp_path: Path) -> None:
-    """At the inputs' hashes, at the data, at the optimizer of a checkpoint, at the end; with room again the run goes on."""
+    """Before the data, at it, at a checkpoint's optimizer, at the end; with room again the run goes on."""
     base = convert_folder(shared, tmp_path / "base", options=CONVERT["options"])
 
     def recipe(name: str) -> Path:

@@ -61,7 +61,7 @@ def replace_entries() -> None:
     launch.operator, operators._register = named_operator, named_register
     launch.interpreted = lambda: True
     torch.autocast = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment, misc]
-    # Imported after the entries are replaced. PyTorch without CUDA cannot index a fake tensor of a GPU, and the gradients
+    # Imported after the entries are replaced. PyTorch without CUDA cannot index a fake tensor of a GPU; the gradients
     # of the slopes launch nothing.
     from linearize_kernels.linear import launch as linear
 
