@@ -99,6 +99,8 @@ class Mixer(nn.Module):
         "value_act": "function of v",
         "state_heads": "one memory for each key head, or for each query head",
         "norm": "RMS norm of each head's output",
+        "dwc": "size of the convolution on v (0: none)",
+        "output_gate": "multiply the output by swish(W x)",
         "half_life_min": "shortest half-life of the memory at the start, in tokens (0: gates as published)",
         "half_life_max": "longest half-life of the memory at the start, in tokens",
         "damping": "exponent 1/damping of the gates; larger means slower forgetting",

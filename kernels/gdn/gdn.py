@@ -156,7 +156,6 @@ class GatedDeltaNet(Recurrent, Mixer):
     about = {
         "taps": "taps of the causal convolution over q, k and v, which starts as the identity (1: none)",
         "feature_map": "function of q and k before they get length 1",
-        "output_gate": "multiply the output by swish(W x)",
         "write": "strength beta of a write at the start",
     }
     published = {

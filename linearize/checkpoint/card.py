@@ -47,7 +47,7 @@ transformers >= 5.17 are needed.
 | source | `{source}`{revision} |
 | architecture | {architecture} |
 | new parameters | {new_parameters:,} |
-{decoding}| options | `{options}` |
+{decoding}| options | {options} |
 {notes}{results}"""
 
 PLACE = 'name = "."  # the folder with these files'
@@ -90,11 +90,22 @@ def model_card(plan: Plan, origin: Path, recipe: Recipe | None = None, report: d
         decoding=decoding(plan),
         **loading(plan),
         adapter=ADAPTER if recipe is not None and recipe.keeps_adapter else "",
-        options=plan.steps[0].options,
+        options=options_text(plan),
         notes=notes + "\n" if notes else "",
         results="" if recipe is None or report is None else measured(recipe, report) + recipe_text(recipe),
     )
     return redact(text)
+
+
+def options_text(plan: Plan) -> str:
+    """The options of the layers: once where all have the same, else by layers what differs from the first's."""
+    first = plan.steps[0].options
+    others: dict[str, list[int]] = {}
+    for step in plan.steps:
+        changed = {name: value for name, value in step.options.items() if first.get(name) != value}
+        if changed:
+            others.setdefault(f"`{changed}`", []).append(step.site.layer)
+    return "; ".join([f"`{first}`", *(f"layers {ranges(layers)}: {text}" for text, layers in others.items())])
 
 
 def decoding(plan: Plan) -> str:

@@ -21,7 +21,11 @@ def convert(
     keep_softmax: Annotated[str, typer.Option(help="Layers that keep softmax, for example 7,15.")] = "",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Mechanism option as key=value (list: linearize mechanisms NAME). Repeatable."),
+        typer.Option(
+            "--set",
+            help="Mechanism option as key=value (list: linearize mechanisms NAME), or key@0-3=value for some layers. "
+            "Repeatable.",
+        ),
     ] = None,
     allow_drop: Annotated[
         list[str] | None,

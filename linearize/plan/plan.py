@@ -141,17 +141,8 @@ def choose_layers(
 
 
 def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
-    chosen: set[int] = set()
     known = [site.layer for site in found.sites]
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        low, dash, high = part.partition("-")
-        form = LAYERS if flag == "--layers" else "0-3,7"
-        first = _number(low, f"{flag} {text}", form)
-        last = _number(high, f"{flag} {text}", form) if dash else first
-        if last < first:
-            raise LinearizeError(f"{flag} {text}: {part} runs backwards")
-        chosen |= set(range(first, min(last, max(known) + 1) + 1))  # one beyond stands for all that are
-        chosen.add(last)
+    chosen = _numbers(text, f"{flag} {text}", LAYERS if flag == "--layers" else "0-3,7", max(known))
     missing = sorted(chosen - set(known))
     for other in found.others:
         if other.layer in missing:
@@ -162,6 +153,19 @@ def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
         raise LinearizeError(
             f"{flag} {text}: no softmax attention at layer {ranges(missing)}; {model} has it at {ranges(known)}"
         )
+    return chosen
+
+
+def _numbers(text: str, where: str, form: str, largest: int) -> set[int]:
+    """The layers of `0-3,7`; of a range beyond the `largest` that there is, the next and the last."""
+    chosen: set[int] = set()
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        low, dash, high = part.partition("-")
+        first = _number(low, where, form)
+        last = _number(high, where, form) if dash else first
+        if last < first:
+            raise LinearizeError(f"{where}: {part} runs backwards")
+        chosen |= {*range(first, min(last, largest + 1) + 1), last}
     return chosen
 
 
@@ -197,10 +201,12 @@ def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
 
 def check_idle(found: Found, steps: tuple[Step, ...], given: dict[str, Any]) -> None:
     """Raise LinearizeError (exit 2) for an option that was given and has no effect at any site."""
-    for option, value in given.items():
-        reasons = [load_mechanism(s.mechanism).idle(s.site, s.site.path in found.flat).get(option) for s in steps]
+    for name, value in given.items():
+        option, layers = name.partition("@")[0], own_layers(name, [step.site for step in steps])
+        concerned = [s for s in steps if s.site.layer in layers]
+        reasons = [load_mechanism(s.mechanism).idle(s.site, s.site.path in found.flat).get(option) for s in concerned]
         if all(reasons):
-            raise LinearizeError(f"{option}={value} has no effect in this model: {reasons[0]}. Leave it out")
+            raise LinearizeError(f"{name}={value} has no effect in this model: {reasons[0]}. Leave it out")
 
 
 def some(names: list[str]) -> str:
@@ -237,7 +243,8 @@ def misfit(site: Site, mechanism: str) -> str | None:
 def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: int = 4) -> tuple[Step, ...]:
     """A step per site of a model whose activations have `item` bytes.
 
-    `sr` among the options is for attention that reduces its keys: `keep` them so, or `drop` the reduction.
+    `sr` among the options is for attention that reduces its keys: `keep` them so, or `drop` the reduction. An option
+    with `@` and layers behind its name is for those alone: `rows=4`, but `rows@0-3=7`.
 
     Raises LinearizeError: 2 for unknown names and bad options, 3 for an unfit mechanism.
     """
@@ -245,9 +252,12 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
     sr = given.pop("sr", None)
     if sr not in (None, "keep", "drop"):
         raise LinearizeError(f"sr={sr}: must be keep or drop")
-    mixer_class, options = load_mechanism(mechanism), resolve_options(mechanism, given)
-    steps = []
+    mixer_class, steps = load_mechanism(mechanism), []
+    owners = {name: own_layers(name, sites) for name in given}
+    for name, value in given.items():  # also without sites
+        resolve_options(mechanism, {**own_options(given, {}, None), name.partition("@")[0]: value})
     for site in sites:
+        options = resolve_options(mechanism, own_options(given, owners, site.layer))
         reason = misfit(site, mechanism)
         if reason:
             raise LinearizeError(f"{site.path} {reason}", Exit.INCOMPATIBLE)
@@ -260,6 +270,29 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
     if sr is not None and sites and not any(site.reduction for site in sites):
         raise LinearizeError(f"sr={sr}: no attention here computes fewer keys than queries. Leave it out")
     return tuple(steps)
+
+
+def own_layers(name: str, sites: list[Site]) -> set[int]:
+    """The layers among those of `sites` that an option is for: all, or those of `rows@0-3,7`.
+
+    Raises LinearizeError (exit 2) for layers that it does not name, or that are not there.
+    """
+    known = {site.layer for site in sites}
+    _, at, text = name.partition("@")
+    if not at:
+        return known
+    named = _numbers(text, name, "rows@0-3,7=4", max(known, default=0))
+    if not named or (known and named - known):
+        there = f"; layers {ranges(sorted(known))} are converted" if known else ""
+        raise LinearizeError(f"{name}: no layer {ranges(sorted(named - known)) if named else 'is named'}{there}")
+    return named
+
+
+def own_options(given: dict[str, Any], owners: dict[str, set[int]], layer: int | None) -> dict[str, Any]:
+    """The options given for one layer (None: for all layers), of which those that name it come last."""
+    common = {name: value for name, value in given.items() if "@" not in name}
+    own = {n.partition("@")[0]: value for n, value in given.items() if "@" in n and layer in owners.get(n, ())}
+    return common | own
 
 
 def reduced(sr: str | None, site: Site, mechanism: str, square: bool) -> str:

@@ -37,7 +37,7 @@ class Model(Strict):
 class Convert(Strict):
     mechanism: Text
     options: dict[str, Any] = {}
-    """The mechanism's own; see `linearize mechanisms NAME`."""
+    """The mechanism's own; see `linearize mechanisms NAME`. `rows@0-3: 7` is for layers 0 to 3 alone."""
     layers: Layers = "all"
     keep_softmax: Layers = ""
     """Layers left as they are, such as "7,15" or [7, 15]."""

@@ -186,7 +186,8 @@ def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             make_steps([], mechanism, {**base, option: value})
             base |= {option: value} if option == "base" else {}
         except LinearizeError as error:
-            text = error.message.removeprefix(f"{option}={value}: ").removeprefix(f"{option}: ")
+            name = option.partition("@")[0]
+            text = error.message.removeprefix(f"{name}={value}: ").removeprefix(f"{name}: ").removeprefix(f"{option}: ")
             yield ("convert", "options", option), text
 
 

@@ -446,6 +446,16 @@ def test_options_without_effect_are_refused(
     assert refused.value.code == Exit.USAGE
 
 
+def test_blocks_of_some_layers(tmp_path: Path) -> None:
+    """As VLT has them, 7 x 7 and 4 x 4 blocks; an option that some layers cannot use is refused for those alone."""
+    name = "ViTForImageClassification"
+    model = converted(tmp_path, name, "mhla", options={"rows@0": 2, "columns@0": 3})
+    assert [mixer.block_logits.shape[-1] for mixer in mixers_of(model).values()][:2] == [7, 17]
+    assert model(**make_inputs(model)).logits.isfinite().all()
+    with pytest.raises(LinearizeError, match="blocks@0=4 has no effect in this model: tokens on a grid"):
+        plan_conversion(str(tmp_path / "source"), "mhla", options={"blocks@0": 4})
+
+
 def test_stages_that_pool_their_queries_are_named(tmp_path: Path) -> None:
     small_model("HieraForImageClassification").save_pretrained(tmp_path)
     plan = plan_conversion(str(tmp_path), "la")[0]
