@@ -24,6 +24,7 @@ from .demo import model_folder
 from .errors import Exit, LinearizeError, did_you_mean, os_error
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
+from .measure.positions import warning_of
 from .recipe.recipe import Recipe
 from .train.runs import Run, processes
 from .train.runtime import Say, check_runtime, make_accelerator, stage_steps
@@ -57,8 +58,11 @@ def finetune(
         accelerator.init_trackers(recipe.name)
         complete = tuner.train(only)
         layers = tuner.fidelity() if complete else []
-        report = run.report(layers, complete)
+        positions = tuner.positions() if complete and accelerator.is_main_process else None
+        report = run.report(layers, complete, positions)
         if complete and accelerator.is_main_process:
+            if positions and (message := warning_of(positions)):
+                say(message)
             run.write_report(report)
             with failed_check(tuner):
                 save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say)

@@ -216,6 +216,13 @@ def test_evaluation(root: Path, tmp_path: Path) -> None:
     assert [row["tokens"] for row in report["stages"]] == [0, 8 * T, 16 * T]
     for row in report["stages"]:
         assert row["ppl_ratio"] == row["ppl"] / report["teacher_ppl"] != 1
+    assert "eval_kl" not in evaluated[0]
+    assert [row["kl"] for row in report["stages"]] == [evaluated[i]["eval_kl"] for i in (1, 3, 5)]
+    assert report["stages"][0]["kl"] > report["stages"][1]["kl"] > 0
+    assert report["positions"]["trained_length"] == T
+    assert [block["to"] for block in report["positions"]["blocks"]] == [T, 2 * T, 4 * T, 8 * T]
+    config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
+    assert config["linearize_trained_length"] == T
     assert [row["layer"] for row in report["layers"]] == [0, 1]
     assert all(row["relative_mse"] > 0 and -1 <= row["cosine"] <= 1 for row in report["layers"])
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
@@ -240,6 +247,8 @@ def test_loss_weights_and_temperature(root: Path, tmp_path: Path) -> None:
     assert first["ce"] == metrics(tmp_path / "sft")[0]
     assert first["both"] == pytest.approx(2 * first["kl"] + 3 * first["ce"])
     assert first["warm"] != pytest.approx(first["kl"], rel=1e-2)
+    entry = json.loads((tmp_path / "both" / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (entry["kl"], entry["ce"]) == pytest.approx((first["kl"], first["ce"]))
 
 
 def test_sft_learns_what_the_assistant_says(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,20 +188,34 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     if not rows:
         return ""
     device = "CPU" if on_cpu(recipe) else torch.cuda.get_device_name()
-    lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher | top-1 |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher | KL | top-1 |"]
+    lines.append("|---|---|---|---|---|---|---|")
     if teacher is not None:
         top = percent(report.get("teacher_accuracy"))
-        lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | {top} |")
+        lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | | {top} |")
     for row in rows:
         ratio = f"{row['ppl_ratio']:.4g}" if row["ppl_ratio"] is not None else ""
         held = _count(row["eval_tokens"])
         top = percent(row.get("accuracy"))
-        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} | {top} |")
+        kl = "" if row.get("kl") is None else f"{row['kl']:.4g}"
+        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} | {kl} | {top} |")
+    lines += by_position(report.get("positions"))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     # What the recipe below does not say.
     few = f" --max-steps {report['max_steps']}" if report.get("max_steps") else ""
     return "\n".join([*lines, "", f"`linearize finetune{few}`, {device}, {versions}, {datetime.date.today()}.", ""])
+
+
+def by_position(found: dict[str, Any] | None) -> list[str]:
+    """A table of perplexity and KL by position in texts, past the length of training; empty where none was made."""
+    if not found or not found["blocks"]:
+        return []
+    lines = ["", f"Trained on rows of {found['trained_length']:,} tokens. By position in longer texts:", ""]
+    lines += ["| tokens | perplexity | teacher | x teacher | KL |", "|---|---|---|---|---|"]
+    for row in found["blocks"]:
+        figures = " | ".join(f"{row[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio", "kl"))
+        lines.append(f"| {row['from']:,} to {row['to']:,} | {figures} |")
+    return lines
 
 
 def _count(tokens: int | None) -> str:

@@ -15,6 +15,7 @@ from linearize_kernels.hf.seam import evaluating
 
 from ..data.batches import collate, forward, targets
 from ..data.cache_key import fingerprint
+from ..data.documents import TextSource
 from ..data.packing import Blocks, build_blocks
 from ..errors import Exit, LinearizeError, absent, check_file
 from ..recipe.data import holds_images, local_paths
@@ -25,6 +26,7 @@ from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import most_tokens
 from .evaluate import sample_count
 from .generate import Loaded, device_memory
+from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
 from .recall import Writer, rows_of, score
 
 TASKS = ("recall", "needle")
@@ -85,7 +87,27 @@ def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalReque
     check_lengths(student, teacher, recipe, request)
     with tempfile.TemporaryDirectory() as cache:
         blocks = read_blocks(recipe, student.tokenizer, Path(cache))
-        return measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
+        result = measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
+    source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
+    return {**result, "text": str(source), "positions": far(student, teacher, source, recipe, request)}
+
+
+def far(student: Loaded, teacher: Loaded, source: TextSource, recipe: Recipe, request: EvalRequest) -> dict[str, Any]:
+    """Perplexity and KL by position, from the length that the student was trained at to a multiple of it; `recorded`
+    says whether its folder names that length, which is else the recipe's."""
+    recorded = getattr(student.model.config, TRAINED_LENGTH, None)
+    found = positions(
+        reader(student.model),
+        reader(teacher.model),
+        source,
+        student.tokenizer,
+        student.model.device,
+        trained=recorded or recipe.data.pack.seq_len,
+        longest=longest_text(student.model, teacher.model),
+        tokens=recipe.eval.max_tokens,
+        batch_tokens=request.batch_tokens,
+    )
+    return found | {"recorded": recorded is not None, "warning": warning_of(found)}
 
 
 def check_text(recipe: Recipe) -> None:

@@ -193,17 +193,41 @@ def report_table(report: dict[str, Any]) -> None:
     """Held-out perplexity along the run, and how close each layer came."""
     out = console()
     if report["teacher_ppl"] is not None:
-        columns = {"": "text"} | dict.fromkeys(("training tokens", "perplexity", "x teacher", "top-1"), "number")
+        columns = {"": "text"} | dict.fromkeys(("training tokens", "perplexity", "x teacher", "KL", "top-1"), "number")
         accuracy = percent(report.get("teacher_accuracy"))
-        rows: list[tuple[str, ...]] = [("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", accuracy)]
+        rows: list[tuple[str, ...]] = [("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", "", accuracy)]
         for row in report["stages"]:
             ppl, ratio = f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}"
-            rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, percent(row.get("accuracy"))))
+            rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, nats(row), percent(row.get("accuracy"))))
         out.print(table(columns, rows, "held-out perplexity"))
+    positions_table(report.get("positions"))
     if report["layers"]:
         columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")
         layers = [(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}") for row in report["layers"]]
         out.print(table(columns, layers, "attention output against the teacher's, per layer"))
+
+
+def nats(row: dict[str, Any]) -> str:
+    """The KL of a row of a report, in nats a token; runs of earlier versions have none."""
+    return "" if row.get("kl") is None else f"{row['kl']:.4f}"
+
+
+def positions_table(found: dict[str, Any] | None) -> None:
+    """Perplexity and KL by position in long texts, where there were any."""
+    if not found or not found["blocks"]:
+        return
+    columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL"), "number")
+    rows = [
+        (
+            f"{row['from']}-{row['to']}",
+            *(f"{row[key]:.3f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio")),
+            nats(row),
+        )
+        for row in found["blocks"]
+    ]
+    origin = "documents joined" if found["text"] == "joined" else "long documents"
+    title = f"perplexity by position in {found['rows']} rows of {origin}, trained on {found['trained_length']} tokens"
+    console().print(table(columns, rows, title))
 
 
 def comparison_table(result: dict[str, Any]) -> None:
@@ -222,7 +246,8 @@ def comparison_table(result: dict[str, Any]) -> None:
     for row in result["state"]:
         rows.append((f"state at {row['length']} tokens", size(row["student"]), size(row["teacher"])))
     columns = {"": "text", "student": "number", "teacher": "number"}
-    console().print(table(columns, rows, f"{result['tokens']:,} tokens of held-out text"))
+    console().print(table(columns, rows, f"{result['tokens']:,} tokens of {result['text']}"))
+    positions_table(result["positions"])
 
 
 def checks_table(title: str, checks: list[Check]) -> None:

@@ -79,10 +79,10 @@ class StageLoop:
         quiet = not owner.accelerator.is_main_process
         with StageProgress(self.stage.name, self.steps, start, quiet) as bar, self._interruptible():
             for step in range(start, self.steps):
-                loss, norm, lr = self.step(step)
+                loss, norm, lr, terms = self.step(step)
                 done = step + 1
                 rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
-                self._log(done, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
+                self._log(done, loss=loss, **terms, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
                 bar.update(done, loss, rate)
                 self._after(done)
         if self.wrapped is not owner.model:
@@ -106,28 +106,35 @@ class StageLoop:
                 Exit.INTERRUPTED,
             )
 
-    def step(self, step: int) -> tuple[float, float, float]:
-        """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate."""
+    def step(self, step: int) -> tuple[float, float, float, dict[str, float]]:
+        """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate, and the
+        terms of a loss of two."""
         owner, accelerator = self.owner, self.owner.accelerator
         micro = [self.batch(step, m) for m in range(self.stage.batch.accumulate)]
         counts = torch.stack([torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum()]) for b in micro])
         tokens = accelerator.reduce(counts.sum(0), "sum")
-        losses = []
+        losses, terms = [], list[dict[str, Tensor]]()
         owner.model.train()
         for number, batch in enumerate(micro):
             torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, number, accelerator.process_index))
             last = number == len(micro) - 1
             with accelerator.no_sync(self.wrapped) if self.replicated and not last else contextlib.nullcontext():
-                losses.append(self._micro_batch(batch, tokens))
+                share, parts = self._micro_batch(batch, tokens)
+            losses.append(share)
+            terms.append(parts)
         if not self.replicated and accelerator.num_processes > 1:
             self._add_gradients()
         norm = float(accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.clip))
         shares = torch.stack(losses).sum()
-        loss, stop = accelerator.reduce(torch.stack([shares, shares.new_tensor(owner.interrupted)]), "sum").tolist()
+        names = [*terms[0]]
+        sums = [torch.stack([parts[name] for parts in terms]).sum() for name in names]
+        loss, stop, *values = accelerator.reduce(
+            torch.stack([shares, shares.new_tensor(owner.interrupted), *sums]), "sum"
+        ).tolist()
         self.stopping = stop > 0  # all processes stop after the same step, whichever was told first
         lr = self.stage.optimizer.lr * self.schedule(step)
         self._update(loss, norm, lr, step)
-        return loss, norm, lr
+        return loss, norm, lr, dict(zip(names, values, strict=True))
 
     def _add_gradients(self) -> None:
         """Over processes, for parameters that neither DDP nor FSDP takes care of."""
@@ -150,16 +157,17 @@ class StageLoop:
         self.optimizer.zero_grad()
         reshard(self.owner.model)  # DeepSpeed leaves weights gathered whose module's input has no gradient
 
-    def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        """Forward and backward of one micro batch; returns its share of the step's loss, without gradient."""
+    def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward of one micro batch; returns its share of the step's loss and of the loss's terms,
+        without gradient."""
         owner, accelerator = self.owner, self.owner.accelerator
         if self.transfers:
             with accelerator.autocast():
-                return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward)
-        loss = end_to_end_loss(self.stage, owner.student, self.wrapped, batch, tokens, accelerator.autocast)
+                return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward), {}
+        loss, terms = end_to_end_loss(self.stage, owner.student, self.wrapped, batch, tokens, accelerator.autocast)
         # DDP and FSDP take the mean over processes of what has to be a sum.
         accelerator.backward(loss * accelerator.num_processes)
-        return loss.detach()
+        return loss.detach(), terms
 
     def batch(self, step: int, micro: int) -> dict[str, Tensor]:
         """The blocks of one micro batch of this process."""

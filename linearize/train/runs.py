@@ -310,7 +310,9 @@ class Run:
 
     # ------------------------------------------------------------ metrics and report
 
-    def report(self, layers: list[dict[str, float]], complete: bool) -> dict[str, Any]:
+    def report(
+        self, layers: list[dict[str, float]], complete: bool, positions: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The run in figures, from metrics.jsonl: the last evaluation of each stage beside the teacher's."""
         found: dict[str, dict[str, Any]] = {}
         for entry in self._entries():
@@ -323,10 +325,10 @@ class Run:
             ppl = entry["eval_ppl"]
             row = {"name": name, "tokens": tokens, "eval_tokens": entry.get("eval_tokens"), "ppl": ppl}
             ratio = ppl / teacher["eval_ppl"] if teacher else None
-            rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy")})
+            rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy"), "kl": entry.get("eval_kl")})
         figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}
         message = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
-        return {**message, **figures, "stages": rows, "layers": layers}
+        return {**message, **figures, "stages": rows, "layers": layers, "positions": positions}
 
     def write_report(self, report: dict[str, Any]) -> None:
         """report.json, the figures of a finished run."""
@@ -337,7 +339,7 @@ class Run:
         path = self.folder / "report.json"
         with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
             found = json.loads(path.read_text("utf-8"))
-            later = ("teacher_accuracy", "max_steps")  # which runs of earlier versions did not write
+            later = ("teacher_accuracy", "max_steps", "positions")  # which runs of earlier versions did not write
             known = {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")}
             return known | {key: found.get(key) for key in later}
 

@@ -29,6 +29,7 @@ from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
 from ..convert import disagree
 from ..errors import Exit, LinearizeError, reason_of, resource_error
+from ..measure.positions import TRAINED_LENGTH, trained_length
 from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
 from ..recipe.recipe import Recipe
@@ -143,7 +144,8 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
         checkpoint.copy_carried(base, folder)
         shutil.copyfile(base / checkpoint.INDEX, folder / checkpoint.INDEX)
         config = json.loads((base / "config.json").read_text("utf-8"))
-        checkpoint.write_json(folder / "config.json", config | ({TRAINED: True} if changed else {}))
+        facts = {TRAINED_LENGTH: trained_length(recipe), **({TRAINED: True} if changed else {})}
+        checkpoint.write_json(folder / "config.json", config | facts)
         hashes = write_trained(student, base, folder, changed)
         for path in folder.glob("adapter/*.safetensors"):
             hashes["written"]["shards"][path.relative_to(folder).as_posix()] = sha256(path)

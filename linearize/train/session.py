@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from safetensors.torch import load_file, save_file
+
+from linearize_kernels.hf.seam import evaluating
 
 from ..checkpoint.provenance import trained_before
 from ..data.batches import (
@@ -25,19 +29,22 @@ from ..data.batches import (
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError
 from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score
+from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
 from ..verify.child.inputs import most_tokens
 from .deepspeed_zero3 import partition, read_config
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, seed_for
 from .runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
-from .runtime import Say, make_schedule, stage_steps
+from .runtime import Say, make_schedule, stage_steps, to_source
 from .save import load_converted
 from .stages import Calibration, error_scale, listen
 from .student import Student, check_targets
 
 # Enough for two digits of a mean over tokens, and cheap beside a stage.
 FIDELITY_TOKENS = 16384
+# Of texts longer than the trained length: a ratio of two perplexities on the same tokens needs few.
+POSITION_TOKENS = 16384
 # The scale of each layer's loss needs one digit.
 POWER_BLOCKS = 8
 # At most: norms and windows have a few numbers per head, but fitted on 512 tokens they fit those alone.
@@ -232,20 +239,21 @@ class Finetuner:
         """Held-out perplexity of the teacher and of the model just converted, when there is eval data."""
         stage = self.recipe.stages[0]
         with self.student.as_teacher():
-            teacher = self.evaluate(stage)
+            teacher = self.evaluate(stage, beside_teacher=False)
         converted = self.evaluate(stage)
         if teacher is not None and converted is not None:
             self.log_evaluation("teacher", 0, 0, teacher)
             self.log_evaluation("converted", 0, 0, converted)
 
-    def evaluate(self, stage: Stage) -> Score | None:
-        """Held-out perplexity and accuracy of the model as it is, None without eval data or a head."""
+    def evaluate(self, stage: Stage, *, beside_teacher: bool = True) -> Score | None:
+        """Held-out perplexity and accuracy of the model as it is, and its KL from the teacher unless it is the teacher;
+        None without eval data or a head."""
         blocks = self.blocks(stage, "eval")
         if blocks is None or not has_head(self.model):
             return None
         self.eval_tokens = sample_count(blocks, self.recipe.eval.max_tokens) * blocks.seq_len
         data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.accelerator)
-        found = score(self.model, data, self.accelerator)
+        found = score(self.model, data, self.accelerator, self.student if beside_teacher else None)
         reshard(self.model)
         return found
 
@@ -253,8 +261,11 @@ class Finetuner:
         """One evaluation into metrics.jsonl and to the person who waits."""
         if self.accelerator.is_main_process:
             values = {"eval_ppl": found.ppl, "eval_accuracy": found.accuracy, "eval_tokens": self.eval_tokens}
+            if found.kl is not None:
+                values["eval_kl"] = found.kl
             self.run.log(stage=name, step=step, tokens=tokens, **values)
         told = f"{name}{f' step {step}' if step else ''}: held-out perplexity {found.ppl:.4g}"
+        told += "" if found.kl is None else f", KL {found.kl:.4f}"
         self.say(told + ("" if kind_of(self.model) == "text" else f", accuracy {found.accuracy:.1%}"))
 
     def fidelity(self) -> list[dict[str, float]]:
@@ -265,6 +276,33 @@ class Finetuner:
             return []
         data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.accelerator)
         return layer_fidelity(self.student, data, self.accelerator)
+
+    def positions(self) -> dict[str, Any] | None:
+        """Perplexity and KL by position in held-out texts longer than the rows of training; None for models of no
+        text, without eval data, and for shards, whose processes read other texts."""
+        data = self.recipe.data_for(self.recipe.stages[-1])
+        if data.eval is None or kind_of(self.model) != "text" or not has_head(self.model) or self.sharded:
+            return None
+        source = to_source(data.eval, data.pack.text_key, self.recipe.folder)
+        trained = trained_length(self.recipe)
+
+        @contextlib.contextmanager
+        def as_teacher() -> Iterator[None]:
+            with self.student.as_teacher(), self.accelerator.autocast():
+                yield
+
+        with evaluating(self.model):
+            return positions(
+                reader(self.model, self.accelerator.autocast),
+                reader(self.model, as_teacher),
+                source,
+                self.processor,
+                self.device,
+                trained=trained,
+                longest=longest_text(self.model),
+                tokens=min(POSITION_TOKENS, self.recipe.eval.max_tokens),
+                batch_tokens=trained * self.recipe.stages[-1].batch.per_device,
+            )
 
     def save(self, position: Position, state: dict[str, Any]) -> None:
         """A checkpoint: trained tensors by name, whole, and the optimizer unless the stage is over."""

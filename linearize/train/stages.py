@@ -137,10 +137,11 @@ def listen(student: Student, listener: Listener, batch: Batch) -> None:
 
 def end_to_end_loss(
     stage: Stage, student: Student, wrapped: Any, batch: Batch, tokens: Tensor, autocast: Callable[[], Any]
-) -> Tensor:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """logit_kl, feature_cosine or sft on one micro batch; `wrapped` is the model as accelerate prepared it.
 
-    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes.
+    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes. Of a loss of
+    two terms, both by name as well, without weights and gradients.
     """
     teacher = None
     if isinstance(stage, FeatureCosine) or (isinstance(stage, LogitKL) and stage.loss.kl):
@@ -151,13 +152,14 @@ def end_to_end_loss(
         found = forward(wrapped, batch)
     if isinstance(stage, FeatureCosine):
         assert teacher is not None
-        return cosine_distance(found, teacher, real_tokens(batch), batch["valid"].sum() / tokens[0])
+        return cosine_distance(found, teacher, real_tokens(batch), batch["valid"].sum() / tokens[0]), {}
     if not isinstance(stage, LogitKL):
-        return cross_entropy(found, targets(batch), num_tokens=tokens[1])
-    loss = found.new_zeros((), dtype=torch.float32)
+        return cross_entropy(found, targets(batch), num_tokens=tokens[1]), {}
+    loss, terms = found.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
     if teacher is not None:
-        kl = logit_kl(found, teacher, batch["valid"], temperature=stage.loss.temperature, num_tokens=tokens[0])
-        loss = loss + stage.loss.kl * kl
+        terms["kl"] = logit_kl(found, teacher, batch["valid"], temperature=stage.loss.temperature, num_tokens=tokens[0])
+        loss = loss + stage.loss.kl * terms["kl"]
     if stage.loss.ce:
-        loss = loss + stage.loss.ce * cross_entropy(found, targets(batch), num_tokens=tokens[1])
-    return loss
+        terms["ce"] = cross_entropy(found, targets(batch), num_tokens=tokens[1])
+        loss = loss + stage.loss.ce * terms["ce"]
+    return loss, {name: term.detach() for name, term in terms.items()} if len(terms) > 1 else {}

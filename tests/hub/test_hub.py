@@ -646,12 +646,16 @@ def test_a_recipe_pushes_what_it_measured(hub: Hub, root: Path, tmp_path: Path) 
     assert report["pushed"]["commit"] == hub.repos[REPO].refs["main"]
     text = hub.repos[REPO].files()["README.md"].decode()
     assert "license: apache-2.0" in text
-    assert f"| teacher (softmax) | | 96 | {report['teacher_ppl']:.4g} | 1 |" in text
+    assert f"| teacher (softmax) | | 96 | {report['teacher_ppl']:.4g} | 1 | | " in text
     for row in report["stages"]:
         assert row["eval_tokens"] == 96  # three blocks of 32
-        line = f"| {row['name']} | {row['tokens']:,} | 96 | {row['ppl']:.4g} | {row['ppl_ratio']:.4g} |"
+        line = (
+            f"| {row['name']} | {row['tokens']:,} | 96 | {row['ppl']:.4g} | {row['ppl_ratio']:.4g} | {row['kl']:.4g} |"
+        )
         assert line in text
     assert "untrained" not in text
+    for block in report["positions"]["blocks"]:
+        assert f"| {block['from']} to {block['to']} | {block['student_ppl']:.4g} | {block['teacher_ppl']:.4g} |" in text
     shown = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert shown["model"] == {"base": "linear"}
     assert shown["stages"][0]["optimizer"]["lr"] == 1e-2
