@@ -11,14 +11,13 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .layout import TokenLayout, once
 from .layers.norm import HeadNorm
-from .window.window import Window, WindowedState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +66,13 @@ class Bounds:
     high: float
 
 
+class WindowedState(NamedTuple):
+    """What a mechanism remembers, and the tokens of the window beside it."""
+
+    far: Any
+    near: Any
+
+
 class Mixer(nn.Module):
     """Base class of every mechanism. A subclass writes `mix` or `mix_with_mass`, and `state_bytes`; the rest is
     optional.
@@ -112,12 +118,14 @@ class Mixer(nn.Module):
     }
     # Mechanisms that its option `base` names: with **options in its signature, theirs become its own.
     bases: ClassVar[dict[str, type[Mixer]]] = {}
+    # The exact window beside a mechanism; window.py sets it, which travels only with a checkpoint that has windows.
+    window_type: ClassVar[Callable[..., nn.Module] | None] = None
     # Set by the seam: its attention function, the config that names the implementation, what its model was told of
-    # places (noted.py), the prefix of the implementation's name, and the names of the positional arguments of the
+    # places (position_hooks.py), the prefix of the implementation's name, and the names of the positional arguments of the
     # attention module.
     seam: Any
     switch: Any
-    noted: Any
+    position_hooks: Any
     prefix: str
     arguments: tuple[str, ...]
 
@@ -142,7 +150,10 @@ class Mixer(nn.Module):
         if window and not rope:
             raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.site = site
-        self.near = Window(site.hidden, site.heads, window, sink, site.scale, self.normalised) if window else None
+        self.near: Any = None
+        if window:
+            assert Mixer.window_type is not None, "window.py was not imported"
+            self.near = Mixer.window_type(site.hidden, site.heads, window, sink, site.scale, self.normalised)
         # Whether `mix` gets q and k without rotary embedding; read by the seam before the attention module runs.
         self.drop_rope = not rope
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.

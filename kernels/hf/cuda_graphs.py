@@ -35,7 +35,7 @@ PLAIN_STEPS = 2
 TENSORS = ("input_ids", "position_ids", "attention_mask")
 DEVICES = ("cuda",)
 # Files whose hooks do nothing that a recorded step would lack.
-OWN = ("seam", "noted", "modeling_utils")
+OWN = ("seam", "position_hooks", "modeling_utils")
 # The recorders of all calls of generate() that run now. While one records, other threads cannot draw random numbers.
 running: weakref.WeakSet[Replay] = weakref.WeakSet()
 # One for each GPU: cuBLAS keeps 32 MiB for every stream that it was recorded on.

@@ -35,7 +35,7 @@ from ..layout import (
     watch_patches,
 )
 from ..mixer import Mixer, Site
-from .noted import Noted, places_in
+from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
 from .cache import StateLayer, check_rows, state_slot
 
@@ -69,7 +69,7 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Pre-hook: keep the hidden states, swap the cache slot for a state, take rotary embedding away if asked."""
     mixer = module.mixer
     prefix, backend = split_name(mixer.switch._attn_implementation)
-    if not prefix and not mixer.noted.teacher:
+    if not prefix and not mixer.position_hooks.teacher:
         # Someone wrote a backend's name into the config; as `set_attn_implementation`, that chooses the softmax of
         # the layers that keep it.
         prefix, backend = mixer.prefix, backend or "eager"
@@ -91,9 +91,9 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         slot.awaited = True
     x = bound[hidden_name(mixer)]
     # Images have positions, too, which say nothing of documents.
-    places = mixer.noted.told(x) if mixer.site.causal else {}
+    places = mixer.position_hooks.told(x) if mixer.site.causal else {}
     places = places | places_in(bound) if mixer.site.causal or not mixer.site.routed else {}
-    if mixer.noted.own_mask():
+    if mixer.position_hooks.own_mask():
         places["own_mask"] = True
     mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
     if prefix == TRANSFER or not mixer.drop_rope:
@@ -251,7 +251,7 @@ def attach(
     `capture` serves modules that do not call the attention interface (capture.py); None if there are none.
     Raises AttributeError when the model lacks a module of the plan.
     """
-    switch, noted = Switch() if capture else None, Noted()
+    switch, position_hooks = Switch() if capture else None, PositionHooks()
     for layer in spec["layers"]:
         site = Site.from_dict(layer["site"])
         module: Any = model.get_submodule(_own_path(model, site.path))
@@ -259,7 +259,7 @@ def attach(
         if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
         mixer.switch = switch or getattr(module, "config", model.config)
-        mixer.seam, mixer.noted, mixer.prefix = seam, noted, prefix_for(spec)
+        mixer.seam, mixer.position_hooks, mixer.prefix = seam, position_hooks, prefix_for(spec)
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         mixer.reductions = {name: getattr(module, name) for name in site.reduction if site.sr == "drop"}
         if site.grid == "patches":
@@ -273,11 +273,11 @@ def attach(
         module.register_forward_hook(after, with_kwargs=True)
     parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
-        part.linearize_switch, part.linearize_noted = switch, noted
+        part.linearize_switch, part.linearize_position_hooks = switch, position_hooks
         part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
         if makes_places(part):
             part.register_forward_pre_hook(place_by_padding, with_kwargs=True)
-        noted.watch(part)
+        position_hooks.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
 
 
@@ -313,7 +313,7 @@ def refuse_attention_maps(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Pre-hook: a linear layer has no T x T attention map to return."""
     asked = kwargs.get("output_attentions")
     asked = getattr(model.config, "output_attentions", False) if asked is None else asked
-    if asked and not model.linearize_noted.teacher:
+    if asked and not model.linearize_position_hooks.teacher:
         raise ValueError(
             "output_attentions=True: linearized layers compute no attention maps. Softmax does, where its code is eager: "
             "call model.set_attn_implementation('eager'), then ask under `with model.teacher():`"
@@ -350,7 +350,8 @@ def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     mask, x = given.get("attention_mask"), given.get("input_ids")
     x = given.get("inputs_embeds") if x is None else x
     prefix, _ = split_name((part.linearize_switch or part.config)._attn_implementation)
-    if part.linearize_noted.teacher or prefix == TRANSFER or given.get("position_ids") is not None or x is None:
+    hooks = part.linearize_position_hooks
+    if hooks.teacher or prefix == TRANSFER or given.get("position_ids") is not None or x is None:
         return None
     cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
     seen = 0 if cache is None else cache.get_seq_length()
@@ -414,13 +415,13 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
         """
         if getattr(self.config, TRAINED, False):
             warnings.warn(NO_TEACHER, stacklevel=3)
-        noted: Any = self.linearize_noted
-        outer, noted.teacher = noted.teacher, True
+        hooks: Any = self.linearize_position_hooks
+        outer, hooks.teacher = hooks.teacher, True
         try:
             with evaluating(self), renamed(self, lambda name: split_name(name)[1]):
                 yield
         finally:
-            noted.teacher = outer
+            hooks.teacher = outer
 
     @contextmanager
     def transferring(self, listener: Any) -> Iterator[None]:

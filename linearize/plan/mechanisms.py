@@ -36,6 +36,7 @@ def load_mechanism(name: str) -> Any:
     check_name(name)
     from linearize_kernels.mixer import own_mixer
 
+    importlib.import_module("linearize_kernels.window.window")  # an option of every mixer, in a file that few need
     return own_mixer(importlib.import_module(f"linearize_kernels.{name}.{name}"))
 
 

@@ -12,11 +12,15 @@ from linearize_kernels.mixer import Site
 from ..errors import Exit, LinearizeError
 from ..probe.probe import Found, Other
 from ..terminal.output import ranges
-from .dropped_features import losses
+from .dropped_features import dropped_features
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 
 LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
 DIFFUSERS = "diffusers"  # the model type of plans for pipelines of diffusers
+
+
+# Fields that were renamed: the name in plans of earlier versions -> today's.
+RENAMED_FIELDS = {"held": "cached_tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Step:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax; `others` says
-    of other modules that mix tokens why they stay as they are. `reads_masks`, `held`: see `probe.Found`.
+    of other modules that mix tokens why they stay as they are. `reads_masks`, `cached_tokens`: see `probe.Found`.
 
     `dtype` is that of the result; source weights are rewritten in it when `cast`, rewritten as safetensors when
     `pickled`, and else copied byte for byte: as hard links where the disk allows, unless `copy`. `needed_bytes` is
@@ -54,7 +58,7 @@ class Plan:
     # Fields that were added since the first plans have defaults, for folders of before.
     others: tuple[str, ...] = ()
     reads_masks: bool = False
-    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     copy: bool = False
 
     @property
@@ -64,9 +68,9 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What the conversion drops, by name and layers."""
-        found = losses(step.site for step in self.steps)
+        found = dropped_features(step.site for step in self.steps)
         dropped = [step.site.layer for step in self.steps if step.site.sr == "drop"]
-        lines = [f"{loss.name}: {loss.what} (layers {ranges(layers)})" for loss, layers in found.items()]
+        lines = [f"{feature.name}: {feature.what} (layers {ranges(layers)})" for feature, layers in found.items()]
         reduction = "reduction: the source attends to fewer keys than queries, the linear layer to a key for each"
         return lines + ([f"{reduction} (layers {ranges(dropped)})"] if dropped else [])
 
@@ -85,7 +89,7 @@ class Plan:
 
         def kv(site: Site) -> int:
             row = site.kv_heads * (site.key_dim + site.value_dim) * item * site.causal
-            return min(tokens, self.held.get(site.path, tokens)) * row
+            return min(tokens, self.cached_tokens.get(site.path, tokens)) * row
 
         kept = sum(kv(site) for site in self.kept)
         return {
@@ -105,6 +109,7 @@ class Plan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         """The inverse of `to_json`; what a plan of an earlier version does not say has its default."""
+        data = {RENAMED_FIELDS.get(name, name): value for name, value in data.items()}
         fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
         fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
         fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])

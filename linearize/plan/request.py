@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.source import DTYPES, Source
 from ..errors import LinearizeError
 from ..probe.probe import Found
-from .dropped_features import check_losses
+from .dropped_features import check_dropped_features
 from .plan import Plan, check_idle, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps
 
 
@@ -52,7 +52,7 @@ class Request:
         """
         found = fitting(found, self.mechanism, source.name)
         chosen, kept = choose_layers(found, self.layers, self.keep_softmax, source.name)
-        check_losses(chosen, self.allow_drop)
+        check_dropped_features(chosen, self.allow_drop)
         target = stored if self.dtype == "keep" else self.dtype
         steps = make_steps(chosen, self.mechanism, self.options or {}, item_bytes(target))
         check_rotation(found, steps)
@@ -72,7 +72,7 @@ class Request:
             kept=tuple(kept),
             others=grouped(found.others),
             reads_masks=found.reads_masks,
-            held=found.held,
+            cached_tokens=found.cached_tokens,
             source_bytes=source_bytes,
             needed_bytes=(new + rewritten) * item_bytes(target) + source_bytes * (self.copy and not rewritten),
             copy=self.copy,

@@ -51,8 +51,8 @@ class Found:
 
     `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away.
     `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
-    `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone. `held` is how many tokens the
-    cache holds of sites that forget the others, by path.
+    `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone. `cached_tokens` is how
+    many tokens the cache holds of sites that forget the others, by path.
     """
 
     sites: tuple[Site, ...]
@@ -60,7 +60,7 @@ class Found:
     reads_masks: bool = False
     fixed_rotation: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
-    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -109,13 +109,13 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         elif reason and all(other.path != site.path for other in unfit):
             unfit.append(Other(site.layer, site.path, site.kind, reason))
     windows = {n: slot.sliding_window for n, slot in enumerate(slots) if getattr(slot, "sliding_window", None)}
-    held = {site.path: windows[site.layer] - 1 for site in sites if site.causal and site.layer in windows}
+    cached_tokens = {site.path: windows[site.layer] - 1 for site in sites if site.causal and site.layer in windows}
     if len({site.layer for site in sites}) < len(sites):  # of two towers that count from 0
         sites = [dataclasses.replace(site, layer=number) for number, site in enumerate(sites)]
     if not sites:
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
     fixed = {site.path for site in sites} - free if run.model and rotates(run.model) else set()
-    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat, held)
+    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat, cached_tokens)
 
 
 def _run(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:

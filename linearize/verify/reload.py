@@ -27,10 +27,9 @@ from ..checkpoint.source import DTYPES, Source, read_header
 from ..checkpoint.write import INDEX, MIXER_SHARD
 from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
 from ..plan.plan import Plan, some
+from .limits import RELOADED
 
 Level = Literal["auto", "full", "keys", "none"]
-# Logits of two processes running the same float32 maths on the same CPU: equal up to the order of additions.
-TOLERANCE = 1e-4
 
 PRELUDE = """
 import json, sys
@@ -98,6 +97,7 @@ print(json.dumps({
 # The other side: the native class on the source's own weights, mixers from the installed package.
 SOURCE_SIDE = """
 import importlib
+import linearize_kernels.window.window
 from linearize_child.inputs import outputs
 from safetensors.torch import load_file
 from transformers.utils import HF_MODULES_CACHE
@@ -196,7 +196,7 @@ def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple
         ours, theirs = scratch / "ours.pt", scratch / "theirs.pt"
         arguments = [str(folder), str(theirs), str(source.folder.resolve()), json.dumps(options)]
         with (
-            clean_command(LOAD, [str(folder), str(ours), str(TOLERANCE)]) as a,
+            clean_command(LOAD, [str(folder), str(ours), str(RELOADED)]) as a,
             clean_command(SOURCE_SIDE, arguments, refused=()) as b,
             started(*a) as loading,
             started(*b) as comparing,
@@ -227,7 +227,7 @@ def check_steps(loaded: dict[str, Any]) -> str:
     return f"; single steps through a cache equal one pass (largest difference {row['difference']:.1e})"
 
 
-def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = TOLERANCE) -> float:
+def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = RELOADED) -> float:
     """The largest difference relative to the largest value. Raises LinearizeError (exit 6) over the limit."""
     difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
     if not difference <= limit:  # so that nan is over it
@@ -241,7 +241,7 @@ def reload_logits(folder: Path) -> tuple[int, torch.Tensor, dict[str, Any]]:
     count = _check_index(folder)
     with scratch_folder() as scratch:
         out = scratch / "logits.pt"
-        with clean_command(LOAD, [str(folder), str(out), str(TOLERANCE)]) as command, started(*command) as child:
+        with clean_command(LOAD, [str(folder), str(out), str(RELOADED)]) as command, started(*command) as child:
             loaded = result_of(child)
         _check_loaded(folder, loaded)
         return count, torch.load(out), loaded

@@ -18,8 +18,16 @@ from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from linearize_kernels.hf.cache import map_state
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Bounds, Mixer, Site, as_autocast, option_types, own_mixer, published_options
-from linearize_kernels.window.window import WindowedState
+from linearize_kernels.mixer import (
+    Bounds,
+    Mixer,
+    Site,
+    WindowedState,
+    as_autocast,
+    option_types,
+    own_mixer,
+    published_options,
+)
 
 HIDDEN = 24
 SITES = {

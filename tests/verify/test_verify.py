@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.verify import checks
+from linearize.verify import checks, limits
 from linearize.verify.child import behaviours
 from linearize.verify.reload import CGROUPS, free_memory, result_of, started
 
-LIMIT = checks.LIMITS["float32"]
+LIMIT = limits.BY_DTYPE["float32"]
 SOURCE_SHARD = "model-source-00001-of-00001.safetensors"
 runner = CliRunner()
 
