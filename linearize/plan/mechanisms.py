@@ -44,14 +44,20 @@ def load_mechanism(name: str) -> Any:
 RENAMED_OPTIONS = {"features": "feature_map", "phi": "feature_map", "gate_heads": "state_heads"}
 
 
-def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`options` of mechanism `name` under the names that they have now; unknown ones stay as they are."""
+def renamed_options(name: str, options: dict[str, Any]) -> dict[str, str]:
+    """Those of `options` that mechanism `name` had under another name: old -> new."""
     from linearize_kernels.mixer import option_types
 
     mixer, base = load_mechanism(name), options.get("base")
     known = option_types(mixer, base if base in mixer.bases else None)
-    new = {old: RENAMED_OPTIONS.get(old, old) for old in options}
-    return {new[old] if old not in known and new[old] in known else old: value for old, value in options.items()}
+    new = {old: RENAMED_OPTIONS[old] for old in options if old in RENAMED_OPTIONS and old not in known}
+    return {old: present for old, present in new.items() if present in known}
+
+
+def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` of mechanism `name` under the names that they have now; unknown ones stay as they are."""
+    renamed = renamed_options(name, options)
+    return {renamed.get(option, option): value for option, value in options.items()}
 
 
 def resolve_options(name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,16 @@ from typing import Any
 from ..checkpoint.source import DTYPES, Source
 from ..errors import LinearizeError
 from ..probe.probe import Found
+from ..terminal.output import say
 from .dropped_features import check_dropped_features
+from .mechanisms import renamed_options
 from .plan import Plan, check_idle, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """`layers` and `keep_softmax` are as `choose_layers` reads them, `options` the mechanism's; `allow_drop` consents,
-    by name, to what the linear layers will lack (drops.py); `dtype` is the result's, or `keep`.
+    by name, to what the linear layers will lack (dropped_features.py); `dtype` is the result's, or `keep`.
     `copy` asks for copies of the source's shards, which are hard links otherwise.
 
     Raises LinearizeError (exit 2) for what is wrong with every model: an unknown mechanism, option or dtype.
@@ -50,6 +52,8 @@ class Request:
 
         Raises LinearizeError: 2 for a choice of layers or a consent that means nothing here, 3 for what does not fit.
         """
+        for old, new in renamed_options(self.mechanism, self.options or {}).items():
+            say(f"note: the option {old} of {self.mechanism} is called {new} now")
         found = fitting(found, self.mechanism, source.name)
         chosen, kept = choose_layers(found, self.layers, self.keep_softmax, source.name)
         check_dropped_features(chosen, self.allow_drop)
