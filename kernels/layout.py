@@ -81,6 +81,12 @@ class TokenLayout(NamedTuple):
     grid: Grid | None = None
 
 
+def part_of(layout: TokenLayout, start: int, stop: int) -> TokenLayout:
+    """The layout of tokens `start` to `stop` of a causal call, which lie on a line."""
+    padding, segments = (None if x is None else x[:, start:stop] for x in (layout.padding, layout.segments))
+    return TokenLayout(padding, segments, layout.causal, None if layout.grid is None else Grid((stop - start,)))
+
+
 class Geometry(NamedTuple):
     """What a call says of the places of its tokens: the grid, if its mixer asks; whether it is one of windows; the
     regions [B,T] of shifted ones.

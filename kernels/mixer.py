@@ -78,8 +78,8 @@ class Mixer(nn.Module):
     optional.
 
     Options are the keyword-only arguments of `__init__`, with types (`int`, `float`, `bool`, `Literal`) and,
-    for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read. With
-    **near in its signature, those below are a mechanism's options too.
+    for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read. A
+    mechanism with **near in its signature also has `window` and `sink`.
     """
 
     title: ClassVar[str]
@@ -88,12 +88,12 @@ class Mixer(nn.Module):
     state_formula: ClassVar[str]
     causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = False
-    # Its output is a mean with positive weights. It then writes `mix_with_mass` in place of `mix`, with (o, g, state)
-    # for a result, g [B,T,H] fp32 the sum of the weights, above 0.
+    # Whether the output is a mean with positive weights. The subclass then writes `mix_with_mass` in place of `mix`,
+    # which returns (o, g, state): g [B,T,H] fp32 is the sum of the weights, above 0.
     normalised: bool = False
-    # It asks where tokens lie: its calls come with a `grid`.
+    # Whether it needs to know where tokens lie: its calls then come with a `grid`.
     geometric: ClassVar[bool] = False
-    # It needs as many keys as queries.
+    # Whether it needs as many keys as queries.
     square: ClassVar[bool] = True
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
@@ -116,7 +116,7 @@ class Mixer(nn.Module):
         "window": "exact softmax over this many last tokens beside the mechanism (0: none); causal models only",
         "sink": "exact softmax also over this many first tokens of each document; needs a window",
     }
-    # Mechanisms that its option `base` names: with **options in its signature, theirs become its own.
+    # Name -> mechanism that the option `base` can choose. With **options in the signature the base's options count too.
     bases: ClassVar[dict[str, type[Mixer]]] = {}
     # The exact window beside a mechanism; window.py sets it, which travels only with a checkpoint that has windows.
     window_type: ClassVar[Callable[..., nn.Module] | None] = None
@@ -158,11 +158,11 @@ class Mixer(nn.Module):
         self.drop_rope = not rope
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
-        # What the patch convolution of a site on `patches` notes, by thread.
+        # The grid that the patch convolution of a site on `patches` last made, by thread.
         self.patches: dict[int, tuple[int, ...]] = {}
         # What makes the module compute fewer keys than queries, where that is dropped.
         self.reductions: dict[str, Any] = {}
-        # Who hears the teacher's and the student's output during attention transfer.
+        # The listener that gets the teacher's and the student's output during attention transfer.
         self.transfer: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, Any]:
         """`mix`, and the exact window beside it where there is one; same arguments and results.
 
-        Raises ValueError for a call to both sides of what looks back only.
+        Raises ValueError when a causal mechanism or window is called as attention to both sides.
         """
         if not layout.causal and q.shape[1] > 1 and not (self.bidirectional and self.near is None):
             what = "its window" if self.bidirectional else self.title
@@ -210,7 +210,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def idle(cls, site: Site, flat: bool) -> dict[str, str]:
-        """Options of no effect at a site, and why; `flat`: its tokens lie on a grid of rows and columns alone."""
+        """Options of no effect at a site, and why; `flat`: the tokens are those of a 2D grid and no others."""
         return {}
 
     def reset_parameters(self) -> None:
@@ -240,7 +240,7 @@ class Mixer(nn.Module):
 
     @torch.no_grad()
     def calibrate_window(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, target: Tensor, layout: TokenLayout) -> None:
-        """Then, how much of the mechanism comes through beside the window, and of what size."""
+        """After `calibrate`: set the mechanism's share beside the window, and the scale of its output."""
         if self.near is not None:
             q, k, v = as_autocast(q, k, v)
             far, mass, _ = self._far(q, k, v, x, layout, None)
@@ -251,7 +251,7 @@ class Mixer(nn.Module):
 
 
 def check_power_of_two(**options: int) -> None:
-    """Raise ValueError, naming it, for an option that is none."""
+    """Raise ValueError, naming the option, unless every value is a power of two."""
     for name, value in options.items():
         if value & (value - 1):
             raise ValueError(f"{name}={value}: must be a power of two")
@@ -264,8 +264,7 @@ def check_half_lives(shortest: float, longest: float) -> None:
 
 
 def as_autocast(*inputs: Tensor) -> list[Tensor]:
-    """What autocast does to the inputs of softmax attention, by a list of torch's own operators: all but float64 in its
-    dtype.
+    """Cast the inputs as autocast casts those of scaled_dot_product_attention: to its dtype, except float64.
 
     Rotary embedding of weights in fp32 leaves q and k in fp32 beside v in bf16, which no kernel takes.
     """

@@ -29,7 +29,7 @@ from .verify.reload import Level, verify
 
 Say = Callable[[str], None]
 NEXT = "distil it with linearize finetune"
-UNREAD = "not carried over, for loading the model reads none of it: {}"
+UNREAD = "not copied, because loading the model does not need it: {}"
 
 
 def plan_conversion(

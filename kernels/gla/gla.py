@@ -60,8 +60,8 @@ def gla(
     others leave the state alone and output 0. `segments` [B,T] int: the memory restarts where it changes.
     `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `read_gate` [B,T,H]
     multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels on a GPU for the
-    sizes and dtypes that they know, else PyTorch; the others insist. `chunk_size` is PyTorch's; the kernels bring
-    their own.
+    sizes and dtypes that they know, else PyTorch; `triton` and `torch` force one. `chunk_size` is that of the
+    PyTorch path alone.
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """

@@ -37,7 +37,7 @@ from ..layout import (
 from ..mixer import Mixer, Site
 from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
-from .cache import StateLayer, check_rows, state_slot
+from .cache import StateLayer, check_rows, record_past, state_slot
 
 # In a config: training changed weights that came from the source.
 TRAINED = "linearize_trained"
@@ -168,9 +168,8 @@ def seam(
     seen = None if slot is None else slot.seen - q.shape[1]
     causal = is_causal(module, kwargs, mixer.site.causal)
     layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
-    o, state = mixer(q, k, v, call.x.to(q.device), layout, None if slot is None else slot.state)
-    if slot is not None:
-        slot.state = state
+    inputs = (q, k, v, call.x.to(q.device))
+    o = mixer(*inputs, layout)[0] if slot is None else slot.absorb(mixer, inputs, layout)
     return o.to(query.dtype), None
 
 
@@ -377,8 +376,6 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
 
     mechanisms: dict[str, type[Mixer]]
     capture: Callable[[nn.Module], None] | None = None
-    # The state cannot be rolled back; this refuses assisted decoding at once instead of at the first rejection.
-    _is_stateful = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -401,6 +398,17 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
             return backend
         register_backend(backend)
         return prefix_for(self.config.linearize) + backend
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        """It removes tokens that the model would not have written."""
+        record_past(kwargs.get("past_key_values"))
+        return super()._assisted_decoding(*args, **kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+        """An assistant's cache loses the tokens that its model would not have written."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if generation_config.is_assistant:
+            record_past(model_kwargs.get("past_key_values"))
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> DynamicCache:
         """A static cache would make kept softmax layers read slots that nothing wrote."""

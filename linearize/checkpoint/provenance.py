@@ -38,7 +38,7 @@ class Origin(NamedTuple):
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> Plan:
-    """The plan by which a folder was converted, and which its config.json follows.
+    """Check a folder's plan, config.json and code; return the plan.
 
     Raises LinearizeError (exit 3) for a config that does not, and unless `trust_remote_code` for code that no version
     of linearize wrote; 4 where transformers has no place for that code.

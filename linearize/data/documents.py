@@ -1,7 +1,7 @@
 """Read documents from files or datasets, and tokenize them: source -> rows -> pieces of token ids.
 
 A row is a text, or a conversation: `messages` of {role, content}, or `prompt` and `completion`. Nothing here
-knows the block length; packing is data.py's.
+knows the block length; packing.py packs.
 """
 
 from __future__ import annotations

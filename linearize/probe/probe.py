@@ -2,7 +2,7 @@
 
 A recording attention function is registered with transformers; one short forward then names every module that
 calls it, with the shapes that it calls it with. A model that calls it nowhere runs once more, to find softmax in its
-own code (unrouted.py). No weights are read and no architecture is known by name.
+own code (own_softmax.py). No weights are read and no architecture is known by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Load a recipe: YAML in, validated value out.
 
 `load_recipe` reads a file, applies `key.sub=value` overrides and reports all mistakes at once, each with its
-position. recipe_models.py says what a recipe may hold, recipe_yaml.py where in the file everything stands.
+position. models.py says what a recipe may hold, yaml.py where in the file everything stands.
 Relative data files start at the recipe's folder (`Recipe.folder`); `model.base` and `output_dir` start at the
 working directory, as on the command line.
 """
