@@ -18,6 +18,7 @@ from . import __version__
 from .checkpoint.provenance import behind, check_code, read_plan, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
+from .choose.choose import Scoring, chooser
 from .convert import UNREAD, convert, plan_conversion, unread
 from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
 from .demo import model_folder
@@ -25,9 +26,11 @@ from .errors import Exit, LinearizeError, did_you_mean, os_error
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
 from .measure.positions import warning_of
+from .recipe.data import holds_images
+from .recipe.models import Convert
 from .recipe.recipe import Recipe
 from .train.runs import Run, processes
-from .train.runtime import Say, check_runtime, make_accelerator, stage_steps
+from .train.runtime import Say, check_runtime, make_accelerator, on_cpu, stage_steps, to_source
 from .train.save import meta_model, save_final
 from .train.session import Finetuner, check_model
 from .train.student import Student
@@ -141,7 +144,7 @@ def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool =
     return source
 
 
-def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:
+def plan_base(recipe: Recipe, *, weights: bool = True, say: Say = print) -> Any:
     """The conversion that the recipe asks for, as `plan_conversion` returns it; None when there is none."""
     if recipe.convert is None:
         return None
@@ -157,7 +160,18 @@ def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:
         revision=recipe.model.revision,
         trust_remote_code=recipe.model.trust_remote_code,
         weights=weights,
+        choose=chooser(scoring_of(recipe, recipe.convert, say)) if weights else None,
     )
+
+
+def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
+    """How `keep_softmax: auto` compares layers: on the text of the first stage."""
+    data = recipe.data_for(recipe.stages[0])
+    if holds_images(data.train):  # the plan says that it has no text to compare
+        return Scoring(convert.score_by)
+    text = to_source(data.train, data.pack.text_key, recipe.folder)
+    device = "cpu" if on_cpu(recipe) else "cuda"
+    return Scoring(convert.score_by, text, data.pack.seq_len, device, recipe.seed, say)
 
 
 def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
@@ -165,7 +179,7 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     if run.has_converted:
         begin(recipe, run, run.converted, None, say)
         return
-    plan, source, natives = plan_base(recipe)
+    plan, source, natives = plan_base(recipe, say=say)
     trust = recipe.model.trust_remote_code
     check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
     if kind_of(model) != "images":
@@ -214,7 +228,11 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None, only: str | 
             }
         )
     if planned is not None:
-        say(f"{planned[0].source}: {len(planned[0].steps)} layers become {planned[0].steps[0].mechanism}")
+        plan = planned[0]
+        say(f"{plan.source}: {len(plan.steps)} layers become {plan.steps[0].mechanism}")
+        if plan.choice is not None:
+            of = len(plan.steps) + len(plan.kept)
+            say(f"softmax stays in {len(plan.kept)} of {of} layers ({plan.choice.asked}); the run measures which")
     return rows
 
 

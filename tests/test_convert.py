@@ -166,6 +166,7 @@ def test_a_dry_run_needs_the_config_alone(tmp_path: Path, name: str) -> None:
         (" 1 , 2", "2", [1]),
         ("every:2", "", [0, 2]),
         ("every:3", "0", [3]),
+        ("all", "every:2", [1, 3]),
     ],
 )
 def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[int]) -> None:
@@ -188,7 +189,8 @@ def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[in
         ("-1", "", "'' is no layer number"),
         ("every:0", "", "every:N needs N >= 1"),
         ("every:x", "", "'x' is no layer number"),
-        ("all", "every:2", "'every:2' is no layer number. Write 0-3,7$"),
+        ("all", "every:0", "--keep-softmax every:0: every:N needs N >= 1"),
+        ("all", "x", "'x' is no layer number. Write 0-3,7 or every:4 or auto:2$"),
     ],
 )
 def test_layers_that_are_not_there_are_refused(shared: Path, layers: str, keep: str, message: str) -> None:

@@ -13,9 +13,11 @@ from ..errors import Exit, LinearizeError
 from ..probe.probe import Found, Other
 from ..terminal.output import ranges
 from .dropped_features import dropped_features
+from .keep import Choice, is_auto
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 
 LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
+KEEP = "0-3,7 or every:4 or auto:2"  # and --keep-softmax
 DIFFUSERS = "diffusers"  # the model type of plans for pipelines of diffusers
 
 
@@ -60,6 +62,7 @@ class Plan:
     reads_masks: bool = False
     cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     copy: bool = False
+    choice: Choice | None = None  # where linearize chose the layers that are kept
 
     @property
     def new_parameters(self) -> int:
@@ -114,6 +117,7 @@ class Plan:
         fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
         fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
         fields["others"] = tuple(data.get("others", ()))
+        fields["choice"] = Choice.from_json(data["choice"]) if data.get("choice") else None
         return cls(**fields)
 
 
@@ -125,20 +129,19 @@ def item_bytes(dtype: str) -> int:
 def choose_layers(
     found: Found, layers: str, keep_softmax: str, model: str = "the model"
 ) -> tuple[list[Site], list[Site]]:
-    """Split sites of `model` into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave.
+    """Split sites of `model` into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave:
+    `0-3,7` or `every:4`.
 
     Raises LinearizeError: 2 for a malformed selection or a layer that is not there, 3 for one that cannot be linear.
     """
+    if is_auto(keep_softmax):
+        raise LinearizeError(
+            f"--keep-softmax {keep_softmax} compares predictions of text, and {model} writes none. Name the layers, "
+            "such as --keep-softmax 0,3",
+            Exit.INCOMPATIBLE,
+        )
     known = [site.layer for site in found.sites]
-    if layers == "all":
-        chosen = set(known)
-    elif layers.startswith("every:"):
-        step = _number(layers.removeprefix("every:"), "--layers " + layers, LAYERS)
-        if step < 1:
-            raise LinearizeError(f"--layers {layers}: every:N needs N >= 1")
-        chosen = set(known[::step])
-    else:
-        chosen = _layer_set(layers, "--layers", found, model)
+    chosen = set(known) if layers == "all" else _layer_set(layers, "--layers", found, model)
     chosen -= _layer_set(keep_softmax, "--keep-softmax", found, model)
     if not chosen:
         raise LinearizeError(f"--layers {layers} with --keep-softmax {keep_softmax} leaves no layer to convert")
@@ -147,7 +150,13 @@ def choose_layers(
 
 def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
     known = [site.layer for site in found.sites]
-    chosen = _numbers(text, f"{flag} {text}", LAYERS if flag == "--layers" else "0-3,7", max(known))
+    form = LAYERS if flag == "--layers" else KEEP
+    if text.startswith("every:"):
+        step = _number(text.removeprefix("every:"), f"{flag} {text}", form)
+        if step < 1:
+            raise LinearizeError(f"{flag} {text}: every:N needs N >= 1")
+        return set(known[::step])
+    chosen = _numbers(text, f"{flag} {text}", form, max(known))
     missing = sorted(chosen - set(known))
     for other in found.others:
         if other.layer in missing:

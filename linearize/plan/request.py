@@ -17,8 +17,9 @@ from .plan import Plan, check_idle, check_rotation, choose_layers, fitting, grou
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`layers` and `keep_softmax` are as `choose_layers` reads them, `options` the mechanism's; `allow_drop` consents,
-    by name, to what the linear layers will lack (dropped_features.py); `dtype` is the result's, or `keep`.
+    """`layers` and `keep_softmax` are as `choose_layers` reads them, or `keep_softmax` is `auto:2`, for which
+    `plan_conversion` puts what was chosen; `options` are the mechanism's; `allow_drop` consents, by name, to what the
+    linear layers will lack (dropped_features.py); `dtype` is the result's, or `keep`.
     `copy` asks for copies of the source's shards, which are hard links otherwise.
 
     Raises LinearizeError (exit 2) for what is wrong with every model: an unknown mechanism, option or dtype.

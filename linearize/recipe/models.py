@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 
+from ..plan.keep import Method
 from .data import Data, Pack, StageData
 from .types import (
     Count,
@@ -40,7 +41,9 @@ class Convert(Strict):
     """The mechanism's own; see `linearize mechanisms NAME`. `rows@0-3: 7` is for layers 0 to 3 alone."""
     layers: Layers = "all"
     keep_softmax: Layers = ""
-    """Layers left as they are, such as "7,15" or [7, 15]."""
+    """Layers left as they are, such as "7,15", [7, 15] or every:4; auto:2 or auto:25% lets linearize choose."""
+    score_by: Method = "restore"
+    """How auto compares layers, on the text of the first stage."""
     allow_drop: Names = ()
     """What the result may lack, as a refused plan names it: "alibi" or [alibi, sinks]."""
     copy_weights: bool = False

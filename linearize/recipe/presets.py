@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from ..errors import Exit, LinearizeError, did_you_mean
 
+FIRST = "hybrid"
+
 
 class Preset(NamedTuple):
     """A recipe of the package: its file, the first line of its header, and what its header says was measured."""
@@ -27,8 +29,9 @@ def recipes_folder() -> Path:
 
 
 def presets() -> list[Preset]:
-    """All of them, by name."""
-    return [_read(path) for path in sorted(recipes_folder().glob("*.yaml"))]
+    """All of them, by name; the one to begin with comes first."""
+    paths = sorted(recipes_folder().glob("*.yaml"), key=lambda path: (path.stem != FIRST, path.stem))
+    return [_read(path) for path in paths]
 
 
 def _read(path: Path) -> Preset:

@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..plan.keep import MEANING
 from .output import percent, printable, ranges, size
 
 if TYPE_CHECKING:
+    from ..plan.keep import Choice
     from ..plan.plan import Plan
     from ..probe.inspection import Converted, Inspection
     from ..recipe.presets import Preset
@@ -105,12 +107,30 @@ def plan_table(plan: Plan) -> None:
             "the result's shards of source weights are hard links to the source's files where the disk allows: what is "
             "written into one of them, in place, is in both (--copy makes copies)"
         )
+    if plan.choice is not None and plan.choice.scores:
+        choice_table(plan.choice)
     if plan.kept:
         out.print(f"softmax stays in layers {ranges([s.layer for s in plan.kept])}")
     for other in plan.others:
         out.print(f"stays as it is: {other}")
     for note in plan.notes:
         out.print(Text("dropped", "yellow"), note)
+
+
+def choice_table(choice: Choice) -> None:
+    """The score of every layer, what was chosen, and how to have it again without scoring."""
+    out = console()
+    kept = [(layer, "softmax (kept)" if int(layer) in choice.kept else "") for layer in choice.scores]
+    rows = [(layer, f"{choice.scores[layer]:.3f}", what) for layer, what in kept]
+    out.print(table({"layer": "number", "score": "number", "attention": "short"}, rows))
+    out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
+    recall = f" and {choice.recalls} texts that ask for a repetition" if choice.recalls else ""
+    out.print(f"scored on {choice.tokens:,} tokens of {choice.text}{recall}, mixers trained for a moment")
+    for kind, linear in choice.kl["linear"].items():
+        out.print(
+            f"KL from the source, {kind}: {linear:.4f} with no layer kept, {choice.kl['kept'][kind]:.4f} with these"
+        )
+    out.print(f"--keep-softmax {','.join(map(str, choice.kept))} repeats this without scoring")
 
 
 def alike(rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, ...]]:
