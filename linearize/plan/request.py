@@ -53,8 +53,8 @@ class Request:
 
         Raises LinearizeError: 2 for a choice of layers or a consent that means nothing here, 3 for what does not fit.
         """
-        for old, new in renamed_options(self.mechanism, self.options or {}).items():
-            say(f"note: the option {old} of {self.mechanism} is called {new} now")
+        for old, present in renamed_options(self.mechanism, self.options or {}).items():
+            say(f"note: the option {old} of {self.mechanism} is called {present} now")
         found = fitting(found, self.mechanism, source.name)
         chosen, kept = choose_layers(found, self.layers, self.keep_softmax, source.name)
         check_dropped_features(chosen, self.allow_drop)
