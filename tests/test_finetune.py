@@ -459,7 +459,10 @@ def test_blocks_are_no_longer_than_the_model_takes(
     assert said in refusal(capsys, recipe, code=Exit.INCOMPATIBLE)
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+TRACKERS = {"tensorboard": True, "wandb": False, "trackio": False, "mlflow": False}  # which wants a folder
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_tracker_is_used_or_asked_for(
     tracker: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,14 +471,16 @@ def test_a_tracker_is_used_or_asked_for(
     assert f"pip install {tracker}" in refusal(capsys, recipe, code=Exit.RESOURCE)
 
 
-def test_a_tracker_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", TRACKERS)
+def test_a_tracker_gets_the_metrics(kind: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged = []
 
     class Recorder(tracking.GeneralTracker):
-        name, requires_logging_directory, main_process_only = "tensorboard", True, True
+        name, requires_logging_directory, main_process_only = kind, TRACKERS[kind], True
 
-        def __init__(self, run: str, logging_dir: str, **kwargs: Any) -> None:
+        def __init__(self, run: str, logging_dir: str | None = None, **kwargs: Any) -> None:
             super().__init__()
+            assert (run, logging_dir is not None) == ("tiny", TRACKERS[kind])
 
         tracker = property(lambda self: self)
 
@@ -485,11 +490,11 @@ def test_a_tracker_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pyt
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
             logged.append((step, values["logit_kl/loss"]))
 
-    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType.TENSORBOARD])
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType(kind)])
     monkeypatch.setattr("linearize.train.runtime.get_available_trackers", tracking.get_available_trackers)
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Recorder)
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, kind, Recorder)
     monkeypatch.setattr("accelerate.accelerator.LOGGER_TYPE_TO_CLASS", tracking.LOGGER_TYPE_TO_CLASS)
-    train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), track={"to": "tensorboard"}))
+    train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), track={"to": kind}))
     assert logged == list(enumerate(metrics(tmp_path), 1))
 
 

@@ -42,7 +42,7 @@ def cp(
     to: Annotated[Path | None, typer.Argument(help="File or folder to write. Default: ./NAME.yaml.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Copy a preset, so that you can change it."""
+    """Copy a preset, so that you can change it, and the schema by which editors complete and check it."""
     import yaml
 
     from ..recipe.presets import copy
@@ -85,8 +85,8 @@ def validate(
 def schema() -> None:
     """Print the JSON schema of recipes.
 
-    For editors: save it as recipe.schema.json and begin a recipe with
-    `# yaml-language-server: $schema=recipe.schema.json`.
+    For editors that have a YAML language server: save it as recipe.schema.json, and put the comment
+    `# yaml-language-server: $schema=recipe.schema.json` into a recipe beside it. `recipes cp` does both.
     """
     from ..recipe.recipe import recipe_schema
 

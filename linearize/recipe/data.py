@@ -38,8 +38,11 @@ class DatasetSource(Strict):
     path: Text
     """A Hugging Face dataset."""
     name: Text | None = None
+    """The dataset's configuration, where it has several."""
     split: Text = "train"
+    """The part of the dataset, such as train or train[:1%]."""
     streaming: bool = False
+    """Read over the network as far as needed, instead of downloading all."""
     image_key: Text | None = None
     """The column of images, for a vision model; text is found by data.pack.text_key."""
     label_key: Text | None = None
@@ -117,23 +120,33 @@ Source = Annotated[
 
 class Pack(Strict):
     seq_len: Count = 2048
+    """Tokens in a block: the longest context that the student learns."""
     text_key: Text = "text"
+    """The key, or column, that holds the text."""
 
 
 class Data(Strict):
     train: Source
+    """Text or images to learn from."""
     eval: Source | None = None
+    """Held-out text or images; null: nothing is evaluated."""
     pack: Pack = Pack()
+    """How text is cut into blocks."""
 
 
 class StagePack(Strict):
     seq_len: Count | None = None
+    """Tokens in a block; null: the recipe's."""
     text_key: Text | None = None
+    """The key, or column, that holds the text; null: the recipe's."""
 
 
 class StageData(Strict):
     """A stage's own data; null inherits the recipe's."""
 
     train: Source | None = None
+    """Text or images to learn from; null: the recipe's."""
     eval: Source | None = None
+    """Held-out text or images; null: the recipe's."""
     pack: StagePack = StagePack()
+    """How text is cut into blocks."""

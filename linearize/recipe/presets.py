@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..errors import Exit, LinearizeError, did_you_mean
 
 FIRST = "hybrid"
+SCHEMA = "recipe.schema.json"  # beside the presets; their last comment names it for editors
 
 
 class Preset(NamedTuple):
@@ -75,7 +76,7 @@ def recipe_path(recipe: str | Path) -> Path:
 
 
 def copy(name: str, to: Path, overwrite: bool = False) -> Path:
-    """Copy a preset to a file, or into a folder that exists; returns the file.
+    """Copy a preset to a file, or into a folder that exists, and beside it the schema that it names; returns the file.
 
     Raises LinearizeError: 2 for an unknown name or a file that exists without `overwrite`, 4 where nothing can be
     written.
@@ -87,6 +88,9 @@ def copy(name: str, to: Path, overwrite: bool = False) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
+        schema = target.with_name(SCHEMA)
+        if not schema.exists() or '"$id": "urn:linearize:' in schema.read_text("utf-8", "replace"):
+            shutil.copyfile(recipes_folder() / SCHEMA, schema)
     except OSError as error:
         raise LinearizeError(f"cannot write {target}: {error.strerror}", Exit.RESOURCE) from None
     return target

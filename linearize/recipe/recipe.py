@@ -40,6 +40,9 @@ __all__ = [
     "recipe_schema",
 ]
 
+# Names the schema whatever folder or address it is read from; 1 is the recipes' `version`.
+SCHEMA_ID = "urn:linearize:recipe:1"
+
 # What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
 CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
 CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
@@ -108,8 +111,10 @@ def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of recipes, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+    """The JSON schema of recipes, for editors: a description of each key, with its unit. recipes/recipe.schema.json has
+    the same."""
+    names = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID}
+    return {**names, **Recipe.model_json_schema()}
 
 
 def recipe_hash(resolved: Mapping[str, Any]) -> str:

@@ -216,6 +216,18 @@ def test_a_preset_is_copied_and_nothing_is_overwritten(
     assert refused.value.code == Exit.RESOURCE
 
 
+def test_a_copy_has_its_schema_beside_it_and_leaves_other_schemas(tmp_path: Path) -> None:
+    schema = tmp_path / "recipe.schema.json"
+    copy("demo", tmp_path)
+    assert json.loads(schema.read_text()) == recipe_schema()
+    schema.write_text('{"$id": "urn:linearize:recipe:1", "old": true}')
+    copy("gsa", tmp_path)
+    assert json.loads(schema.read_text()) == recipe_schema()
+    schema.write_text("mine")
+    copy("gla", tmp_path)
+    assert schema.read_text() == "mine"
+
+
 def test_every_mistake_of_every_file_is_told(linearize: Command, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     copy("demo", good)
