@@ -27,6 +27,8 @@ from .commands import (
     mechanisms,
     push,
     recipes,
+    report,
+    runs,
     upgrade,
     verify,
 )
@@ -107,6 +109,9 @@ app.command()(inspect.inspect)
 app.command()(convert.convert)
 app.command()(finetune.finetune)
 app.command("eval")(eval.evaluate)
+app.command()(report.report)
+app.command()(runs.runs)
+app.command()(runs.compare)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(push.push)
 app.command()(mechanisms.mechanisms)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..terminal.output import Json, print_json, say
+from ..terminal.output import Json, finite, print_json, say
 
 NO_RECIPE = (
     "no --recipe: measured on the held-out part of Python's standard library. For a model of other text, give a "
@@ -39,10 +40,13 @@ def evaluate(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow the models' own Python code to run.")
     ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the result as JSON, which linearize report reads.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size."""
-    from ..errors import LinearizeError
+    from ..errors import LinearizeError, writing
     from ..recipe.data import DemoSource
     from ..recipe.recipe import load_recipe
 
@@ -63,5 +67,10 @@ def evaluate(
     comparison_table(result)
     if result["positions"]["warning"]:
         say(result["positions"]["warning"])
+    if output is not None:
+        with writing(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(finite(result)) + "\n", "utf-8")
+        say(f"wrote {output}")
     if as_json:
         print_json(result)

@@ -16,7 +16,7 @@ from .output import percent, printable, ranges, size
 
 if TYPE_CHECKING:
     from ..plan.keep import Choice
-    from ..plan.plan import Plan
+    from ..plan.plan import Plan, Step
     from ..probe.inspection import Converted, Inspection
     from ..recipe.presets import Preset
     from ..verify.checks import Check
@@ -174,18 +174,22 @@ def inspection_tables(inspection: Inspection) -> None:
 
 def converted_table(inspection: Converted) -> None:
     """The layers of a converted model, and the options in which they differ from the mechanism's defaults."""
-    from ..plan.mechanisms import resolve_options
-
     out, plan = console(), inspection.plan
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step in plan.steps:
-        base = {"base": step.options["base"]} if "base" in step.options else {}
-        defaults = resolve_options(step.mechanism, base) | {"base": None}
-        chosen = [f"{name}={value}" for name, value in step.options.items() if defaults.get(name) != value]
-        rows.append((step.site.layer, (step.site.path, step.mechanism, " ".join(chosen) or "defaults")))
+        rows.append((step.site.layer, (step.site.path, step.mechanism, chosen_options(step))))
     rows += [(site.layer, (site.path, "softmax", "")) for site in plan.kept]
     columns = {"layers": "short", "module": "text", "attention": "short", "options": "text"}
     out.print(table(columns, alike(rows), f"{inspection.source} (converted {plan.architecture})"))
+
+
+def chosen_options(step: Step) -> str:
+    """The options of a layer that are not the mechanism's defaults: `slots=32 window=64`."""
+    from ..plan.mechanisms import resolve_options
+
+    base = {"base": step.options["base"]} if "base" in step.options else {}
+    defaults = resolve_options(step.mechanism, base) | {"base": None}
+    return " ".join(f"{k}={value}" for k, value in step.options.items() if defaults.get(k) != value) or "defaults"
 
 
 def recipe_table(plans: list[dict[str, Any]]) -> None:
@@ -281,6 +285,22 @@ def checks_table(title: str, checks: list[Check]) -> None:
 
 
 # ---------------------------------------------------------------- results for people, on stdout
+
+
+def runs_table(found: list[dict[str, Any]]) -> None:
+    """One row a run; a damaged one says what is wrong with it."""
+    columns = {"run": "text", "base": "text", "attention": "text", "at": "text"}
+    columns |= {"tokens": "number", "x teacher": "number", "changed (UTC)": "short"}
+    rows = []
+    for one in found:
+        if "error" in one:
+            rows.append((one["run"], "", "", one["error"], "", "", ""))
+            continue
+        ratio = "" if one["ppl_ratio"] is None else f"{one['ppl_ratio']:.3f}"
+        attention = "+".join(one["mechanisms"]) + (f", softmax in {ranges(one['kept'])}" if one["kept"] else "")
+        changed = one["changed"][:16].replace("T", " ")
+        rows.append((one["run"], one["base"], attention, one["at"], short(one["tokens"]), ratio, changed))
+    results().print(table(columns, rows))
 
 
 def mechanisms_table(found: list[dict[str, Any]]) -> None:

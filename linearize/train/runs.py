@@ -339,7 +339,8 @@ class Run:
         path = self.folder / "report.json"
         with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
             found = json.loads(path.read_text("utf-8"))
-            later = ("teacher_accuracy", "max_steps", "positions")  # which runs of earlier versions did not write
+            # Which runs of earlier versions did not write.
+            later = ("teacher_accuracy", "max_steps", "positions", "samples", "device")
             known = {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")}
             return known | {key: found.get(key) for key in later}
 
@@ -348,17 +349,9 @@ class Run:
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite(entry)) + "\n")
 
-    def _lines(self) -> list[dict[str, Any]]:
-        """The objects in metrics.jsonl, without a line cut short by a kill."""
-        lines = []
-        for line in self.metrics.read_text("utf-8", errors="replace").splitlines() if self.metrics.exists() else ():
-            with contextlib.suppress(ValueError, RecursionError):
-                lines.append(json.loads(line))
-        return [line for line in lines if isinstance(line, dict)]
-
     def _entries(self) -> list[dict[str, Any]]:
         """Those that `log` wrote; others may have been added by hand."""
-        return [line for line in self._lines() if is_entry(line)]
+        return [line for line in read_lines(self.metrics) if is_entry(line)]
 
     def _rewind_metrics(self, position: Position | None) -> None:
         """Drop lines after the resume point, so that a resumed run's metrics read as if it had never stopped."""
@@ -367,11 +360,20 @@ class Run:
             return
         names = [stage.name for stage in self.recipe.stages]
         kept = []
-        for line in self._lines():
+        for line in read_lines(self.metrics):
             stage = names.index(line["stage"]) if is_entry(line) and line["stage"] in names else -1
             if stage < 0 or (stage, line["step"]) <= (position.stage, position.step):
                 kept.append(line)
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def read_lines(metrics: Path) -> list[dict[str, Any]]:
+    """The objects in metrics.jsonl, without a line cut short by a kill."""
+    lines = []
+    for line in metrics.read_text("utf-8", errors="replace").splitlines() if metrics.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def is_entry(line: dict[str, Any]) -> bool:

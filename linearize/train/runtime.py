@@ -33,6 +33,11 @@ def on_cpu(recipe: Recipe) -> bool:
     return recipe.runtime.device == "cpu" or not torch.cuda.is_available()
 
 
+def device_name(device: torch.device) -> str:
+    """What a report calls the device that a run took."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
 def check_runtime(recipe: Recipe) -> str:
     """accelerate's name for the precision: bf16 on a GPU, fp32 on a CPU, unless the recipe says otherwise.
 

@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,19 @@ def meta_model(
 # ---------------------------------------------------------------- saving
 
 
-def save_final(student: Student, base: Path, output: Path, recipe: Recipe, report: dict[str, Any], say: Any) -> None:
+def save_final(
+    student: Student,
+    base: Path,
+    output: Path,
+    recipe: Recipe,
+    report: dict[str, Any],
+    say: Any,
+    pictures: Mapping[str, tuple[bytes, str]] | None = None,
+) -> None:
     """Write the finished model, reload it in a clean process, compare, then put it in place.
 
-    Whatever was not trained is linked or copied from the base, byte for byte. The card has the `report`'s figures.
+    Whatever was not trained is linked or copied from the base, byte for byte. The card has the `report`'s figures and
+    the `pictures`: name -> (PNG, what it shows).
     The model of an earlier run of that name stays until then.
     """
     plan = read_plan(base)
@@ -150,7 +159,12 @@ def save_final(student: Student, base: Path, output: Path, recipe: Recipe, repor
         hashes = write_trained(student, base, folder, changed)
         for path in folder.glob("adapter/*.safetensors"):
             hashes["written"]["shards"][path.relative_to(folder).as_posix()] = sha256(path)
-        (folder / "README.md").write_text(card.model_card(plan, base, recipe, report), "utf-8")
+        pictures = pictures or {}
+        for name, (data, _) in pictures.items():
+            (folder / card.PICTURES).mkdir(exist_ok=True)
+            (folder / card.PICTURES / name).write_bytes(data)
+        shown = {name: about for name, (_, about) in pictures.items()}
+        (folder / "README.md").write_text(card.model_card(plan, base, recipe, report, shown), "utf-8")
         checkpoint.write_json(
             folder / checkpoint.MANIFEST,
             {**checkpoint.manifest(folder, plan, hashes), "recipe": card.portable(recipe.resolved())},

@@ -26,8 +26,8 @@ from ..data.batches import (
     open_samples,
     small_batch,
 )
-from ..data.packing import BlockOrder
-from ..errors import Exit, LinearizeError
+from ..data.packing import BlockOrder, Blocks
+from ..errors import Exit, LinearizeError, resource_error
 from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
@@ -37,6 +37,7 @@ from .fsdp import reshard, shard, whole
 from .loop import StageLoop, seed_for
 from .runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
 from .runtime import Say, make_schedule, stage_steps, to_source
+from .samples import write_samples
 from .save import load_converted
 from .stages import Calibration, error_scale, listen
 from .student import Student, check_targets
@@ -236,7 +237,8 @@ class Finetuner:
     # ------------------------------------------------------------ evaluation and checkpoints
 
     def baseline(self) -> None:
-        """Held-out perplexity of the teacher and of the model just converted, when there is eval data."""
+        """Of the teacher and of the model just converted, when there is eval data: held-out perplexity, and how far
+        each layer is from its softmax."""
         stage = self.recipe.stages[0]
         with self.student.as_teacher():
             teacher = self.evaluate(stage, beside_teacher=False)
@@ -244,6 +246,9 @@ class Finetuner:
         if teacher is not None and converted is not None:
             self.log_evaluation("teacher", 0, 0, teacher)
             self.log_evaluation("converted", 0, 0, converted)
+        layers = self.fidelity()
+        if layers and self.accelerator.is_main_process:
+            self.run.log(stage="converted", step=0, tokens=0, layers=layers)
 
     def evaluate(self, stage: Stage, *, beside_teacher: bool = True) -> Score | None:
         """Held-out perplexity and accuracy of the model as it is, and its KL from the teacher unless it is the teacher;
@@ -303,6 +308,23 @@ class Finetuner:
                 tokens=min(POSITION_TOKENS, self.recipe.eval.max_tokens),
                 batch_tokens=trained * self.recipe.stages[-1].batch.per_device,
             )
+
+    def samples(self) -> list[dict[str, str]]:
+        """Held-out texts as teacher and student continue them; empty for models that write none, and for shards.
+
+        Pictures of a run are no reason to lose it: what generation raises becomes a message.
+        """
+        blocks = self.blocks(self.recipe.stages[-1], "eval")
+        if not isinstance(blocks, Blocks) or self.sharded or not has_head(self.model):
+            return []
+        try:
+            with self.accelerator.autocast():
+                return write_samples(self.student, self.processor, blocks, self.device)
+        except Exception as error:  # generation of many architectures raises as it likes
+            if resource_error(error) is not None:
+                raise
+            self.say(f"note: no sample texts ({type(error).__name__}: {error})")
+            return []
 
     def save(self, position: Position, state: dict[str, Any]) -> None:
         """A checkpoint: trained tensors by name, whole, and the optimizer unless the stage is over."""

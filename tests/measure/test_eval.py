@@ -24,7 +24,7 @@ from linearize.demo import corpus, model_folder
 from linearize.errors import Exit
 from linearize.measure.compare import state_bytes
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
-from linearize.measure.recall import QUERIES, Row, Writer, rows_of, score
+from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
 from linearize_kernels.hf.seam import mixers_of
@@ -61,8 +61,13 @@ def measured(linearize: Command, folder: Path, *options: str | Path, student: Pa
 # ---------------------------------------------------------------- text
 
 
-def test_the_measures_are_those_of_the_logits(linearize: Command, folder: Path) -> None:
-    told = measured(linearize, folder)
+def test_the_measures_are_those_of_the_logits(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    told = measured(linearize, folder, "-o", tmp_path / "new" / "eval.json")
+    assert json.loads((tmp_path / "new" / "eval.json").read_text()) == told
+    for row in told["needle"]:
+        shares = row["student"]["depths"]
+        assert len(shares) == DEPTHS
+        assert min(share for share in shares if share is not None) <= row["student"]["accuracy"]
     ids = byte_tokenizer()((folder.parent.parent / "heldout.txt").read_text(), return_tensors="pt")["input_ids"]
     ids = ids.view(-1, 64)
     student = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
