@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from . import __version__
-from .checkpoint.provenance import behind, check_code, read_plan, trained_before
+from .checkpoint.adopt import adopt
+from .checkpoint.provenance import behind, check_code, read_plan, saved_again, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, chooser
@@ -26,11 +27,13 @@ from .errors import Exit, LinearizeError, did_you_mean, os_error
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
 from .measure.positions import warning_of
+from .page.record import read_run
+from .page.report import PAGE, card_pictures, report_page, write_page
 from .recipe.data import holds_images
 from .recipe.models import Convert
 from .recipe.recipe import Recipe
 from .train.runs import Run, processes
-from .train.runtime import Say, check_runtime, make_accelerator, on_cpu, stage_steps, to_source
+from .train.runtime import Say, check_runtime, device_name, make_accelerator, on_cpu, stage_steps, to_source
 from .train.save import meta_model, save_final
 from .train.session import Finetuner, check_model
 from .train.student import Student
@@ -64,12 +67,16 @@ def finetune(
         positions = tuner.positions() if complete and accelerator.is_main_process else None
         report = run.report(layers, complete, positions)
         if complete and accelerator.is_main_process:
+            report |= {"samples": tuner.samples(), "device": device_name(accelerator.device)}
             if positions and (message := warning_of(positions)):
                 say(message)
             run.write_report(report)
+            pictures = card_pictures(read_run(run.folder, plan=read_plan(tuner.base)))
             with failed_check(tuner):
-                save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say)
+                save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say, pictures)
             run.finish()
+            write_page(report_page(read_run(run.folder)), run.folder / PAGE)
+            say(f"wrote {run.folder / PAGE}")
             if recipe.finish.push is not None:
                 report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
         accelerator.wait_for_everyone()
@@ -100,7 +107,12 @@ def open_base(recipe: Recipe, run: Run, owner: bool, say: Say) -> Path:
             upgrade_base(recipe, run, run.converted, say)
         return run.converted
     source = converted_base(recipe, None if owner and run.resume == "never" else run.commit())
-    if owner:
+    if owner and saved_again(source.folder) is not None and not run.has_converted:
+        begin(recipe, run, None, source.revision, say)
+        adopt(source.folder, run.converted, trust_remote_code=recipe.model.trust_remote_code)
+        run.note_base(run.converted)
+        say(f"{source.folder} has no linearize.json, as transformers saved it: training starts from {run.converted}")
+    elif owner:
         begin(recipe, run, run.converted if run.has_converted else source.folder, source.revision, say)
         upgrade_base(recipe, run, run.converted if run.converted.exists() else source.folder, say)
     return run.converted if run.converted.exists() else source.folder
@@ -140,7 +152,8 @@ def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool =
     Raises LinearizeError (exit 3) for a base that linearize did not write.
     """
     source = open_source(base_path(recipe), commit or recipe.model.revision, weights=weights)
-    read_plan(source.folder)
+    if saved_again(source.folder) is None:
+        read_plan(source.folder)
     return source
 
 

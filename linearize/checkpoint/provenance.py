@@ -120,8 +120,7 @@ def read_plan(folder: Path) -> Plan:
         if saved_again(folder):
             raise LinearizeError(
                 f"{folder} is linearized but has no {checkpoint.MANIFEST}, which says what is whose in it; "
-                "save_pretrained leaves it out. generate and verify need none. Finetune the folder that linearize "
-                "wrote, and push this one with hf upload",
+                "save_pretrained leaves it out. finetune, eval, generate, verify and push take the folder as it is",
                 Exit.INCOMPATIBLE,
             ) from error
         raise LinearizeError(

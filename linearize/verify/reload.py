@@ -23,7 +23,7 @@ import torch
 from transformers.utils import HF_MODULES_CACHE
 
 from ..checkpoint.shards import read_tensor
-from ..checkpoint.source import DTYPES, Source, read_header
+from ..checkpoint.source import DTYPES, Entry, Source, read_header
 from ..checkpoint.write import INDEX, MIXER_SHARD
 from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
 from ..plan.plan import Plan, some
@@ -253,10 +253,24 @@ def _check_index(folder: Path) -> int:
     stored = {tensor: name for name in set(index.values()) for tensor in read_header(folder / name)}
     for tensor, name in sorted(set(stored.items()) ^ set(index.items())):
         _fail(f"{tensor} is in {name} by the {'index' if index.get(tensor) == name else 'shards'} only")
-    for tensor, entry in read_header(folder / MIXER_SHARD).items():
-        if not all(bool(block.isfinite().all()) for block in read_tensor(folder / MIXER_SHARD, entry)):
+    for tensor, (shard, entry) in _mixers(folder).items():
+        if not all(bool(block.isfinite().all()) for block in read_tensor(shard, entry)):
             _fail(f"{tensor} has values that are not finite")
     return len(index)
+
+
+def _mixers(folder: Path) -> dict[str, tuple[Path, Entry]]:
+    """The tensors of mixers, and where they lie: in a shard of their own, or, in a folder that transformers saved once
+    (checkpoint/adopt.py), among the others."""
+    own = folder / MIXER_SHARD
+    if own.exists():
+        return {name: (own, entry) for name, entry in read_header(own).items()}
+    layers = json.loads((folder / "config.json").read_text("utf-8"))["linearize"]["layers"]
+    places = tuple(f"{layer['site']['path']}.mixer." for layer in layers)
+    found = {
+        name: (shard, entry) for shard in folder.glob("*.safetensors") for name, entry in read_header(shard).items()
+    }
+    return {name: value for name, value in found.items() if name.startswith(places)}
 
 
 def _check_loaded(folder: Path, result: dict[str, Any]) -> None:
@@ -267,9 +281,9 @@ def _check_loaded(folder: Path, result: dict[str, Any]) -> None:
 
 
 def _check_mixers(folder: Path, expected: dict[str, list[int]]) -> None:
-    """The new shard has the model's names and shapes, and the dtype of the config."""
+    """The new tensors have the model's names and shapes, and the dtype of the config."""
     dtype = json.loads((folder / "config.json").read_text("utf-8"))["dtype"]
-    stored = read_header(folder / MIXER_SHARD)
+    stored = {name: entry for name, (_, entry) in _mixers(folder).items()}
     for name in sorted(set(stored) ^ set(expected)):
         _fail(f"{name} is {'not in the model' if name in stored else 'not in ' + MIXER_SHARD}")
     for name, entry in stored.items():
