@@ -20,6 +20,7 @@ from ..data.packing import Blocks, build_blocks
 from ..errors import Exit, LinearizeError, absent, check_file
 from ..recipe.data import holds_images, local_paths
 from ..recipe.recipe import Recipe
+from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
@@ -135,15 +136,18 @@ def measure(
     student: Any, teacher: Any, tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
 ) -> dict[str, Any]:
     """`compare` for models at hand, which are on one device."""
-    with evaluating(student), evaluating(teacher):
-        result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens)
-        text = [token for i in range(sample_count(blocks, max_tokens)) for token in blocks[i]["input_ids"].tolist()]
+    number = sample_count(blocks, max_tokens)
+    total = 2 * (number * blocks.seq_len + len(TASKS) * request.trials * sum(request.lengths))
+    with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
+        result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
+        text = [token for i in range(number) for token in blocks[i]["input_ids"].tolist()]
         for task in TASKS:
             result[task] = []
             for length in request.lengths:
                 rows = rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
                 size = max(1, request.batch_tokens // length)
-                scores = {"student": score(student, rows, size), "teacher": score(teacher, rows, size)}
+                models = {"student": student, "teacher": teacher}
+                scores = {who: score(model, rows, size, advance) for who, model in models.items()}
                 result[task].append({"length": length, "entries": rows[0].entries, **scores})
         result["state"] = [
             {"length": length, "student": state_bytes(student, length), "teacher": state_bytes(teacher, length)}
@@ -153,10 +157,13 @@ def measure(
 
 
 @torch.no_grad()
-def predictions(student: Any, teacher: Any, blocks: Blocks, max_tokens: int, batch_tokens: int) -> dict[str, Any]:
+def predictions(
+    student: Any, teacher: Any, blocks: Blocks, max_tokens: int, batch_tokens: int, advance: Advance = silent
+) -> dict[str, Any]:
     """Perplexities, KL(teacher, student) in nats a token, and how often both find the same token the likeliest.
 
-    Over the next-token targets of the first `max_tokens` tokens; documents in a block are kept apart.
+    Over the next-token targets of the first `max_tokens` tokens; documents in a block are kept apart. `advance` is told
+    of tokens that are done.
     """
     sums, count = torch.zeros(4, dtype=torch.float64), 0
     number, size = sample_count(blocks, max_tokens), max(1, batch_tokens // blocks.seq_len)
@@ -170,6 +177,7 @@ def predictions(student: Any, teacher: Any, blocks: Blocks, max_tokens: int, bat
         same = ((ours.argmax(-1) == theirs.argmax(-1)) & asked).sum()
         sums += torch.stack([*losses, kl, same]).double().cpu()
         count += int(asked.sum())
+        advance(2 * wanted.numel())
     student_loss, teacher_loss, kl, same = (sums / max(count, 1)).tolist()
     return {
         "tokens": count,

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import LinearizeError
+from ..terminal.progress import Advance, silent
 
 QUERIES = 8  # of a row of recall
 DEPTHS = 5  # into which needles are sorted by where they lie
@@ -122,11 +123,12 @@ def rows_of(task: str, writer: Writer, length: int, trials: int, text: Sequence[
 
 
 @torch.no_grad()
-def score(model: Any, rows: Sequence[Row], size: int) -> dict[str, Any]:
+def score(model: Any, rows: Sequence[Row], size: int, advance: Advance = silent) -> dict[str, Any]:
     """Share of values recalled, and the mean loss of a value in nats, over all that is asked in `rows`.
 
     Of needles also `depths`: the share found in each of DEPTHS parts of the text, None where none lies.
-    `size` rows go through the model at a time, shorter ones filled up at the right, where no causal model looks.
+    `size` rows go through the model at a time, shorter ones filled up at the right, where no causal model looks;
+    `advance` is told of tokens that are done.
     """
     right, loss, count = 0.0, 0.0, 0
     by_depth: list[list[float]] = [[] for _ in range(DEPTHS)]
@@ -147,6 +149,7 @@ def score(model: Any, rows: Sequence[Row], size: int) -> dict[str, Any]:
             if depth is not None:
                 by_depth[min(DEPTHS - 1, int(depth * DEPTHS))].append(float(missed[number] == 0))
         sums = torch.stack([(missed == 0).sum(), F.cross_entropy(found, wanted, reduction="sum")]).tolist()
+        advance(ids.numel())
         right, loss, count = right + sums[0], loss + sums[1], count + len(places)
     scores: dict[str, Any] = {"accuracy": right / count, "loss": loss / count}
     if any(by_depth):

@@ -173,7 +173,7 @@ def test_trl_dpo(folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "say ", "chosen": one[:20], "rejected": one[20:40]} for one in SENTENCES]
     given = trl.DPOConfig(**settings(tmp_path), max_length=64)
     trainer = trl.DPOTrainer(
-        load(folder), None, given, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+        load(folder), load(folder), given, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
     )
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(0.6931, abs=1e-2)  # log 2: student and reference are one at first
