@@ -49,13 +49,14 @@ def plan(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """What `convert` would do, decided from the config alone; reads no weights and writes nothing.
+    """What `convert` would do; writes nothing, and reads weights only where `keep_softmax` asks for a choice.
 
     Args:
         model: A local folder or a Hub id.
         mechanism: What replaces softmax, such as `gsa`; `linearize mechanisms` lists them.
         layers: Layers to convert: `all`, `0-3,7` or `every:2`.
-        keep_softmax: Layers that stay as they are, such as `7,15`.
+        keep_softmax: Layers that stay as they are: `7,15`, `every:4`, or `auto:2` to let linearize choose, by the
+            sources of Python packages as text.
         options: The mechanism's own options by name.
         allow_drop: Attention features that the result may lack, as a refusal names them.
         dtype: Of the result: `keep`, `float32`, `bfloat16`, `float16` or `float64`.
@@ -73,7 +74,9 @@ def plan(
 
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
     asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision}
-    return plan_conversion(str(model), mechanism, trust_remote_code=trust_remote_code, weights=False, **asked)[0]
+    choice = _choice(keep_softmax, _stderr)
+    trust = trust_remote_code
+    return plan_conversion(str(model), mechanism, trust_remote_code=trust, weights=bool(choice), **asked, **choice)[0]
 
 
 def convert(
@@ -127,6 +130,7 @@ def convert(
         raise LinearizeError(f"verify={verify}: choose auto, full, keys or none")
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
     asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "copy": copy}
+    asked |= _choice(keep_softmax, say or _stderr)
     planned = plan_conversion(str(model), mechanism, trust_remote_code=trust_remote_code, **asked)
     how: dict[str, Any] = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
     carry_out(*planned, Path(output), **how, seed=seed, say=say or _stderr)
@@ -248,6 +252,14 @@ def load(
     how: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     found = load_for_text(str(model), revision, teacher=False, **how)
     return found.model, found.tokenizer
+
+
+def _choice(keep_softmax: str, say: Say) -> dict[str, Any]:
+    """What `plan_conversion` needs where linearize is to choose the layers that keep softmax."""
+    from .choose.choose import Scoring, chooser
+    from .plan.keep import is_auto
+
+    return {"choose": chooser(Scoring(say=say))} if is_auto(keep_softmax) else {}
 
 
 def _overrides(values: Mapping[str, Any] | Sequence[str]) -> list[str]:

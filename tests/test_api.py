@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training import base, byte_tokenizer, stage, write_recipe
 
 from linearize import api
 from linearize.errors import Exit, LinearizeError
+from linearize.plan.keep import Choice
 
 # The promise of linearize/api.py, as of 0.2: who changes a line here breaks it.
 CONVERSION = (
@@ -73,6 +76,17 @@ def test_a_plan_writes_nothing_and_a_conversion_follows_it(linear: Path, tmp_pat
     assert refused.value.code == Exit.USAGE
     with pytest.raises(LinearizeError, match="choose auto, full, keys or none"):
         api.convert(source, "gsa", tmp_path / "other", verify="some")  # type: ignore[arg-type]
+
+
+def test_layers_are_chosen_where_that_is_asked(linear: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(scoring: Any, plan: Any, source: Any, natives: Any, keep_softmax: str, count: int) -> Choice:
+        return dataclasses.replace(Choice.unscored(keep_softmax, [0, 1]), kept=(1,))
+
+    monkeypatch.setattr("linearize.choose.choose.choose", choose)
+    source = linear.parent / "source"
+    assert [site.layer for site in api.plan(source, "gsa", keep_softmax="auto:1").kept] == [1]
+    folder = api.convert(source, "gsa", tmp_path / "out", keep_softmax="auto:1", verify="none", say=lambda text: None)
+    assert [site["layer"] for site in json.loads((folder / "linearize.json").read_text())["plan"]["kept"]] == [1]
 
 
 def test_a_model_that_was_distilled_by_the_api_loads_and_is_measured(
