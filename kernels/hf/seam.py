@@ -45,6 +45,10 @@ NO_TEACHER = (
     "teacher(): training changed the source's weights in this model, so softmax on them is not the model that it was "
     "converted from. To compare with that one, load it: README.md names it"
 )
+NO_PAGES = (
+    "generate_batch and continuous batching keep the keys and values of every token in pages; linear layers have a state "
+    "of constant size instead. Give generate() a padded batch, or serve the model with vLLM: linearize serve DIR"
+)
 # What architectures call the cache among the arguments of an attention module.
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -413,6 +417,10 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> DynamicCache:
         """A static cache would make kept softmax layers read slots that nothing wrote."""
         return DynamicCache(config=self.config.get_text_config(decoder=True))
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, and with it `generate_batch`: it has no place for a state."""
+        raise NotImplementedError(NO_PAGES)
 
     @contextmanager
     def teacher(self) -> Iterator[None]:

@@ -291,6 +291,10 @@ def test_a_static_cache_by_hand_is_refused_in_hybrids(zoo: Zoo, layers: str) -> 
 
 def test_what_a_state_cannot_do_is_refused(zoo: Zoo) -> None:
     model, ids = zoo.model("llama"), tokens(1, 9)
+    with pytest.raises(NotImplementedError, match=r"continuous batching .* linearize serve DIR"):
+        model.generate_batch(ids.tolist(), max_new_tokens=2)
+    with pytest.raises(NotImplementedError, match="continuous batching"), model.continuous_batching_context_manager():
+        pass
     cache = model(ids, use_cache=True).past_key_values
     cache.crop(0)
     with pytest.raises(ValueError, match=r"crop\(-2\): .* 0 of the last ones were recorded.* activate_past_recording"):
