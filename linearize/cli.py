@@ -29,6 +29,7 @@ from .commands import (
     recipes,
     report,
     runs,
+    serve,
     upgrade,
     verify,
 )
@@ -116,6 +117,7 @@ app.add_typer(recipes.recipes, name="recipes")
 app.command()(push.push)
 app.command()(mechanisms.mechanisms)
 app.command()(generate.generate)
+app.command()(serve.serve)
 app.command()(verify.verify)
 app.command()(upgrade.upgrade)
 app.command()(doctor.doctor)
