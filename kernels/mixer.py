@@ -100,7 +100,7 @@ class Mixer(nn.Module):
     published: ClassVar[dict[str, Any]] = {}
     # Option -> what it sets, one line for `linearize mechanisms NAME`. A subclass writes those that are its own.
     about: ClassVar[dict[str, str]] = {
-        "rope": "keep the rotary embedding on q and k",
+        "rope": "rotate q and k as the softmax model does",
         "feature_map": "function of q and k that makes their products positive",
         "value_act": "function of v",
         "state_heads": "one memory for each key head, or for each query head",
@@ -231,7 +231,9 @@ class Mixer(nn.Module):
         row = site.kv_heads * (site.key_dim + site.value_dim) * item
         return 0 if self.near is None else (self.near.sink + self.near.window) * row + 8
 
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
+    ) -> None:
         """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: the norms of
         heads give the teacher's root mean square."""
         for part in self.children():

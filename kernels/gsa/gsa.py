@@ -285,7 +285,9 @@ class GatedSlotAttention(Mixer):
             + 8
         )
 
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
+    ) -> None:
         """Scale the output norm so that each head's output has the teacher's root mean square."""
         if self.norm != "none":
             give_size(self.norm_weight, o_teacher)

@@ -35,6 +35,7 @@ from ..layout import (
     watch_patches,
 )
 from ..mixer import Mixer, Site
+from ..layers.rotary import Rotation, rotation_of
 from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
 from .cache import StateLayer, check_rows, record_past, state_slot
@@ -62,6 +63,8 @@ class Call:
     def __init__(self, x: Tensor, slot: StateLayer | None, places: dict[str, Any], geometry: Geometry) -> None:
         self.x, self.slot, self.places, self.geometry = x, slot, places, geometry
         self.used = False
+        # The rotary embedding that was taken away from q and k.
+        self.rotation: Rotation | None = None
         self.teacher_output: Tensor | None = None
 
     def told(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +105,7 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
-    without_rotation(bound, mixer.site.routed)
+    mixer.calls[this_thread()].rotation = without_rotation(bound, mixer.site.routed)
     return tuple(bound.pop(name) for name in mixer.arguments[: len(args)]), bound
 
 
@@ -132,9 +135,10 @@ def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return {**dict(zip(module.mixer.arguments, args, strict=False)), **kwargs}
 
 
-def without_rotation(bound: dict[str, Any], routed: bool) -> None:
-    """Replace the rotary embedding among a call's arguments by the one that does nothing."""
+def without_rotation(bound: dict[str, Any], routed: bool) -> Rotation | None:
+    """Replace the rotary embedding among a call's arguments by the one that does nothing; returns what was there."""
     rotation = bound.get("position_embeddings")
+    taken = rotation_of(rotation)
     if isinstance(rotation, Tensor):  # complex form
         bound["position_embeddings"] = torch.ones_like(rotation)
     elif rotation is not None:
@@ -143,6 +147,7 @@ def without_rotation(bound: dict[str, Any], routed: bool) -> None:
     elif not routed and bound.get("position_ids") is not None:
         # Its own code rotates, by nothing at position 0.
         bound["position_ids"] = torch.zeros_like(bound["position_ids"])
+    return taken
 
 
 def seam(
@@ -172,6 +177,7 @@ def seam(
     seen = None if slot is None else slot.seen - q.shape[1]
     causal = is_causal(module, kwargs, mixer.site.causal)
     layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
+    layout = layout._replace(rotation=call.rotation)
     inputs = (q, k, v, call.x.to(q.device))
     o = mixer(*inputs, layout)[0] if slot is None else slot.absorb(mixer, inputs, layout)
     return o.to(query.dtype), None
@@ -210,6 +216,7 @@ def transfer(
     causal = is_causal(module, kwargs, mixer.site.causal)
     shape = query.shape[0], query.shape[2]
     layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
+    layout = layout._replace(rotation=call.rotation)
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         o, _ = mixer(*inputs, layout)
@@ -222,7 +229,7 @@ def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher
     bound[hidden_name(mixer)] = mixer.calls[this_thread()].x.detach()
     bound |= {name: None for name in CACHE_NAMES if name in bound}  # its keys went into the cache the first time
     if mixer.drop_rope:
-        without_rotation(bound, mixer.site.routed)
+        mixer.calls[this_thread()].rotation = without_rotation(bound, mixer.site.routed)
     reduce_keys(module, mixer.reductions, False)
     with torch.enable_grad():
         with mixer.transfer.student(module):

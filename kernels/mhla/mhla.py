@@ -420,7 +420,7 @@ class MultiHeadLinearAttention(Mixer):
 
     def _places(self, x: Tensor, layout: TokenLayout) -> tuple[Places, int]:
         """The blocks of tokens x [B,T,..] that see both sides, and how many a document has."""
-        padding, segments, _, grid = layout
+        padding, segments, _, grid, _ = layout
         if grid is not None and len(grid.size) > 1:
             return place_grid(grid, self.layout, x, padding, segments), number_of_blocks(grid, self.layout)
         outside = (0, 0) if grid is None else (grid.prefix, grid.suffix)
@@ -432,7 +432,9 @@ class MultiHeadLinearAttention(Mixer):
         numbers = self.site.kv_heads * self.features.size * Y * (self.blocks + 1)
         return super().state_bytes(tokens, item) + 4 * numbers + 8
 
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
+    ) -> None:
         """Scale the output norm so that each head's output has the teacher's root mean square."""
         if self.norm != "none":
             give_size(self.norm_weight, o_teacher)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from linearize_kernels.layers.rotary import settled
 from linearize_kernels.mixer import Site
 
 from ..errors import Exit, LinearizeError
@@ -202,13 +203,27 @@ def grouped(others: tuple[Other, ...]) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def settle_rotation(found: Found, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps with what `rope=auto` stands for: behind the feature map only where attention is given a rotation that
+    can be moved there."""
+    settled_steps = []
+    for step in steps:
+        if step.options.get("rope") == "auto":
+            place = settled("auto", step.options.get("window", 0)) if step.site.path in found.rotated else "before"
+            step = dataclasses.replace(step, options={**step.options, "rope": place})
+        settled_steps.append(step)
+    return tuple(settled_steps)
+
+
 def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
     """Raise LinearizeError (exit 3) where mixers without rotary embedding were asked for and would get it."""
-    wrong = [s.site for s in steps if s.site.path in found.fixed_rotation and s.options.get("rope") is False]
+    taken = (False, "off", "after")
+    wrong = [s for s in steps if s.site.path in found.fixed_rotation and s.options.get("rope") in taken]
     if wrong:
+        asked, sites = f"rope={str(wrong[0].options['rope']).lower()}", [step.site for step in wrong]
         raise LinearizeError(
-            f"rope=false: {wrong[0].kind} at layers {ranges([site.layer for site in wrong])} is not given its rotation "
-            "by an argument position_embeddings, so it cannot be taken away. Leave out rope=false",
+            f"{asked}: {sites[0].kind} at layers {ranges([site.layer for site in sites])} is not given its rotation by "
+            f"an argument position_embeddings, so it cannot be taken away. Leave out {asked}",
             Exit.INCOMPATIBLE,
         )
 

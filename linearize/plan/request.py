@@ -12,7 +12,17 @@ from ..probe.probe import Found
 from ..terminal.output import say
 from .dropped_features import check_dropped_features
 from .mechanisms import renamed_options
-from .plan import Plan, check_idle, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps
+from .plan import (
+    Plan,
+    check_idle,
+    check_rotation,
+    choose_layers,
+    fitting,
+    grouped,
+    item_bytes,
+    make_steps,
+    settle_rotation,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Request:
         check_dropped_features(chosen, self.allow_drop)
         target = stored if self.dtype == "keep" else self.dtype
         steps = make_steps(chosen, self.mechanism, self.options or {}, item_bytes(target))
+        steps = settle_rotation(found, steps)
         check_rotation(found, steps)
         check_idle(found, steps, self.options or {})
         new = sum(step.new_parameters for step in steps)

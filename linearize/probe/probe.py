@@ -49,7 +49,8 @@ class Other:
 class Found:
     """What the probe saw: `sites` can become linear, `others` cannot.
 
-    `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away.
+    `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away,
+    `rotated` of those that are given theirs as an argument of its own.
     `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
     `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone. `cached_tokens` is how
     many tokens the cache holds of sites that forget the others, by path.
@@ -59,6 +60,7 @@ class Found:
     others: tuple[Other, ...]
     reads_masks: bool = False
     fixed_rotation: tuple[str, ...] = ()
+    rotated: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
     cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -96,6 +98,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         raise _nothing(run, others, config, model_class)
     slots = _cache_slots(config)
     free = {record["path"] for record in run.records if record.pop("rotation")}
+    rotated = tuple(record["path"] for record in run.records if record["path"] in free and record["routed"])
     flat = tuple(record["path"] for record in run.records if record.pop("flat"))
     calls -= _shared(run.records)
     sharing = _sharing(run)
@@ -115,7 +118,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     if not sites:
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
     fixed = {site.path for site in sites} - free if run.model and rotates(run.model) else set()
-    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat, cached_tokens)
+    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), rotated, flat, cached_tokens)
 
 
 def _run(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
