@@ -86,7 +86,9 @@ class TokenLayout(NamedTuple):
 def part_of(layout: TokenLayout, start: int, stop: int) -> TokenLayout:
     """The layout of tokens `start` to `stop` of a causal call, which lie on a line."""
     padding, segments = (None if x is None else x[:, start:stop] for x in (layout.padding, layout.segments))
-    return TokenLayout(padding, segments, layout.causal, None if layout.grid is None else Grid((stop - start,)))
+    grid = None if layout.grid is None else Grid((stop - start,))
+    rotation = layout.rotation and type(layout.rotation)(*(part[:, start:stop] for part in layout.rotation))
+    return TokenLayout(padding, segments, layout.causal, grid, rotation)
 
 
 class Geometry(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -21,11 +22,17 @@ from transformers import AutoTokenizer
 from linearize import cli
 from linearize import finetune as story
 from linearize.checkpoint.source import open_source
+from linearize.data.batches import collate, forward, targets
+from linearize.data.documents import TextSource
+from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
 from linearize.train.runtime import make_schedule
+from linearize.train.save import load_converted
+from linearize.train.stages import end_to_end_loss
+from linearize.train.student import Student
 
 EVAL = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
 CHAT = {"train": {"files": ["chat.jsonl"]}, "pack": {"seq_len": T}}
@@ -249,6 +256,72 @@ def test_loss_weights_and_temperature(root: Path, tmp_path: Path) -> None:
     assert first["warm"] != pytest.approx(first["kl"], rel=1e-2)
     entry = json.loads((tmp_path / "both" / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert (entry["kl"], entry["ce"]) == pytest.approx((first["kl"], first["ce"]))
+
+
+def test_kl_of_completions_alone(root: Path, tmp_path: Path) -> None:
+    """The loss is the mean over the places that predict the assistant's tokens."""
+    first = {}
+    for only in (False, True):
+        one = stage("logit_kl", steps=1, completion_only=only)
+        recipe = make_recipe(tmp_path / str(only), base(root, "llama"), one, data=CHAT)
+        train(recipe)
+        first[only] = metrics(tmp_path / str(only))[0]
+    assert first[True] != pytest.approx(first[False], rel=1e-2)
+    model = load_converted(base(root, "llama"), torch.float32, False)
+    source = TextSource(files=(tmp_path / "True" / "chat.jsonl",))
+    blocks = build_blocks(source, byte_tokenizer(), T, tmp_path / "cache", sft=True, max_tokens=None)
+    student, batch = Student(model), collate([blocks[0], blocks[1]], torch.device("cpu"))
+    asked = targets(batch) != -100
+    assert 0 < asked.sum() < batch["valid"].sum()
+    tokens = torch.stack([batch["valid"].sum(), asked.sum()])
+    loss, _ = end_to_end_loss(recipe.stages[0], student, model, batch, tokens, contextlib.nullcontext)
+    with torch.no_grad():
+        ours = forward(model, batch).log_softmax(-1)
+        with student.as_teacher():
+            theirs = forward(model, batch).log_softmax(-1)
+    expected = (theirs.exp() * (theirs - ours)).sum(-1)[asked].mean()
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_student_learns_from_what_it_writes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    step = StageLoop._micro_batch
+
+    def watched(loop: StageLoop, batch: Any, tokens: Any) -> Any:
+        seen.append((batch, tokens))
+        return step(loop, batch, tokens)
+
+    monkeypatch.setattr(StageLoop, "_micro_batch", watched)
+    one = stage("on_policy_kl", "mixer", loss={"prompt": 12, "sampling": 0.7}, steps=3)
+    train(make_recipe(tmp_path, base(root, "llama"), one))
+    losses = metrics(tmp_path)
+    batch, tokens = seen[0]
+    model = load_converted(base(root, "llama"), torch.float32, False)
+    with torch.no_grad():
+        ours = forward(model, batch).log_softmax(-1)
+        with Student(model).as_teacher():
+            theirs = forward(model, batch).log_softmax(-1)
+    expected = (theirs.exp() * (theirs - ours)).sum(-1)[batch["valid"]].mean()
+    assert losses[0] == pytest.approx(float(expected), rel=1e-4)
+    assert not same(tensors(tmp_path / "run" / "final"), tensors(base(root, "llama")))
+    assert int(tokens[0]) == 2 * (T - 12)
+    assert torch.equal(batch["labels"][:, 12:], batch["input_ids"][:, 12:])
+    assert (batch["labels"][:, :12] == -100).all()
+    assert batch["valid"][:, 11:-1].all()
+    assert not batch["valid"][:, :11].any()
+    train(make_recipe(tmp_path / "again", base(root, "llama"), {**one, "steps": 2}))
+    assert metrics(tmp_path / "again") == losses[:2]
+    for name, loss in {"warm": {"temperature": 2.0}, "hot": {"sampling": 2.0}}.items():
+        changed = {**one, "steps": 1, "loss": {**one["loss"], **loss}}
+        train(make_recipe(tmp_path / name, base(root, "llama"), changed))
+        assert metrics(tmp_path / name)[0] != losses[0]
+
+
+def test_prompts_leave_room(root: Path, tmp_path: Path) -> None:
+    one = stage("on_policy_kl", "mixer", loss={"prompt": T})
+    with pytest.raises(LinearizeError, match=f"loss.prompt is {T}, data.pack.seq_len {T}") as caught:
+        train(make_recipe(tmp_path, base(root, "llama"), one))
+    assert caught.value.code == Exit.USAGE
 
 
 def test_sft_learns_what_the_assistant_says(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ class Recurrent(Mixer):
         layout = TokenLayout() if layout is None else layout
 
         def run() -> Tensor:
-            return self.mix(q, k, v, x, layout, None, *(gates or ()))[0].float()  # type: ignore[call-arg]
+            return self.mix(q, k, v, x, layout, None, *(gates or ()))[0].float()
 
         for name, candidates in self.tried.items():
             errors = []

@@ -33,6 +33,12 @@ def evaluate(
         str, typer.Option(help="Lengths of recall and needle texts in tokens, for example 256,1024.")
     ] = "256,512,1024",
     trials: Annotated[int, typer.Option(min=1, help="Number of texts for each task and length.")] = 32,
+    generate: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Texts that each model writes by itself: recall without help, Python that parses, repetition."
+        ),
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 8192,
     device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
@@ -60,7 +66,7 @@ def evaluate(
     check_text(text)
     if not recipe and isinstance(text.data.eval, DemoSource):
         say(NO_RECIPE)
-    request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens)
+    request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     ours, theirs = (load(name, None, teacher=False, **options) for name in (student, teacher))
     result = {"student": student, "teacher": teacher, "seed": seed, **compare(ours, theirs, text, request)}

@@ -26,6 +26,7 @@ from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import most_tokens
 from .evaluate import sample_count
+from .freely import beginnings, freely
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
 from .recall import Writer, rows_of, score
@@ -35,12 +36,14 @@ TASKS = ("recall", "needle")
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What to measure: `lengths` in tokens, `trials` rows of each task and length, `batch_tokens` at a time."""
+    """What to measure: `lengths` in tokens, `trials` rows of each task and length, `batch_tokens` at a time; `generate`
+    texts that each model writes by itself."""
 
     lengths: tuple[int, ...]
     trials: int
     seed: int
     batch_tokens: int
+    generate: int = 0
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
@@ -90,7 +93,20 @@ def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalReque
         blocks = read_blocks(recipe, student.tokenizer, Path(cache))
         result = measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
     source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
-    return {**result, "text": str(source), "positions": far(student, teacher, source, recipe, request)}
+    result |= {"text": str(source), "positions": far(student, teacher, source, recipe, request)}
+    return {**result, "generated": by_themselves(student, teacher, source, request) if request.generate else None}
+
+
+def by_themselves(student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest) -> dict[str, Any]:
+    """What both write after the beginnings of documents, and in lists of pairs at the first of the lengths."""
+    tokenizer, length = student.tokenizer, request.lengths[0]
+    prompts = beginnings(source, tokenizer, request.generate)
+    rows = rows_of("recall", Writer(tokenizer, request.seed), length, request.generate, [])
+    found: dict[str, Any] = {"texts": len(prompts), "rows": len(rows), "length": length}
+    for who, loaded in (("student", student), ("teacher", teacher)):
+        with evaluating(loaded.model):
+            found[who] = freely(loaded.model, tokenizer, prompts, rows)
+    return found
 
 
 def far(student: Loaded, teacher: Loaded, source: TextSource, recipe: Recipe, request: EvalRequest) -> dict[str, Any]:

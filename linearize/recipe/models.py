@@ -197,6 +197,26 @@ class LogitKL(Stage):
     """The model learns its teacher's predictions."""
     loss: LogitLoss = LogitLoss()
     """What the loss adds up."""
+    completion_only: bool = False
+    """Learn the tokens of answers alone: the assistant's of `messages`, or those of `completion`; all of plain text."""
+
+
+class OnPolicyLoss(Strict):
+    prompt: Count
+    """Tokens at the beginning of each row that the student goes on from; the rest of the row is what it writes."""
+    sampling: Positive = 1.0
+    """Temperature at which it writes."""
+    temperature: Positive = 1.0
+    """Of the divergence, as for logit_kl."""
+
+
+class OnPolicyKL(Stage):
+    """Kullback-Leibler divergence from the teacher on what the student itself writes after prompts from the text."""
+
+    kind: Literal["on_policy_kl"]
+    """The model learns its teacher's predictions on what it writes itself."""
+    loss: OnPolicyLoss
+    """What it writes, and how it is compared."""
 
 
 class FeatureCosine(Stage):
@@ -212,6 +232,9 @@ class SFT(Stage):
 
     kind: Literal["sft"]
     """The model learns from the data alone, without a teacher."""
+
+
+AnyStage = Annotated[AttentionTransfer | LogitKL | OnPolicyKL | FeatureCosine | SFT, Field(discriminator="kind")]
 
 
 class Runtime(Strict):
@@ -270,7 +293,7 @@ class Recipe(Strict):
     """The conversion; null when the base is converted already."""
     data: Data
     """Text or images of all stages that have none of their own."""
-    stages: Listed[Annotated[AttentionTransfer | LogitKL | FeatureCosine | SFT, Field(discriminator="kind")]]
+    stages: Listed[AnyStage]
     """What is trained on what, in this order."""
     runtime: Runtime = Runtime()
     """Devices and precision."""

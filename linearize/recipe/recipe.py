@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ..errors import LinearizeError, did_you_mean, redact
 from ..plan.mechanisms import check_name
 from .data import SOURCES
-from .models import SFT, AttentionTransfer, FeatureCosine, LogitKL, Recipe, Stage
+from .models import SFT, AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
 from .presets import recipe_path, recipes_folder
 from .types import ParentError, Strict
 from .yaml import Document, Keys, dotted, shown
@@ -30,6 +30,7 @@ __all__ = [
     "AttentionTransfer",
     "FeatureCosine",
     "LogitKL",
+    "OnPolicyKL",
     "Recipe",
     "Stage",
     "diff_resolved",
@@ -51,6 +52,7 @@ CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 _TAGGED: dict[str, type[Strict]] = {
     "attention_transfer": AttentionTransfer,
     "logit_kl": LogitKL,
+    "on_policy_kl": OnPolicyKL,
     "feature_cosine": FeatureCosine,
     "sft": SFT,
     **SOURCES,

@@ -254,6 +254,14 @@ def positions_table(found: dict[str, Any] | None) -> None:
     console().print(table(columns, rows, title))
 
 
+# What models write by themselves, as `linearize eval --generate` measures it.
+WRITTEN_FREELY = {
+    "recall": "recall written freely",
+    "python": "Python written that parses",
+    "repeated": "written tokens that repeat (runs of 4)",
+}
+
+
 def comparison_table(result: dict[str, Any]) -> None:
     """What `linearize eval` measured."""
     student, teacher = result["student_ppl"], result["teacher_ppl"]
@@ -267,6 +275,11 @@ def comparison_table(result: dict[str, Any]) -> None:
             entries = f", {row['entries']} entries" if task == "recall" else ""
             cells = [f"{100 * row[who]['accuracy']:.0f} %" for who in ("student", "teacher")]
             rows.append((f"{task} at {row['length']} tokens{entries}", *cells))
+    free = result["generated"]
+    for key, words in WRITTEN_FREELY.items() if free else ():
+        if free["teacher"][key] is not None:
+            count = f"{free['rows']} lists of {free['length']} tokens" if key == "recall" else f"{free['texts']} texts"
+            rows.append((f"{words}, {count}", *(percent(free[who][key]) for who in ("student", "teacher"))))
     for row in result["state"]:
         rows.append((f"state at {row['length']} tokens", size(row["student"]), size(row["teacher"])))
     columns = {"": "text", "student": "number", "teacher": "number"}

@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from ..data.batches import Samples, collate, targets
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError
-from ..recipe.recipe import AttentionTransfer, Stage
+from ..recipe.recipe import AttentionTransfer, OnPolicyKL, Stage
 from ..terminal.signals import END, caught
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
 from .progress import StageProgress, memory_bytes
 from .runs import OPTIMIZER, Position, reading
-from .stages import end_to_end_loss, transfer_loss
+from .stages import end_to_end_loss, transfer_loss, written
 
 if TYPE_CHECKING:
     from .session import Finetuner
@@ -111,6 +111,10 @@ class StageLoop:
         terms of a loss of two."""
         owner, accelerator = self.owner, self.owner.accelerator
         micro = [self.batch(step, m) for m in range(self.stage.batch.accumulate)]
+        if isinstance(self.stage, OnPolicyKL):
+            torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, accelerator.process_index))
+            with accelerator.autocast():
+                micro = [written(self.stage, owner.model, batch) for batch in micro]
         counts = torch.stack([torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum()]) for b in micro])
         tokens = accelerator.reduce(counts.sum(0), "sum")
         losses, terms = [], list[dict[str, Tensor]]()

@@ -30,7 +30,7 @@ from ..data.packing import BlockOrder, Blocks
 from ..errors import Exit, LinearizeError, resource_error
 from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score
 from ..measure.positions import longest_text, positions, reader, trained_length
-from ..recipe.recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
+from ..recipe.recipe import AttentionTransfer, FeatureCosine, OnPolicyKL, Recipe, Stage
 from ..verify.child.inputs import most_tokens
 from .deepspeed_zero3 import partition, read_config
 from .fsdp import reshard, shard, whole
@@ -81,6 +81,9 @@ class Finetuner:
         else:
             self.model.to(self.device)
         for stage in self.recipe.stages:
+            if isinstance(stage, OnPolicyKL) and self.sharded:
+                message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
+                raise LinearizeError(message, Exit.INCOMPATIBLE)
             if note := small_batch(self.model, stage, self.blocks_per_step(stage)):
                 self.say_once(note)
         self.processor = open_processor(folder, kind_of(self.model))
@@ -144,7 +147,7 @@ class Finetuner:
                 self.processor,
                 self.run.folder / "cache",
                 start=self.recipe.folder,
-                sft=stage.kind == "sft",
+                sft=stage.kind == "sft" or getattr(stage, "completion_only", False),
                 seed=self.recipe.seed,
                 max_tokens=limit,
                 say=self.say_once,
@@ -174,6 +177,7 @@ class Finetuner:
         if resume:
             self.restore_weights(position.stage, resume)
         else:
+            self.calibrate()
             self.baseline()
         for number, stage in enumerate(self.recipe.stages):
             within = number == position.stage and not position.done
@@ -201,9 +205,6 @@ class Finetuner:
             fused=self.device.type == "cuda",
         )
         order = BlockOrder(len(blocks), self.recipe.seed)
-        if number == 0 and start == 0:
-            count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
-            self.calibrate(collate([blocks[order.block(k)] for k in range(count)], self.device))
         schedule = make_schedule(stage, optimizer, steps)
         loop = StageLoop(self, number, stage, blocks, order, steps, parameters, optimizer, schedule)
         if isinstance(stage, AttentionTransfer):
@@ -226,8 +227,14 @@ class Finetuner:
             tensors = load_file(checkpoint / WEIGHTS)
         self.student.load_state(tensors)
 
-    def calibrate(self, batch: dict[str, torch.Tensor]) -> None:
-        """Before the first step: norms take the teacher's scale, windows their share, the same in every process."""
+    def calibrate(self) -> None:
+        """Before anything is measured or trained: from a few blocks, gates and norms start where each layer's output is
+        nearest to the teacher's, and windows with their share, the same in every process."""
+        blocks = self.blocks(self.recipe.stages[0], "train")
+        assert blocks is not None
+        order = BlockOrder(len(blocks), self.recipe.seed)
+        count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
+        batch = collate([blocks[order.block(k)] for k in range(count)], self.device)
         with self.accelerator.autocast():
             listen(self.student, Calibration(self.student), batch)
         for name, parameter in self.student.named_parameters():
@@ -367,6 +374,8 @@ def check_model(model: Any, recipe: Recipe) -> None:
         if isinstance(stage, FeatureCosine) == has_head(model) and not isinstance(stage, AttentionTransfer):
             what, other = ("has a head", "logit_kl or sft") if has_head(model) else ("has no head", "feature_cosine")
             raise LinearizeError(f"{stage.name}: {type(model).__name__} {what}; use {other}", Exit.INCOMPATIBLE)
+        if isinstance(stage, OnPolicyKL):
+            check_writing(model, stage, recipe.data_for(stage).pack.seq_len)
         for split in ("train", "eval"):
             source = getattr(recipe.data_for(stage), split)
             if source is not None:
@@ -382,3 +391,13 @@ def check_model(model: Any, recipe: Recipe) -> None:
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
             Exit.INCOMPATIBLE,
         )
+
+
+def check_writing(model: Any, stage: OnPolicyKL, seq_len: int) -> None:
+    """Refuse on_policy_kl for a model that writes no text (exit 3), and prompts that leave no room (exit 2)."""
+    if kind_of(model) != "text":
+        message = f"{stage.name}: {type(model).__name__} writes no text to learn from; use logit_kl"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    if stage.loss.prompt >= seq_len:
+        message = f"{stage.name}: loss.prompt is {stage.loss.prompt}, data.pack.seq_len {seq_len}"
+        raise LinearizeError(f"{message}. Leave room for what the student writes, for example {max(1, seq_len // 2)}")

@@ -110,6 +110,20 @@ def test_attention_transfer_trains_what_runs(tmp_path: Path) -> None:
     torch.testing.assert_close(listener.found[0], ran[0])
 
 
+def test_tokens_that_are_taken_back_keep_their_rotation(tmp_path: Path) -> None:
+    """What stays of a call is folded into the state again, rotated as it was; also of one longer than is recorded."""
+    model, ids = linear(tmp_path, "gla"), tokens(1, 160)
+    with torch.no_grad():
+        whole = logits(model, ids)
+        cache = model(ids[:, :10], use_cache=True).past_key_values
+        cache.activate_past_recording()
+        long = model(ids[:, 10:155], past_key_values=cache, use_cache=True).logits
+        cache.crop(-9)
+        rest = model(ids[:, 146:], past_key_values=cache, use_cache=True).logits
+    assert relative_error(long, whole[:, 10:155]) < 1e-4
+    assert relative_error(rest, whole[:, 146:]) < 1e-4
+
+
 def test_auto_is_behind_the_map_where_there_is_no_window(tmp_path: Path) -> None:
     source = str(save_source(tmp_path / "source"))
     for mechanism in (*MOVED, "sla"):

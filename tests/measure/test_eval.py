@@ -23,8 +23,10 @@ from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit
 from linearize.measure.compare import state_bytes
+from linearize.measure.freely import answered, freely, repetition
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
+from linearize.measure.write import continued
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
 from linearize_kernels.hf.seam import mixers_of
@@ -441,3 +443,64 @@ def test_text_without_a_recipe_is_named(
     assert code == 0, err
     assert json.loads(out)["text"] == str(own)
     assert "no --recipe" not in err
+
+
+# ---------------------------------------------------------------- what models write
+
+
+class Writes:
+    """Writes what `follows` says of the text so far; its cache is that text."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, follows: Any, vocabulary: int = 300) -> None:
+        self.follows, self.vocabulary = follows, vocabulary
+
+    def __call__(self, input_ids: Tensor, past_key_values: Any, use_cache: bool) -> Any:
+        text = input_ids if past_key_values is None else torch.cat([past_key_values, input_ids], 1)
+        logits = torch.zeros(len(text), 1, self.vocabulary)
+        for row, ids in enumerate(text.tolist()):
+            logits[row, 0, self.follows(ids)] = 9.0
+        return SimpleNamespace(logits=logits, past_key_values=text)
+
+
+def test_values_are_answered_behind_the_models_own_answers() -> None:
+    row = Row([1, 2, 3, 4, 5, 6, 7, 8], [range(2, 4), range(5, 7)], 2)
+    assert answered(Writes(lambda ids: row.ids[len(ids)]), row) == [True, True]
+    model = Writes(lambda ids: 9 if len(ids) == 3 or 9 in ids else row.ids[len(ids)])
+    assert answered(model, row) == [False, False]  # the first answer is wrong, and the second follows it
+    assert row.ids == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_python_and_repetition_are_told() -> None:
+    tokenizer = byte_tokenizer()
+    prompt, prose = (tokenizer(text)["input_ids"] for text in ("def f(x):\n    y = x\n", "once upon a time\nthere"))
+    good = tokenizer("    return y\n")["input_ids"]
+    told = freely(Writes(lambda ids: good[(len(ids) - len(prompt)) % len(good)]), tokenizer, [prompt], [])
+    assert (told["recall"], told["python"]) == (None, 1.0)
+    assert told["repeated"] == pytest.approx(1 - len(good) / 61)  # 61 runs of 4 among 64 tokens
+    bad = Writes(lambda ids: tokenizer(")\n")["input_ids"][len(ids) % 2])
+    assert freely(bad, tokenizer, [prompt], [])["python"] == 0.0
+    assert freely(bad, tokenizer, [prose], [])["python"] is None
+    assert repetition([1, 2, 3, 4, 5]) == 0.0
+    assert repetition([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
+
+
+def test_texts_are_written_where_they_are_asked_for(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    assert measured(linearize, folder)["generated"] is None
+    (tmp_path / "code.jsonl").write_text("\n".join(json.dumps({"text": f"x{i} = {i}\n" * 90}) for i in range(5)))
+    own = f"data.eval={{files: [{tmp_path / 'code.jsonl'}]}}"
+    told = measured(linearize, folder, own, "--generate", "3")["generated"]
+    assert (told["texts"], told["rows"], told["length"]) == (3, 3, LENGTH)
+    keys = ("recall", "python", "repeated")
+    assert all(0.0 <= told[who][key] <= 1.0 for who in ("student", "teacher") for key in keys)
+    same = measured(linearize, folder, own, "--generate", "3", student=folder.parent / "source")["generated"]
+    assert same["student"] == same["teacher"] == told["teacher"]
+
+
+def test_continued_is_what_generate_writes(folder: Path) -> None:
+    model = load_converted(folder, torch.float32, False)
+    ids = torch.randint(1, 200, (2, 20), generator=torch.Generator().manual_seed(0))
+    theirs = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(continued(model, ids, 6), theirs[:, 20:])
+    assert not torch.equal(*(continued(model, ids, 6, 1.0) for _ in range(2)))

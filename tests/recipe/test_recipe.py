@@ -186,8 +186,8 @@ MISTAKES = [
     ),
     (
         edited("kind: logit_kl", "kind: logit-kl"),
-        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | feature_cosine | sft, not 'logit-kl'. "
-        "Did you mean 'logit_kl'?",
+        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | on_policy_kl | feature_cosine | sft, "
+        "not 'logit-kl'. Did you mean 'logit_kl'?",
     ),
     (
         edited("kind: logit_kl", "name: x"),
@@ -195,7 +195,8 @@ MISTAKES = [
     ),
     (
         edited("kind: logit_kl", "kind: null"),
-        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | feature_cosine | sft, not null",
+        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | on_policy_kl | feature_cosine | "
+        "sft, not null",
     ),
     (
         edited("train: [new]", "train: mixer"),
