@@ -105,8 +105,10 @@ def test_the_proof_includes_cached_steps(zoo: Zoo, tmp_path: Path, layers: str) 
     """One pass is right, on both sides; what a cache gives on is not."""
     source, linear = zoo.folders("llama", layers)
     folder = copied(linear, tmp_path / "linear")
-    code = (folder / "seam.py").read_text()
-    (folder / "seam.py").write_text(code.replace("        slot.state = state\n", "        slot.state = None\n"))
+    code = (folder / "state.py").read_text()
+    forgets = code.replace("o, self.state = mixer(", "o, _ = mixer(")
+    assert forgets != code
+    (folder / "state.py").write_text(forgets)
     plan, opened, _ = plan_conversion(str(source), "gsa", layers=layers, options={"slots": 8, "chunk_size": 16})
     with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass") as caught:
         check_logits(folder, opened, plan, False)
