@@ -121,12 +121,13 @@ class Mixer(nn.Module):
     # The exact window beside a mechanism; window.py sets it, which travels only with a checkpoint that has windows.
     window_type: ClassVar[Callable[..., nn.Module] | None] = None
     # Set by the seam: its attention function, the config that names the implementation, what its model was told of
-    # places (position_hooks.py), the prefix of the implementation's name, and the names of the positional arguments of the
-    # attention module.
+    # places (position_hooks.py), the prefix of the implementation's name, the mechanism with its options, and the names
+    # of the positional arguments of the attention module.
     seam: Any
     switch: Any
     position_hooks: Any
     prefix: str
+    kind: str
     arguments: tuple[str, ...]
 
     def __init__(

@@ -50,6 +50,8 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.state: Any = None
         self.seen = 0
+        # Which mechanism, with which options, wrote the state; None where a version wrote it that did not say.
+        self.kind: str | None = None
         # Set by the seam for one call of a layer with a mixer: nothing else can read a state.
         self.awaited = False
         self.is_initialized = True
@@ -179,6 +181,19 @@ def check_rows(state: Any, rows: int) -> None:
             f"the cache holds {state.shape[0]} sequences and the input has {rows}. Use one cache for each batch, or "
             "repeat its rows first: past_key_values.batch_repeat_interleave(n)"
         )
+
+
+def check_kind(slot: Any, kind: str) -> None:
+    """Raise ValueError for the state of another mechanism, or of other options, and note whose it becomes: states of
+    equal shape would be taken for one's own."""
+    # The slot may belong to an earlier version's copy of this file, which noted nothing.
+    found = getattr(slot, "kind", None)
+    if slot.state is not None and found is not None and found != kind:
+        raise ValueError(
+            f"the cache holds the state of {found}, and this layer is {kind}: another model made it. Give each model a "
+            "cache of its own: past_key_values=DynamicCache()"
+        )
+    slot.kind = kind
 
 
 def state_slot(cache: Any, layer_idx: int, *, alone: bool) -> StateLayer:

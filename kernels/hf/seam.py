@@ -38,7 +38,7 @@ from ..mixer import Mixer, Site
 from ..layers.rotary import Rotation, rotation_of
 from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
-from .cache import StateLayer, check_rows, record_past, state_slot
+from .cache import StateLayer, check_kind, check_rows, record_past, state_slot
 
 # In a config: training changed weights that came from the source.
 TRAINED = "linearize_trained"
@@ -94,6 +94,7 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
     slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
     if slot is not None:
+        check_kind(slot, mixer.kind)
         check_rows(slot.state, bound[hidden_name(mixer)].shape[0])
         slot.awaited = True
     x = bound[hidden_name(mixer)]
@@ -259,17 +260,19 @@ def attach(
     """Give each module named in `spec["layers"]` its mixer and hooks, and switch the model to them.
 
     `capture` serves modules that do not call the attention interface (capture.py); None if there are none.
-    Raises AttributeError when the model lacks a module of the plan.
+    Raises ValueError when the model lacks a module of the plan.
     """
     switch, position_hooks = Switch() if capture else None, PositionHooks()
     for layer in spec["layers"]:
         site = Site.from_dict(layer["site"])
-        module: Any = model.get_submodule(_own_path(model, site.path))
+        module = _module_of(model, site)
         mixer = mechanisms[layer["mechanism"]](site, **layer["options"])
         if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
         mixer.switch = switch or getattr(module, "config", model.config)
         mixer.seam, mixer.position_hooks, mixer.prefix = seam, position_hooks, prefix_for(spec)
+        options = ", ".join(f"{name}={value}" for name, value in sorted(layer["options"].items()))
+        mixer.kind = f"{layer['mechanism']}({options})"
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         mixer.reductions = {name: getattr(module, name) for name in site.reduction if site.sr == "drop"}
         if site.grid == "patches":
@@ -289,6 +292,18 @@ def attach(
             part.register_forward_pre_hook(place_by_padding, with_kwargs=True)
         position_hooks.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
+
+
+def _module_of(model: PreTrainedModel, site: Site) -> Any:
+    """The attention module of a site. Raises ValueError where the config has fewer layers than the plan in it."""
+    try:
+        return model.get_submodule(_own_path(model, site.path))
+    except AttributeError as error:
+        raise ValueError(
+            f"the plan in config.json (linearize.layers) names {site.path}, and this {type(model).__name__} has no "
+            "such module: another value in the config, such as num_hidden_layers, does not fit the plan. Load it with "
+            "the config that was saved, or convert the smaller source"
+        ) from error
 
 
 def _own_path(model: PreTrainedModel, path: str) -> str:
@@ -434,7 +449,7 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
         """Within: the softmax model on the same weights, with dropout off.
 
         It is the original, bit for bit, as long as the source's weights are. Where `linearize finetune` has trained
-        them, this warns: the config says so.
+        them, this warns: the config says so. It holds for every thread that runs this model meanwhile.
         """
         if getattr(self.config, TRAINED, False):
             warnings.warn(NO_TEACHER, stacklevel=3)

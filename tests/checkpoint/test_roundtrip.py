@@ -335,6 +335,14 @@ def test_a_module_that_left_the_interface_is_not_skipped_in_silence(zoo: Zoo) ->
         model(tokens(1, 4))
 
 
+@pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModel"])
+def test_fewer_layers_than_the_plan_are_refused_by_name(zoo: Zoo, auto: str) -> None:
+    with pytest.raises(ValueError, match=r"names model\.layers\.2\.self_attn, .* such as num_hidden_layers"):
+        getattr(transformers, auto).from_pretrained(
+            zoo.folders("llama", HYBRID)[1], trust_remote_code=True, num_hidden_layers=2
+        )
+
+
 def test_mixers_of_a_new_model_are_initialised(zoo: Zoo) -> None:
     folder = zoo.folders("llama", HYBRID)[1]
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)

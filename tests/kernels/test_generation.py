@@ -392,6 +392,18 @@ def test_a_cache_of_other_rows_is_refused(zoo: Zoo, held: int, given: int, optio
         model(tokens(given, 1), past_key_values=cache)
 
 
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [({}, {"damping": 4.0}), ({}, {"window": 4}), ({"window": 4}, {}), ({}, {"slots": 16})],
+    ids=str,
+)
+def test_a_cache_of_other_options_is_refused(zoo: Zoo, options: dict[str, Any], others: dict[str, Any]) -> None:
+    """Some have states of the same shapes, which would be taken for one's own."""
+    cache = zoo.model("llama", "all", **others)(tokens(2, 9), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"holds the state of gsa\(.*and this layer is gsa\(.*past_key_values=Dynamic"):
+        zoo.model("llama", "all", **options)(tokens(2, 1), past_key_values=cache)
+
+
 def test_cache_batches_are_repeated_selected_and_reset(zoo: Zoo) -> None:
     model, ids = zoo.model("llama", HYBRID), tokens(2, 9)
     cache = model(ids, use_cache=True).past_key_values
