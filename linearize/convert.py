@@ -16,8 +16,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from .checkpoint.atomic import check_output, output_folder
 from .checkpoint.carried import carried_files, left_behind
 from .checkpoint.code import SourceClasses
+from .checkpoint.fp8 import float_tensors
 from .checkpoint.provenance import check_code_cache
-from .checkpoint.shards import meta_tensors
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, is_secret, reason_of
@@ -124,7 +124,10 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
         raise own_code(source, f"{kernel} in config.json names a kernel of the Hub", "runs")
     try:
         with quiet():
-            return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        if source.block is not None:
+            del config.quantization_config
+        return config
     except Exception as error:  # validators of many architectures raise as they like
         path = source.folder / "config.json"
         raise LinearizeError(f"{path} cannot be used: {reason_of(error)}", Exit.INCOMPATIBLE) from error
@@ -223,9 +226,9 @@ def _holds(folder: Path, path: Path) -> bool:
 
 def check_weights(source: Source, natives: SourceClasses) -> None:
     """Load the source onto the meta device: raises LinearizeError (exit 3) when config and weights disagree."""
-    weights: dict[str, torch.Tensor] = {}
-    for shard in source.shards:
-        weights |= meta_pickle(shard) if source.pickled else meta_tensors(shard)
+    weights: dict[str, torch.Tensor] = {} if source.pickled else float_tensors(source)
+    for shard in source.shards if source.pickled else ():
+        weights |= meta_pickle(shard)
     try:
         with quiet():
             # Not the folder: even onto the meta device, transformers would read every weight in it.

@@ -74,7 +74,8 @@ class Request:
         check_rotation(found, steps)
         check_idle(found, steps, self.options or {})
         new = sum(step.new_parameters for step in steps)
-        rewritten = numbers if pickled or target != stored else 0
+        cast = target != stored or source.block is not None
+        rewritten = numbers if pickled or cast else 0
         source_bytes = source.bytes or numbers * item_bytes(stored)
         return Plan(
             source=source.name,
@@ -82,7 +83,7 @@ class Request:
             architecture=architecture,
             model_type=model_type,
             dtype=target,
-            cast=target != stored,
+            cast=cast,
             pickled=pickled,
             steps=steps,
             kept=tuple(kept),
