@@ -20,6 +20,7 @@ from .commands import (
     convert,
     demo,
     doctor,
+    estimate,
     eval,
     finetune,
     generate,
@@ -108,6 +109,7 @@ def _global(
 # One line per command, in the order of `--help`.
 app.command()(inspect.inspect)
 app.command()(convert.convert)
+app.command()(estimate.estimate)
 app.command()(finetune.finetune)
 app.command("eval")(eval.evaluate)
 app.command()(report.report)

@@ -113,14 +113,15 @@ def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
     """How `--keep-softmax auto` compares layers, as an argument. Raises LinearizeError (exit 2) for another method and
     for text that is not there."""
     from ..choose.choose import Scoring, chooser
-    from ..data.documents import SUFFIXES, TextSource
+    from ..data.documents import TextSource
     from ..errors import absent, check_file
     from ..plan.keep import check_method
+    from ..recipe.data import SUFFIXES
 
     scoring: dict[str, Any] = {"method": check_method(method), "say": say}
     if text is not None:
-        if text.suffix not in SUFFIXES:
-            raise LinearizeError(f"--score-text {text}: must be a .txt or .jsonl file")
+        if not text.name.endswith(SUFFIXES):
+            raise LinearizeError(f"--score-text {text}: must be a {', '.join(SUFFIXES)} file")
         if not text.exists():
             raise absent(text)
         check_file(text)

@@ -67,6 +67,9 @@ class Optimizer(Strict):
     """Decay of the gradient's mean and of its mean square, each the share that a step keeps."""
     clip: Positive = 1.0
     """Largest L2 norm of the gradient over all trained parameters; larger ones are scaled down to it."""
+    memory: Literal["full", "small", "auto"] = "full"
+    """full: weights that train, gradients and moments in float32; small: source weights and their gradients stay in
+    the model's dtype, moments take 8 bits; auto: small where full does not fit the device."""
 
 
 class Schedule(Strict):
@@ -99,6 +102,11 @@ class Batch(Strict):
     """Blocks of text, or images, in one pass on one device."""
     accumulate: Count = 1
     """Passes whose gradients add up to one optimizer step."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one process in one optimizer step."""
+        return self.per_device * self.accumulate
 
 
 class Lora(Strict):
@@ -181,6 +189,8 @@ class LogitLoss(Strict):
     """Factor of the cross entropy with the text itself, in nats a token."""
     temperature: Positive = 1.0
     """Divides the logits of both before the divergence."""
+    tokens_at_once: Count | None = None
+    """Tokens of each row whose logits are computed at a time, for long rows and large vocabularies; null: all."""
 
     @field_validator("ce")
     @classmethod
@@ -246,6 +256,8 @@ class Runtime(Strict):
     """Compute activations again in the backward pass: less memory, more time."""
     compile: bool = False
     """torch.compile of end-to-end stages."""
+    batch: Literal["given", "auto"] = "given"
+    """auto: on a GPU per_device becomes the most that fits, and accumulate less; the blocks of a step stay."""
 
 
 class Checkpoint(Strict):
@@ -258,6 +270,8 @@ class Checkpoint(Strict):
 class Eval(Strict):
     every_steps: Count | None = None
     """Optimizer steps between evaluations; null: only at the end of each stage."""
+    patience: Count | None = None
+    """A stage ends early after so many evaluations in a row without a lower KL; null: never."""
     max_tokens: Count = 65536
     """Held-out tokens (images count as one each) that an evaluation reads at most."""
 
@@ -268,6 +282,8 @@ class Track(Strict):
 
 
 class Finish(Strict):
+    keep: Literal["last", "best"] = "last"
+    """best: of the last stage the weights with the lowest held-out KL, of all that eval.every_steps looked at."""
     merge_lora: bool = True
     """false: LoRA stays apart from the weights, in final/adapter, for PeftModel.from_pretrained of peft."""
     verify: bool = True
@@ -314,6 +330,16 @@ class Recipe(Strict):
         data, stages = info.data.get("data"), info.data.get("stages")
         if value.every_steps and data and stages and not any(own.eval for own in (data, *(s.data for s in stages))):
             raise ValueError("every_steps is set, but data.eval is not")
+        if value.patience and not value.every_steps:
+            raise ValueError("patience is set, but every_steps is not")
+        return value
+
+    @field_validator("finish")
+    @classmethod
+    def _has_scores(cls, value: Finish, info: ValidationInfo) -> Finish:
+        evaluation = info.data.get("eval")
+        if value.keep == "best" and evaluation and not evaluation.every_steps:
+            raise ValueError("keep is best, but eval.every_steps is not set")
         return value
 
     @property
@@ -338,3 +364,9 @@ class Recipe(Strict):
     def resolved(self) -> dict[str, Any]:
         """Every value, defaults included, as JSON has it; `Recipe.model_validate` reads it back."""
         return self.model_dump(mode="json")
+
+    def changed(self, resolved: dict[str, Any]) -> Recipe:
+        """The recipe of these values, with its files where this one's are."""
+        other = Recipe.model_validate(resolved)
+        other._folder = self._folder
+        return other

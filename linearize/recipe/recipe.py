@@ -39,12 +39,15 @@ __all__ = [
     "per_step",
     "recipe_hash",
     "recipe_schema",
+    "weighty",
 ]
 
 # Names the schema whatever folder or address it is read from; 1 is the recipes' `version`.
 SCHEMA_ID = "urn:linearize:recipe:1"
 
-# What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
+# What changes no weight, and may differ from the run's own recipe whenever it goes on.
+FREE = ("checkpoint", "eval", "track", "finish")
+# What may differ when a checkpoint is named: nothing that decides what is in it.
 CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
 CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 
@@ -272,9 +275,17 @@ def per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:
     return {**resolved, "stages": stages}
 
 
+def weighty(resolved: dict[str, Any]) -> dict[str, Any]:
+    """A resolved recipe without what changes no weight; when a stage ends is kept."""
+    kept = {key: value for key, value in resolved.items() if key not in FREE}
+    return {**kept, "eval": {"patience": resolved["eval"].get("patience")}}
+
+
 def fixed(resolved: dict[str, Any]) -> dict[str, Any]:
     """A resolved recipe without what may change at a named checkpoint."""
     stages = [{k: v for k, v in stage.items() if k not in CHANGEABLE_IN_STAGE} for stage in resolved["stages"]]
+    for stage, of in zip(stages, resolved["stages"], strict=True):
+        stage["optimizer"] = {"memory": of["optimizer"].get("memory", "full")}  # moments of one kind are no others
     return {**{k: v for k, v in resolved.items() if k not in CHANGEABLE}, "stages": stages}
 
 

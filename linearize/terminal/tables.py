@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.keep import MEANING
-from .output import percent, printable, ranges, size
+from .output import percent, printable, ranges, short, size
 
 if TYPE_CHECKING:
     from ..plan.keep import Choice
@@ -62,15 +62,6 @@ def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | N
     for row in cells:
         made.add_row(*(Text(printable(cell), COLOURS.get(cell, "")) for cell in row))
     return made
-
-
-def short(count: float) -> str:
-    """A count for people, in three digits: 20.5M."""
-    for unit in ("", "k", "M", "B"):
-        if count < 999.5:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}T"
 
 
 def plan_table(plan: Plan) -> None:
@@ -211,6 +202,43 @@ def recipe_table(plans: list[dict[str, Any]]) -> None:
             )
         )
     console().print(table(columns, rows, "stages"))
+
+
+def estimate_table(found: dict[str, Any]) -> None:
+    """What a run costs: memory of each stage by its parts, in GiB, then time, and what holds for all."""
+    out, device = console(), found["device"]
+    parts = [part for part in found["stages"][0]["memory"] if part not in ("total", "device")]
+    columns = {"stage": "text"} | dict.fromkeys((*parts, "sum"), "number")
+    rows = []
+    for row in found["stages"]:
+        memory = [row["memory"][part] for part in (*parts, "total")]
+        rows.append((row["name"], *(f"{count / 2**30:.3g}" for count in memory)))
+    count = f"each of {device['count']} x " if device["count"] > 1 else ""
+    out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])}), GiB"))
+    columns = {"stage": "short", "needs": "number", "fits": "short", "tokens/s": "number", "hours": "number"}
+    measured = any(row.get("measured") for row in found["stages"])
+    columns |= {"measured": "text"} if measured else {}
+    rows = []
+    for row in found["stages"]:
+        rate, hours = row["tokens_per_s"], row["hours"]
+        cells: tuple[str, ...] = (row["name"], size(row["memory"]["device"]), "yes" if row["fits"] else "NO")
+        cells += ("" if rate is None else f"{rate:,.0f}", "" if hours is None else f"{hours:.2g}")
+        if measured:
+            one = row["measured"]
+            cells += (f"{one['tokens_per_s']:,.0f} tokens/s, {size(one['peak'])}",)
+        rows.append(cells)
+    out.print(table(columns, rows, "with the CUDA context" if device["name"] != "cpu" else None))
+    for row in found["stages"]:
+        if row["uncounted"]:
+            out.print(f"activations of {row['name']} are not counted: {row['uncounted']}")
+    disk = found["disk"]
+    told = [
+        f"disk {size(disk['total'])} (" + ", ".join(f"{k} {size(v)}" for k, v in disk.items() if k != "total") + ")"
+    ]
+    told += [] if found["hours"] is None else [f"{found['hours']:.2g} hours"]
+    told += [] if found["kwh"] is None else [f"{found['kwh']:.2g} kWh at full power"]
+    told += [] if found["price"] is None else [f"price {found['price']:.2f}"]
+    out.print("; ".join(told))
 
 
 def report_table(report: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +31,7 @@ from .runs import OPTIMIZER, Position, reading
 from .stages import end_to_end_loss, transfer_loss, written
 
 if TYPE_CHECKING:
+    from ..measure.evaluate import Score
     from .session import Finetuner
 
 
@@ -57,6 +59,9 @@ class StageLoop:
         self.steps, self.parameters, self.schedule = steps, parameters, schedule
         self.power: dict[int, Tensor] = {}
         self.stopping = False
+        # Of the evaluations so far, also of those before a resume; every process has the same.
+        lines = owner.run.scores(number) if owner.accelerator.is_main_process else []
+        self.scores = broadcast_object_list([[worth(x.get("eval_kl"), x["eval_ppl"]) for x in lines]])[0]
         self.tokens_per_step = blocks.seq_len * owner.blocks_per_step(stage)
         accelerator = owner.accelerator
         accelerator.free_memory()  # forget the optimizer of the stage before
@@ -84,12 +89,14 @@ class StageLoop:
                 rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
                 self._log(done, loss=loss, **terms, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
                 bar.update(done, loss, rate)
-                self._after(done)
+                if self._after(done):
+                    break
         if self.wrapped is not owner.model:
             owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
 
-    def _after(self, done: int) -> None:
-        """What is due after a step: evaluation, a checkpoint, the end of an interrupted run."""
+    def _after(self, done: int) -> bool:
+        """What is due after a step: evaluation, a checkpoint, the end of an interrupted run. Returns whether the stage
+        is over."""
         owner, recipe, last = self.owner, self.owner.recipe, done == self.steps
         if last or (recipe.eval.every_steps and done % recipe.eval.every_steps == 0):
             found = owner.evaluate(self.stage)
@@ -97,6 +104,7 @@ class StageLoop:
                 if math.isnan(found.ppl):
                     raise owner.not_finite("held-out loss is nan", self.number, done + 1)
                 owner.log_evaluation(self.stage.name, done, done * self.tokens_per_step, found)
+                last = self._judge(done, found) or last
         if last or self.stopping or done % recipe.checkpoint.every_steps == 0:
             owner.save(Position(self.number, done, done * self.tokens_per_step, last), {} if last else self.state())
         if self.stopping:
@@ -105,6 +113,21 @@ class StageLoop:
                 "The same command continues",
                 Exit.INTERRUPTED,
             )
+        return last
+
+    def _judge(self, done: int, found: Score) -> bool:
+        """Keep the weights of the best evaluation of the last stage, where the recipe asks for it; returns whether the
+        recipe's patience is over."""
+        owner, recipe = self.owner, self.owner.recipe
+        self.scores.append(worth(found.kl, found.ppl))
+        best = self.scores.index(min(self.scores))
+        if recipe.finish.keep == "best" and self.number == len(recipe.stages) - 1 and best == len(self.scores) - 1:
+            owner.save_best(Position(self.number, done, done * self.tokens_per_step, True), found)
+        waited = len(self.scores) - 1 - best
+        if recipe.eval.patience is None or waited < recipe.eval.patience or done == self.steps:
+            return False
+        owner.say(f"{self.stage.name} ends after step {done} of {self.steps}: {waited} evaluations without a lower KL")
+        return True
 
     def step(self, step: int) -> tuple[float, float, float, dict[str, float]]:
         """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate, and the
@@ -234,6 +257,11 @@ class StageLoop:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         if state["scaler"] is not None and self.owner.accelerator.scaler is not None:
             self.owner.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def worth(kl: float | None, ppl: float) -> float:
+    """What an evaluation is judged by, less being better: KL from the teacher; perplexity where there is none."""
+    return ppl if kl is None else kl
 
 
 def set_checkpointing(model: Any, on: bool) -> None:

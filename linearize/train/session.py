@@ -21,6 +21,7 @@ from ..data.batches import (
     check_vocabulary,
     collate,
     has_head,
+    is_long,
     kind_of,
     open_processor,
     open_samples,
@@ -30,13 +31,15 @@ from ..data.packing import BlockOrder, Blocks
 from ..errors import Exit, LinearizeError, resource_error
 from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score
 from ..measure.positions import longest_text, positions, reader, trained_length
-from ..recipe.recipe import AttentionTransfer, FeatureCosine, OnPolicyKL, Recipe, Stage
+from ..recipe.data import parts_of
+from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
 from ..verify.child.inputs import most_tokens
+from .chunked_head import obstacle
 from .deepspeed_zero3 import partition, read_config
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, seed_for
 from .runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
-from .runtime import Say, make_schedule, stage_steps, to_source
+from .runtime import Say, make_optimizer, make_schedule, stage_steps, to_source
 from .samples import write_samples
 from .save import load_converted
 from .stages import Calibration, error_scale, listen
@@ -60,6 +63,7 @@ class Finetuner:
         self.say = say if accelerator.is_main_process else lambda text: None
         self.device = accelerator.device
         self.last_checkpoint: Path | None = run.resume_from
+        self.kept: Path | None = None  # the best weights, once they are taken
         self.interrupted = False  # by a signal, in this process
         self._blocks: dict[tuple[str, str], Samples | None] = {}
         self._said: set[str] = set()
@@ -113,10 +117,11 @@ class Finetuner:
     def whole_student(self) -> Student:
         """The trained model in one piece, in the main process: from shards, the base and the last checkpoint's."""
         if self.sharded:
-            assert self.last_checkpoint is not None
+            weights = self.kept or self.last_checkpoint
+            assert weights is not None
             self.model = self.open_model()
             self.student = Student(self.model)
-            self.restore_weights(len(self.recipe.stages) - 1, self.last_checkpoint)
+            self.restore_weights(len(self.recipe.stages) - 1, weights)
         return self.student
 
     # ------------------------------------------------------------ data
@@ -136,7 +141,7 @@ class Finetuner:
         limit = None
         if split == "eval":
             limit = self.recipe.eval.max_tokens
-        elif getattr(source, "streaming", False) or getattr(source, "demo", None) == "packages":
+        elif any(is_long(part) for part, _ in parts_of(source)):
             # Far more text than a run may need; one limit for all stages, so that they share one cache file.
             limit = max(self._token_budget(s, data.pack.seq_len) for s in self.recipe.stages) or None
         with self.accelerator.main_process_first():
@@ -197,13 +202,7 @@ class Finetuner:
         steps = stage_steps(stage, self.blocks_per_step(stage), blocks.seq_len, self.run.max_steps, len(blocks))
         assert steps is not None
         parameters = self.prepare(number, stage)
-        optimizer = torch.optim.AdamW(
-            self.student.groups(stage, parameters),
-            lr=stage.optimizer.lr,
-            betas=stage.optimizer.betas,
-            weight_decay=stage.optimizer.weight_decay,
-            fused=self.device.type == "cuda",
-        )
+        optimizer = make_optimizer(self.student.groups(stage, parameters), stage, self.device, self.recipe.seed)
         order = BlockOrder(len(blocks), self.recipe.seed)
         schedule = make_schedule(stage, optimizer, steps)
         loop = StageLoop(self, number, stage, blocks, order, steps, parameters, optimizer, schedule)
@@ -272,13 +271,15 @@ class Finetuner:
     def log_evaluation(self, name: str, step: int, tokens: int, found: Score) -> None:
         """One evaluation into metrics.jsonl and to the person who waits."""
         if self.accelerator.is_main_process:
-            values = {"eval_ppl": found.ppl, "eval_accuracy": found.accuracy, "eval_tokens": self.eval_tokens}
-            if found.kl is not None:
-                values["eval_kl"] = found.kl
-            self.run.log(stage=name, step=step, tokens=tokens, **values)
+            self.run.log(stage=name, step=step, tokens=tokens, **self.of_evaluation(found))
         told = f"{name}{f' step {step}' if step else ''}: held-out perplexity {found.ppl:.4g}"
         told += "" if found.kl is None else f", KL {found.kl:.4f}"
         self.say(told + ("" if kind_of(self.model) == "text" else f", accuracy {found.accuracy:.1%}"))
+
+    def of_evaluation(self, found: Score) -> dict[str, float]:
+        """An evaluation as metrics.jsonl has it."""
+        values = {"eval_ppl": found.ppl, "eval_accuracy": found.accuracy, "eval_tokens": self.eval_tokens}
+        return values if found.kl is None else values | {"eval_kl": found.kl}
 
     def fidelity(self) -> list[dict[str, float]]:
         """Per-layer distance to the teacher on held-out text; empty without eval data."""
@@ -335,23 +336,54 @@ class Finetuner:
 
     def save(self, position: Position, state: dict[str, Any]) -> None:
         """A checkpoint: trained tensors by name, whole, and the optimizer unless the stage is over."""
-        tensors, own = {}, dict(self.student.named_parameters())
-        for name, tensor in self.student.state().items():  # of shards, one at a time is whole on the device
-            tensor = whole(tensor, own[name])
-            if self.accelerator.is_main_process:
-                tensors[name] = tensor.contiguous().cpu()
+        tensors = self.gathered()
 
         def write(folder: Path) -> None:
-            broken = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
-            if broken is not None:
-                raise self.not_finite(f"{broken} is not finite", position.stage, position.step + 1)
-            save_file(tensors, folder / WEIGHTS)
+            self.write_weights(tensors, folder, position)
             if not position.done:
                 torch.save(state, folder / OPTIMIZER)
 
         if self.accelerator.is_main_process:
             self.last_checkpoint = self.run.save(position, write)
         self.accelerator.wait_for_everyone()
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """Trained tensors by name, whole and on the CPU, in the main process; every process must ask."""
+        tensors, own = {}, dict(self.student.named_parameters())
+        for name, tensor in self.student.state().items():  # of shards, one at a time is whole on the device
+            tensor = whole(tensor, own[name])
+            if self.accelerator.is_main_process:
+                tensors[name] = tensor.contiguous().cpu()
+        return tensors
+
+    def write_weights(self, tensors: dict[str, torch.Tensor], folder: Path, position: Position) -> None:
+        """The weights of a checkpoint. Raises LinearizeError (exit 6) for one that is not finite."""
+        broken = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
+        if broken is not None:
+            raise self.not_finite(f"{broken} is not finite", position.stage, position.step + 1)
+        save_file(tensors, folder / WEIGHTS)
+
+    def save_best(self, position: Position, found: Score) -> None:
+        """Keep the weights as they are, which had the lowest KL of the stage so far."""
+        tensors = self.gathered()
+        if self.accelerator.is_main_process:
+            score = self.of_evaluation(found)
+            self.run.save_best(position, score, lambda folder: self.write_weights(tensors, folder, position))
+        self.accelerator.wait_for_everyone()
+
+    def take_best(self) -> None:
+        """Where the recipe keeps the best: give the model the weights of `save_best`, and the report their figures."""
+        best = self.run.read_best() if self.recipe.finish.keep == "best" else None
+        if best is None:
+            return
+        position, score = best
+        stage = self.recipe.stages[position.stage]
+        self.say(f"keeps the weights of step {position.step} of {stage.name}, the lowest KL that was measured")
+        self.kept = self.run.best
+        with reading(self.kept / WEIGHTS):
+            self.student.load_state(load_file(self.kept / WEIGHTS))
+        if self.accelerator.is_main_process:
+            self.run.log(stage=stage.name, step=position.step, tokens=position.tokens, **score)
 
     def not_finite(self, what: str, number: int, step: int) -> LinearizeError:
         """The error for a loss, a gradient or a weight that is NaN or infinite; `step` of that stage went wrong."""
@@ -386,6 +418,19 @@ def check_model(model: Any, recipe: Recipe) -> None:
             own = f"stages[{number}]." * (stage.data.pack.seq_len is not None)
             message = f"{own}data.pack.seq_len is {length}, and {type(model).__name__} takes at most {most} tokens"
             raise LinearizeError(f"{message}. Set it to {most}, or less", Exit.INCOMPATIBLE)
+    if recipe.finish.keep == "best" and not has_head(model):
+        message = f"finish.keep best: {type(model).__name__} has no head, and no evaluation. Set it to last"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    apart = next((s.name for s in recipe.stages if isinstance(s, LogitKL) and s.loss.tokens_at_once), None)
+    if apart is not None and (reason := obstacle(model)):
+        raise LinearizeError(f"{apart}: {reason}; set loss.tokens_at_once: null", Exit.INCOMPATIBLE)
+    small = next((stage.name for stage in recipe.stages if stage.optimizer.memory == "small"), None)
+    if small is not None and model.dtype == torch.float16:
+        raise LinearizeError(
+            f"{small}: optimizer.memory small trains weights in their own dtype, and float16 loses small updates. Set "
+            "model.dtype: bfloat16, or optimizer.memory: full",
+            Exit.INCOMPATIBLE,
+        )
     if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise LinearizeError(
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",

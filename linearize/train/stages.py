@@ -22,6 +22,7 @@ from linearize_kernels.hf.seam import evaluating
 from ..data.batches import Batch, forward, real_tokens, run, targets
 from ..measure.write import continued
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Stage
+from .chunked_head import chunked_loss
 from .losses import IGNORED, cosine_distance, cross_entropy, logit_kl, relative_mse
 from .student import Student
 
@@ -163,6 +164,8 @@ def end_to_end_loss(
     `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes. Of a loss of
     two terms, both by name as well, without weights and gradients.
     """
+    if isinstance(stage, LogitKL) and stage.loss.tokens_at_once is not None:
+        return chunked_loss(stage, student, wrapped, batch, tokens, autocast)
     teacher = None
     if isinstance(stage, FeatureCosine | OnPolicyKL) or (isinstance(stage, LogitKL) and stage.loss.kl):
         # A context of its own: autocast caches weights, and what it casts without gradients must not be reused.

@@ -147,7 +147,7 @@ MISTAKES = [
     ),
     (
         MINIMAL + "finish: {report: null}\n",
-        "r.yaml:16:10 finish.report: unknown key. Known: merge_lora, verify, push",
+        "r.yaml:16:10 finish.report: unknown key. Known: keep, merge_lora, verify, push",
     ),
     (edited("base: demo", "base: demo\n  base: x"), "r.yaml:5:3 model.base: duplicate key, first at 4:3"),
     (edited("name: tiny\n", ""), "r.yaml:1:1 name: missing; set it in the file or with name=..."),
@@ -246,16 +246,16 @@ MISTAKES = [
     ),
     (
         edited("demo: train", "files: [a.csv]"),
-        "r.yaml:6:19 data.train.files[0]: must be a .txt or .jsonl file, not 'a.csv'",
+        "r.yaml:6:19 data.train.files[0]: must be a .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, not 'a.csv'",
     ),
     (
         edited("demo: train", "path: x, demo: train"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, not path and "
-        "demo. Replace it whole: data.train={demo: ...}",
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix, not "
+        "path and demo. Replace it whole: data.train={demo: ...}",
     ),
     (
         edited("{demo: train}", "a.txt"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays",
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix",
     ),
     (
         MINIMAL + "output_dir: runs/${nmae}\n",
@@ -332,7 +332,7 @@ def test_options_that_the_command_line_takes_are_taken(tmp_path: Path, convert: 
 def test_a_folder_of_text_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     told = errors(tmp_path, MINIMAL, "data.train={files: [docs]}")
-    assert "'docs' is a folder. Write its .txt and .jsonl files, each by its name" in told[0]
+    assert "'docs' is a folder. Write its files, each by its name" in told[0]
 
 
 def test_all_mistakes_at_once_in_order(tmp_path: Path) -> None:
