@@ -60,6 +60,7 @@ def plan_conversion(
     carried_files(source.folder)  # raises for links that lead elsewhere
     config = load_config(source, trust_remote_code)
     natives = SourceClasses(config, load_model_class(source, config, trust_remote_code))
+    found = probe(config, natives.head)  # first: it says what is wrong with a config
     facts: dict[str, Any] = {
         "architecture": natives.head.__name__,
         "model_type": natives.model_type,
@@ -67,7 +68,6 @@ def plan_conversion(
         "numbers": natives.parameters(),
         "pickled": source.pickled,
     }
-    found = probe(config, natives.head)
     if not is_auto(request.keep_softmax):
         return request.plan(source, found, **facts), source, natives
     whole = dataclasses.replace(request, keep_softmax="").plan(source, found, **facts)

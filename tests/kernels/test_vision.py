@@ -330,7 +330,7 @@ def test_regions_do_not_meet(tmp_path: Path) -> None:
 
     mixer.register_forward_pre_hook(lambda module, args: seen.append(args))
     outcome(model, make_inputs(model))
-    *inputs, layout, _ = seen[0]
+    *inputs, layout = seen[0]
     row = int(layout.segments.amax(1).argmax())  # of a window with several regions
     first = layout.segments[row] == 0
     assert not first.all()

@@ -77,7 +77,7 @@ def test_options_of_auto_are_checked(tmp_path: Path, linearize: Command) -> None
     convert = ("convert", folder, "--to", "gsa", "--keep-softmax", "auto:1", "--dry-run")
     for options, message in (
         (("--score-by", "swap"), "--score-by swap: choose restore, swaps, gates. Did you mean 'swaps'?"),
-        (("--score-text", "a.csv"), "--score-text a.csv: must be a .txt or .jsonl file"),
+        (("--score-text", "a.csv"), "--score-text a.csv: must be a .txt, .jsonl"),
         (("--score-text", "none.txt"), "none.txt"),
     ):
         code, _, err = linearize(*convert, *options)

@@ -58,7 +58,11 @@ LAYOUT = f"layout = call_layout(call.geometry, causal, attention_mask, {SHAPE}, 
 HIDDEN = LAYOUT + "    if layout.padding is not None:\n        layout = layout._replace(padding=layout.padding%s)\n"
 # What fails -> (file, what it says, what a broken one says).
 BROKEN = {
-    "prefill and steps": ("seam.py", "        slot.state = state\n", "        slot.state = None\n"),
+    "prefill and steps": (
+        "state.py",
+        "            o, self.state = mixer(*inputs, layout, self.state)\n            return o\n",
+        "            return mixer(*inputs, layout, self.state)[0]\n",
+    ),
     "chunk size": (
         "gsa.py",
         "        # Autocast would run",
