@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, chooser
 from .convert import UNREAD, convert, plan_conversion, unread
 from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
-from .demo import model_folder
 from .errors import Exit, LinearizeError, did_you_mean, os_error
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
@@ -30,8 +30,9 @@ from .measure.positions import warning_of
 from .page.record import read_run
 from .page.report import PAGE, card_pictures, report_page, write_page
 from .recipe.data import holds_images
-from .recipe.models import Convert
+from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
+from .train.random_model import named_base, write_random
 from .train.runs import Run, processes
 from .train.runtime import Say, check_runtime, device_name, make_accelerator, on_cpu, stage_steps, to_source
 from .train.save import meta_model, save_final
@@ -92,8 +93,21 @@ def check_only(recipe: Recipe, only: str | None) -> None:
 
 
 def base_path(recipe: Recipe) -> str:
-    """`demo` stands for the model that the package ships."""
-    return str(model_folder()) if recipe.model.base == "demo" else recipe.model.base
+    """`demo` stands for the model that the package ships. The base is not a random one."""
+    assert isinstance(recipe.model.base, str)
+    return named_base(recipe.model.base)
+
+
+@contextlib.contextmanager
+def open_source_of(recipe: Recipe, weights: bool) -> Iterator[str]:
+    """Within: where the model is that a recipe starts from. A random one is made for as long, on the run's disk."""
+    if not isinstance(recipe.model.base, Scratch):
+        yield base_path(recipe)
+        return
+    outside = Path(recipe.output_dir).absolute().parent
+    near = next(place for place in (outside, *outside.parents) if place.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".linearize-", dir=near if weights else None) as folder:
+        yield str(write_random(recipe, Path(folder), weights))
 
 
 def open_base(recipe: Recipe, run: Run, owner: bool, say: Say) -> Path:
@@ -157,12 +171,12 @@ def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool =
     return source
 
 
-def plan_base(recipe: Recipe, *, weights: bool = True, say: Say = print) -> Any:
-    """The conversion that the recipe asks for, as `plan_conversion` returns it; None when there is none."""
-    if recipe.convert is None:
-        return None
+def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, say: Say = print) -> Any:
+    """The conversion that the recipe asks for, as `plan_conversion` returns it, of the model at `base` (None: the one
+    that it names)."""
+    assert recipe.convert is not None
     return plan_conversion(
-        base_path(recipe),
+        base or base_path(recipe),
         recipe.convert.mechanism,
         layers=recipe.convert.layers,
         keep_softmax=recipe.convert.keep_softmax,
@@ -192,15 +206,16 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     if run.has_converted:
         begin(recipe, run, run.converted, None, say)
         return
-    plan, source, natives = plan_base(recipe, say=say)
-    trust = recipe.model.trust_remote_code
-    check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
-    if kind_of(model) != "images":
-        load_tokenizer(source.folder, trust)
-    if left := unread(source):
-        say(UNREAD.format(", ".join(left)))
-    begin(recipe, run, None, None, say)
-    convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
+    with open_source_of(recipe, True) as base:
+        plan, source, natives = plan_base(recipe, base, say=say)
+        trust = recipe.model.trust_remote_code
+        check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
+        if kind_of(model) != "images":
+            load_tokenizer(source.folder, trust)
+        if left := unread(source):
+            say(UNREAD.format(", ".join(left)))
+        begin(recipe, run, None, None, say)
+        convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
     run.note_base(run.converted)
 
 
@@ -210,9 +225,14 @@ def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None, only: str | 
     """
     check_only(recipe, only)
     wide = check_runtime(recipe) != "no"
-    planned = plan_base(recipe, weights=False)
-    folder = converted_base(recipe, weights=False).folder if planned is None else None
-    model = meta_model(folder, planned, None if wide else torch.float32, recipe.model.trust_remote_code)
+    planned, folder, dtype = None, None, None if wide else torch.float32
+    if recipe.convert is None:
+        folder = converted_base(recipe, weights=False).folder
+        model = meta_model(folder, None, dtype, recipe.model.trust_remote_code)
+    else:
+        with open_source_of(recipe, False) as base:
+            planned = plan_base(recipe, base, weights=False)
+            model = meta_model(None, planned, dtype, recipe.model.trust_remote_code)
     check_model(model, recipe)
     if folder is not None and (note := trained_before(folder)):
         say(note)

@@ -274,8 +274,8 @@ def test_tokens_that_are_not_those_of_the_grid_are_told(tmp_path: Path) -> None:
 def softmax(mixer: Any) -> Any:
     """Attention by softmax, told what a mixer is told."""
 
-    def mix(q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> Any:
-        padding, segments, causal, _ = layout
+    def mix(q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any = None) -> Any:
+        padding, segments, causal, *_ = layout
         k, v = (y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
         scores = torch.einsum("bthd,bihd->bhti", q, k) * mixer.site.scale
         if padding is not None:
