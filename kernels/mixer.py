@@ -11,14 +11,13 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .layout import TokenLayout, once
 from .layers.norm import HeadNorm
-from .window.window import Window, WindowedState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +66,20 @@ class Bounds:
     high: float
 
 
+class WindowedState(NamedTuple):
+    """What a mechanism remembers, and the tokens of the window beside it."""
+
+    far: Any
+    near: Any
+
+
 class Mixer(nn.Module):
     """Base class of every mechanism. A subclass writes `mix` or `mix_with_mass`, and `state_bytes`; the rest is
     optional.
 
     Options are the keyword-only arguments of `__init__`, with types (`int`, `float`, `bool`, `Literal`) and,
-    for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read. With
-    **near in its signature, those below are a mechanism's options too.
+    for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read. A
+    mechanism with **near in its signature also has `window` and `sink`.
     """
 
     title: ClassVar[str]
@@ -82,23 +88,25 @@ class Mixer(nn.Module):
     state_formula: ClassVar[str]
     causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = False
-    # Its output is a mean with positive weights. It then writes `mix_with_mass` in place of `mix`, with (o, g, state)
-    # for a result, g [B,T,H] fp32 the sum of the weights, above 0.
+    # Whether the output is a mean with positive weights. The subclass then writes `mix_with_mass` in place of `mix`,
+    # which returns (o, g, state): g [B,T,H] fp32 is the sum of the weights, above 0.
     normalised: bool = False
-    # It asks where tokens lie: its calls come with a `grid`.
+    # Whether it needs to know where tokens lie: its calls then come with a `grid`.
     geometric: ClassVar[bool] = False
-    # It needs as many keys as queries.
+    # Whether it needs as many keys as queries.
     square: ClassVar[bool] = True
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
     # Option -> what it sets, one line for `linearize mechanisms NAME`. A subclass writes those that are its own.
     about: ClassVar[dict[str, str]] = {
-        "rope": "keep the rotary embedding on q and k",
+        "rope": "rotate q and k as the softmax model does",
         "feature_map": "function of q and k that makes their products positive",
         "value_act": "function of v",
         "state_heads": "one memory for each key head, or for each query head",
         "norm": "RMS norm of each head's output",
+        "dwc": "size of the convolution on v (0: none)",
+        "output_gate": "multiply the output by swish(W x)",
         "half_life_min": "shortest half-life of the memory at the start, in tokens (0: gates as published)",
         "half_life_max": "longest half-life of the memory at the start, in tokens",
         "damping": "exponent 1/damping of the gates; larger means slower forgetting",
@@ -108,15 +116,18 @@ class Mixer(nn.Module):
         "window": "exact softmax over this many last tokens beside the mechanism (0: none); causal models only",
         "sink": "exact softmax also over this many first tokens of each document; needs a window",
     }
-    # Mechanisms that its option `base` names: with **options in its signature, theirs become its own.
+    # Name -> mechanism that the option `base` can choose. With **options in the signature the base's options count too.
     bases: ClassVar[dict[str, type[Mixer]]] = {}
+    # The exact window beside a mechanism; window.py sets it, which travels only with a checkpoint that has windows.
+    window_type: ClassVar[Callable[..., nn.Module] | None] = None
     # Set by the seam: its attention function, the config that names the implementation, what its model was told of
-    # places (noted.py), the prefix of the implementation's name, and the names of the positional arguments of the
-    # attention module.
+    # places (position_hooks.py), the prefix of the implementation's name, the mechanism with its options, and the names
+    # of the positional arguments of the attention module.
     seam: Any
     switch: Any
-    noted: Any
+    position_hooks: Any
     prefix: str
+    kind: str
     arguments: tuple[str, ...]
 
     def __init__(
@@ -140,16 +151,19 @@ class Mixer(nn.Module):
         if window and not rope:
             raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.site = site
-        self.near = Window(site.hidden, site.heads, window, sink, site.scale, self.normalised) if window else None
+        self.near: Any = None
+        if window:
+            assert Mixer.window_type is not None, "window.py was not imported"
+            self.near = Mixer.window_type(site.hidden, site.heads, window, sink, site.scale, self.normalised)
         # Whether `mix` gets q and k without rotary embedding; read by the seam before the attention module runs.
         self.drop_rope = not rope
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
-        # What the patch convolution of a site on `patches` notes, by thread.
+        # The grid that the patch convolution of a site on `patches` last made, by thread.
         self.patches: dict[int, tuple[int, ...]] = {}
         # What makes the module compute fewer keys than queries, where that is dropped.
         self.reductions: dict[str, Any] = {}
-        # Who hears the teacher's and the student's output during attention transfer.
+        # The listener that gets the teacher's and the student's output during attention transfer.
         self.transfer: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,7 +175,7 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, Any]:
         """`mix`, and the exact window beside it where there is one; same arguments and results.
 
-        Raises ValueError for a call to both sides of what looks back only.
+        Raises ValueError when a causal mechanism or window is called as attention to both sides.
         """
         if not layout.causal and q.shape[1] > 1 and not (self.bidirectional and self.near is None):
             what = "its window" if self.bidirectional else self.title
@@ -197,7 +211,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def idle(cls, site: Site, flat: bool) -> dict[str, str]:
-        """Options of no effect at a site, and why; `flat`: its tokens lie on a grid of rows and columns alone."""
+        """Options of no effect at a site, and why; `flat`: the tokens are those of a 2D grid and no others."""
         return {}
 
     def reset_parameters(self) -> None:
@@ -218,7 +232,9 @@ class Mixer(nn.Module):
         row = site.kv_heads * (site.key_dim + site.value_dim) * item
         return 0 if self.near is None else (self.near.sink + self.near.window) * row + 8
 
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
+    ) -> None:
         """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: the norms of
         heads give the teacher's root mean square."""
         for part in self.children():
@@ -227,7 +243,7 @@ class Mixer(nn.Module):
 
     @torch.no_grad()
     def calibrate_window(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, target: Tensor, layout: TokenLayout) -> None:
-        """Then, how much of the mechanism comes through beside the window, and of what size."""
+        """After `calibrate`: set the mechanism's share beside the window, and the scale of its output."""
         if self.near is not None:
             q, k, v = as_autocast(q, k, v)
             far, mass, _ = self._far(q, k, v, x, layout, None)
@@ -238,7 +254,7 @@ class Mixer(nn.Module):
 
 
 def check_power_of_two(**options: int) -> None:
-    """Raise ValueError, naming it, for an option that is none."""
+    """Raise ValueError, naming the option, unless every value is a power of two."""
     for name, value in options.items():
         if value & (value - 1):
             raise ValueError(f"{name}={value}: must be a power of two")
@@ -251,8 +267,7 @@ def check_half_lives(shortest: float, longest: float) -> None:
 
 
 def as_autocast(*inputs: Tensor) -> list[Tensor]:
-    """What autocast does to the inputs of softmax attention, by a list of torch's own operators: all but float64 in its
-    dtype.
+    """Cast the inputs as autocast casts those of scaled_dot_product_attention: to its dtype, except float64.
 
     Rotary embedding of weights in fp32 leaves q and k in fp32 beside v in bf16, which no kernel takes.
     """

@@ -20,6 +20,7 @@ from .commands import (
     convert,
     demo,
     doctor,
+    estimate,
     eval,
     finetune,
     generate,
@@ -27,6 +28,9 @@ from .commands import (
     mechanisms,
     push,
     recipes,
+    report,
+    runs,
+    serve,
     upgrade,
     verify,
 )
@@ -105,12 +109,17 @@ def _global(
 # One line per command, in the order of `--help`.
 app.command()(inspect.inspect)
 app.command()(convert.convert)
+app.command()(estimate.estimate)
 app.command()(finetune.finetune)
 app.command("eval")(eval.evaluate)
+app.command()(report.report)
+app.command()(runs.runs)
+app.command()(runs.compare)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(push.push)
 app.command()(mechanisms.mechanisms)
 app.command()(generate.generate)
+app.command()(serve.serve)
 app.command()(verify.verify)
 app.command()(upgrade.upgrade)
 app.command()(doctor.doctor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable
@@ -15,11 +16,13 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from .checkpoint.atomic import check_output, output_folder
 from .checkpoint.carried import carried_files, left_behind
 from .checkpoint.code import SourceClasses
+from .checkpoint.fp8 import float_tensors
 from .checkpoint.provenance import check_code_cache
-from .checkpoint.shards import meta_tensors
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, is_secret, reason_of
+from .plan.keep import Choice, is_auto
+from .plan.mechanisms import present_options
 from .plan.plan import Plan, some
 from .plan.request import Request
 from .probe.meta_run import quiet
@@ -28,8 +31,10 @@ from .terminal.output import ranges, size
 from .verify.reload import Level, verify
 
 Say = Callable[[str], None]
+# Of a plan's linear layers, in a source, finds as many as asked for that had better keep softmax: choose/choose.py.
+Chooser = Callable[[Plan, Source, SourceClasses, str, int], Choice]
 NEXT = "distil it with linearize finetune"
-UNREAD = "not carried over, for loading the model reads none of it: {}"
+UNREAD = "not copied, because loading the model does not need it: {}"
 
 
 def plan_conversion(
@@ -39,11 +44,14 @@ def plan_conversion(
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
+    choose: Chooser | None = None,
     **asked: Any,
 ) -> tuple[Plan, Source, SourceClasses]:
     """Decide everything and touch nothing. With `weights` False the shards need not be there.
 
-    `asked` are the other fields of a `Request`. Raises LinearizeError with the exit code of the obstacle.
+    `asked` are the other fields of a `Request`. Where its `keep_softmax` is `auto:2`, `choose` finds the layers;
+    without weights and `choose` a stand-in is planned (`Choice.unscored`). Raises LinearizeError with the exit code of
+    the obstacle.
     """
     request = Request(mechanism, **asked)
     source = open_source(model, revision, weights=weights)
@@ -52,16 +60,27 @@ def plan_conversion(
     carried_files(source.folder)  # raises for links that lead elsewhere
     config = load_config(source, trust_remote_code)
     natives = SourceClasses(config, load_model_class(source, config, trust_remote_code))
-    plan = request.plan(
-        source,
-        probe(config, natives.head),
-        architecture=natives.head.__name__,
-        model_type=natives.model_type,
-        stored=stored_dtype(source),
-        numbers=natives.parameters(),
-        pickled=source.pickled,
-    )
-    return plan, source, natives
+    found = probe(config, natives.head)  # first: it says what is wrong with a config
+    facts: dict[str, Any] = {
+        "architecture": natives.head.__name__,
+        "model_type": natives.model_type,
+        "stored": stored_dtype(source),
+        "numbers": natives.parameters(),
+        "pickled": source.pickled,
+    }
+    if not is_auto(request.keep_softmax):
+        return request.plan(source, found, **facts), source, natives
+    whole = dataclasses.replace(request, keep_softmax="").plan(source, found, **facts)
+    layers = [step.site.layer for step in whole.steps]
+    choice = Choice.unscored(request.keep_softmax, layers)  # raises for what cannot be asked for
+    if choose is not None:
+        check_weights(source, natives)
+        choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept))
+    elif weights:
+        raise TypeError(f"{request.keep_softmax} needs `choose`, such as that of linearize.choose.choose.chooser")
+    options = present_options(mechanism, request.options or {})  # old names were noted above
+    named = dataclasses.replace(request, keep_softmax=",".join(map(str, choice.kept)), options=options)
+    return dataclasses.replace(named.plan(source, found, **facts), choice=choice), source, natives
 
 
 def convert(
@@ -105,7 +124,10 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
         raise own_code(source, f"{kernel} in config.json names a kernel of the Hub", "runs")
     try:
         with quiet():
-            return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        if source.block is not None:
+            del config.quantization_config
+        return config
     except Exception as error:  # validators of many architectures raise as they like
         path = source.folder / "config.json"
         raise LinearizeError(f"{path} cannot be used: {reason_of(error)}", Exit.INCOMPATIBLE) from error
@@ -204,9 +226,9 @@ def _holds(folder: Path, path: Path) -> bool:
 
 def check_weights(source: Source, natives: SourceClasses) -> None:
     """Load the source onto the meta device: raises LinearizeError (exit 3) when config and weights disagree."""
-    weights: dict[str, torch.Tensor] = {}
-    for shard in source.shards:
-        weights |= meta_pickle(shard) if source.pickled else meta_tensors(shard)
+    weights: dict[str, torch.Tensor] = {} if source.pickled else float_tensors(source)
+    for shard in source.shards if source.pickled else ():
+        weights |= meta_pickle(shard)
     try:
         with quiet():
             # Not the folder: even onto the meta device, transformers would read every weight in it.

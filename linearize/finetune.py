@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import importlib.util
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,21 +18,41 @@ from typing import Any
 import torch
 
 from . import __version__
-from .checkpoint.provenance import behind, check_code, read_plan, trained_before
+from .checkpoint.adopt import adopt
+from .checkpoint.provenance import behind, check_code, read_plan, saved_again, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
+from .choose.choose import Scoring, chooser
 from .convert import UNREAD, convert, plan_conversion, unread
 from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
+from .data.documents import no_datasets
 from .demo import model_folder
-from .errors import Exit, LinearizeError, did_you_mean, os_error
+from .errors import Exit, LinearizeError, did_you_mean, os_error, undamaged
+from .estimate.advice import advise
+from .estimate.cards import Device, card, present
+from .estimate.choose import as_before, choose, is_open, plainly
+from .estimate.estimate import estimate, refusal
+from .estimate.measure import measure_stages
+from .estimate.memory import Rehearsal
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
+from .measure.positions import warning_of
+from .page.record import read_run
+from .page.report import PAGE, card_pictures, report_page, write_page
+from .plan.keep import is_auto
+from .recipe.data import DatasetSource, holds_images, parts_of
+from .recipe.models import Convert
 from .recipe.recipe import Recipe
-from .train.runs import Run, processes
-from .train.runtime import Say, check_runtime, make_accelerator, stage_steps
+from .terminal.output import short, size
+from .train.runs import Position, Run, processes, read_position
+from .train.runtime import Say, check_runtime, device_name, make_accelerator, on_cpu, stage_steps, to_source
 from .train.save import meta_model, save_final
 from .train.session import Finetuner, check_model
-from .train.student import Student
+from .verify.reload import numbers
+
+# A parameter takes at most so much: float32 weight, gradient and two moments, and the teacher's copy. A model whose
+# parameters take less than this share of the memory is not rehearsed before it trains.
+BYTES_AT_MOST, SMALL = 20, 0.02
 
 
 def finetune(
@@ -41,12 +64,15 @@ def finetune(
     not fit, 4 for resources, 5 for the Hub, 6 for NaN or a failed verification, 130 when interrupted (state saved).
     """
     check_only(recipe, only)
+    recipe = settle(recipe, resume, say)
     run = Run(recipe, resume, max_steps)
     if run.finished:
         say(f"{run.final} is finished already; --resume never starts over")
         return run.read_report()
     tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say)
     accelerator = tuner.accelerator
+    if run.resume_from is not None:
+        tuner.say(what_is_left(recipe, run, read_position(run.resume_from)))
     if recipe.finish.push is not None and accelerator.is_main_process:
         check_access(recipe.finish.push)
     with memory_errors(tuner), contextlib.closing(run):
@@ -56,18 +82,44 @@ def finetune(
             tuner.load(base)
         accelerator.init_trackers(recipe.name)
         complete = tuner.train(only)
+        if complete:
+            tuner.take_best()
         layers = tuner.fidelity() if complete else []
-        report = run.report(layers, complete)
+        positions = tuner.positions() if complete and accelerator.is_main_process else None
+        report = run.report(layers, complete, positions)
         if complete and accelerator.is_main_process:
+            report |= {"samples": tuner.samples(), "device": device_name(accelerator.device)}
+            if positions and (message := warning_of(positions)):
+                say(message)
             run.write_report(report)
+            pictures = card_pictures(read_run(run.folder, plan=read_plan(tuner.base)))
             with failed_check(tuner):
-                save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say)
+                save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say, pictures)
             run.finish()
+            write_page(report_page(read_run(run.folder)), run.folder / PAGE)
+            say(f"wrote {run.folder / PAGE}")
             if recipe.finish.push is not None:
                 report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
         accelerator.wait_for_everyone()
         accelerator.end_training()
     return report
+
+
+def what_is_left(recipe: Recipe, run: Run, position: Position) -> str:
+    """What a run that goes on says first: from which step, and how long all stages will take at the last rate."""
+    left = 0
+    for number, stage in enumerate(recipe.stages[position.stage :], position.stage):
+        per_step = stage.batch.blocks * processes()
+        length = tokens_per_sample(recipe.data_for(stage))
+        steps = stage_steps(stage, per_step, length, run.max_steps)
+        if steps is None:
+            return f"{run.folder} goes on after step {position.step} of {recipe.stages[position.stage].name}"
+        done = 0 if number > position.stage else steps if position.done else position.step
+        left += max(steps - done, 0) * per_step * length
+    message = f"{run.folder} goes on after step {position.step} of {recipe.stages[position.stage].name}"
+    message += f"; {short(left)} tokens of all stages are left"
+    rate = run.last_rate()
+    return message + (f", {left / rate / 3600:.2g} hours at the last {rate:,.0f} tokens/s" if rate and left else "")
 
 
 def check_only(recipe: Recipe, only: str | None) -> None:
@@ -94,6 +146,14 @@ def open_base(recipe: Recipe, run: Run, owner: bool, say: Say) -> Path:
         return run.converted
     source = converted_base(recipe, None if owner and run.resume == "never" else run.commit())
     if owner:
+        check_packages(recipe)
+    if owner and saved_again(source.folder) is not None and not run.has_converted:
+        begin(recipe, run, None, source.revision, say)
+        adopt(source.folder, run.converted, trust_remote_code=recipe.model.trust_remote_code)
+        run.note_base(run.converted)
+        say(f"{source.folder} has no linearize.json, as transformers saved it: training starts from {run.converted}")
+    elif owner:
+        check_room(recipe, run, None, source.folder, numbers([source.folder]))
         begin(recipe, run, run.converted if run.has_converted else source.folder, source.revision, say)
         upgrade_base(recipe, run, run.converted if run.converted.exists() else source.folder, say)
     return run.converted if run.converted.exists() else source.folder
@@ -133,11 +193,12 @@ def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool =
     Raises LinearizeError (exit 3) for a base that linearize did not write.
     """
     source = open_source(base_path(recipe), commit or recipe.model.revision, weights=weights)
-    read_plan(source.folder)
+    if saved_again(source.folder) is None:
+        read_plan(source.folder)
     return source
 
 
-def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:
+def plan_base(recipe: Recipe, *, weights: bool = True, say: Say = print) -> Any:
     """The conversion that the recipe asks for, as `plan_conversion` returns it; None when there is none."""
     if recipe.convert is None:
         return None
@@ -153,7 +214,19 @@ def plan_base(recipe: Recipe, *, weights: bool = True) -> Any:
         revision=recipe.model.revision,
         trust_remote_code=recipe.model.trust_remote_code,
         weights=weights,
+        choose=chooser(scoring_of(recipe, recipe.convert, say)) if weights else None,
     )
+
+
+def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
+    """How `keep_softmax: auto` compares layers: on the text of the first stage."""
+    data = recipe.data_for(recipe.stages[0])
+    if holds_images(data.train):  # the plan says that it has no text to compare
+        return Scoring(convert.score_by)
+    first, _ = parts_of(data.train)[0]
+    text = to_source(first, data.pack.text_key, recipe.folder)
+    device = "cpu" if on_cpu(recipe) else "cuda"
+    return Scoring(convert.score_by, text, data.pack.seq_len, device, recipe.seed, say)
 
 
 def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
@@ -161,9 +234,17 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     if run.has_converted:
         begin(recipe, run, run.converted, None, say)
         return
-    plan, source, natives = plan_base(recipe)
+    assert recipe.convert is not None
+    check_packages(recipe)
+    auto = is_auto(recipe.convert.keep_softmax)
+    if auto:  # to compare layers takes minutes: whether the run fits is known before
+        likely = plan_base(recipe, weights=False)
+        check_room(recipe, run, likely, None, likely[2].parameters())
+    plan, source, natives = plan_base(recipe, say=say)
     trust = recipe.model.trust_remote_code
     check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
+    if not auto:
+        check_room(recipe, run, (plan, source, natives), None, sum(p.numel() for p in model.parameters()))
     if kind_of(model) != "images":
         load_tokenizer(source.folder, trust)
     if left := unread(source):
@@ -173,45 +254,122 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     run.note_base(run.converted)
 
 
-def dry_run(recipe: Recipe, say: Say, max_steps: int | None = None, only: str | None = None) -> list[dict[str, Any]]:
-    """What each stage, or `only` the one of that name, would do, from the config alone: parameters, steps, tokens, and
-    bytes of teacher copies.
+def dry_run(
+    recipe: Recipe,
+    say: Say,
+    max_steps: int | None = None,
+    only: str | None = None,
+    *,
+    gpu: str | None = None,
+    price: float | None = None,
+    measure: bool = False,
+) -> dict[str, Any]:
+    """What each stage, or `only` the one of that name, would do and cost, from configs alone, on the device here or on
+    the card named `gpu`; `price` is that of a device for an hour. With `measure` each stage takes two steps here.
+
+    `stages` have parameters, steps, tokens, memory, time; beside them `device`, `hours`, `kwh`, `price` and `disk`.
     """
     check_only(recipe, only)
-    wide = check_runtime(recipe) != "no"
+    device, precision = target(recipe, gpu)
+    check_packages(recipe)
     planned = plan_base(recipe, weights=False)
     folder = converted_base(recipe, weights=False).folder if planned is None else None
-    model = meta_model(folder, planned, None if wide else torch.float32, recipe.model.trust_remote_code)
-    check_model(model, recipe)
+    recipe = chosen(recipe, planned, folder, device, precision, say)
+    rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda")
+    check_model(rehearsal.model, recipe)
     if folder is not None and (note := trained_before(folder)):
         say(note)
-    student = Student(model)
-    rows = []
-    for stage in recipe.stages:
-        parameters = student.prepare(stage, wide=wide)
-        if only not in (None, stage.name):
-            continue
-        blocks = stage.batch.per_device * stage.batch.accumulate * processes()
-        seq_len = tokens_per_sample(recipe.data_for(stage))
-        if note := small_batch(model, stage, blocks):
+    cost = estimate(rehearsal, device, max_steps)
+    cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
+    for one in cost.stages:
+        if note := small_batch(rehearsal.model, one.stage, one.stage.batch.blocks * processes()):
             say(note)
-        steps = stage_steps(stage, blocks, seq_len, max_steps)
-        rows.append(
-            {
-                "name": stage.name,
-                "kind": stage.kind,
-                "train": list(stage.train),
-                "parameters": sum(p.numel() for p in parameters),
-                "steps": steps,
-                "tokens": None if steps is None else steps * blocks * seq_len,
-                "epochs": stage.epochs,
-                "lr": stage.optimizer.lr,
-                "teacher_copy_bytes": student.teacher_bytes(),
-            }
-        )
     if planned is not None:
-        say(f"{planned[0].source}: {len(planned[0].steps)} layers become {planned[0].steps[0].mechanism}")
-    return rows
+        plan = planned[0]
+        say(f"{plan.source}: {len(plan.steps)} layers become {plan.steps[0].mechanism}")
+        if plan.choice is not None:
+            of = len(plan.steps) + len(plan.kept)
+            say(f"softmax stays in {len(plan.kept)} of {of} layers ({plan.choice.asked}); the run measures which")
+    if cost.too_large:
+        say(f"note: {refusal(cost, advise(rehearsal, device, cost)).message}")
+    rows = [one.row(device) for one in cost.stages]
+    if measure:
+        if gpu is not None:
+            raise LinearizeError("--measure runs on the device that is here: leave out --gpu")
+        for row, found in zip(rows, measure_stages(rehearsal, [one.stage for one in cost.stages]), strict=True):
+            row["measured"] = found
+    return {"stages": rows, **cost.summary(price)}
+
+
+def settle(recipe: Recipe, resume: str, say: Say) -> Recipe:
+    """The recipe with all that it leaves to the device chosen: as the run that it continues did, or for this device."""
+    if not is_open(recipe):
+        return recipe
+    record = Path(recipe.output_dir) / "run.json"
+    if record.exists() and resume != "never":
+        with undamaged(record, "Restore it, start over with --resume never, or choose a new output_dir"):
+            return as_before(recipe, record)
+    if int(os.environ.get("RANK", "0")):  # of several processes the first one speaks
+        say = no_one
+    device, precision = target(recipe, None)
+    planned = plan_base(recipe, weights=False)
+    folder = converted_base(recipe, weights=False).folder if planned is None else None
+    return chosen(recipe, planned, folder, device, precision, say)
+
+
+def no_one(text: str) -> None:
+    """A `say` that is silent."""
+
+
+def chosen(recipe: Recipe, planned: Any, folder: Path | None, device: Device, precision: str, say: Say) -> Recipe:
+    """`choose` for a base; for a small model everything plainly, without a rehearsal."""
+    if not is_open(recipe):
+        return recipe
+    model = meta_model(folder, planned, None, recipe.model.trust_remote_code)
+    parameters = sum(p.numel() for p in model.parameters())
+    if device.kind == "cpu" and parameters * BYTES_AT_MOST < SMALL * device.memory:
+        return plainly(recipe)
+    return choose(recipe, lambda r: Rehearsal(r, planned, folder, precision, device.kind == "cuda"), device, say)
+
+
+def target(recipe: Recipe, gpu: str | None) -> tuple[Device, str]:
+    """The device that a run would take, or the card named `gpu`, and accelerate's name of the precision there."""
+    if gpu is None:
+        precision = check_runtime(recipe)
+        return present(on_cpu(recipe)), precision
+    return card(gpu), {"fp32": "no", "auto": "bf16"}.get(recipe.runtime.precision, recipe.runtime.precision)
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raise LinearizeError (exit 4) where the recipe's data need a package that is not installed."""
+    for stage in recipe.stages:
+        data = recipe.data_for(stage)
+        for source in (*(part for part, _ in parts_of(data.train)), data.eval):
+            if isinstance(source, DatasetSource) and importlib.util.find_spec("datasets") is None:
+                raise no_datasets(source.path)
+
+
+def check_room(recipe: Recipe, run: Run, planned: Any, folder: Path | None, parameters: int) -> None:
+    """Before anything is written: refuse (exit 4) a run that does not fit the device's memory or the disk.
+
+    A model whose `parameters` are few beside the memory is let through: to rehearse its stages takes seconds.
+    """
+    device, precision = target(recipe, None)
+    if parameters * BYTES_AT_MOST < SMALL * device.memory:
+        return
+    rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda")
+    cost = estimate(rehearsal, device, run.max_steps)
+    if cost.too_large:
+        raise refusal(cost, advise(rehearsal, device, cost))
+    parent = next(path for path in (run.folder.absolute(), *run.folder.absolute().parents) if path.exists())
+    need, free = sum(cost.disk.values()), shutil.disk_usage(parent).free
+    if need > free:
+        parts = ", ".join(f"{part} {size(count)}" for part, count in cost.disk.items())
+        raise LinearizeError(
+            f"the run needs {size(need)} in {parent} ({parts}), {size(free)} free. Make room, choose another "
+            "output_dir, or set checkpoint.keep=1",
+            Exit.RESOURCE,
+        )
 
 
 @contextlib.contextmanager

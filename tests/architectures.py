@@ -152,7 +152,8 @@ def small_model(model_type: str) -> Any:
 
 OPTIONS = {"slots": 8, "chunk_size": 16}
 # Of the mechanisms that encoders are converted to.
-SMALL_OPTIONS: dict[str, dict[str, Any]] = {"gsa": OPTIONS, "saga": {"dwc": 3}, "la": {}, "mhla": {}}
+SMALL_OPTIONS: dict[str, dict[str, Any]] = {"gsa": OPTIONS, "saga": {"dwc": 3}, "la": {}}
+SMALL_OPTIONS["mhla"] = {"dwc": 3, "output_gate": True}
 LAYERS = {"all": "all", "hybrid": "every:2"}
 
 

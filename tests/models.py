@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from functools import cache
 from pathlib import Path
@@ -13,9 +12,9 @@ import transformers
 from torch import Tensor
 
 from linearize.convert import convert, plan_conversion
+from linearize.plan.mechanisms import load_mechanism
 from linearize_kernels.hf.capture import capture
 from linearize_kernels.hf.seam import attach
-from linearize_kernels.mixer import own_mixer
 
 VOCAB = 97
 SMALL = {
@@ -120,7 +119,7 @@ def source_with_mixers(source: Path, converted: Path) -> Any:
     model = getattr(transformers, head, transformers.AutoModelForCausalLM).from_pretrained(source)
     spec = json.loads((converted / "config.json").read_text())["linearize"]
     names = {layer["mechanism"] for layer in spec["layers"]}
-    mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}.{n}")) for n in names}
+    mechanisms = {name: load_mechanism(name) for name in names}
     routed = all(layer["site"]["routed"] for layer in spec["layers"])
     attach(model, spec, mechanisms, None if routed else capture)
     mixers = load_file(converted / "model-mixers.safetensors")

@@ -29,6 +29,7 @@ from linearize.plan.plan import Plan, choose_layers
 from linearize.probe.probe import Found
 from linearize.terminal.output import ranges
 from linearize.train.save import meta_model
+from linearize_kernels.hf.seam import mixers_of
 
 
 @pytest.fixture
@@ -165,6 +166,7 @@ def test_a_dry_run_needs_the_config_alone(tmp_path: Path, name: str) -> None:
         (" 1 , 2", "2", [1]),
         ("every:2", "", [0, 2]),
         ("every:3", "0", [3]),
+        ("all", "every:2", [1, 3]),
     ],
 )
 def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[int]) -> None:
@@ -187,7 +189,8 @@ def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[in
         ("-1", "", "'' is no layer number"),
         ("every:0", "", "every:N needs N >= 1"),
         ("every:x", "", "'x' is no layer number"),
-        ("all", "every:2", "'every:2' is no layer number. Write 0-3,7$"),
+        ("all", "every:0", "--keep-softmax every:0: every:N needs N >= 1"),
+        ("all", "x", "'x' is no layer number. Write 0-3,7 or every:4 or auto:2$"),
     ],
 )
 def test_layers_that_are_not_there_are_refused(shared: Path, layers: str, keep: str, message: str) -> None:
@@ -222,6 +225,11 @@ def test_ranges_are_short() -> None:
         ("gsa", {"rope": "maybe"}, "rope=maybe: must be true or false"),
         ("gsa", {"norm": "hiden"}, r"norm=hiden: must be one of none, head, hidden\. Did you mean 'hidden'\?"),
         ("gsa", {"clock": "16", "slots": "8"}, "clock=16: must be <= slots=8"),
+        ("gsa", {"slots@0": "0"}, "slots=0: must be >= 1"),
+        ("gsa", {"slot@0": "8"}, r"slot: gsa has no such option\. Did you mean 'slots'\?"),
+        ("gsa", {"slots@": "8"}, "slots@: no layer is named"),
+        ("gsa", {"slots@2-7": "8"}, "slots@2-7: no layer 4,7; layers 0-3 are converted"),
+        ("gsa", {"slots@a": "8"}, "slots@a: 'a' is no layer number. Write rows@0-3,7=4"),
     ],
 )
 def test_mechanisms_and_options_are_checked(
@@ -236,6 +244,19 @@ def test_published_options_come_with_faithful(shared: Path) -> None:
     options = plan_conversion(str(shared), "gsa", options={"faithful": "true", "slots": "8"})[0].steps[0].options
     assert (options["feature_map"], options["rope"], options["slots"]) == ("swish", False, 8)
     assert "faithful" not in options
+
+
+def test_options_of_some_layers(source: Path, tmp_path: Path) -> None:
+    """Are those of the layers that they name, in the plan, the saved model and the card."""
+    given = {"slots@1-2": 16, "slots@2": "4", "faithful@3": "true"}
+    folder = convert_folder(source, tmp_path / "linear", options=given)
+    plan = read_plan(folder)
+    assert [step.options["slots"] for step in plan.steps] == [8, 16, 4, 8]
+    assert [step.options["rope"] for step in plan.steps] == [True, True, True, False]
+    model = load(folder)
+    assert [mixer.slots for mixer in mixers_of(model).values()] == [8, 16, 4, 8]
+    assert model(tokens(1, 9)).logits.isfinite().all()
+    assert "layers 1: `{'slots': 16}`; layers 2: `{'slots': 4}`" in (folder / "README.md").read_text()
 
 
 # ---------------------------------------------------------------- bad sources, each with its exit code

@@ -18,7 +18,6 @@ from shutil import copytree, ignore_patterns
 from typing import Any
 
 import pytest
-import torch
 import typer
 import yaml
 
@@ -26,12 +25,12 @@ from linearize.cli import app
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import (
     EXAMPLE,
-    build_mixer,
     load_mechanism,
     mechanism_names,
     parse_settings,
     resolve_options,
 )
+from linearize.plan.plan import make_steps
 from linearize.recipe.presets import Preset, presets
 from linearize.recipe.recipe import load_recipe, recipe_schema
 
@@ -106,9 +105,8 @@ def build(mechanism: str, options: dict[str, Any]) -> None:
     """Raise where a mechanism refuses these options, together too."""
     from linearize_kernels.mixer import Site
 
-    site = Site(**EXAMPLE, causal=load_mechanism(mechanism).causal)
-    with torch.device("meta"):
-        build_mixer(mechanism, site, resolve_options(mechanism, options))
+    causal = load_mechanism(mechanism).causal
+    make_steps([Site(**EXAMPLE | {"layer": layer}, causal=causal) for layer in range(2)], mechanism, options)
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -21,11 +22,17 @@ from transformers import AutoTokenizer
 from linearize import cli
 from linearize import finetune as story
 from linearize.checkpoint.source import open_source
+from linearize.data.batches import collate, forward, targets
+from linearize.data.documents import TextSource
+from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
 from linearize.train.runtime import make_schedule
+from linearize.train.save import load_converted
+from linearize.train.stages import end_to_end_loss
+from linearize.train.student import Student
 
 EVAL = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
 CHAT = {"train": {"files": ["chat.jsonl"]}, "pack": {"seq_len": T}}
@@ -216,6 +223,13 @@ def test_evaluation(root: Path, tmp_path: Path) -> None:
     assert [row["tokens"] for row in report["stages"]] == [0, 8 * T, 16 * T]
     for row in report["stages"]:
         assert row["ppl_ratio"] == row["ppl"] / report["teacher_ppl"] != 1
+    assert "eval_kl" not in evaluated[0]
+    assert [row["kl"] for row in report["stages"]] == [evaluated[i]["eval_kl"] for i in (1, 3, 5)]
+    assert report["stages"][0]["kl"] > report["stages"][1]["kl"] > 0
+    assert report["positions"]["trained_length"] == T
+    assert [block["to"] for block in report["positions"]["blocks"]] == [T, 2 * T, 4 * T, 8 * T]
+    config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
+    assert config["linearize_trained_length"] == T
     assert [row["layer"] for row in report["layers"]] == [0, 1]
     assert all(row["relative_mse"] > 0 and -1 <= row["cosine"] <= 1 for row in report["layers"])
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
@@ -240,6 +254,74 @@ def test_loss_weights_and_temperature(root: Path, tmp_path: Path) -> None:
     assert first["ce"] == metrics(tmp_path / "sft")[0]
     assert first["both"] == pytest.approx(2 * first["kl"] + 3 * first["ce"])
     assert first["warm"] != pytest.approx(first["kl"], rel=1e-2)
+    entry = json.loads((tmp_path / "both" / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (entry["kl"], entry["ce"]) == pytest.approx((first["kl"], first["ce"]))
+
+
+def test_kl_of_completions_alone(root: Path, tmp_path: Path) -> None:
+    """The loss is the mean over the places that predict the assistant's tokens."""
+    first = {}
+    for only in (False, True):
+        one = stage("logit_kl", steps=1, completion_only=only)
+        recipe = make_recipe(tmp_path / str(only), base(root, "llama"), one, data=CHAT)
+        train(recipe)
+        first[only] = metrics(tmp_path / str(only))[0]
+    assert first[True] != pytest.approx(first[False], rel=1e-2)
+    model = load_converted(base(root, "llama"), torch.float32, False)
+    source = TextSource(files=(tmp_path / "True" / "chat.jsonl",))
+    blocks = build_blocks(source, byte_tokenizer(), T, tmp_path / "cache", sft=True, max_tokens=None)
+    student, batch = Student(model), collate([blocks[0], blocks[1]], torch.device("cpu"))
+    asked = targets(batch) != -100
+    assert 0 < asked.sum() < batch["valid"].sum()
+    tokens = torch.stack([batch["valid"].sum(), asked.sum()])
+    loss, _ = end_to_end_loss(recipe.stages[0], student, model, batch, tokens, contextlib.nullcontext)
+    with torch.no_grad():
+        ours = forward(model, batch).log_softmax(-1)
+        with student.as_teacher():
+            theirs = forward(model, batch).log_softmax(-1)
+    expected = (theirs.exp() * (theirs - ours)).sum(-1)[asked].mean()
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_student_learns_from_what_it_writes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    step = StageLoop._micro_batch
+
+    def watched(loop: StageLoop, batch: Any, tokens: Any) -> Any:
+        seen.append((batch, tokens))
+        return step(loop, batch, tokens)
+
+    monkeypatch.setattr(StageLoop, "_micro_batch", watched)
+    one = stage("on_policy_kl", "mixer", loss={"prompt": 12, "sampling": 0.7}, steps=3)
+    train(make_recipe(tmp_path, base(root, "llama"), one))
+    losses = metrics(tmp_path)
+    batch, tokens = seen[0]
+    model = load_converted(base(root, "llama"), torch.float32, False)
+    with torch.no_grad():
+        ours = forward(model, batch).log_softmax(-1)
+        with Student(model).as_teacher():
+            theirs = forward(model, batch).log_softmax(-1)
+    expected = (theirs.exp() * (theirs - ours)).sum(-1)[batch["valid"]].mean()
+    assert losses[0] == pytest.approx(float(expected), rel=1e-4)
+    assert not same(tensors(tmp_path / "run" / "final"), tensors(base(root, "llama")))
+    assert int(tokens[0]) == 2 * (T - 12)
+    assert torch.equal(batch["labels"][:, 12:], batch["input_ids"][:, 12:])
+    assert (batch["labels"][:, :12] == -100).all()
+    assert batch["valid"][:, 11:-1].all()
+    assert not batch["valid"][:, :11].any()
+    train(make_recipe(tmp_path / "again", base(root, "llama"), {**one, "steps": 2}))
+    assert metrics(tmp_path / "again") == losses[:2]
+    for name, loss in {"warm": {"temperature": 2.0}, "hot": {"sampling": 2.0}}.items():
+        changed = {**one, "steps": 1, "loss": {**one["loss"], **loss}}
+        train(make_recipe(tmp_path / name, base(root, "llama"), changed))
+        assert metrics(tmp_path / name)[0] != losses[0]
+
+
+def test_prompts_leave_room(root: Path, tmp_path: Path) -> None:
+    one = stage("on_policy_kl", "mixer", loss={"prompt": T})
+    with pytest.raises(LinearizeError, match=f"loss.prompt is {T}, data.pack.seq_len {T}") as caught:
+        train(make_recipe(tmp_path, base(root, "llama"), one))
+    assert caught.value.code == Exit.USAGE
 
 
 def test_sft_learns_what_the_assistant_says(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +395,7 @@ def test_a_base_is_opened_once_and_may_be_the_working_directory(
     monkeypatch.setattr("linearize.finetune.open_source", once)
     monkeypatch.chdir(folder)
     report = train(make_recipe(tmp_path, Path(), stage("logit_kl", steps=1), output_dir="runs/x"))
-    final = {path.name for path in Path(report["output"]).iterdir()}
+    final = {path.name for path in Path(report["output"]).iterdir()} - {"pictures"}
     assert (final, len(opened)) == ({path.name for path in base(root, "llama").iterdir()}, 1)
 
 
@@ -330,7 +412,8 @@ def test_what_does_not_belong_to_a_model_stays_in_the_base(root: Path, tmp_path:
         (folder / name).write_text("{}")
     shutil.copyfile(folder / "model-mixers.safetensors", folder / "consolidated.safetensors")
     final = Path(train(make_recipe(tmp_path, folder, stage("logit_kl", steps=1)))["output"])
-    assert {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()} == ours | belongs
+    there = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
+    assert {name for name in there if not name.startswith("pictures/")} == ours | belongs
 
 
 # ---------------------------------------------------------------- dry run
@@ -450,7 +533,10 @@ def test_blocks_are_no_longer_than_the_model_takes(
     assert said in refusal(capsys, recipe, code=Exit.INCOMPATIBLE)
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+TRACKERS = {"tensorboard": True, "wandb": False, "trackio": False, "mlflow": False}  # which wants a folder
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_tracker_is_used_or_asked_for(
     tracker: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,14 +545,16 @@ def test_a_tracker_is_used_or_asked_for(
     assert f"pip install {tracker}" in refusal(capsys, recipe, code=Exit.RESOURCE)
 
 
-def test_a_tracker_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", TRACKERS)
+def test_a_tracker_gets_the_metrics(kind: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged = []
 
     class Recorder(tracking.GeneralTracker):
-        name, requires_logging_directory, main_process_only = "tensorboard", True, True
+        name, requires_logging_directory, main_process_only = kind, TRACKERS[kind], True
 
-        def __init__(self, run: str, logging_dir: str, **kwargs: Any) -> None:
+        def __init__(self, run: str, logging_dir: str | None = None, **kwargs: Any) -> None:
             super().__init__()
+            assert (run, logging_dir is not None) == ("tiny", TRACKERS[kind])
 
         tracker = property(lambda self: self)
 
@@ -476,11 +564,11 @@ def test_a_tracker_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pyt
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
             logged.append((step, values["logit_kl/loss"]))
 
-    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType.TENSORBOARD])
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType(kind)])
     monkeypatch.setattr("linearize.train.runtime.get_available_trackers", tracking.get_available_trackers)
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Recorder)
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, kind, Recorder)
     monkeypatch.setattr("accelerate.accelerator.LOGGER_TYPE_TO_CLASS", tracking.LOGGER_TYPE_TO_CLASS)
-    train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), track={"to": "tensorboard"}))
+    train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), track={"to": kind}))
     assert logged == list(enumerate(metrics(tmp_path), 1))
 
 

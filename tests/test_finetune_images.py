@@ -263,7 +263,7 @@ def test_sft_needs_classes(place: Path) -> None:
 
 
 def test_a_dry_run_counts_images(place: Path) -> None:
-    (row,) = dry_run(recipe_of(place, "vit", [KL | {"steps": 7}]), print)
+    (row,) = dry_run(recipe_of(place, "vit", [KL | {"steps": 7}]), print)["stages"]
     assert row["tokens"] == 7 * 4
 
 

@@ -89,6 +89,7 @@ def test_the_readme_names_every_mechanism_as_done_or_planned() -> None:
 def expected_files() -> set[str]:
     """What the wheel must hold beside its metadata."""
     data = (*ROOT.glob("linearize/demo/model/*"), ROOT / "linearize/checkpoint/known_code.txt")
+    data += (ROOT / "linearize/py.typed",)
     files = {name_of(path) for path in (*SOURCES, *RECIPES, *data)}
     return {re.sub(r"^(kernels|recipes)/", r"linearize_\1/", name) for name in files}
 
@@ -116,6 +117,8 @@ def test_the_wheel_holds_all_of_the_package_and_nothing_else(distributions: tupl
     assert package == expected_files()
     assert any(name.endswith("/licenses/LICENSE") for name in held)
     assert "License-Expression: Apache-2.0" in metadata
+    assert "Classifier: Typing :: Typed" in metadata
+    assert "Keywords: " in metadata
     assert f"Requires-Python: {PROJECT['project']['requires-python']}" in metadata
 
 

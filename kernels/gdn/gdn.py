@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -156,8 +156,15 @@ class GatedDeltaNet(Recurrent, Mixer):
     about = {
         "taps": "taps of the causal convolution over q, k and v, which starts as the identity (1: none)",
         "feature_map": "function of q and k before they get length 1",
-        "output_gate": "multiply the output by swish(W x)",
-        "write": "strength beta of a write at the start",
+        "half_life_min": "shortest half-life of the memory at the start, in tokens; without a window finetune fits it to "
+        "the teacher (0: gates as published, not fitted)",
+        "half_life_max": "longest half-life of the memory at the start, in tokens; without a window finetune fits it",
+        "write": "strength beta of a write at the start; without a window finetune fits it to the teacher",
+    }
+    # Half-life in tokens and strength of a write, for each memory.
+    tried: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "half_life": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0),
+        "write": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95),
     }
     published = {
         "state_heads": "query",
@@ -210,8 +217,7 @@ class GatedDeltaNet(Recurrent, Mixer):
         init.constant_(self.strength.bias, math.log(self.write / (1.0 - self.write)))
         A, step = self._start()
         init.copy_(self.A_log, A.log().to(self.A_log))
-        # Inverse of softplus; e^step itself overflows where half-lives are thousandths of a token.
-        init.copy_(self.decay.bias, (step + torch.log(-torch.expm1(-step))).to(self.decay.bias))
+        init.copy_(self.decay.bias, _before_softplus(step).to(self.decay.bias))
         if self.taps > 1:
             for weight in (self.query_taps, self.key_taps, self.value_taps):
                 identity = torch.zeros_like(weight)
@@ -227,6 +233,14 @@ class GatedDeltaNet(Recurrent, Mixer):
             return 16.0 * torch.rand(E).clamp_min(1e-4), torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(E))
         spread = torch.logspace(math.log10(shortest), math.log10(longest), E, dtype=torch.float64)
         return torch.ones(E), math.log(2.0) / spread
+
+    def start_from(self, name: str, values: list[float]) -> None:
+        given = torch.tensor(values, dtype=torch.float64)
+        if name == "write":
+            self.strength.bias.copy_((given / (1.0 - given)).log())
+        else:
+            self.A_log.zero_()
+            self.decay.bias.copy_(_before_softplus(math.log(2.0) / given))
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Log-decays g <= 0 and write strengths beta, [B,T,E] fp32."""
@@ -271,3 +285,8 @@ class GatedDeltaNet(Recurrent, Mixer):
         site = self.site
         row = site.heads * site.key_dim + site.kv_heads * (site.key_dim + site.value_dim)
         return super().state_bytes(tokens, item) + 4 * (self.taps - 1) * row
+
+
+def _before_softplus(y: Tensor) -> Tensor:
+    """The z with softplus(z) = y; e^y itself overflows where half-lives are thousandths of a token."""
+    return y + torch.log(-torch.expm1(-y))

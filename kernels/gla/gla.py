@@ -21,7 +21,7 @@ Gates are log-space, <= 0; memories and gate sums in fp32 (fp64 stays fp64).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from transformers import initialization as init
 from ..layers.arguments import Backend, check_shapes, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
 from ..layers.recurrent import Recurrent, outer_products
+from ..layers.rotary import Rope, settled
 from .launch import chunked_op, runs_on, step_op
 from .eager import GLAState, Inputs, fresh_state, gla_chunked, gla_step
 from ..layout import TokenLayout
@@ -60,8 +61,8 @@ def gla(
     others leave the state alone and output 0. `segments` [B,T] int: the memory restarts where it changes.
     `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `read_gate` [B,T,H]
     multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels on a GPU for the
-    sizes and dtypes that they know, else PyTorch; the others insist. `chunk_size` is PyTorch's; the kernels bring
-    their own.
+    sizes and dtypes that they know, else PyTorch; `triton` and `torch` force one. `chunk_size` is that of the
+    PyTorch path alone.
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
@@ -135,8 +136,18 @@ class GatedLinearAttention(Recurrent, Mixer):
     state_formula = (
         "4 E F Dv: E memories (key heads, or query heads), value dim Dv, F features (2 D for hedgehog, else D)"
     )
+    about = {
+        "half_life_min": "shortest half-life of the memory at the start, in tokens; without a window finetune fits it to "
+        "the teacher (0: gates as published, not fitted)",
+        "half_life_max": "longest half-life of the memory at the start, in tokens; without a window finetune fits it",
+        "rope": "rotate q and k before the feature map, after it, or not; auto: before beside a window, else after",
+    }
+    # Shortest and longest half-life of a memory's channels, in tokens.
+    tried: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "half_lives": tuple((low, high) for low in (0.5, 2.0, 8.0, 32.0) for high in (4 * low, 32 * low, 1024 * low))
+    }
     # The paper's layer without its output gate, which a converted model has no weights for.
-    published = {"rope": False, "feature_map": "identity", "half_life_min": 0.0}
+    published = {"rope": "off", "feature_map": "identity", "half_life_min": 0.0}
 
     def __init__(
         self,
@@ -149,13 +160,15 @@ class GatedLinearAttention(Recurrent, Mixer):
         half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 2048.0,
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
         feature_map: Literal["identity", "elu", "relu", "hedgehog"] = "relu",
-        rope: bool = True,
+        rope: Rope = "auto",
         norm: Literal["none", "head"] = "head",
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
         """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
-        super().__init__(site, rope, **near)
+        place = settled(rope, near.get("window", 0))
+        super().__init__(site, place == "before", **near)
+        self.rope = place
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.damping, self.gate_std = damping, gate_std
         self.narrow = nn.Linear(site.hidden, gate_rank, bias=False)
@@ -166,12 +179,15 @@ class GatedLinearAttention(Recurrent, Mixer):
         super().reset_parameters()
         init.normal_(self.narrow.weight, 0.0, self.site.hidden**-0.5)
         init.normal_(self.forget.weight, 0.0, self.gate_std)
-        init.copy_(self.forget.bias, self._spread_half_lives().to(self.forget.bias))
+        init.copy_(self.forget.bias, self._spread(self.half_lives).repeat(self.state_count).to(self.forget.bias))
 
-    def _spread_half_lives(self) -> Tensor:
-        """The gates' biases, [E*F]."""
-        bias = biases(self.half_lives, (self.site.key_dim + 1) // 2, self.damping).repeat(2)[: self.site.key_dim]
-        return bias.repeat(self.state_count * self.key_dim // self.site.key_dim)
+    def _spread(self, half_lives: tuple[float, float]) -> Tensor:
+        """The gates' biases of one memory, [F]."""
+        bias = biases(half_lives, (self.site.key_dim + 1) // 2, self.damping).repeat(2)[: self.site.key_dim]
+        return bias.repeat(self.key_dim // self.site.key_dim)
+
+    def start_from(self, name: str, values: list[tuple[float, float]]) -> None:
+        self.forget.bias.copy_(torch.cat([self._spread(value) for value in values]).to(self.forget.bias))
 
     def gates(self, x: Tensor) -> Tensor:
         """Log-decays g = log sigmoid(W_2 W_1 x + bias) / damping, [B,T,E,F] fp32, <= 0."""
@@ -185,4 +201,5 @@ class GatedLinearAttention(Recurrent, Mixer):
         g, scale = self.gates(x), self.site.scale
         if self.features is not None:
             q, k, scale = self.features(q, "query").to(v.dtype), self.features(k, "key").to(v.dtype), 1.0
+        q, k = self.turn(q, layout), self.turn(k, layout)
         return self.recur(gla, layout, state, read_gate, write_gate, q, k, v, g, scale=scale)

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .launch import entry, scratch
 
 KINDS = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
-# A library takes its operators along when it goes.
+# References: torch removes a library's operators when the library is collected.
 _libraries: list[torch.library.Library] = []
 
 
@@ -57,10 +57,11 @@ def operator(
 ) -> Any:
     """Register `name`, and with a backward pass `name`_backward, for a GPU and the interpreter's CPU; returns the first.
 
-    `outputs` are names; behind a bar stand those without gradient. `leaves` are the inputs that get gradients: with a
-    question mark only on demand, of which `backward` is told by a bool each, behind the gradients. `kept` outputs
-    go to the backward pass, as all inputs do. Its kernels compile with those of the forward pass, as for the `usual`
-    number of gradients that arrive (0: later). The gradient of the first output always arrives.
+    `outputs="o S1 | lse"` are names; those after the bar get no gradient. `leaves="q k g?"` are the inputs that get
+    gradients; that of one with a question mark is computed only if it is wanted, and `backward` gets a bool for each
+    of those after the gradients. `kept` outputs go to the backward pass, as all inputs do. Its kernels compile
+    with those of the forward pass, for the gradients of the first `usual` outputs (0: they compile at the first
+    backward pass). The gradient of the first output always arrives.
     """
     wanted, free = (part.split() for part in (outputs + "|").split("|")[:2])
     kinds = typing.get_type_hints(arguments)
@@ -82,7 +83,7 @@ def operator(
 
     names, asked = [leaf.rstrip("?") for leaf in leaves.split()], [x[:-1] for x in leaves.split() if x.endswith("?")]
     fields = list(kinds)
-    # Places among the inputs: of leaves, of those on demand, of tensors, of the rest; then of kept ones among outputs.
+    # Indices among the inputs: of leaves, of leaves on demand, of tensors, of others; then of kept outputs.
     of_leaves, of_asked = ([fields.index(leaf) for leaf in chosen] for chosen in (names, asked))
     tensors = [i for i, kind in enumerate(kinds.values()) if _kind(kind).startswith("Tensor")]
     rest = [i for i in range(len(fields)) if i not in tensors]
@@ -90,7 +91,7 @@ def operator(
     end = first + len(fields)
 
     def rehearse(call: int, *values: Any) -> None:
-        """The backward of a call, before its gradients are there."""
+        """Run the backward pass on placeholder gradients, only to collect its kernels for compilation."""
         x = arguments(*values)
         made = results(x)
         demands = (x[i] is not None and x[i].requires_grad for i in of_asked)

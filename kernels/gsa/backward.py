@@ -1,6 +1,6 @@
 """GSA on the GPU, backward: every gradient, analytic, in fixed order (no atomics). Saved from the forward: its inputs.
 
-    states, scan     of gsa_triton.py again: the memories that enter each chunk
+    states, scan     of forward.py again: the memories that enter each chunk
     logit gradients  per chunk: l, p, dp, dl = p (dp - p.dp), and sum_heads (p dp + l dl), the query side of dg
     query gradients  per chunk: dq
     writes           per chunk: what reaches dS, (p e^b)^T do and c (dl e^b)^T q, summed over heads
@@ -10,7 +10,7 @@
 The last line makes chunks independent: S_end.dS_end stands for everything after the chunk. In the first pass dl is
 what do is in the second, so one kernel serves the key sides of both. No product takes the transpose of another
 product's result: p and dl travel through memory instead, and A^T is computed as such (triton 3.4 to 3.7 get some of
-those transposes wrong on Hopper). gsa_tiles.py has the parts and the letters.
+those transposes wrong on Hopper). tiles.py has the parts and the letters.
 """
 
 # mypy: disallow-untyped-defs=False

@@ -6,7 +6,7 @@
              that keys, values, memories and decays are read once for all of them
 
 Scratch: b [B,T,E,M]; memories [slots,E,M,D] fp32, where a row (or sequence) of N chunks owns N + 1 consecutive
-slots: slot n holds what enters chunk n, slot N what leaves the last. gsa_tiles.py has the parts and the letters.
+slots: slot n holds what enters chunk n, slot N what leaves the last. tiles.py has the parts and the letters.
 """
 
 # mypy: disallow-untyped-defs=False

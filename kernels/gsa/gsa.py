@@ -13,7 +13,7 @@ Chunk form. b is the cumulative sum of g inside a chunk, K_in and V_in the memor
     o_t = V_in^T (e^{b_t} . p_t) + sum_{i<=t} ( sum_m p_t[m] e^{b_t-b_i}[m] s_i[m] ) v_i
     K_out = diag(e^{b_C}) K_in + sum_i (e^{b_C-b_i} . s_i) k_i^T        (V_out alike)
 
-The sums with e^{b_t-b_i} become matrix products in scan.py; gsa_chunks.py holds the chunk form and its gradient.
+The sums with e^{b_t-b_i} become matrix products in scan.py; chunks.py holds the chunk form and its gradient.
 
 Letters: B batch, T time, H query heads, E gate (state) heads, G = H/E, D key dim, Dv value dim, M slots, C chunk,
 N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 stays fp64).
@@ -62,8 +62,8 @@ def gsa(
     memory per gate head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at real tokens;
     others leave the state alone and output 0. `segments` [B,T] int: both memories restart where it changes.
     `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `backend`: `auto` runs
-    the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch; the others insist.
-    `chunk_size` is PyTorch's; the kernels bring their own.
+    the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch; `triton` and `torch` force one.
+    `chunk_size` is that of the PyTorch path alone.
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
@@ -129,7 +129,7 @@ def _gsa_triton(
     cu: Tensor | None,
     state: GSAState | None,
 ) -> tuple[Tensor, GSAState]:
-    """The kernels of gsa_triton.py: one launch for a single token without gradients, else the chunk form."""
+    """Run the Triton kernels (ops.py): one launch for a single token without gradients, else the chunk form."""
     single = q.shape[1] == 1 and segments is None and cu is None
     if single and not wants_gradients(q, k, v, g, *(state or ())):
         o, *last = step_op(q, k, v, g, scale, padding, *(fresh_state(q, k, v, g) if state is None else state))
@@ -285,7 +285,9 @@ class GatedSlotAttention(Mixer):
             + 8
         )
 
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
+    ) -> None:
         """Scale the output norm so that each head's output has the teacher's root mean square."""
         if self.norm != "none":
             give_size(self.norm_weight, o_teacher)

@@ -1,6 +1,6 @@
 """GSA on the GPU, host side: scratch and launches.
 
-`forward`, `backward` and `step` take the arguments of their operators in gsa_ops.py, in that order.
+`forward`, `backward` and `step` take the arguments of their operators in ops.py, in that order.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ With a memory S and b_end = d_last + b_mid, one chunk is, for tokens t >= i:
 so every operand of a product is loaded as it is, or is a memory. A chunk in which some slot decays by more than
 2^-RANGE is walked in steps of fewer tokens, a power of two, each with d and W of its own: the same code.
 
-b and d are kept in units of log 2. Letters as in gsa.py, with H = E; `BX`: slots or columns that a program owns.
+b and d are kept in units of log 2. Letters as in gsa.py, with H = E. w~ is p~ for the value memory and dl~ for the key
+memory; x, y are do, v or q, k. P: pieces of a row; L: chunks of a piece; SPLIT: programs that share a memory, each with
+BX slots or columns; SHARE: gate heads of a key head.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -34,7 +36,7 @@ from __future__ import annotations
 from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, segment_flow, tl
 from .tiles import softmax, write_strength
 
-# e^-20 is 0 beside any rounding; with it three closed gates in a row are within RANGE.
+# Log-gates are clamped to this: e^-20 is below any rounding, and three such gates still decay by less than 2^RANGE.
 FLOOR = tl.constexpr(-20.0) if tl is not None else -20.0
 
 # ---------------------------------------------------------------- tiles
@@ -115,8 +117,8 @@ def in_blocks(b_b, C: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, RANGE: 
 @jit
 def factors_kernel(p_g, p_d, p_W, p_W_low, p_n, p_strong, T: int, N: int, E, M: tl.constexpr, C: tl.constexpr,
                    LEVELS: tl.constexpr, RANGE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """d [B,T,E,M], W [B,T,E,M] as parts, the tokens of a step of each chunk [B,N,E], and whether a row has chunks of
-    several steps [B,E]. Grid (N, B*E); a second launch with STEPS does those chunks."""
+    """d [B,T,E,M], W [B,T,E,M] as parts, the tokens of a step of each chunk [B,N,E] (0: left to a second launch, with
+    STEPS), and whether a row has chunks of several steps [B,E]. Grid (N, B*E)."""
     i_n, i_b, i_e = tl.program_id(0), (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
     p_n += (i_b * N + i_n) * E + i_e
     if STEPS:  # noqa: SIM102
@@ -171,9 +173,9 @@ def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_stro
                  s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr,
                  D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, REVERSE: tl.constexpr,
                  SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
-    """What a piece adds to both memories, and its decay [slots,E,M]; to the slot after its own, as states_kernel does.
+    """What a piece adds to both memories, and its decay [slots,E,M], in slot `piece + 1`, as states_kernel writes them.
 
-    REVERSE: what its queries send to the gradients of both, to its own slot. Grid (P * SPLIT, B*E, 2).
+    REVERSE: what its queries add to the gradients of both, in slot `piece`. Grid (P * SPLIT, B*E, 2).
     """
     i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
@@ -482,7 +484,7 @@ def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_
                  BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, SEGMENTS: tl.constexpr,
                  STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """ds~ [B,T,E,M] of the values, or with program_id(2) of the keys; where rows are cut, S.dS at the end of a piece
-    [2,B,P,E,M], which stands for all that comes after it. Grid (P * SPLIT, B*E, 2)."""
+    [2,B,P,E,M], which is the sum of the terms of dg over all later tokens. Grid (P * SPLIT, B*E, 2)."""
     i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
         return

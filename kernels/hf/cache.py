@@ -2,15 +2,39 @@
 
 `generate()` builds its own cache; the seam swaps the slot of each converted layer for a StateLayer on first
 touch, so beams, sampling, continuation and hybrids go through the code that transformers already has.
+
+A state cannot forget its last tokens. Assisted decoding asks for that, so a cache that records its past
+(`activate_past_recording`, which generate() calls) also keeps the inputs of the last UNDO tokens and the states before
+them: `crop` takes the nearest state and folds the tokens that stay into it again. The model itself does not run again.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+from ..layout import TokenLayout, part_of
+
+# How many of the last tokens can be removed from a cache that records its past.
+UNDO = 128
+
+
+class Recorded(NamedTuple):
+    """One call of a mixer: the state before it, and its inputs q, k, v and x, [B,T,...] each."""
+
+    before: Any
+    inputs: tuple[Tensor, ...]
+    layout: TokenLayout
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.inputs[0].shape[1]
 
 
 class StateLayer(CacheLayerMixin):
@@ -26,9 +50,42 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.state: Any = None
         self.seen = 0
+        # Which mechanism, with which options, wrote the state; None where a version wrote it that did not say.
+        self.kind: str | None = None
         # Set by the seam for one call of a layer with a mixer: nothing else can read a state.
         self.awaited = False
         self.is_initialized = True
+        # Whether calls are recorded, those that were, oldest first, and the mixer that made them. A weak reference: a
+        # copy of a cache has no copy of the model's weights.
+        self.record_past = False
+        self.past: list[Recorded] = []
+        self.mixer: Any = None
+
+    def activate_past_recording(self) -> None:
+        """From now on the last UNDO tokens can be removed again."""
+        self.record_past = True
+
+    def absorb(self, mixer: Any, inputs: tuple[Tensor, ...], layout: TokenLayout) -> Tensor:
+        """The mixer's output [B,T,H,Dv] for new tokens, which go into the state; `inputs` are q, k, v and x."""
+        if not self.record_past:
+            self.past.clear()
+            o, self.state = mixer(*inputs, layout, self.state)
+            return o
+        self.mixer, outputs, first = weakref.ref(mixer), [], 0
+        T = inputs[0].shape[1]
+        if T > UNDO and layout.segments is None:
+            # Only the last tokens of a long call can be removed, so only they are kept, as copies of their own.
+            first = T - UNDO
+            self.past.clear()
+            head = tuple(x[:, :first] for x in inputs)
+            o, self.state = mixer(*head, part_of(layout, 0, first), self.state)
+            outputs.append(o)
+            inputs, layout = tuple(x[:, first:].clone() for x in inputs), part_of(layout, first, T)
+        self.past.append(Recorded(self.state, inputs, layout))
+        while sum(call.tokens for call in self.past[1:]) >= UNDO:
+            del self.past[0]
+        o, self.state = mixer(*inputs, layout, self.state)
+        return torch.cat([*outputs, o], 1) if outputs else o
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the mixer makes the state."""
@@ -61,6 +118,7 @@ class StateLayer(CacheLayerMixin):
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         self.state = map_state(change, self.state)
+        self.past.clear()  # of other rows
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda part: part.index_select(0, beam_idx.to(part.device)))
@@ -73,6 +131,7 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.state, self.seen = None, 0
+        self.past.clear()
 
     def offload(self) -> None:
         """The state is small; it stays where it is."""
@@ -81,12 +140,29 @@ class StateLayer(CacheLayerMixin):
         """Never offloaded."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a recurrent state cannot forget its last tokens (crop(0) is called and does nothing)."""
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                "a linearized layer cannot drop tokens from its state, so assisted decoding and cache cropping "
-                "are not possible; generate without an assistant model"
+        """Remove the last -tokens_to_remove tokens, at most those that were recorded.
+
+        Raises ValueError for more, and for a number above 0, as transformers does.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass -n to remove the last n tokens")
+        left, known = -tokens_to_remove, sum(call.tokens for call in self.past)
+        if left > known:
+            raise ValueError(
+                f"crop(-{left}): a linear layer keeps a state in place of its tokens, and {known} of the last ones "
+                "were recorded. Call activate_past_recording() of the cache after the prompt and before the tokens "
+                f"that may be removed, at most {UNDO}; or keep a copy.deepcopy of the cache, whose size does not grow"
             )
+        self.seen -= left
+        while left:
+            call = self.past.pop()
+            self.state, stay = call.before, call.tokens - left
+            left -= call.tokens
+            if stay > 0:
+                inputs = tuple(x[:, :stay] for x in call.inputs)
+                self.past.append(Recorded(call.before, inputs, part_of(call.layout, 0, stay)))
+                _, self.state = self.mixer()(*inputs, self.past[-1].layout, call.before)
+                break
 
 
 def map_state(change: Callable[[Tensor], Tensor], state: Any) -> Any:
@@ -105,6 +181,19 @@ def check_rows(state: Any, rows: int) -> None:
             f"the cache holds {state.shape[0]} sequences and the input has {rows}. Use one cache for each batch, or "
             "repeat its rows first: past_key_values.batch_repeat_interleave(n)"
         )
+
+
+def check_kind(slot: Any, kind: str) -> None:
+    """Raise ValueError for the state of another mechanism, or of other options, and note whose it becomes: states of
+    equal shape would be taken for one's own."""
+    # The slot may belong to an earlier version's copy of this file, which noted nothing.
+    found = getattr(slot, "kind", None)
+    if slot.state is not None and found is not None and found != kind:
+        raise ValueError(
+            f"the cache holds the state of {found}, and this layer is {kind}: another model made it. Give each model a "
+            "cache of its own: past_key_values=DynamicCache()"
+        )
+    slot.kind = kind
 
 
 def state_slot(cache: Any, layer_idx: int, *, alone: bool) -> StateLayer:
@@ -127,5 +216,16 @@ def state_slot(cache: Any, layer_idx: int, *, alone: bool) -> StateLayer:
             raise ValueError(f"cache slot {layer_idx} already holds softmax keys; start from an empty cache")
         if layer.is_compileable and not alone:
             raise ValueError("a static cache does not work beside linear layers; pass DynamicCache()")
+        recorded = getattr(layer, "record_past", False)
         layer = layers[layer_idx] = StateLayer()
+        layer.record_past = recorded
+    layer.record_past |= getattr(cache, "linearize_records_past", False)
     return layer
+
+
+def record_past(cache: Any) -> None:
+    """Let a cache, whose states may not be there yet, record its past."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if cache is not None:
+        cache.linearize_records_past = True

@@ -35,7 +35,7 @@ PLAIN_STEPS = 2
 TENSORS = ("input_ids", "position_ids", "attention_mask")
 DEVICES = ("cuda",)
 # Files whose hooks do nothing that a recorded step would lack.
-OWN = ("seam", "noted", "modeling_utils")
+OWN = ("seam", "position_hooks", "modeling_utils")
 # The recorders of all calls of generate() that run now. While one records, other threads cannot draw random numbers.
 running: weakref.WeakSet[Replay] = weakref.WeakSet()
 # One for each GPU: cuBLAS keeps 32 MiB for every stream that it was recorded on.
@@ -265,7 +265,8 @@ def last(name: str, x: Tensor) -> Tensor:
 
 
 def recordable(inputs: dict[str, Any]) -> bool:
-    """Whether a step has one token a row, known positions, plain settings, and a cache that holds states alone."""
+    """Whether a step has one token a row, known positions, plain settings, and a cache that holds states alone
+    and does not record its past."""
     ids, places, mask = (inputs.get(name) for name in TENSORS)
     cache = inputs.get("past_key_values")
     others = [value for name, value in inputs.items() if name not in (*TENSORS, "past_key_values")]
@@ -279,4 +280,5 @@ def recordable(inputs: dict[str, Any]) -> bool:
         and not inputs.get("output_hidden_states")
         and isinstance(cache, Cache)
         and all(hasattr(layer, "state") or not getattr(layer, "is_initialized", True) for layer in cache.layers)
+        and not any(getattr(layer, "record_past", False) for layer in cache.layers)
     )

@@ -35,15 +35,20 @@ from ..layout import (
     watch_patches,
 )
 from ..mixer import Mixer, Site
-from .noted import Noted, places_in
+from ..layers.rotary import Rotation, rotation_of
+from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
-from .cache import StateLayer, check_rows, state_slot
+from .cache import StateLayer, check_kind, check_rows, record_past, state_slot
 
 # In a config: training changed weights that came from the source.
 TRAINED = "linearize_trained"
 NO_TEACHER = (
     "teacher(): training changed the source's weights in this model, so softmax on them is not the model that it was "
     "converted from. To compare with that one, load it: README.md names it"
+)
+NO_PAGES = (
+    "generate_batch and continuous batching keep the keys and values of every token in pages; linear layers have a state "
+    "of constant size instead. Give generate() a padded batch, or serve the model with vLLM: linearize serve DIR"
 )
 # What architectures call the cache among the arguments of an attention module.
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
@@ -58,6 +63,8 @@ class Call:
     def __init__(self, x: Tensor, slot: StateLayer | None, places: dict[str, Any], geometry: Geometry) -> None:
         self.x, self.slot, self.places, self.geometry = x, slot, places, geometry
         self.used = False
+        # The rotary embedding that was taken away from q and k.
+        self.rotation: Rotation | None = None
         self.teacher_output: Tensor | None = None
 
     def told(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +76,7 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Pre-hook: keep the hidden states, swap the cache slot for a state, take rotary embedding away if asked."""
     mixer = module.mixer
     prefix, backend = split_name(mixer.switch._attn_implementation)
-    if not prefix and not mixer.noted.teacher:
+    if not prefix and not mixer.position_hooks.teacher:
         # Someone wrote a backend's name into the config; as `set_attn_implementation`, that chooses the softmax of
         # the layers that keep it.
         prefix, backend = mixer.prefix, backend or "eager"
@@ -87,18 +94,19 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
     slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
     if slot is not None:
+        check_kind(slot, mixer.kind)
         check_rows(slot.state, bound[hidden_name(mixer)].shape[0])
         slot.awaited = True
     x = bound[hidden_name(mixer)]
     # Images have positions, too, which say nothing of documents.
-    places = mixer.noted.told(x) if mixer.site.causal else {}
+    places = mixer.position_hooks.told(x) if mixer.site.causal else {}
     places = places | places_in(bound) if mixer.site.causal or not mixer.site.routed else {}
-    if mixer.noted.own_mask():
+    if mixer.position_hooks.own_mask():
         places["own_mask"] = True
     mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
-    without_rotation(bound, mixer.site.routed)
+    mixer.calls[this_thread()].rotation = without_rotation(bound, mixer.site.routed)
     return tuple(bound.pop(name) for name in mixer.arguments[: len(args)]), bound
 
 
@@ -128,9 +136,10 @@ def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return {**dict(zip(module.mixer.arguments, args, strict=False)), **kwargs}
 
 
-def without_rotation(bound: dict[str, Any], routed: bool) -> None:
-    """Replace the rotary embedding among a call's arguments by the one that does nothing."""
+def without_rotation(bound: dict[str, Any], routed: bool) -> Rotation | None:
+    """Replace the rotary embedding among a call's arguments by the one that does nothing; returns what was there."""
     rotation = bound.get("position_embeddings")
+    taken = rotation_of(rotation)
     if isinstance(rotation, Tensor):  # complex form
         bound["position_embeddings"] = torch.ones_like(rotation)
     elif rotation is not None:
@@ -139,6 +148,7 @@ def without_rotation(bound: dict[str, Any], routed: bool) -> None:
     elif not routed and bound.get("position_ids") is not None:
         # Its own code rotates, by nothing at position 0.
         bound["position_ids"] = torch.zeros_like(bound["position_ids"])
+    return taken
 
 
 def seam(
@@ -168,9 +178,9 @@ def seam(
     seen = None if slot is None else slot.seen - q.shape[1]
     causal = is_causal(module, kwargs, mixer.site.causal)
     layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
-    o, state = mixer(q, k, v, call.x.to(q.device), layout, None if slot is None else slot.state)
-    if slot is not None:
-        slot.state = state
+    layout = layout._replace(rotation=call.rotation)
+    inputs = (q, k, v, call.x.to(q.device))
+    o = mixer(*inputs, layout)[0] if slot is None else slot.absorb(mixer, inputs, layout)
     return o.to(query.dtype), None
 
 
@@ -207,6 +217,7 @@ def transfer(
     causal = is_causal(module, kwargs, mixer.site.causal)
     shape = query.shape[0], query.shape[2]
     layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
+    layout = layout._replace(rotation=call.rotation)
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         o, _ = mixer(*inputs, layout)
@@ -219,7 +230,7 @@ def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher
     bound[hidden_name(mixer)] = mixer.calls[this_thread()].x.detach()
     bound |= {name: None for name in CACHE_NAMES if name in bound}  # its keys went into the cache the first time
     if mixer.drop_rope:
-        without_rotation(bound, mixer.site.routed)
+        mixer.calls[this_thread()].rotation = without_rotation(bound, mixer.site.routed)
     reduce_keys(module, mixer.reductions, False)
     with torch.enable_grad():
         with mixer.transfer.student(module):
@@ -249,17 +260,19 @@ def attach(
     """Give each module named in `spec["layers"]` its mixer and hooks, and switch the model to them.
 
     `capture` serves modules that do not call the attention interface (capture.py); None if there are none.
-    Raises AttributeError when the model lacks a module of the plan.
+    Raises ValueError when the model lacks a module of the plan.
     """
-    switch, noted = Switch() if capture else None, Noted()
+    switch, position_hooks = Switch() if capture else None, PositionHooks()
     for layer in spec["layers"]:
         site = Site.from_dict(layer["site"])
-        module: Any = model.get_submodule(_own_path(model, site.path))
+        module = _module_of(model, site)
         mixer = mechanisms[layer["mechanism"]](site, **layer["options"])
         if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
         mixer.switch = switch or getattr(module, "config", model.config)
-        mixer.seam, mixer.noted, mixer.prefix = seam, noted, prefix_for(spec)
+        mixer.seam, mixer.position_hooks, mixer.prefix = seam, position_hooks, prefix_for(spec)
+        options = ", ".join(f"{name}={value}" for name, value in sorted(layer["options"].items()))
+        mixer.kind = f"{layer['mechanism']}({options})"
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         mixer.reductions = {name: getattr(module, name) for name in site.reduction if site.sr == "drop"}
         if site.grid == "patches":
@@ -273,12 +286,24 @@ def attach(
         module.register_forward_hook(after, with_kwargs=True)
     parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
-        part.linearize_switch, part.linearize_noted = switch, noted
+        part.linearize_switch, part.linearize_position_hooks = switch, position_hooks
         part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
         if makes_places(part):
             part.register_forward_pre_hook(place_by_padding, with_kwargs=True)
-        noted.watch(part)
+        position_hooks.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
+
+
+def _module_of(model: PreTrainedModel, site: Site) -> Any:
+    """The attention module of a site. Raises ValueError where the config has fewer layers than the plan in it."""
+    try:
+        return model.get_submodule(_own_path(model, site.path))
+    except AttributeError as error:
+        raise ValueError(
+            f"the plan in config.json (linearize.layers) names {site.path}, and this {type(model).__name__} has no "
+            "such module: another value in the config, such as num_hidden_layers, does not fit the plan. Load it with "
+            "the config that was saved, or convert the smaller source"
+        ) from error
 
 
 def _own_path(model: PreTrainedModel, path: str) -> str:
@@ -313,7 +338,7 @@ def refuse_attention_maps(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Pre-hook: a linear layer has no T x T attention map to return."""
     asked = kwargs.get("output_attentions")
     asked = getattr(model.config, "output_attentions", False) if asked is None else asked
-    if asked and not model.linearize_noted.teacher:
+    if asked and not model.linearize_position_hooks.teacher:
         raise ValueError(
             "output_attentions=True: linearized layers compute no attention maps. Softmax does, where its code is eager: "
             "call model.set_attn_implementation('eager'), then ask under `with model.teacher():`"
@@ -350,7 +375,8 @@ def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     mask, x = given.get("attention_mask"), given.get("input_ids")
     x = given.get("inputs_embeds") if x is None else x
     prefix, _ = split_name((part.linearize_switch or part.config)._attn_implementation)
-    if part.linearize_noted.teacher or prefix == TRANSFER or given.get("position_ids") is not None or x is None:
+    hooks = part.linearize_position_hooks
+    if hooks.teacher or prefix == TRANSFER or given.get("position_ids") is not None or x is None:
         return None
     cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
     seen = 0 if cache is None else cache.get_seq_length()
@@ -376,8 +402,6 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
 
     mechanisms: dict[str, type[Mixer]]
     capture: Callable[[nn.Module], None] | None = None
-    # The state cannot be rolled back; this refuses assisted decoding at once instead of at the first rejection.
-    _is_stateful = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -401,26 +425,41 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
         register_backend(backend)
         return prefix_for(self.config.linearize) + backend
 
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        """It removes tokens that the model would not have written."""
+        record_past(kwargs.get("past_key_values"))
+        return super()._assisted_decoding(*args, **kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+        """An assistant's cache loses the tokens that its model would not have written."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if generation_config.is_assistant:
+            record_past(model_kwargs.get("past_key_values"))
+
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> DynamicCache:
         """A static cache would make kept softmax layers read slots that nothing wrote."""
         return DynamicCache(config=self.config.get_text_config(decoder=True))
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, and with it `generate_batch`: it has no place for a state."""
+        raise NotImplementedError(NO_PAGES)
 
     @contextmanager
     def teacher(self) -> Iterator[None]:
         """Within: the softmax model on the same weights, with dropout off.
 
         It is the original, bit for bit, as long as the source's weights are. Where `linearize finetune` has trained
-        them, this warns: the config says so.
+        them, this warns: the config says so. It holds for every thread that runs this model meanwhile.
         """
         if getattr(self.config, TRAINED, False):
             warnings.warn(NO_TEACHER, stacklevel=3)
-        noted: Any = self.linearize_noted
-        outer, noted.teacher = noted.teacher, True
+        hooks: Any = self.linearize_position_hooks
+        outer, hooks.teacher = hooks.teacher, True
         try:
             with evaluating(self), renamed(self, lambda name: split_name(name)[1]):
                 yield
         finally:
-            noted.teacher = outer
+            hooks.teacher = outer
 
     @contextmanager
     def transferring(self, listener: Any) -> Iterator[None]:

@@ -26,6 +26,17 @@ def give_size(weight: Tensor, o_teacher: Tensor) -> None:
     weight.copy_(rms[:, None].expand_as(weight))
 
 
+@torch.no_grad()
+def fit_size(weight: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+    """Scale the weight [H,Dv] of a norm, so that each head's output o [B,T,H,Dv] under it comes as near to the teacher's
+    as a factor can bring it: by least squares, and at least a tenth of what gives it the teacher's root mean square."""
+    y, target = o.float(), o_teacher.float()
+    power = y.square().sum((0, 1, 3)).clamp_min(1e-12)
+    least = 0.1 * (target.square().sum((0, 1, 3)) / power).sqrt()
+    factor = torch.maximum((y * target).sum((0, 1, 3)) / power, least)
+    weight.mul_(factor[:, None].to(weight.dtype))
+
+
 class HeadNorm(nn.Module):
     """`head_norm` with its weight."""
 

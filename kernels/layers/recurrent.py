@@ -4,20 +4,26 @@ and of those without the delta rule the recurrence itself, for checking."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..layout import TokenLayout
-from ..mixer import Mixer, check_half_lives, check_power_of_two
+from ..mixer import Mixer, as_autocast, check_half_lives, check_power_of_two
 from .arguments import to_gate_heads
 from .features import Features
-from .norm import HeadNorm
+from .norm import HeadNorm, fit_size
+from .rotary import rotated
 
 
 class Recurrent(Mixer):
     """A mixer with `state_count` memories of `key_dim` features: one per key head or query head."""
+
+    # Where q and k are rotated, as rotary.py's Rope, for a mechanism with the choice.
+    rope: str = "before"
+    # What `calibrate` tries for each memory: the name of a start, as `start_from` knows it -> candidates.
+    tried: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def build(
         self, state_heads: str, feature_map: str, norm: str, half_lives: tuple[float, float], chunk_size: int
@@ -34,6 +40,11 @@ class Recurrent(Mixer):
         self.key_dim = site.key_dim if self.features is None else self.features.size
         self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
 
+    def turn(self, y: Tensor, layout: TokenLayout) -> Tensor:
+        """Queries or keys [B,T,heads,F] as the memory sees them: rotated here, where that comes after the features."""
+        rotation = layout.rotation
+        return y if self.rope != "after" or rotation is None else rotated(y, rotation, self.site.key_dim)
+
     def recur(
         self, op: Callable[..., tuple[Tensor, Any]], layout: TokenLayout, state: Any, read_gate: Tensor | None,
         write_gate: Tensor | None, *inputs: Tensor, **gates: Any,
@@ -47,6 +58,42 @@ class Recurrent(Mixer):
                 read_gate=None if self.norm else read_gate, chunk_size=self.chunk_size,
             )  # fmt: skip
             return o if self.norm is None else self.norm(o, read_gate), state
+
+    def start_from(self, name: str, values: list[Any]) -> None:
+        """Write the gates' biases that a start in `tried` stands for, given a value for each memory."""
+        raise NotImplementedError(f"{type(self).__name__} tries no {name}")
+
+    @torch.no_grad()
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None,
+        gates: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """For each memory take the start whose output is nearest to the teacher's, then fit the norm of each head.
+
+        What a head's attention looks like decides how long its memory lasts best. Beside a window, which is fitted with
+        the norm, and where gates start as published, only the norms follow the teacher. `gates` are SLA's.
+        """
+        if self.near is not None or self.half_lives[0] <= 0.0:
+            super().calibrate(q, k, v, x, o, o_teacher)
+            return
+        q, k, v = as_autocast(q, k, v)
+        layout = TokenLayout() if layout is None else layout
+
+        def run() -> Tensor:
+            return self.mix(q, k, v, x, layout, None, *(gates or ()))[0].float()
+
+        for name, candidates in self.tried.items():
+            errors = []
+            for value in candidates:
+                self.start_from(name, [value] * self.state_count)
+                y = run()
+                gain = (y * o_teacher.float()).sum((0, 1, 3)).clamp_min(0.0).square()
+                fall = gain / y.square().sum((0, 1, 3)).clamp_min(1e-12)  # of the squared error, at the best size
+                errors.append(-fall.unflatten(0, (self.state_count, -1)).sum(-1))
+            best = torch.stack(errors).argmin(0).tolist()
+            self.start_from(name, [candidates[i] for i in best])
+        if self.norm is not None:
+            fit_size(self.norm.weight, run(), o_teacher)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         return super().state_bytes(tokens, item) + 4 * self.state_count * self.key_dim * self.site.value_dim

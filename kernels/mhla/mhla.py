@@ -18,6 +18,11 @@ is bounded: M - 2 summaries, one of everything older, one of the block that is n
 Both ways the number of blocks is fixed, along each axis of a grid, and blocks grow with the input; tokens without a
 place (a class token, registers) are one more block.
 
+The paper's best images come with two additions (table 12), o_t . swish(W x_t) and there DWC(V), a convolution of values
+over the grid (its CPE). It does not print their order; as in its code's model of images, both join the output in full:
+
+    y = (norm(o) + DWC(V)) . swish(W X + b)
+
 Letters: B batch, T time, H query heads, E key heads, G = H/E, F features, Dv value dim, M blocks, C tokens of a block.
 """
 
@@ -31,6 +36,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, use_kernels, wants_gradients
+from ..layers.depthwise import depthwise
 from ..layers.features import Features
 from ..layout import TokenLayout
 from .places import Places, number_of_blocks, place_grid, place_line, place_rows, place_sequences
@@ -40,6 +46,7 @@ from .eager import (
 )  # fmt: skip
 from ..mixer import Bounds, Mixer, Site, check_power_of_two
 from ..layers.norm import give_size, head_norm
+from ..layers.output_gate import OutputGate
 from ..layers.row_softmax import row_softmax
 from .bidirectional_launch import exceeds_offsets, grid_op
 from .launch import exceeds_grid, mhla_op, runs_on, step_op
@@ -288,15 +295,17 @@ class MultiHeadLinearAttention(Mixer):
         by_distance: bool = False,
         normalise: bool = True,
         norm: Literal["none", "head"] = "none",
+        dwc: Annotated[int, Bounds(0, 15)] = 0,
+        output_gate: bool = False,
         rope: bool = True,
         **near: int,
     ) -> None:
         """Raises ValueError when block_size is no power of two, or a grid has one block."""
-        # Read by what Mixer makes of the window.
-        self.normalised = normalise
+        # Read by what Mixer makes of the window: what a gate has multiplied is no mean.
+        self.normalised = normalise and not output_gate
         super().__init__(site, rope, **near)
         check_power_of_two(block_size=block_size)
-        self.norm, self.block_size = norm, block_size
+        self.norm, self.normalise, self.block_size = norm, normalise, block_size
         self.layout = (1, 1, blocks) if site.causal or site.grid == "line" else (frames, rows, columns)
         self.blocks = math.prod(self.layout)
         if self.blocks < 2:
@@ -310,6 +319,10 @@ class MultiHeadLinearAttention(Mixer):
         self.block_logits = nn.Parameter(torch.empty(shape))
         if norm != "none":
             self.norm_weight = nn.Parameter(torch.empty(site.heads, site.value_dim))
+        if dwc and not site.causal:
+            axes = 1 if site.grid == "line" else 2
+            self.taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, *(dwc,) * axes))
+        self.output_gate = OutputGate(site.hidden, site.heads, site.value_dim) if output_gate else None
 
     @classmethod
     def obstacle(cls, site: Site) -> str | None:
@@ -320,7 +333,8 @@ class MultiHeadLinearAttention(Mixer):
     @classmethod
     def idle(cls, site: Site, flat: bool) -> dict[str, str]:
         if site.causal:
-            return dict.fromkeys(("frames", "rows", "columns"), "causal attention has blocks of block_size tokens")
+            found = dict.fromkeys(("frames", "rows", "columns"), "causal attention has blocks of block_size tokens")
+            return found | {"dwc": "its convolution sees both sides, and attention here is causal"}
         found = dict.fromkeys(("block_size", "by_distance"), "attention here is not causal")
         if site.grid == "line":
             return found | dict.fromkeys(("frames", "rows", "columns"), "tokens on a line are cut into `blocks`")
@@ -334,6 +348,8 @@ class MultiHeadLinearAttention(Mixer):
         init.copy_(self.block_logits, start.to(self.block_logits).expand_as(self.block_logits))
         if self.norm != "none":
             init.ones_(self.norm_weight)
+        if hasattr(self, "taps"):
+            init.zeros_(self.taps)
 
     def _by_distance(self) -> Tensor:
         """log(1 - distance / (row + 1)) by row and distance, [M,M], or of the last row alone, [M]."""
@@ -357,9 +373,9 @@ class MultiHeadLinearAttention(Mixer):
         without the normaliser."""
         M, logits, E = self.blocks, self.block_logits, self.site.kv_heads
         if not self.site.causal:
-            return row_softmax(logits, M + 1.0 if self.normalised else 1.0).expand(E, -1, -1)
+            return row_softmax(logits, M + 1.0 if self.normalise else 1.0).expand(E, -1, -1)
         w = row_softmax((logits[:, None] if logits.ndim == 2 else logits).expand(-1, M, M), 1.0, triangle=True)
-        if not self.normalised:
+        if not self.normalise:
             w = w / torch.arange(1, M + 1, device=w.device)[:, None]
         return w.expand(E, M, M)
 
@@ -374,16 +390,25 @@ class MultiHeadLinearAttention(Mixer):
             q, k, w = self.features(q, "query"), self.features(k, "key"), self.weights()
             if layout.causal:
                 padding, segments, *_ = layout
-                o, g, state = mix_causal(q, k, v, w, self.block_size, self.normalised, padding, segments, None, state)
+                o, g, state = mix_causal(q, k, v, w, self.block_size, self.normalise, padding, segments, None, state)
             else:
                 if self.site.causal:  # a decoder told to look both ways: what it has is weights by distance
                     index = torch.arange(self.blocks, device=q.device)
                     w = w[:, -1, (index[:, None] - index).abs()]
                 places, K = self._places(q, layout)
-                o, g = mix_both_ways(q, k, v, w[:, :K, :K], places, self.normalised)
-        if self.norm == "head":
-            o = head_norm(o, self.norm_weight)
-        return o, g, state
+                o, g = mix_both_ways(q, k, v, w[:, :K, :K], places, self.normalise)
+            if self.norm == "head":
+                o = head_norm(o, self.norm_weight)
+            if hasattr(self, "taps"):
+                o = o + self._local(v, layout)
+        return o if self.output_gate is None else self.output_gate.apply_to(o, x), g, state
+
+    def _local(self, v: Tensor, layout: TokenLayout) -> Tensor:
+        """DWC(V), [B,T,H,Dv], nothing at padding."""
+        local = depthwise(v, self.taps, layout.grid, *layout[:2])
+        if layout.padding is not None:
+            local = local * layout.padding[:, :, None, None]
+        return local.repeat_interleave(self.site.heads // self.site.kv_heads, 2)
 
     def mix_with_mass(self, *call: Any) -> tuple[Tensor, Tensor, MHLAState | None]:
         o, g, state = self._mixed(*call)
@@ -395,7 +420,7 @@ class MultiHeadLinearAttention(Mixer):
 
     def _places(self, x: Tensor, layout: TokenLayout) -> tuple[Places, int]:
         """The blocks of tokens x [B,T,..] that see both sides, and how many a document has."""
-        padding, segments, _, grid = layout
+        padding, segments, _, grid, _ = layout
         if grid is not None and len(grid.size) > 1:
             return place_grid(grid, self.layout, x, padding, segments), number_of_blocks(grid, self.layout)
         outside = (0, 0) if grid is None else (grid.prefix, grid.suffix)
@@ -403,11 +428,13 @@ class MultiHeadLinearAttention(Mixer):
         return place_line(x, self.blocks, K, outside, padding, segments), K
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
-        Y = self.site.value_dim + self.normalised
+        Y = self.site.value_dim + self.normalise
         numbers = self.site.kv_heads * self.features.size * Y * (self.blocks + 1)
         return super().state_bytes(tokens, item) + 4 * numbers + 8
 
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
+    ) -> None:
         """Scale the output norm so that each head's output has the teacher's root mean square."""
         if self.norm != "none":
             give_size(self.norm_weight, o_teacher)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads, wants_gradients
 from ..layers.recurrent import Recurrent, outer_products
+from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention
 from ..linear.launch import Precision, chunked_op, step_op, use_triton
@@ -139,9 +140,10 @@ class RetNet(Recurrent, Mixer):
         "4 E F Dv: E memories (key heads, or query heads), value dim Dv, F features (2 D for hedgehog, else D)"
     )
     about = {
+        "rope": "rotate q and k before the feature map, after it, or not; auto: before beside a window, else after",
         "decay": "half-lives of the heads: spread evenly in log scale, or the paper's gamma = 1 - 2^(-5-h)",
     }
-    published = {"decay": "paper", "feature_map": "identity", "state_heads": "query"}
+    published = {"decay": "paper", "feature_map": "identity", "state_heads": "query", "rope": "before"}
 
     def __init__(
         self,
@@ -153,12 +155,14 @@ class RetNet(Recurrent, Mixer):
         state_heads: Literal["kv", "query"] = "kv",
         feature_map: Literal["identity", "elu", "relu", "hedgehog"] = "relu",
         norm: Literal["head", "none"] = "head",
-        rope: bool = True,
+        rope: Rope = "auto",
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
         """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
-        super().__init__(site, rope, **near)
+        place = settled(rope, near.get("window", 0))
+        super().__init__(site, place == "before", **near)
+        self.rope = place
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.decay = decay
 
@@ -179,5 +183,6 @@ class RetNet(Recurrent, Mixer):
         if self.features is not None:
             with torch.autocast(q.device.type, enabled=False):
                 q, k, scale = self.features(q, "query"), self.features(k, "key"), 1.0
+        q, k = self.turn(q, layout), self.turn(k, layout)
         o, state = self.recur(retnet, layout, state, read_gate, write_gate, q, k, v, log_decay=log_decay, scale=scale)
         return o.to(dtype), state

@@ -30,8 +30,9 @@ from transformers import initialization as init
 from ..gdn.gdn import GatedDeltaNet, gdn, gdn_reference
 from ..gla.gla import GatedLinearAttention, gla, gla_reference
 from ..layout import TokenLayout
-from ..mixer import Mixer, Site, option_types
+from ..mixer import Mixer, Site, as_autocast, option_types
 from ..retnet.retnet import RetNet, retnet, retnet_reference
+from ..layers.rotary import settled
 from ..layers.row_softmax import row_softmax
 
 OPS: dict[str, Callable[..., tuple[Tensor, Any]]] = {"retnet": retnet, "gla": gla, "gdn": gdn}
@@ -111,6 +112,9 @@ class SoftmaxLinearAttention(Mixer):
     ) -> None:
         """Raises ValueError for options that do not fit the base."""
         near = {name: base_options.pop(name) for name in option_types(Mixer) if name in base_options}
+        # The window is this mixer's, of which the base knows nothing.
+        if base_options.get("rope", option_types(self.bases[base])["rope"][2]) == "auto":
+            base_options["rope"] = settled("auto", near.get("window", 0))
         own: Any = self.bases[base](site, **base_options)
         super().__init__(site, not own.drop_rope, **near)
         self.base, self.gate_rescale = own, gate_rescale
@@ -126,15 +130,22 @@ class SoftmaxLinearAttention(Mixer):
             init.zeros_(scores.weight)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
+        return self.base.mix(q, k, v, x, layout, state, *self.gates(q, k, x))
+
+    def gates(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What heads read [B,T,H] and what memories take in [B,T,E]."""
         inputs = (x, x) if self.from_hidden else (q.flatten(2), k.flatten(2))
-        read, write = (
-            head_softmax(scores(y), self.gate_rescale)
-            for scores, y in zip((self.read, self.write), inputs, strict=True)
-        )
-        return self.base.mix(q, k, v, x, layout, state, read, write)
+        scores = self.read(inputs[0]), self.write(inputs[1])
+        return head_softmax(scores[0], self.gate_rescale), head_softmax(scores[1], self.gate_rescale)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         return super().state_bytes(tokens, item) + self.base.state_bytes(tokens, item)
 
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor) -> None:
-        self.base.calibrate(q, k, v, x, o, o_teacher)
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
+    ) -> None:
+        if self.near is not None:  # the base knows of no window
+            Mixer.calibrate(self.base, q, k, v, x, o, o_teacher)
+            return
+        q, k, v = as_autocast(q, k, v)
+        self.base.calibrate(q, k, v, x, o, o_teacher, layout, self.gates(q, k, x))

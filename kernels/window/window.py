@@ -33,6 +33,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, use_kernels
 from ..layout import TokenLayout, once
+from ..mixer import Mixer
 from ..layers.scan import numbered
 from .launch import runs_on, window_op
 
@@ -48,13 +49,6 @@ class Ring(NamedTuple):
     keys: Tensor
     values: Tensor
     held: Tensor
-
-
-class WindowedState(NamedTuple):
-    """What a mechanism remembers, and the tokens of the window beside it."""
-
-    far: Any
-    near: Ring
 
 
 def empty_ring(k: Tensor, v: Tensor, size: int) -> Ring:
@@ -354,3 +348,6 @@ class Window(nn.Module):
         if not self.shared:
             self.near_share.copy_(0.5 * (best // len(thetas)))
         return torch.stack(factors).gather(0, best[None])[0]
+
+
+Mixer.window_type = Window

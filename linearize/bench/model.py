@@ -1,6 +1,6 @@
 """`linearize bench model`: time a converted model beside its softmax original, in one process, on random weights.
 
-What is measured of text is in bench_text.py, of images in bench_vision.py.
+text.py measures models of text, vision.py models of images.
 """
 
 from __future__ import annotations

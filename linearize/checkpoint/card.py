@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from .. import __version__
 from ..errors import redact
 from ..plan.plan import Plan
-from ..recipe.data import DatasetSource
+from ..recipe.data import DatasetSource, holds_images
 from ..recipe.recipe import Recipe
 from ..terminal.output import percent, ranges
 from ..train.runtime import on_cpu
+from .carried import is_licence
 from .code import auto_names
 
 CARD = """---
@@ -39,17 +42,22 @@ from transformers import {imports}
 model = {auto}.from_pretrained(name, trust_remote_code=True)
 {adapter}```
 
-`trust_remote_code=True` loads the Python files of this folder: they hold the mechanism. Only torch and
-transformers >= 5.17 are needed.
+`trust_remote_code=True` loads the Python files of this folder. Only torch and transformers >= 5.17 are needed.
+
+- `modeling_linearized.py` names the classes; `config.json` says which layers have which mechanism.
+- The other files are the mechanisms and what they share, as linearize has them; `linearize verify` tells whether they
+  are unchanged. A file named after a mechanism reads like its paper.
+- Tokenizers need no code: `AutoTokenizer` asks about it only because it reads `config.json` first.
 
 | | |
 |---|---|
 | source | `{source}`{revision} |
 | architecture | {architecture} |
 | new parameters | {new_parameters:,} |
-{decoding}| options | `{options}` |
+{decoding}| options | {options} |
 {notes}{results}"""
 
+PICTURES = "pictures"  # the folder beside the card
 PLACE = 'name = "."  # the folder with these files'
 # Where LoRA was not merged: what is measured below is with it.
 ADAPTER = """
@@ -64,12 +72,27 @@ PIPELINES = {
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForMaskedLM": "fill-mask",
 }
+# The Hub's names of licences, and how their texts begin.
+LICENCES = {
+    "apache-2.0": r"Apache License\s+Version 2\.0",
+    "mit": r"\AMIT License|Permission is hereby granted, free of charge",
+    "bsd-3-clause": r"BSD 3-Clause License",
+}
 # What a model inherits from the one that it was made of.
 INHERITED = ("license", "license_name", "license_link", "language")
 
 
-def model_card(plan: Plan, origin: Path, recipe: Recipe | None = None, report: dict[str, Any] | None = None) -> str:
-    """README.md of a model made of the one in folder `origin`; `recipe` and `report` are those of its training."""
+def model_card(
+    plan: Plan,
+    origin: Path,
+    recipe: Recipe | None = None,
+    report: dict[str, Any] | None = None,
+    pictures: Mapping[str, str] | None = None,
+) -> str:
+    """README.md of a model made of the one in folder `origin`; `recipe` and `report` are those of its training.
+
+    `pictures` are names of files in the folder PICTURES, and what they show.
+    """
     mechanisms = sorted({step.mechanism for step in plan.steps})
     kept = [site.layer for site in plan.kept]
     notes = "".join(f"\n- dropped: {note}" for note in plan.notes)
@@ -90,11 +113,24 @@ def model_card(plan: Plan, origin: Path, recipe: Recipe | None = None, report: d
         decoding=decoding(plan),
         **loading(plan),
         adapter=ADAPTER if recipe is not None and recipe.keeps_adapter else "",
-        options=plan.steps[0].options,
+        options=options_text(plan),
         notes=notes + "\n" if notes else "",
-        results="" if recipe is None or report is None else measured(recipe, report) + recipe_text(recipe),
+        results=""
+        if recipe is None or report is None
+        else measured(recipe, report) + pictured(pictures) + recipe_text(recipe),
     )
     return redact(text)
+
+
+def options_text(plan: Plan) -> str:
+    """The options of the layers: once where all have the same, else by layers what differs from the first's."""
+    first = plan.steps[0].options
+    others: dict[str, list[int]] = {}
+    for step in plan.steps:
+        changed = {name: value for name, value in step.options.items() if first.get(name) != value}
+        if changed:
+            others.setdefault(f"`{changed}`", []).append(step.site.layer)
+    return "; ".join([f"`{first}`", *(f"layers {ranges(layers)}: {text}" for text, layers in others.items())])
 
 
 def decoding(plan: Plan) -> str:
@@ -155,11 +191,23 @@ def inherited(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
         data = metadata_load(folder / "README.md")
     found = {key: data.get(key) for key in INHERITED} if isinstance(data, dict) else {}
+    if not found.get("license"):
+        found |= of_licence_file(folder)
     return {
         key: value
         for key, value in found.items()
         if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     }
+
+
+def of_licence_file(folder: Path) -> dict[str, str]:
+    """The licence by the file that goes along, where the source's card names none; empty without a file."""
+    for path in sorted(path for path in folder.iterdir() if is_licence(path) and path.is_file()):
+        if path.name.upper().startswith("LICEN"):
+            text = path.read_text("utf-8", "replace")[:2000]
+            known = next((name for name, mark in LICENCES.items() if re.search(mark, text)), None)
+            return {"license": known} if known else {"license": "other", "license_link": path.name}
+    return {}
 
 
 # ---------------------------------------------------------------- after training
@@ -177,25 +225,44 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     if not rows:
         return ""
     device = "CPU" if on_cpu(recipe) else torch.cuda.get_device_name()
-    lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher | top-1 |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher | KL | top-1 |"]
+    lines.append("|---|---|---|---|---|---|---|")
     if teacher is not None:
         top = percent(report.get("teacher_accuracy"))
-        lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | {top} |")
+        lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | | {top} |")
     for row in rows:
         ratio = f"{row['ppl_ratio']:.4g}" if row["ppl_ratio"] is not None else ""
         held = _count(row["eval_tokens"])
         top = percent(row.get("accuracy"))
-        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} | {top} |")
+        kl = "" if row.get("kl") is None else f"{row['kl']:.4g}"
+        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} | {kl} | {top} |")
+    lines += by_position(report.get("positions"))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     # What the recipe below does not say.
     few = f" --max-steps {report['max_steps']}" if report.get("max_steps") else ""
     return "\n".join([*lines, "", f"`linearize finetune{few}`, {device}, {versions}, {datetime.date.today()}.", ""])
 
 
+def by_position(found: dict[str, Any] | None) -> list[str]:
+    """A table of perplexity and KL by position in texts, past the length of training; empty where none was made."""
+    if not found or not found["blocks"]:
+        return []
+    lines = ["", f"Trained on rows of {found['trained_length']:,} tokens. By position in longer texts:", ""]
+    lines += ["| tokens | perplexity | teacher | x teacher | KL |", "|---|---|---|---|---|"]
+    for row in found["blocks"]:
+        figures = " | ".join(f"{row[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio", "kl"))
+        lines.append(f"| {row['from']:,} to {row['to']:,} | {figures} |")
+    return lines
+
+
 def _count(tokens: int | None) -> str:
     """Runs of earlier versions did not record how many there were."""
     return "" if tokens is None else f"{tokens:,}"
+
+
+def pictured(pictures: Mapping[str, str] | None) -> str:
+    """The pictures, each with what it shows in words."""
+    return "".join(f"\n![{about}]({PICTURES}/{name})\n" for name, about in (pictures or {}).items())
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -214,23 +281,26 @@ def portable(value: Any) -> Any:
 
 
 def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
-    """`model-index`: the last perplexity, when its text has a name on the Hub."""
+    """`model-index`, which the Hub shows beside the card: the last evaluation, when its text has a name on the Hub."""
     data = recipe.data_for(recipe.stages[-1])
-    if not report["stages"] or not isinstance(data.eval, DatasetSource):
+    if not report["stages"] or not isinstance(data.eval, DatasetSource) or holds_images(data.eval):
         return []
     row = report["stages"][-1]
-    tokens = row["eval_tokens"]
+    where: dict[str, Any] = {"dataset_type": data.eval.path, "dataset_name": data.eval.path}
+    where |= {"dataset_config": data.eval.name, "dataset_split": data.eval.split}
+    over = f"{row['eval_tokens']} tokens in blocks of {data.pack.seq_len}" if row["eval_tokens"] else "held-out tokens"
+    metrics = {
+        "perplexity": ("perplexity", row["ppl"]),
+        "perplexity_ratio": ("perplexity over the teacher's", row.get("ppl_ratio")),
+        "kl_divergence": ("KL from the teacher, nats a token", row.get("kl")),
+        "accuracy": ("top-1 accuracy of the next token", row.get("accuracy")),
+    }
     return [
         EvalResult(
-            task_type="text-generation",
-            dataset_type=data.eval.path,
-            dataset_name=data.eval.path,
-            dataset_config=data.eval.name,
-            dataset_split=data.eval.split,
-            metric_type="perplexity",
-            metric_name=f"perplexity {f'of {tokens} tokens ' if tokens else ''}in blocks of {data.pack.seq_len}",
-            metric_value=row["ppl"],
+            task_type="text-generation", metric_type=kind, metric_name=f"{name}, {over}", metric_value=value, **where
         )
+        for kind, (name, value) in metrics.items()
+        if value is not None
     ]
 
 

@@ -74,7 +74,8 @@ def auto_names(config: Any, head: Any) -> list[str]:
 
 def code_files(plan: Plan, natives: SourceClasses) -> dict[str, str]:
     """File name -> text of all the code that the checkpoint carries."""
-    files = flat_files([*mixer_files(plan), *(["capture"] if captured(plan) else []), "seam"])
+    extras = [*(["capture"] if captured(plan) else []), *(["window"] if windowed(plan) else [])]
+    files = flat_files([*mixer_files(plan), *extras, "seam"])
     return {MODELING_FILE: modeling(__version__, plan, natives, files)} | files
 
 
@@ -83,6 +84,9 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
     templates, config = templates_of(version), natives.config.__name__
     mixers = {name: mixer_class(files.get(f"{name}.py", "")) for name in mixer_files(plan)}
     carried = mixers | ({"capture": "capture"} if captured(plan) else {})
+    imports = [f"from .{file} import {name}" for file, name in carried.items()]
+    if templates.window and windowed(plan):
+        imports.append(templates.window)
     capture = templates.capture if captured(plan) else ""
     return templates.modeling.format(
         version=version,
@@ -90,7 +94,7 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
         model_type=natives.model_type,
         config=config,
         imports=_imports([natives.config, *natives.models]),
-        mixer_imports="\n".join(f"from .{file} import {name}" for file, name in carried.items()),
+        mixer_imports="\n".join(imports),
         mechanisms=", ".join(f'"{name}": {mixer}' for name, mixer in mixers.items()),
         classes="\n".join(
             templates.model_class.format(native=m.__name__, config=config, capture=capture) for m in natives.models
@@ -113,6 +117,11 @@ def mixer_class(text: str) -> str:
 def captured(plan: Plan) -> bool:
     """Whether a layer of the plan computes its softmax itself."""
     return any(not step.site.routed for step in plan.steps)
+
+
+def windowed(plan: Plan) -> bool:
+    """Whether a layer of the plan has an exact window beside its mechanism."""
+    return any(step.options.get("window") for step in plan.steps)
 
 
 def _conversion_pairs(natives: SourceClasses) -> str:

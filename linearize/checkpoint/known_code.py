@@ -43,7 +43,7 @@ def present_rows() -> set[Row]:
     rows = {(__version__, name, sha256_of(text)) for name, text in travelling_files().items()}
     if __version__ in TEMPLATES:
         templates = TEMPLATES[__version__]._asdict()
-        rows |= {(__version__, f"template:{name}", sha256_of(text)) for name, text in templates.items()}
+        rows |= {(__version__, f"template:{name}", sha256_of(text)) for name, text in templates.items() if text}
     return rows
 
 

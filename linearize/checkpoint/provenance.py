@@ -38,7 +38,7 @@ class Origin(NamedTuple):
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> Plan:
-    """The plan by which a folder was converted, and which its config.json follows.
+    """Check a folder's plan, config.json and code; return the plan.
 
     Raises LinearizeError (exit 3) for a config that does not, and unless `trust_remote_code` for code that no version
     of linearize wrote; 4 where transformers has no place for that code.
@@ -120,8 +120,7 @@ def read_plan(folder: Path) -> Plan:
         if saved_again(folder):
             raise LinearizeError(
                 f"{folder} is linearized but has no {checkpoint.MANIFEST}, which says what is whose in it; "
-                "save_pretrained leaves it out. generate and verify need none. Finetune the folder that linearize "
-                "wrote, and push this one with hf upload",
+                "save_pretrained leaves it out. finetune, eval, generate, verify and push take the folder as it is",
                 Exit.INCOMPATIBLE,
             ) from error
         raise LinearizeError(

@@ -67,6 +67,7 @@ class Source:
     config: dict[str, Any]
     shards: tuple[Path, ...]
     pickled: bool
+    block: tuple[int, int] | None = None  # rows and columns of a block of FP8 weights; then `config` does not tell
 
     @property
     def bytes(self) -> int:
@@ -90,12 +91,12 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
             names = SMALL_FILES if weights else CONFIG_FILES
             folder, revision = download(model, revision, names, weight_files if weights else None)
         check_folder(folder)
-        config = _read_config(folder)
+        config, block = _read_config(folder)
         shards, pickled = find_shards(folder, weights)
     except OSError as error:
         raise unreadable(error) from error
     name = os.path.basename(os.path.realpath(folder)) if local else model
-    return Source(folder, name, revision, config, shards, pickled)
+    return Source(folder, name, revision, config, shards, pickled, block)
 
 
 def check_revision(folder: str, revision: str | None) -> None:
@@ -131,7 +132,8 @@ def present() -> Iterator[None]:
         raise unreadable(error) from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[int, int] | None]:
+    """config.json without the scheme of FP8 weights, and the blocks of those."""
     path = folder / "config.json"
     config = read_json(path) if path.exists() else {}
     if "_class_name" in config or (folder / "model_index.json").exists():
@@ -140,13 +142,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise LinearizeError(f"{folder} has no config.json: not a Transformers model folder", Exit.INCOMPATIBLE)
     if not isinstance(config.get("model_type"), str):
         raise LinearizeError(f"{path}: model_type is {config.get('model_type')!r}, not a name", Exit.INCOMPATIBLE)
-    quantization = config.get("quantization_config")
+    quantization, block = config.get("quantization_config"), None
     if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise LinearizeError(
-            f"{folder.name} is quantized ({method}): surgery needs float weights; use its base model",
-            Exit.INCOMPATIBLE,
-        )
+        block = fp8_block(quantization)
+        if block is None:
+            raise quantized(folder, quantization)
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
     for key, value in _amounts(config):
         if value > MAX_AMOUNT:
             raise LinearizeError(
@@ -154,7 +155,39 @@ def _read_config(folder: Path) -> dict[str, Any]:
                 "the file again",
                 Exit.INCOMPATIBLE,
             )
-    return config
+    return config, block
+
+
+def fp8_block(quantization: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block that shares a scale, for FP8 weights as DeepSeek-V3's; None for any other scheme."""
+    known = isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
+    if not known or quantization.get("fmt", "e4m3") != "e4m3":
+        return None
+    match quantization.get("weight_block_size"):
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    return None
+
+
+def quantized(folder: Path, quantization: Any) -> LinearizeError:
+    """The error (exit 3) for quantized weights, with the way to float ones."""
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    card = folder / "README.md"
+    text = card.read_text("utf-8", errors="replace")[:20_000] if card.is_file() else ""
+    base = re.search(r"^base_model:\s*(?:-\s*)?([\w.-]+/[\w.-]+)\s*$", text, re.MULTILINE)
+    load = {
+        "mxfp4": "from_pretrained(IT, quantization_config=transformers.Mxfp4Config(dequantize=True))",
+        "bitsandbytes": "from_pretrained(IT).dequantize()",
+    }.get(str(method))
+    how = "convert the float model that it was made from"
+    if base is not None:
+        how = f"convert the model that it was made from: linearize convert {base[1]}"
+    elif load is not None:
+        load = load.replace("IT", repr(str(folder)))
+        how = f'make one: python -c "import transformers; transformers.AutoModelForCausalLM.{load}'
+        how += ".save_pretrained('float')\", then linearize convert float"
+    message = f"{folder.name} is quantized ({method}): surgery needs float weights; {how}"
+    return LinearizeError(message, Exit.INCOMPATIBLE)
 
 
 def _amounts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -15,7 +15,7 @@ from .. import __version__
 from ..convert import check_paths
 from ..diffusion.convert import holds_diffusers
 from ..errors import Exit, LinearizeError, absent
-from ..plan.mechanisms import build_mixer, present_options
+from ..plan.mechanisms import build_mixer, present_options, renamed_options
 from ..plan.plan import Plan
 from ..verify.reload import check_keys, check_steps, compare, fits_twice, reload_logits
 from . import write as checkpoint
@@ -94,9 +94,8 @@ def with_present_options(plan: Plan) -> tuple[Plan, dict[str, str]]:
     renamed: dict[str, str] = {}
     steps = []
     for step in plan.steps:
-        options = present_options(step.mechanism, step.options)
-        renamed |= {old: new for old, new in zip(step.options, options, strict=True) if old != new}
-        steps.append(dataclasses.replace(step, options=options))
+        renamed |= renamed_options(step.mechanism, step.options)
+        steps.append(dataclasses.replace(step, options=present_options(step.mechanism, step.options)))
     return dataclasses.replace(plan, steps=tuple(steps)), renamed
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from . import card
 from .atomic import MANIFEST
 from .carried import carried_files
 from .code import SourceClasses, auto_map, code_files
+from .fp8 import FP8, Places, dequantized, is_scale, places
 from .shards import (
     BLOCK,
     NAMES,
@@ -130,6 +132,8 @@ def write_source_shards(
     names = {pattern.format(n, len(source.shards)): shard for n, shard in enumerate(source.shards, 1)}
     if source.pickled or plan.cast:
         rewrite = rewrite_pickle if source.pickled else rewrite_cast
+        if source.block is not None:
+            rewrite = partial(rewrite_fp8, places(source), source.block)
         written = {name: rewrite(shard, folder / name, plan, tied) for name, shard in names.items()}
         for _, hashes, cast in written.values():
             for name, value in hashes.items():
@@ -172,6 +176,24 @@ def rewrite_cast(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewri
     def values(name: str) -> Iterator[torch.Tensor]:
         for block in read_tensor(shard, old[name]):
             yield block.to(new.get(name, block.dtype))
+
+    return entries, write_shard(target, entries, values), set(new)
+
+
+def rewrite_fp8(
+    known: Places, block: tuple[int, int], shard: Path, target: Path, plan: Plan, tied: set[str]
+) -> Rewritten:
+    """Write a safetensors file whose FP8 weights have their scales, wherever those lie, as one of float weights."""
+    old = {name: entry for name, entry in read_header(shard).items() if not is_scale(name, known)}
+    scaled = {name for name, entry in old.items() if entry.dtype == FP8}
+    whole = NAMES[getattr(torch, plan.dtype)]
+    dtypes = {name: whole if name in scaled else _target(entry.dtype, plan) for name, entry in old.items()}
+    entries = {name: dataclasses.replace(entry, dtype=dtypes[name]) for name, entry in old.items()}
+    new = {name: TORCH_DTYPES[e.dtype] for name, e in entries.items() if e.dtype != old[name].dtype}
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        for part in dequantized(name, known, block) if name in scaled else read_tensor(shard, old[name]):
+            yield part.to(new.get(name, part.dtype))
 
     return entries, write_shard(target, entries, values), set(new)
 

@@ -18,10 +18,23 @@ def convert(
         Path | None, typer.Option("--output", "-o", help="Folder to write. Default: ./NAME-MECHANISM.")
     ] = None,
     layers: Annotated[str, typer.Option(help="Layers to convert: all, 0-3,7 or every:2.")] = "all",
-    keep_softmax: Annotated[str, typer.Option(help="Layers that keep softmax, for example 7,15.")] = "",
+    keep_softmax: Annotated[
+        str,
+        typer.Option(help="Layers that keep softmax: 7,15, every:4, or auto:2 (auto:25%) to let linearize choose."),
+    ] = "",
+    score_by: Annotated[
+        str, typer.Option(help="How auto compares layers: restore (one after the other), swaps (fastest) or gates.")
+    ] = "restore",
+    score_text: Annotated[
+        Path | None, typer.Option(help="Text on which auto compares layers, .txt or .jsonl. Default: Python sources.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Mechanism option as key=value (list: linearize mechanisms NAME). Repeatable."),
+        typer.Option(
+            "--set",
+            help="Mechanism option as key=value (list: linearize mechanisms NAME), or key@0-3=value for some layers. "
+            "Repeatable.",
+        ),
     ] = None,
     allow_drop: Annotated[
         list[str] | None,
@@ -30,7 +43,9 @@ def convert(
     dtype: Annotated[
         str, typer.Option(help="Dtype of the result: keep, float32, bfloat16, float16 or float64.")
     ] = "keep",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop. Reads no weights.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and stop. Reads no weights, except for auto.")
+    ] = False,
     copy: Annotated[
         bool, typer.Option("--copy", help="Copy the source's shards. Default: hard links where the disk allows them.")
     ] = False,
@@ -52,6 +67,7 @@ def convert(
     from .. import convert as of_transformers
     from ..diffusion import convert as of_diffusers
     from ..hub import push as hub
+    from ..plan.keep import is_auto
     from ..plan.mechanisms import parse_settings
     from ..terminal.tables import plan_table
 
@@ -60,6 +76,7 @@ def convert(
         raise LinearizeError("--push: a pipeline of diffusers is uploaded with hf upload REPO DIR")
     if push is not None:
         hub.check_name(push) if dry_run else hub.check_access(push)
+    asked = of_scoring(score_by, score_text) if is_auto(keep_softmax) and story is of_transformers else {}
     planned = story.plan_conversion(
         model,
         to,
@@ -71,7 +88,8 @@ def convert(
         copy=copy,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        weights=not dry_run,
+        weights=not dry_run or bool(asked),
+        **asked,
     )
     plan = planned[0]
     plan_table(plan)
@@ -89,3 +107,23 @@ def convert(
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)
     if as_json:
         print_json(result)
+
+
+def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
+    """How `--keep-softmax auto` compares layers, as an argument. Raises LinearizeError (exit 2) for another method and
+    for text that is not there."""
+    from ..choose.choose import Scoring, chooser
+    from ..data.documents import TextSource
+    from ..errors import absent, check_file
+    from ..plan.keep import check_method
+    from ..recipe.data import SUFFIXES
+
+    scoring: dict[str, Any] = {"method": check_method(method), "say": say}
+    if text is not None:
+        if not text.name.endswith(SUFFIXES):
+            raise LinearizeError(f"--score-text {text}: must be a {', '.join(SUFFIXES)} file")
+        if not text.exists():
+            raise absent(text)
+        check_file(text)
+        scoring["text"] = TextSource(files=(text,))
+    return {"choose": chooser(Scoring(**scoring))}

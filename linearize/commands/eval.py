@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..terminal.output import Json, print_json
+from ..terminal.output import Json, finite, print_json, say
+
+NO_RECIPE = (
+    "no --recipe: measured on the held-out part of Python's standard library. For a model of other text, give a "
+    "recipe, or data.eval='{files: [heldout.jsonl]}'"
+)
 
 
 def evaluate(
@@ -17,12 +23,22 @@ def evaluate(
     ] = None,
     teacher: Annotated[str, typer.Option(help="The model that was converted.")] = "",
     recipe: Annotated[
-        str, typer.Option(help="Recipe or preset that names the text: data.eval, data.pack and eval.max_tokens.")
-    ] = "demo",
+        str,
+        typer.Option(
+            help="Recipe or preset that names the text: data.eval, data.pack and eval.max_tokens. Without it the text "
+            "is the held-out part of Python's standard library."
+        ),
+    ] = "",
     lengths: Annotated[
         str, typer.Option(help="Lengths of recall and needle texts in tokens, for example 256,1024.")
     ] = "256,512,1024",
     trials: Annotated[int, typer.Option(min=1, help="Number of texts for each task and length.")] = 32,
+    generate: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Texts that each model writes by itself: recall without help, Python that parses, repetition."
+        ),
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 8192,
     device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
@@ -30,24 +46,37 @@ def evaluate(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow the models' own Python code to run.")
     ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the result as JSON, which linearize report reads.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size."""
-    from ..errors import LinearizeError
+    from ..errors import LinearizeError, writing
+    from ..recipe.data import DemoSource
     from ..recipe.recipe import load_recipe
 
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
-    text = load_recipe(recipe, [f"model.base={json.dumps(teacher)}", *(overrides or [])])
+    text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
     from ..measure.compare import EvalRequest, check_text, compare, parse_lengths
     from ..measure.generate import load
     from ..terminal.tables import comparison_table
 
     check_text(text)
-    request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens)
+    if not recipe and isinstance(text.data.eval, DemoSource):
+        say(NO_RECIPE)
+    request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     ours, theirs = (load(name, None, teacher=False, **options) for name in (student, teacher))
     result = {"student": student, "teacher": teacher, "seed": seed, **compare(ours, theirs, text, request)}
     comparison_table(result)
+    if result["positions"]["warning"]:
+        say(result["positions"]["warning"])
+    if output is not None:
+        with writing(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(finite(result)) + "\n", "utf-8")
+        say(f"wrote {output}")
     if as_json:
         print_json(result)

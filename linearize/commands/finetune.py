@@ -26,12 +26,13 @@ def finetune(
 
     loaded = load_recipe(recipe, overrides or [])
     from .. import finetune as story
-    from ..terminal.tables import recipe_table, report_table
+    from ..terminal.tables import estimate_table, recipe_table, report_table
 
+    result: dict[str, Any]
     if dry_run:
-        plans = story.dry_run(loaded, say, max_steps, stage)
-        recipe_table(plans)
-        result: dict[str, Any] = {"stages": plans}
+        result = story.dry_run(loaded, say, max_steps, stage)
+        recipe_table(result["stages"])
+        estimate_table(result)
     else:
         result = story.finetune(loaded, resume=resume, only=stage, max_steps=max_steps, say=say)
         if int(os.environ.get("RANK", "0")):

@@ -11,7 +11,9 @@ from ..terminal.output import Json, print_json, say
 
 
 def push(
-    folder: Annotated[Path, typer.Argument(help="A folder that linearize convert or finetune wrote.")],
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that linearize convert or finetune wrote, or transformers saved.")
+    ],
     repo: Annotated[str, typer.Argument(help="Hub repository as user/repo. It is created if it does not exist.")],
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
@@ -25,17 +27,21 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Upload a converted model and its card to the Hub. An interrupted push can be repeated."""
+    from ..checkpoint.adopt import adopted
     from ..hub import push as hub
 
-    upload = hub.plan_push(folder, repo, private=private, pr=pr, message=message, trust_remote_code=trust_remote_code)
-    for note in upload.notes:
-        say(f"note: {note}")
-    result: dict[str, Any] = {"upload": upload.to_json()}
-    if dry_run:
-        for name, size in upload.files.items():
-            say(f"{size:>16,}  {name}")
-        say(f"{sum(upload.files.values()):>16,}  bytes to {repo}: {upload.message}\n\n{upload.card}")
-    else:
-        result |= hub.push(upload, say)
+    with adopted(folder, trust_remote_code=trust_remote_code) as whole:
+        upload = hub.plan_push(
+            whole, repo, private=private, pr=pr, message=message, trust_remote_code=trust_remote_code
+        )
+        for note in upload.notes:
+            say(f"note: {note}")
+        result: dict[str, Any] = {"upload": upload.to_json() | {"folder": str(folder)}}
+        if dry_run:
+            for name, size in upload.files.items():
+                say(f"{size:>16,}  {name}")
+            say(f"{sum(upload.files.values()):>16,}  bytes to {repo}: {upload.message}\n\n{upload.card}")
+        else:
+            result |= hub.push(upload, say)
     if as_json:
         print_json(result)

@@ -42,12 +42,13 @@ def cp(
     to: Annotated[Path | None, typer.Argument(help="File or folder to write. Default: ./NAME.yaml.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Copy a preset, so that you can change it."""
+    """Copy a preset, so that you can change it, and the schema by which editors complete and check it."""
     import yaml
 
     from ..recipe.presets import copy
+    from ..recipe.recipe import recipe_schema
 
-    target = copy(name, to or Path(), overwrite)
+    target = copy(name, to or Path(), overwrite, recipe_schema())
     base = "" if "base" in yaml.safe_load(target.read_text("utf-8"))["model"] else " model.base=DIR"
     say(f"wrote {target}. Next: linearize finetune {target}{base} --dry-run")
 
@@ -85,8 +86,8 @@ def validate(
 def schema() -> None:
     """Print the JSON schema of recipes.
 
-    For editors: save it as recipe.schema.json and begin a recipe with
-    `# yaml-language-server: $schema=recipe.schema.json`.
+    For editors that have a YAML language server: save it as recipe.schema.json, and put the comment
+    `# yaml-language-server: $schema=recipe.schema.json` into a recipe beside it. `recipes cp` does both.
     """
     from ..recipe.recipe import recipe_schema
 

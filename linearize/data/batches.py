@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -21,17 +22,17 @@ from transformers import AutoImageProcessor
 
 from ..errors import Exit, LinearizeError, absent, check_file
 from ..measure.generate import check_tokens, load_tokenizer
-from ..recipe.data import ArraySource, Data, ImageSource, Pack, holds_images, local_paths
+from ..recipe.data import ArraySource, Data, ImageSource, MixSource, Pack, holds_images, local_paths, parts_of
 from ..train.losses import IGNORED, next_token_targets
 from ..train.runtime import to_source
 from ..verify.child.inputs import make_inputs
 from .cache_key import digest, identity
 from .images import Images, find_images, image_files
 from .masked import MaskedBlocks
-from .packing import Blocks, build_blocks
+from .packing import Blocks, MixedBlocks, build_blocks
 
 Batch = dict[str, Tensor]
-Samples = Blocks | MaskedBlocks | Images
+Samples = Blocks | MixedBlocks | MaskedBlocks | Images
 Kind = Literal["text", "masked", "images"]
 FEW_IMAGES = 16  # of a step; docs/vision.md has what one a step did
 INPUTS = ("input_ids", "position_ids", "attention_mask", "pixel_values")
@@ -181,9 +182,19 @@ def open_samples(
             message = f"{images.found.where} names no class of an image, and sft learns and scores nothing else"
             raise LinearizeError(f"{message}. Give a folder for each class, labels or label_key, or choose logit_kl")
         return images
-    text = to_source(source, pack.text_key, start)
-    blocks = build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=max_tokens)
+    parts, found = parts_of(source), []
+    for part, share in parts:
+        text = to_source(part, pack.text_key, start)
+        limit = math.ceil(max_tokens * share) if max_tokens is not None and is_long(part) else None
+        limit = limit if len(parts) > 1 else max_tokens
+        found.append(build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=limit))
+    blocks = found[0] if len(found) == 1 else MixedBlocks(found, [share for _, share in parts])
     return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)
+
+
+def is_long(source: Any) -> bool:
+    """Whether a source has far more text than a run may need, so that reading it has to end somewhere."""
+    return getattr(source, "streaming", False) or getattr(source, "demo", None) == "packages"
 
 
 def check_source(source: Any, model: Any, start: Path, where: str) -> None:
@@ -191,6 +202,10 @@ def check_source(source: Any, model: Any, start: Path, where: str) -> None:
     there (exit 2); and by `check_trains`."""
     kind = kind_of(model)
     check_trains(model, kind)
+    if isinstance(source, MixSource):
+        for number, (part, _) in enumerate(parts_of(source)):
+            check_source(part, model, start, f"{where}.mix[{number}].source")
+        return
     if holds_images(source) != (kind == "images"):
         found, due = ("text", "images") if kind == "images" else ("images", "text")
         instead = "images: FOLDER, arrays: FILE.npz, or path and image_key" if kind == "images" else "files, or path"
@@ -209,7 +224,9 @@ def source_hash(source: Any, start: Path) -> str:
     and sizes, else of all bytes.
     """
     facts: Any
-    if isinstance(source, ImageSource):
+    if isinstance(source, MixSource):
+        facts = [[source_hash(part, start), share] for part, share in parts_of(source)]
+    elif isinstance(source, ImageSource):
         (folder,) = local_paths(source, start)
         facts = sorted((str(file.relative_to(folder)), file.stat().st_size) for file in image_files(folder))
     elif isinstance(source, ArraySource):

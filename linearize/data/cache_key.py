@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Exit, LinearizeError, absent, check_file
-from .documents import SUFFIXES, TextSource, rows_of
+from ..recipe.data import SUFFIXES
+from .documents import TextSource, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,13 +19,14 @@ _PROBE = "a B1, 2\n\u00e9  <s>"  # how a tokenizer cuts this stands in for what 
 
 def identity(source: TextSource) -> list[Any]:
     """What the text depends on, for a cache key: content where it is at hand, else the dataset's address."""
-    address = [source.path, source.name, source.split, source.streaming, source.text_key]
+    address: list[Any] = [source.path, source.name, source.split, source.streaming, source.text_key]
+    address += [list(source.data_files)] if source.data_files else []
     if source.demo:
         texts = "\0".join(row.fields[source.text_key] for row in rows_of(source))
         return [*address, source.demo, hashlib.sha256(texts.encode()).hexdigest()]
     files = list(source.files)
     for file in files:
-        if file.suffix not in SUFFIXES:
+        if not file.name.endswith(SUFFIXES):
             raise LinearizeError(f"{file}: known file types are {', '.join(SUFFIXES)}")
     if source.path and (folder := Path(source.path)).is_dir():
         files = sorted(file for file in folder.rglob("*") if file.is_file())

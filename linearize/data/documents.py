@@ -1,26 +1,28 @@
 """Read documents from files or datasets, and tokenize them: source -> rows -> pieces of token ids.
 
 A row is a text, or a conversation: `messages` of {role, content}, or `prompt` and `completion`. Nothing here
-knows the block length; packing is data.py's.
+knows the block length; packing.py packs.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import Exit, LinearizeError, did_you_mean, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SLAB = 1 << 20  # characters per tokenizer call: feeds its threads, bounds its memory (240 bytes a token)
-SUFFIXES = (".txt", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class TextSource:
     files: tuple[Path, ...] = ()
     path: str | None = None
     name: str | None = None
+    data_files: tuple[str, ...] = ()
     split: str = "train"
     streaming: bool = False
     demo: Literal["train", "heldout", "packages"] | None = None
@@ -228,24 +231,73 @@ def rows_of(source: TextSource) -> Iterator[_Row]:
     elif source.path:
         yield from _dataset_rows(source)
     for file in source.files:
-        try:
-            yield from _file_rows(file, source.text_key)
-        except UnicodeDecodeError as error:
-            raise LinearizeError(f"{file} is not UTF-8: {error}") from error
+        if file.suffix == ".txt":
+            try:
+                yield _Row(str(file), {source.text_key: file.read_text(encoding="utf-8-sig")})
+            except UnicodeDecodeError as error:
+                raise LinearizeError(f"{file} is not UTF-8: {error}") from error
+        elif file.suffix == ".parquet":
+            yield from _parquet_rows(file)
+        else:
+            yield from _json_rows(file)
 
 
-def _file_rows(file: Path, text_key: str) -> Iterator[_Row]:
-    if file.suffix == ".txt":
-        yield _Row(str(file), {text_key: file.read_text(encoding="utf-8-sig")})
-        return
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                where = f"{file}:{number}"
-                yield _Row(where, _json_object(where, line))
+def _json_rows(file: Path) -> Iterator[_Row]:
+    """The objects of a .jsonl file, packed or not. Raises LinearizeError with the line that cannot be read."""
+    number = 0
+    try:
+        # What is no UTF-8 becomes half a surrogate pair here, so that its line can be told.
+        with io.TextIOWrapper(_unpacked(file), encoding="utf-8-sig", errors="surrogateescape") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    where = f"{file}:{number}"
+                    yield _Row(where, _json_object(where, line))
+    except (EOFError, zlib.error, OSError) as error:
+        if not _is_packed(file):
+            raise
+        message = f"{file}:{number + 1}: cannot be unpacked ({error}). The file is cut short or damaged"
+        raise LinearizeError(message) from error
+
+
+def _is_packed(file: Path) -> bool:
+    return file.suffix in (".gz", ".zst")
+
+
+def _unpacked(file: Path) -> Any:
+    """The bytes of a file, unpacked as its name says."""
+    if file.suffix == ".gz":
+        return gzip.open(file, "rb")
+    if file.suffix == ".zst":
+        return _pyarrow(file).CompressedInputStream(_pyarrow(file).OSFile(str(file)), "zstd")
+    return file.open("rb")
+
+
+def _pyarrow(file: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise LinearizeError(f'{file} needs: pip install "linearize[train]"', Exit.RESOURCE) from error
+    return pyarrow
+
+
+def _parquet_rows(file: Path) -> Iterator[_Row]:
+    errors = _pyarrow(file).ArrowException
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for fields in batch.to_pylist():
+                yield _Row(f"{file} row {number}", fields)
+                number += 1
+    except (errors, OSError) as error:
+        raise LinearizeError(f"{file} row {number}: cannot be read ({reason_of(error)})") from error
 
 
 def _json_object(where: str, line: str) -> dict[str, Any]:
+    if not line.isascii() and (found := re.search("[\udc80-\udcff]", line)):
+        byte = ord(found[0]) - 0xDC00
+        raise LinearizeError(f"{where}:{found.start() + 1}: not UTF-8 (byte {byte:#x})")
     try:
         value = json.loads(line)
         if "\\ud" in line.lower():  # only an escape brings in half a surrogate pair: tokenizers raise
@@ -263,19 +315,27 @@ def _json_object(where: str, line: str) -> dict[str, Any]:
 
 def _dataset_rows(source: TextSource) -> Iterator[_Row]:
     assert source.path is not None
+    rows = open_dataset(source.path, source.name, source.split, source.streaming, source.data_files)
     with dataset_errors(str(source)):
-        for i, fields in enumerate(open_dataset(source.path, source.name, source.split, source.streaming)):
+        for i, fields in enumerate(rows):
             yield _Row(f"{source} row {i}", fields)
 
 
-def open_dataset(path: str, name: str | None, split: str, streaming: bool = False) -> Any:
+def open_dataset(
+    path: str, name: str | None, split: str, streaming: bool = False, data_files: tuple[str, ...] = ()
+) -> Any:
     """A split of a `datasets` dataset. Raises LinearizeError where there is none."""
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise LinearizeError(f'dataset {path} needs: pip install "linearize[train]"', Exit.RESOURCE) from error
+        raise no_datasets(path) from error
     with dataset_errors(path):
-        return load_dataset(path, name, split=split, streaming=streaming)
+        return load_dataset(path, name, split=split, streaming=streaming, data_files=list(data_files) or None)
+
+
+def no_datasets(path: str) -> LinearizeError:
+    """The error (exit 4) for a dataset where the package that reads it is not installed."""
+    return LinearizeError(f'dataset {path} needs: pip install "linearize[train]"', Exit.RESOURCE)
 
 
 @contextmanager

@@ -238,7 +238,7 @@ class _Column(Sequence[Any]):
 
 def from_dataset(source: DatasetSource) -> Labelled:
     """A `datasets` split with a column of images, and one of class names or numbers unless label_key is null."""
-    dataset = open_dataset(source.path, source.name, source.split)
+    dataset = open_dataset(source.path, source.name, source.split, data_files=source.data_files)
     assert source.image_key is not None
     for key in (source.image_key, source.label_key):
         if key not in (None, *dataset.column_names):

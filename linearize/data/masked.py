@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import Exit, LinearizeError
 from ..train.losses import IGNORED
-from .packing import Blocks, hashed_generator
+from .packing import Blocks, MixedBlocks, hashed_generator
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 
@@ -21,7 +21,7 @@ CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 class MaskedBlocks:
     """Item i, each [T]: `input_ids` with masks, `attention_mask`, `labels` (the hidden tokens, else -100), `valid`."""
 
-    def __init__(self, blocks: Blocks, tokenizer: Any, seed: int) -> None:
+    def __init__(self, blocks: Blocks | MixedBlocks, tokenizer: Any, seed: int) -> None:
         if tokenizer.mask_token_id is None:
             message = "the tokenizer has no mask token. Name one in the model's tokenizer_config.json"
             raise LinearizeError(message, Exit.INCOMPATIBLE)

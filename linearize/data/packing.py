@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +33,7 @@ from .documents import Piece, TextSource, end_token, pieces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["BlockOrder", "Blocks", "TextSource", "build_blocks", "data_fingerprint"]
+__all__ = ["BlockOrder", "Blocks", "MixedBlocks", "TextSource", "build_blocks", "data_fingerprint"]
 
 Words = npt.NDArray[np.uint32]
 
@@ -85,6 +86,30 @@ class Blocks:
             "valid": (words & _PAD) == 0,
         }
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class MixedBlocks:
+    """Blocks of several sources in the shares of their weights, as one.
+
+    An epoch is so long that each source comes once at least: those with little text for their share come more often.
+    The order is fixed and even, so that the first blocks are a mix, too.
+    """
+
+    def __init__(self, parts: Sequence[Blocks], shares: Sequence[float]) -> None:
+        self.parts, self.seq_len = list(parts), parts[0].seq_len
+        total = max(len(blocks) / share for blocks, share in zip(parts, shares, strict=True))
+        counts = [max(round(share * total), len(blocks)) for blocks, share in zip(parts, shares, strict=True)]
+        places = [(np.arange(count) + 0.5) / count for count in counts]
+        which = np.concatenate([np.full(count, number, np.int64) for number, count in enumerate(counts)])
+        within = np.concatenate([np.arange(count) % len(blocks) for count, blocks in zip(counts, parts, strict=True)])
+        order = np.argsort(np.concatenate(places), kind="stable")
+        self._which, self._within = which[order], within[order]
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.parts[self._which[index]][int(self._within[index])]
 
 
 def data_fingerprint(blocks: Blocks) -> str:

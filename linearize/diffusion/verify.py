@@ -28,6 +28,7 @@ from ..probe.meta_run import quiet
 from ..verify import checks
 from ..verify.checks import Check
 from ..verify.child.latents import denoised, make_latents, parts_of
+from ..verify.limits import RELOADED, STRICT
 from ..verify.reload import (
     Level,
     clean_command,
@@ -43,7 +44,6 @@ from .code import carried_files, code_for, readers
 from .probe import Part, own_steps
 from .write import INDEX_FILE, SHARDS
 
-LIMIT, STRICT_LIMIT = 1e-4, 2e-5
 CHECK = """
 import diffusers
 diffusers.utils.logging.set_verbosity_error()
@@ -154,7 +154,7 @@ def verify_folder(folder: Path, *, strict: bool = False, trust_remote_code: bool
             )
         )
     found.append(checks.attempt("untouched weights", partial(check_hashes, folder, parts)))
-    found += check_behaviours(folder, STRICT_LIMIT if strict else LIMIT)
+    found += check_behaviours(folder, STRICT if strict else RELOADED)
     return [checks.strictly(check) for check in found] if strict else found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..checkpoint.card import inherited
+from ..checkpoint.card import inherited, options_text
 from ..checkpoint.carried import TEMPLATES, is_licence, is_read
 from ..checkpoint.shards import place_shard
 from ..checkpoint.source import Source
@@ -52,7 +52,7 @@ Written by linearize {version}. The new parameters are untrained: distil before 
 ```
 
 `trust_remote_code=True` loads the Python file that holds the mechanism. Only diffusers, torch and
-transformers >= 5.17 are needed. {new_parameters:,} new parameters; options `{options}`.
+transformers >= 5.17 are needed. {new_parameters:,} new parameters; options {options}.
 {notes}"""
 PIPELINE = """from diffusers import DiffusionPipeline
 
@@ -157,7 +157,7 @@ def card(plan: Plan, source: Source) -> str:
             version=__version__,
             loading=PIPELINE if source.config else MODEL,
             new_parameters=plan.new_parameters,
-            options=plan.steps[0].options,
+            options=options_text(plan),
             notes="".join(f"\n- dropped: {note}" for note in plan.notes) + "\n" if plan.notes else "",
         )
     )

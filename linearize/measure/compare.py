@@ -15,16 +15,20 @@ from linearize_kernels.hf.seam import evaluating
 
 from ..data.batches import collate, forward, targets
 from ..data.cache_key import fingerprint
+from ..data.documents import TextSource
 from ..data.packing import Blocks, build_blocks
 from ..errors import Exit, LinearizeError, absent, check_file
 from ..recipe.data import holds_images, local_paths
 from ..recipe.recipe import Recipe
+from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import most_tokens
 from .evaluate import sample_count
+from .freely import beginnings, freely
 from .generate import Loaded, device_memory
+from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
 from .recall import Writer, rows_of, score
 
 TASKS = ("recall", "needle")
@@ -32,12 +36,14 @@ TASKS = ("recall", "needle")
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What to measure: `lengths` in tokens, `trials` rows of each task and length, `batch_tokens` at a time."""
+    """What to measure: `lengths` in tokens, `trials` rows of each task and length, `batch_tokens` at a time; `generate`
+    texts that each model writes by itself."""
 
     lengths: tuple[int, ...]
     trials: int
     seed: int
     batch_tokens: int
+    generate: int = 0
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
@@ -85,7 +91,40 @@ def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalReque
     check_lengths(student, teacher, recipe, request)
     with tempfile.TemporaryDirectory() as cache:
         blocks = read_blocks(recipe, student.tokenizer, Path(cache))
-        return measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
+        result = measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
+    source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
+    result |= {"text": str(source), "positions": far(student, teacher, source, recipe, request)}
+    return {**result, "generated": by_themselves(student, teacher, source, request) if request.generate else None}
+
+
+def by_themselves(student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest) -> dict[str, Any]:
+    """What both write after the beginnings of documents, and in lists of pairs at the first of the lengths."""
+    tokenizer, length = student.tokenizer, request.lengths[0]
+    prompts = beginnings(source, tokenizer, request.generate)
+    rows = rows_of("recall", Writer(tokenizer, request.seed), length, request.generate, [])
+    found: dict[str, Any] = {"texts": len(prompts), "rows": len(rows), "length": length}
+    for who, loaded in (("student", student), ("teacher", teacher)):
+        with evaluating(loaded.model):
+            found[who] = freely(loaded.model, tokenizer, prompts, rows)
+    return found
+
+
+def far(student: Loaded, teacher: Loaded, source: TextSource, recipe: Recipe, request: EvalRequest) -> dict[str, Any]:
+    """Perplexity and KL by position, from the length that the student was trained at to a multiple of it; `recorded`
+    says whether its folder names that length, which is else the recipe's."""
+    recorded = getattr(student.model.config, TRAINED_LENGTH, None)
+    found = positions(
+        reader(student.model),
+        reader(teacher.model),
+        source,
+        student.tokenizer,
+        student.model.device,
+        trained=recorded or recipe.data.pack.seq_len,
+        longest=longest_text(student.model, teacher.model),
+        tokens=recipe.eval.max_tokens,
+        batch_tokens=request.batch_tokens,
+    )
+    return found | {"recorded": recorded is not None, "warning": warning_of(found)}
 
 
 def check_text(recipe: Recipe) -> None:
@@ -113,15 +152,18 @@ def measure(
     student: Any, teacher: Any, tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
 ) -> dict[str, Any]:
     """`compare` for models at hand, which are on one device."""
-    with evaluating(student), evaluating(teacher):
-        result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens)
-        text = [token for i in range(sample_count(blocks, max_tokens)) for token in blocks[i]["input_ids"].tolist()]
+    number = sample_count(blocks, max_tokens)
+    total = 2 * (number * blocks.seq_len + len(TASKS) * request.trials * sum(request.lengths))
+    with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
+        result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
+        text = [token for i in range(number) for token in blocks[i]["input_ids"].tolist()]
         for task in TASKS:
             result[task] = []
             for length in request.lengths:
                 rows = rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
                 size = max(1, request.batch_tokens // length)
-                scores = {"student": score(student, rows, size), "teacher": score(teacher, rows, size)}
+                models = {"student": student, "teacher": teacher}
+                scores = {who: score(model, rows, size, advance) for who, model in models.items()}
                 result[task].append({"length": length, "entries": rows[0].entries, **scores})
         result["state"] = [
             {"length": length, "student": state_bytes(student, length), "teacher": state_bytes(teacher, length)}
@@ -131,10 +173,13 @@ def measure(
 
 
 @torch.no_grad()
-def predictions(student: Any, teacher: Any, blocks: Blocks, max_tokens: int, batch_tokens: int) -> dict[str, Any]:
+def predictions(
+    student: Any, teacher: Any, blocks: Blocks, max_tokens: int, batch_tokens: int, advance: Advance = silent
+) -> dict[str, Any]:
     """Perplexities, KL(teacher, student) in nats a token, and how often both find the same token the likeliest.
 
-    Over the next-token targets of the first `max_tokens` tokens; documents in a block are kept apart.
+    Over the next-token targets of the first `max_tokens` tokens; documents in a block are kept apart. `advance` is told
+    of tokens that are done.
     """
     sums, count = torch.zeros(4, dtype=torch.float64), 0
     number, size = sample_count(blocks, max_tokens), max(1, batch_tokens // blocks.seq_len)
@@ -148,6 +193,7 @@ def predictions(student: Any, teacher: Any, blocks: Blocks, max_tokens: int, bat
         same = ((ours.argmax(-1) == theirs.argmax(-1)) & asked).sum()
         sums += torch.stack([*losses, kl, same]).double().cpu()
         count += int(asked.sum())
+        advance(2 * wanted.numel())
     student_loss, teacher_loss, kl, same = (sums / max(count, 1)).tolist()
     return {
         "tokens": count,

@@ -1,4 +1,4 @@
-"""Held-out perplexity and accuracy, and the distance of each mixer's output from softmax's."""
+"""Held-out perplexity, accuracy and KL, and the distance of each mixer's output from softmax's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from linearize_kernels.hf.seam import evaluating
 
 from ..data.batches import Batch, Samples, blank, collate, forward, real_tokens, targets
-from ..train.losses import IGNORED, cross_entropy
+from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.stages import Listener, listen
 from ..train.student import Student
 
@@ -36,26 +36,40 @@ def sample_count(samples: Samples, max_tokens: int) -> int:
 
 
 class Score(NamedTuple):
-    """exp of the mean loss in nats, at most 1e304, and the share of targets that the model puts first."""
+    """exp of the mean loss in nats, at most 1e304, the share of targets that the model puts first, and the mean
+    KL(teacher, student) in nats a target; None for the teacher's own."""
 
     ppl: float
     accuracy: float
+    kl: float | None = None
 
 
 @torch.no_grad()
-def score(model: Any, data: Iterator[Batch], accelerator: Accelerator) -> Score | None:
-    """Of a model with a head, over every target of every process; None where there is none."""
-    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+def score(model: Any, data: Iterator[Batch], accelerator: Accelerator, student: Student | None = None) -> Score | None:
+    """Of a model with a head, over every target of every process; None where there is none.
+
+    With a `student`, whose model this is, its teacher reads the same.
+    """
+    sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
     with evaluating(model):
         for batch in data:
             wanted = targets(batch)
+            asked = wanted != IGNORED
             with accelerator.autocast():
                 logits = forward(model, batch)
                 loss = cross_entropy(logits, wanted)
-            count, hits = (wanted != IGNORED).sum(), (logits.argmax(-1) == wanted).sum()
-            sums += torch.stack([loss.double() * count, hits.double(), count.double()])
-    loss_sum, hits_sum, total = accelerator.reduce(sums, "sum").tolist()
-    return Score(math.exp(min(loss_sum / total, 700.0)), hits_sum / total) if total else None
+            kl = loss.new_zeros(())
+            if student is not None:
+                # A context of its own: autocast keeps the weights that it cast, and these are the source's.
+                with student.as_teacher(), accelerator.autocast():
+                    theirs = forward(model, batch)
+                kl = logit_kl(logits, theirs, asked, num_tokens=1.0)
+            count, hits = asked.sum(), (logits.argmax(-1) == wanted).sum()
+            sums += torch.stack([loss.double() * count, hits.double(), kl.double(), count.double()])
+    loss_sum, hits_sum, kl_sum, total = accelerator.reduce(sums, "sum").tolist()
+    if not total:
+        return None
+    return Score(math.exp(min(loss_sum / total, 700.0)), hits_sum / total, kl_sum / total if student else None)
 
 
 class Fidelity(Listener):

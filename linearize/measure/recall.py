@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import LinearizeError
+from ..terminal.progress import Advance, silent
 
 QUERIES = 8  # of a row of recall
+DEPTHS = 5  # into which needles are sorted by where they lie
 _CONSONANTS, _VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
 _MADE_UP = (len(_CONSONANTS) * len(_VOWELS)) ** 2
 
@@ -31,11 +33,13 @@ Entry = tuple[list[int], list[int], list[int]]
 
 @dataclass(frozen=True)
 class Row:
-    """One text: its tokens, the places of the values asked for, how many entries it holds."""
+    """One text: its tokens, the places of the values asked for, how many entries it holds; of a needle its depth, 0
+    to 1."""
 
     ids: list[int]
     asked: list[range]
     entries: int
+    depth: float | None = None
 
 
 class Writer:
@@ -99,7 +103,7 @@ class Writer:
         first = self.random.randrange(len(text) - room + 1)
         filler, cut = list(text[first : first + room]), round(depth * room)
         ids = self.start + filler[:cut] + needle + filler[cut:] + self.tokens("\n")
-        return Row(ids, [self.ask(ids, entry)], 1)
+        return Row(ids, [self.ask(ids, entry)], 1, depth)
 
 
 def _syllables(number: int) -> str:
@@ -119,12 +123,15 @@ def rows_of(task: str, writer: Writer, length: int, trials: int, text: Sequence[
 
 
 @torch.no_grad()
-def score(model: Any, rows: Sequence[Row], size: int) -> dict[str, float]:
+def score(model: Any, rows: Sequence[Row], size: int, advance: Advance = silent) -> dict[str, Any]:
     """Share of values recalled, and the mean loss of a value in nats, over all that is asked in `rows`.
 
-    `size` rows go through the model at a time, shorter ones filled up at the right, where no causal model looks.
+    Of needles also `depths`: the share found in each of DEPTHS parts of the text, None where none lies.
+    `size` rows go through the model at a time, shorter ones filled up at the right, where no causal model looks;
+    `advance` is told of tokens that are done.
     """
     right, loss, count = 0.0, 0.0, 0
+    by_depth: list[list[float]] = [[] for _ in range(DEPTHS)]
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         longest = max(len(row.ids) for row in part)
@@ -137,6 +144,14 @@ def score(model: Any, rows: Sequence[Row], size: int) -> dict[str, float]:
         found, wanted = logits[row, place - 1].float(), ids[row, place]
         missed = torch.zeros(len(places), device=model.device)
         missed.index_add_(0, value, (found.argmax(-1) != wanted).float())
+        for number, (row_number, _) in enumerate(places):
+            depth = part[row_number].depth
+            if depth is not None:
+                by_depth[min(DEPTHS - 1, int(depth * DEPTHS))].append(float(missed[number] == 0))
         sums = torch.stack([(missed == 0).sum(), F.cross_entropy(found, wanted, reduction="sum")]).tolist()
+        advance(ids.numel())
         right, loss, count = right + sums[0], loss + sums[1], count + len(places)
-    return {"accuracy": right / count, "loss": loss / count}
+    scores: dict[str, Any] = {"accuracy": right / count, "loss": loss / count}
+    if any(by_depth):
+        scores["depths"] = [sum(found) / len(found) if found else None for found in by_depth]
+    return scores

@@ -24,7 +24,7 @@ from ..terminal.output import ranges
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class DroppedFeature:
     """One thing that a linear layer drops. `refused`: not without consent."""
 
     name: str
@@ -32,50 +32,59 @@ class Loss:
     refused: bool = False
 
 
-SINKS = Loss("sinks", "the source has attention sinks, the linear layer does not")
+SINKS = DroppedFeature("sinks", "the source has attention sinks, the linear layer does not")
 # By the keyword under which the softmax function receives it, or the name that the probe gave it.
 KNOWN = {
-    "sliding_window": Loss(
+    "sliding_window": DroppedFeature(
         "sliding_window", "the source attends to a sliding window, the linear layer to all that it may see"
     ),
-    "own_mask": Loss("own_mask", "the source hides tokens by a mask of its own, the linear layer sees all that it may"),
-    "indices": Loss("indices", "the source attends to the keys that it picks, the linear layer to all that it may see"),
-    "softcap": Loss("softcap", "the source caps attention scores, the linear layer does not"),
+    "own_mask": DroppedFeature(
+        "own_mask", "the source hides tokens by a mask of its own, the linear layer sees all that it may"
+    ),
+    "indices": DroppedFeature(
+        "indices", "the source attends to the keys that it picks, the linear layer to all that it may see"
+    ),
+    "softcap": DroppedFeature("softcap", "the source caps attention scores, the linear layer does not"),
     "s_aux": SINKS,
     "sinks": SINKS,
-    "relu_features": Loss(
+    "relu_features": DroppedFeature(
         "relu_features", "the source is linear attention of relu(q) and relu(k), the linear layer has other features"
     ),
-    "alibi": Loss("alibi", "the source knows distance by a bias on its scores, which the linear layer lacks", True),
-    "position_bias": Loss(
+    "alibi": DroppedFeature(
+        "alibi", "the source knows distance by a bias on its scores, which the linear layer lacks", True
+    ),
+    "position_bias": DroppedFeature(
         "position_bias", "the source adds a position bias to its scores, the linear layer does not", True
     ),
-    "score_bias": Loss("score_bias", "the source adds a bias to its scores, the linear layer does not", True),
+    "score_bias": DroppedFeature("score_bias", "the source adds a bias to its scores, the linear layer does not", True),
 }
 
 
-def losses(sites: Iterable[Site]) -> dict[Loss, list[int]]:
+def dropped_features(sites: Iterable[Site]) -> dict[DroppedFeature, list[int]]:
     """What making these sites linear drops, and at which layers."""
-    found: dict[Loss, list[int]] = {}
+    found: dict[DroppedFeature, list[int]] = {}
     for site in sites:
         for extra in site.extras:
-            unknown = Loss(extra, "the source's softmax is given it, the linear layer would ignore it", True)
+            unknown = DroppedFeature(extra, "the source's softmax is given it, the linear layer would ignore it", True)
             found.setdefault(KNOWN.get(extra, unknown), []).append(site.layer)
     return found
 
 
-def check_losses(sites: Iterable[Site], allowed: Iterable[str]) -> None:
-    """Raise LinearizeError: exit 3 for a loss that needs consent and has none, 2 for consent to what is not lost."""
-    found = losses(sites)
-    names = [loss.name for loss in found]
+def check_dropped_features(sites: Iterable[Site], allowed: Iterable[str]) -> None:
+    """Raise LinearizeError: exit 3 for a dropped feature that needs consent and has none, 2 for consent to one
+    that is not dropped."""
+    found = dropped_features(sites)
+    names = [feature.name for feature in found]
     for name in allowed:
         if name not in names:
             lost = f"drops {', '.join(names)}" if names else "drops nothing of its softmax"
             raise LinearizeError(f"--allow-drop {name}: this conversion {lost}.{did_you_mean(name, names)}")
-    refused = {loss: layers for loss, layers in found.items() if loss.refused and loss.name not in allowed}
+    refused = {feature: layers for feature, layers in found.items() if feature.refused and feature.name not in allowed}
     if refused:
-        what = "; ".join(f"{loss.name} at layers {ranges(layers)}: {loss.what}" for loss, layers in refused.items())
-        flags = " ".join(f"--allow-drop {loss.name}" for loss in refused)
+        what = "; ".join(
+            f"{feature.name} at layers {ranges(layers)}: {feature.what}" for feature, layers in refused.items()
+        )
+        flags = " ".join(f"--allow-drop {feature.name}" for feature in refused)
         layers = ranges(sorted({layer for its in refused.values() for layer in its}))
         raise LinearizeError(
             f"the result would lack {what}. Pass {flags} to convert all the same, or keep these layers: "

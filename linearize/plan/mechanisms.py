@@ -36,6 +36,7 @@ def load_mechanism(name: str) -> Any:
     check_name(name)
     from linearize_kernels.mixer import own_mixer
 
+    importlib.import_module("linearize_kernels.window.window")  # an option of every mixer, in a file that few need
     return own_mixer(importlib.import_module(f"linearize_kernels.{name}.{name}"))
 
 
@@ -43,14 +44,35 @@ def load_mechanism(name: str) -> Any:
 RENAMED_OPTIONS = {"features": "feature_map", "phi": "feature_map", "gate_heads": "state_heads"}
 
 
-def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`options` of mechanism `name` under the names that they have now; unknown ones stay as they are."""
+# Values that were renamed, by option, for mechanisms where it is a choice now: old value -> new.
+RENAMED_VALUES: dict[str, dict[Any, str]] = {
+    "rope": {True: "before", False: "off", "true": "before", "false": "off", "True": "before", "False": "off"}
+}
+
+
+def renamed_options(name: str, options: dict[str, Any]) -> dict[str, str]:
+    """Those of `options` that mechanism `name` had under another name: old -> new."""
     from linearize_kernels.mixer import option_types
 
     mixer, base = load_mechanism(name), options.get("base")
     known = option_types(mixer, base if base in mixer.bases else None)
-    new = {old: RENAMED_OPTIONS.get(old, old) for old in options}
-    return {new[old] if old not in known and new[old] in known else old: value for old, value in options.items()}
+    new = {old: RENAMED_OPTIONS[old] for old in options if old in RENAMED_OPTIONS and old not in known}
+    return {old: present for old, present in new.items() if present in known}
+
+
+def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` of mechanism `name` under the names and with the values that they have now; unknown ones stay as they
+    are."""
+    from linearize_kernels.mixer import option_types
+
+    mixer, base = load_mechanism(name), options.get("base")
+    known = option_types(mixer, base if base in mixer.bases else None)
+    renamed = renamed_options(name, options)
+    named = {renamed.get(option, option): value for option, value in options.items()}
+    for option, values in RENAMED_VALUES.items():
+        if option in named and option in known and set(values.values()) <= set(typing.get_args(known[option][0])):
+            named[option] = values.get(named[option], named[option])
+    return named
 
 
 def resolve_options(name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -7,16 +7,23 @@ from typing import Any
 
 import torch
 
+from linearize_kernels.layers.rotary import settled
 from linearize_kernels.mixer import Site
 
 from ..errors import Exit, LinearizeError
 from ..probe.probe import Found, Other
 from ..terminal.output import ranges
-from .dropped_features import losses
+from .dropped_features import dropped_features
+from .keep import Choice, is_auto
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 
 LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
+KEEP = "0-3,7 or every:4 or auto:2"  # and --keep-softmax
 DIFFUSERS = "diffusers"  # the model type of plans for pipelines of diffusers
+
+
+# Fields that were renamed: the name in plans of earlier versions -> today's.
+RENAMED_FIELDS = {"held": "cached_tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Step:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax; `others` says
-    of other modules that mix tokens why they stay as they are. `reads_masks`, `held`: see `probe.Found`.
+    of other modules that mix tokens why they stay as they are. `reads_masks`, `cached_tokens`: see `probe.Found`.
 
     `dtype` is that of the result; source weights are rewritten in it when `cast`, rewritten as safetensors when
     `pickled`, and else copied byte for byte: as hard links where the disk allows, unless `copy`. `needed_bytes` is
@@ -54,8 +61,9 @@ class Plan:
     # Fields that were added since the first plans have defaults, for folders of before.
     others: tuple[str, ...] = ()
     reads_masks: bool = False
-    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     copy: bool = False
+    choice: Choice | None = None  # where linearize chose the layers that are kept
 
     @property
     def new_parameters(self) -> int:
@@ -64,9 +72,9 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What the conversion drops, by name and layers."""
-        found = losses(step.site for step in self.steps)
+        found = dropped_features(step.site for step in self.steps)
         dropped = [step.site.layer for step in self.steps if step.site.sr == "drop"]
-        lines = [f"{loss.name}: {loss.what} (layers {ranges(layers)})" for loss, layers in found.items()]
+        lines = [f"{feature.name}: {feature.what} (layers {ranges(layers)})" for feature, layers in found.items()]
         reduction = "reduction: the source attends to fewer keys than queries, the linear layer to a key for each"
         return lines + ([f"{reduction} (layers {ranges(dropped)})"] if dropped else [])
 
@@ -85,7 +93,7 @@ class Plan:
 
         def kv(site: Site) -> int:
             row = site.kv_heads * (site.key_dim + site.value_dim) * item * site.causal
-            return min(tokens, self.held.get(site.path, tokens)) * row
+            return min(tokens, self.cached_tokens.get(site.path, tokens)) * row
 
         kept = sum(kv(site) for site in self.kept)
         return {
@@ -105,10 +113,12 @@ class Plan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         """The inverse of `to_json`; what a plan of an earlier version does not say has its default."""
+        data = {RENAMED_FIELDS.get(name, name): value for name, value in data.items()}
         fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
         fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
         fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
         fields["others"] = tuple(data.get("others", ()))
+        fields["choice"] = Choice.from_json(data["choice"]) if data.get("choice") else None
         return cls(**fields)
 
 
@@ -120,20 +130,19 @@ def item_bytes(dtype: str) -> int:
 def choose_layers(
     found: Found, layers: str, keep_softmax: str, model: str = "the model"
 ) -> tuple[list[Site], list[Site]]:
-    """Split sites of `model` into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave.
+    """Split sites of `model` into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave:
+    `0-3,7` or `every:4`.
 
     Raises LinearizeError: 2 for a malformed selection or a layer that is not there, 3 for one that cannot be linear.
     """
+    if is_auto(keep_softmax):
+        raise LinearizeError(
+            f"--keep-softmax {keep_softmax} compares predictions of text, and {model} writes none. Name the layers, "
+            "such as --keep-softmax 0,3",
+            Exit.INCOMPATIBLE,
+        )
     known = [site.layer for site in found.sites]
-    if layers == "all":
-        chosen = set(known)
-    elif layers.startswith("every:"):
-        step = _number(layers.removeprefix("every:"), "--layers " + layers, LAYERS)
-        if step < 1:
-            raise LinearizeError(f"--layers {layers}: every:N needs N >= 1")
-        chosen = set(known[::step])
-    else:
-        chosen = _layer_set(layers, "--layers", found, model)
+    chosen = set(known) if layers == "all" else _layer_set(layers, "--layers", found, model)
     chosen -= _layer_set(keep_softmax, "--keep-softmax", found, model)
     if not chosen:
         raise LinearizeError(f"--layers {layers} with --keep-softmax {keep_softmax} leaves no layer to convert")
@@ -141,17 +150,14 @@ def choose_layers(
 
 
 def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
-    chosen: set[int] = set()
     known = [site.layer for site in found.sites]
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        low, dash, high = part.partition("-")
-        form = LAYERS if flag == "--layers" else "0-3,7"
-        first = _number(low, f"{flag} {text}", form)
-        last = _number(high, f"{flag} {text}", form) if dash else first
-        if last < first:
-            raise LinearizeError(f"{flag} {text}: {part} runs backwards")
-        chosen |= set(range(first, min(last, max(known) + 1) + 1))  # one beyond stands for all that are
-        chosen.add(last)
+    form = LAYERS if flag == "--layers" else KEEP
+    if text.startswith("every:"):
+        step = _number(text.removeprefix("every:"), f"{flag} {text}", form)
+        if step < 1:
+            raise LinearizeError(f"{flag} {text}: every:N needs N >= 1")
+        return set(known[::step])
+    chosen = _numbers(text, f"{flag} {text}", form, max(known))
     missing = sorted(chosen - set(known))
     for other in found.others:
         if other.layer in missing:
@@ -162,6 +168,19 @@ def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
         raise LinearizeError(
             f"{flag} {text}: no softmax attention at layer {ranges(missing)}; {model} has it at {ranges(known)}"
         )
+    return chosen
+
+
+def _numbers(text: str, where: str, form: str, largest: int) -> set[int]:
+    """The layers of `0-3,7`; of a range beyond the `largest` that there is, the next and the last."""
+    chosen: set[int] = set()
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        low, dash, high = part.partition("-")
+        first = _number(low, where, form)
+        last = _number(high, where, form) if dash else first
+        if last < first:
+            raise LinearizeError(f"{where}: {part} runs backwards")
+        chosen |= {*range(first, min(last, largest + 1) + 1), last}
     return chosen
 
 
@@ -184,23 +203,39 @@ def grouped(others: tuple[Other, ...]) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def settle_rotation(found: Found, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps with what `rope=auto` stands for: behind the feature map only where attention is given a rotation that
+    can be moved there."""
+    settled_steps = []
+    for step in steps:
+        if step.options.get("rope") == "auto":
+            place = settled("auto", step.options.get("window", 0)) if step.site.path in found.rotated else "before"
+            step = dataclasses.replace(step, options={**step.options, "rope": place})
+        settled_steps.append(step)
+    return tuple(settled_steps)
+
+
 def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
     """Raise LinearizeError (exit 3) where mixers without rotary embedding were asked for and would get it."""
-    wrong = [s.site for s in steps if s.site.path in found.fixed_rotation and s.options.get("rope") is False]
+    taken = (False, "off", "after")
+    wrong = [s for s in steps if s.site.path in found.fixed_rotation and s.options.get("rope") in taken]
     if wrong:
+        asked, sites = f"rope={str(wrong[0].options['rope']).lower()}", [step.site for step in wrong]
         raise LinearizeError(
-            f"rope=false: {wrong[0].kind} at layers {ranges([site.layer for site in wrong])} is not given its rotation "
-            "by an argument position_embeddings, so it cannot be taken away. Leave out rope=false",
+            f"{asked}: {sites[0].kind} at layers {ranges([site.layer for site in sites])} is not given its rotation by "
+            f"an argument position_embeddings, so it cannot be taken away. Leave out {asked}",
             Exit.INCOMPATIBLE,
         )
 
 
 def check_idle(found: Found, steps: tuple[Step, ...], given: dict[str, Any]) -> None:
     """Raise LinearizeError (exit 2) for an option that was given and has no effect at any site."""
-    for option, value in given.items():
-        reasons = [load_mechanism(s.mechanism).idle(s.site, s.site.path in found.flat).get(option) for s in steps]
+    for name, value in given.items():
+        option, layers = name.partition("@")[0], own_layers(name, [step.site for step in steps])
+        concerned = [s for s in steps if s.site.layer in layers]
+        reasons = [load_mechanism(s.mechanism).idle(s.site, s.site.path in found.flat).get(option) for s in concerned]
         if all(reasons):
-            raise LinearizeError(f"{option}={value} has no effect in this model: {reasons[0]}. Leave it out")
+            raise LinearizeError(f"{name}={value} has no effect in this model: {reasons[0]}. Leave it out")
 
 
 def some(names: list[str]) -> str:
@@ -237,7 +272,8 @@ def misfit(site: Site, mechanism: str) -> str | None:
 def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: int = 4) -> tuple[Step, ...]:
     """A step per site of a model whose activations have `item` bytes.
 
-    `sr` among the options is for attention that reduces its keys: `keep` them so, or `drop` the reduction.
+    `sr` among the options is for attention that reduces its keys: `keep` them so, or `drop` the reduction. An option
+    with `@` and layers behind its name is for those alone: `rows=4`, but `rows@0-3=7`.
 
     Raises LinearizeError: 2 for unknown names and bad options, 3 for an unfit mechanism.
     """
@@ -245,9 +281,12 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
     sr = given.pop("sr", None)
     if sr not in (None, "keep", "drop"):
         raise LinearizeError(f"sr={sr}: must be keep or drop")
-    mixer_class, options = load_mechanism(mechanism), resolve_options(mechanism, given)
-    steps = []
+    mixer_class, steps = load_mechanism(mechanism), []
+    owners = {name: own_layers(name, sites) for name in given}
+    for name, value in given.items():  # also without sites
+        resolve_options(mechanism, {**own_options(given, {}, None), name.partition("@")[0]: value})
     for site in sites:
+        options = resolve_options(mechanism, own_options(given, owners, site.layer))
         reason = misfit(site, mechanism)
         if reason:
             raise LinearizeError(f"{site.path} {reason}", Exit.INCOMPATIBLE)
@@ -260,6 +299,29 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
     if sr is not None and sites and not any(site.reduction for site in sites):
         raise LinearizeError(f"sr={sr}: no attention here computes fewer keys than queries. Leave it out")
     return tuple(steps)
+
+
+def own_layers(name: str, sites: list[Site]) -> set[int]:
+    """The layers among those of `sites` that an option is for: all, or those of `rows@0-3,7`.
+
+    Raises LinearizeError (exit 2) for layers that it does not name, or that are not there.
+    """
+    known = {site.layer for site in sites}
+    _, at, text = name.partition("@")
+    if not at:
+        return known
+    named = _numbers(text, name, "rows@0-3,7=4", max(known, default=0))
+    if not named or (known and named - known):
+        there = f"; layers {ranges(sorted(known))} are converted" if known else ""
+        raise LinearizeError(f"{name}: no layer {ranges(sorted(named - known)) if named else 'is named'}{there}")
+    return named
+
+
+def own_options(given: dict[str, Any], owners: dict[str, set[int]], layer: int | None) -> dict[str, Any]:
+    """The options given for one layer (None: for all layers), of which those that name it come last."""
+    common = {name: value for name, value in given.items() if "@" not in name}
+    own = {n.partition("@")[0]: value for n, value in given.items() if "@" in n and layer in owners.get(n, ())}
+    return common | own
 
 
 def reduced(sr: str | None, site: Site, mechanism: str, square: bool) -> str:

@@ -9,14 +9,27 @@ from typing import Any
 from ..checkpoint.source import DTYPES, Source
 from ..errors import LinearizeError
 from ..probe.probe import Found
-from .dropped_features import check_losses
-from .plan import Plan, check_idle, check_rotation, choose_layers, fitting, grouped, item_bytes, make_steps
+from ..terminal.output import say
+from .dropped_features import check_dropped_features
+from .mechanisms import renamed_options
+from .plan import (
+    Plan,
+    check_idle,
+    check_rotation,
+    choose_layers,
+    fitting,
+    grouped,
+    item_bytes,
+    make_steps,
+    settle_rotation,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`layers` and `keep_softmax` are as `choose_layers` reads them, `options` the mechanism's; `allow_drop` consents,
-    by name, to what the linear layers will lack (drops.py); `dtype` is the result's, or `keep`.
+    """`layers` and `keep_softmax` are as `choose_layers` reads them, or `keep_softmax` is `auto:2`, for which
+    `plan_conversion` puts what was chosen; `options` are the mechanism's; `allow_drop` consents, by name, to what the
+    linear layers will lack (dropped_features.py); `dtype` is the result's, or `keep`.
     `copy` asks for copies of the source's shards, which are hard links otherwise.
 
     Raises LinearizeError (exit 2) for what is wrong with every model: an unknown mechanism, option or dtype.
@@ -50,15 +63,19 @@ class Request:
 
         Raises LinearizeError: 2 for a choice of layers or a consent that means nothing here, 3 for what does not fit.
         """
+        for old, present in renamed_options(self.mechanism, self.options or {}).items():
+            say(f"note: the option {old} of {self.mechanism} is called {present} now")
         found = fitting(found, self.mechanism, source.name)
         chosen, kept = choose_layers(found, self.layers, self.keep_softmax, source.name)
-        check_losses(chosen, self.allow_drop)
+        check_dropped_features(chosen, self.allow_drop)
         target = stored if self.dtype == "keep" else self.dtype
         steps = make_steps(chosen, self.mechanism, self.options or {}, item_bytes(target))
+        steps = settle_rotation(found, steps)
         check_rotation(found, steps)
         check_idle(found, steps, self.options or {})
         new = sum(step.new_parameters for step in steps)
-        rewritten = numbers if pickled or target != stored else 0
+        cast = target != stored or source.block is not None
+        rewritten = numbers if pickled or cast else 0
         source_bytes = source.bytes or numbers * item_bytes(stored)
         return Plan(
             source=source.name,
@@ -66,13 +83,13 @@ class Request:
             architecture=architecture,
             model_type=model_type,
             dtype=target,
-            cast=target != stored,
+            cast=cast,
             pickled=pickled,
             steps=steps,
             kept=tuple(kept),
             others=grouped(found.others),
             reads_masks=found.reads_masks,
-            held=found.held,
+            cached_tokens=found.cached_tokens,
             source_bytes=source_bytes,
             needed_bytes=(new + rewritten) * item_bytes(target) + source_bytes * (self.copy and not rewritten),
             copy=self.copy,

@@ -2,7 +2,7 @@
 
 A recording attention function is registered with transformers; one short forward then names every module that
 calls it, with the shapes that it calls it with. A model that calls it nowhere runs once more, to find softmax in its
-own code (unrouted.py). No weights are read and no architecture is known by name.
+own code (own_softmax.py). No weights are read and no architecture is known by name.
 """
 
 from __future__ import annotations
@@ -49,18 +49,20 @@ class Other:
 class Found:
     """What the probe saw: `sites` can become linear, `others` cannot.
 
-    `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away.
+    `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away,
+    `rotated` of those that are given theirs as an argument of its own.
     `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
-    `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone. `held` is how many tokens the
-    cache holds of sites that forget the others, by path.
+    `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone. `cached_tokens` is how
+    many tokens the cache holds of sites that forget the others, by path.
     """
 
     sites: tuple[Site, ...]
     others: tuple[Other, ...]
     reads_masks: bool = False
     fixed_rotation: tuple[str, ...] = ()
+    rotated: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
-    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -96,6 +98,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         raise _nothing(run, others, config, model_class)
     slots = _cache_slots(config)
     free = {record["path"] for record in run.records if record.pop("rotation")}
+    rotated = tuple(record["path"] for record in run.records if record["path"] in free and record["routed"])
     flat = tuple(record["path"] for record in run.records if record.pop("flat"))
     calls -= _shared(run.records)
     sharing = _sharing(run)
@@ -109,13 +112,13 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         elif reason and all(other.path != site.path for other in unfit):
             unfit.append(Other(site.layer, site.path, site.kind, reason))
     windows = {n: slot.sliding_window for n, slot in enumerate(slots) if getattr(slot, "sliding_window", None)}
-    held = {site.path: windows[site.layer] - 1 for site in sites if site.causal and site.layer in windows}
+    cached_tokens = {site.path: windows[site.layer] - 1 for site in sites if site.causal and site.layer in windows}
     if len({site.layer for site in sites}) < len(sites):  # of two towers that count from 0
         sites = [dataclasses.replace(site, layer=number) for number, site in enumerate(sites)]
     if not sites:
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
     fixed = {site.path for site in sites} - free if run.model and rotates(run.model) else set()
-    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), flat, held)
+    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), rotated, flat, cached_tokens)
 
 
 def _run(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:

@@ -8,15 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, ValidationInfo, field_validator
 
 from ..errors import did_you_mean
-from .types import Count, Listed, Strict, Text, as_list
+from .types import Count, Listed, Names, Positive, Strict, Text, as_list
 from .yaml import shown
+
+# How names of files of text end.
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
 def _data_file(name: str, info: ValidationInfo) -> str:
-    if not name.endswith((".txt", ".jsonl")):
+    if not name.endswith(SUFFIXES):
         if ((info.context or {}).get("folder", Path()) / Path(name).expanduser()).is_dir():
-            raise ValueError(f"{shown(name)} is a folder. Write its .txt and .jsonl files, each by its name")
-        raise ValueError(f"must be a .txt or .jsonl file, not {shown(name)}")
+            raise ValueError(f"{shown(name)} is a folder. Write its files, each by its name")
+        raise ValueError(f"must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, not {shown(name)}")
     return name
 
 
@@ -31,15 +34,20 @@ class FileSource(Strict):
         Listed[Annotated[str, AfterValidator(_data_file)]],
         BeforeValidator(as_list, json_schema_input_type=str | list[str]),
     ]
-    """.txt or .jsonl; relative paths start at the recipe's folder."""
+    """.txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet; relative paths start at the recipe's folder."""
 
 
 class DatasetSource(Strict):
     path: Text
     """A Hugging Face dataset."""
     name: Text | None = None
+    """The dataset's configuration, where it has several."""
+    data_files: Names = ()
+    """Of the dataset's files these alone, by name or pattern: "en/*.parquet"."""
     split: Text = "train"
+    """The part of the dataset, such as train or train[:1%]."""
     streaming: bool = False
+    """Read over the network as far as needed, instead of downloading all."""
     image_key: Text | None = None
     """The column of images, for a vision model; text is found by data.pack.text_key."""
     label_key: Text | None = None
@@ -75,12 +83,31 @@ class DemoSource(Strict):
     """The running Python's standard library, split, or the sources of the packages that linearize needs."""
 
 
+TextSources = Annotated[
+    Annotated[FileSource, Tag("files")] | Annotated[DatasetSource, Tag("path")] | Annotated[DemoSource, Tag("demo")],
+    Discriminator(lambda value: _source_tag(value), "rule", "must be a mapping with exactly one of files, path, demo"),
+]
+
+
+class Weighted(Strict):
+    source: TextSources
+    """Files, a dataset or the demo's text."""
+    weight: Positive = 1.0
+    """Its share of the blocks is this over the sum of all weights."""
+
+
+class MixSource(Strict):
+    mix: Listed[Weighted]
+    """Sources of text that are trained on together. Small ones come more than once in an epoch of all."""
+
+
 SOURCES: dict[str, type[Strict]] = {
     "files": FileSource,
     "path": DatasetSource,
     "demo": DemoSource,
     "images": ImageSource,
     "arrays": ArraySource,
+    "mix": MixSource,
 }
 
 
@@ -111,29 +138,56 @@ Source = Annotated[
     | Annotated[DemoSource, Tag("demo")]
     | Annotated[ImageSource, Tag("images")]
     | Annotated[ArraySource, Tag("arrays")],
+    Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join([*SOURCES][:-1])}"),
+]
+TrainSource = Annotated[
+    Annotated[FileSource, Tag("files")]
+    | Annotated[DatasetSource, Tag("path")]
+    | Annotated[DemoSource, Tag("demo")]
+    | Annotated[ImageSource, Tag("images")]
+    | Annotated[ArraySource, Tag("arrays")]
+    | Annotated[MixSource, Tag("mix")],
     Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}"),
 ]
 
 
+def parts_of(source: Any) -> list[tuple[Any, float]]:
+    """The sources of a mix and their shares, which add up to 1; of another source itself."""
+    if not isinstance(source, MixSource):
+        return [(source, 1.0)]
+    total = sum(part.weight for part in source.mix)
+    return [(part.source, part.weight / total) for part in source.mix]
+
+
 class Pack(Strict):
     seq_len: Count = 2048
+    """Tokens in a block: the longest context that the student learns."""
     text_key: Text = "text"
+    """The key, or column, that holds the text."""
 
 
 class Data(Strict):
-    train: Source
+    train: TrainSource
+    """Text or images to learn from."""
     eval: Source | None = None
+    """Held-out text or images; null: nothing is evaluated."""
     pack: Pack = Pack()
+    """How text is cut into blocks."""
 
 
 class StagePack(Strict):
     seq_len: Count | None = None
+    """Tokens in a block; null: the recipe's."""
     text_key: Text | None = None
+    """The key, or column, that holds the text; null: the recipe's."""
 
 
 class StageData(Strict):
     """A stage's own data; null inherits the recipe's."""
 
-    train: Source | None = None
+    train: TrainSource | None = None
+    """Text or images to learn from; null: the recipe's."""
     eval: Source | None = None
+    """Held-out text or images; null: the recipe's."""
     pack: StagePack = StagePack()
+    """How text is cut into blocks."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 
+from ..plan.keep import Method
 from .data import Data, Pack, StageData
 from .types import (
     Count,
@@ -29,18 +30,24 @@ class Model(Strict):
     base: Text
     """A folder, a Hub repository, or `demo`, the model that the tool ships."""
     revision: Text | None = None
+    """Branch, tag or commit of a Hub repository; null: its main branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the weights; null keeps the stored one."""
     trust_remote_code: bool = False
+    """Allow Python code that the base's repository holds to run."""
 
 
 class Convert(Strict):
     mechanism: Text
+    """What replaces softmax; `linearize mechanisms` lists them."""
     options: dict[str, Any] = {}
-    """The mechanism's own; see `linearize mechanisms NAME`."""
+    """The mechanism's own; see `linearize mechanisms NAME`. `rows@0-3: 7` is for layers 0 to 3 alone."""
     layers: Layers = "all"
+    """Layers to convert, by number from 0: "0-3,7", [0, 2], "every:2" or "all"."""
     keep_softmax: Layers = ""
-    """Layers left as they are, such as "7,15" or [7, 15]."""
+    """Layers left as they are, such as "7,15", [7, 15] or every:4; auto:2 or auto:25% lets linearize choose."""
+    score_by: Method = "restore"
+    """How auto compares layers, on the text of the first stage."""
     allow_drop: Names = ()
     """What the result may lack, as a refused plan names it: "alibi" or [alibi, sinks]."""
     copy_weights: bool = False
@@ -51,20 +58,29 @@ class Optimizer(Strict):
     """AdamW; `clip` bounds the norm of the gradient."""
 
     lr: Positive
+    """Learning rate at its peak: AdamW's step size."""
     new_lr: Positive | None = None
-    """Of the mechanism's new parameters; null: lr."""
+    """Learning rate of the mechanism's new parameters; null: lr."""
     weight_decay: Weight = 0.0
+    """Decoupled decay: the share of a weight that a step of lr 1 would take away."""
     betas: Annotated[tuple[Ratio, Ratio], Field(strict=False)] = (0.9, 0.95)
+    """Decay of the gradient's mean and of its mean square, each the share that a step keeps."""
     clip: Positive = 1.0
+    """Largest L2 norm of the gradient over all trained parameters; larger ones are scaled down to it."""
+    memory: Literal["full", "small", "auto"] = "full"
+    """full: weights that train, gradients and moments in float32; small: source weights and their gradients stay in
+    the model's dtype, moments take 8 bits; auto: small where full does not fit the device."""
 
 
 class Schedule(Strict):
     name: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "constant"
+    """How the learning rate goes on after the warm-up."""
     warmup_ratio: Ratio = 0.0
-    """Of the stage's steps; `warmup_steps` counts them instead."""
+    """Share of the stage's steps in which the rate rises from 0; `warmup_steps` counts them instead."""
     warmup_steps: Count | None = None
+    """Optimizer steps in which the rate rises from 0; null: warmup_ratio."""
     min_lr_ratio: Ratio | None = Field(default=None, validate_default=True)
-    """The floor over the peak; given with cosine_with_min_lr, and only then."""
+    """Lowest learning rate as a share of the peak; given with cosine_with_min_lr, and only then."""
 
     @field_validator("warmup_steps")
     @classmethod
@@ -83,33 +99,52 @@ class Schedule(Strict):
 
 class Batch(Strict):
     per_device: Count = 1
+    """Blocks of text, or images, in one pass on one device."""
     accumulate: Count = 1
+    """Passes whose gradients add up to one optimizer step."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one process in one optimizer step."""
+        return self.per_device * self.accumulate
 
 
 class Lora(Strict):
     r: Count
+    """Rank: columns of the added matrices."""
     alpha: Positive
+    """The added product is multiplied by the factor alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that is set to zero in training."""
     target: Listed[Text] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Last names of the linear layers that get adapters."""
 
 
 class Stage(Strict):
     """What every kind of stage has; exactly one of tokens, steps and epochs is its budget."""
 
     kind: str
+    """What the stage learns from."""
     name: Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_-]*$")] = Field(default_factory=lambda data: data["kind"])
     """For --stage and overrides; the kind unless given."""
     train: Parts
+    """Parameters that learn: new (the mechanism's own), mixer (the attention modules whole), lora, or all."""
     lora: Lora | None = Field(default=None, validate_default=True)
     """Given when `train` has lora, and only then."""
     optimizer: Optimizer
+    """How parameters follow their gradients."""
     schedule: Schedule = Schedule()
+    """How the learning rate changes over the stage."""
     batch: Batch = Batch()
+    """How much text, or how many images, an optimizer step sees."""
     data: StageData = StageData()
+    """The stage's own data, where it is not the recipe's."""
     tokens: Tokens = None
-    """A number, or 20M, 1.5B, 300k."""
+    """Budget in tokens (images count as one each): a number, or 20M, 1.5B, 300k."""
     steps: Count | None = None
+    """Budget in optimizer steps."""
     epochs: Positive | None = Field(default=None, validate_default=True)
+    """Budget in passes over the training data."""
 
     @field_validator("lora")
     @classmethod
@@ -140,14 +175,22 @@ class AttentionTransfer(Stage):
     """Per layer: the mixer's output per head against softmax's, on the teacher's hidden states."""
 
     kind: Literal["attention_transfer"]
+    """Each mixer learns its own layer's softmax."""
     train: TransferParts
+    """Parameters that learn: new (the mechanism's own) or lora."""
     loss: TransferLoss = TransferLoss()
+    """What a layer's error is measured by."""
 
 
 class LogitLoss(Strict):
     kl: Weight = 1.0
+    """Factor of the divergence, which is in nats a token."""
     ce: Weight = Field(default=0.0, validate_default=True)
+    """Factor of the cross entropy with the text itself, in nats a token."""
     temperature: Positive = 1.0
+    """Divides the logits of both before the divergence."""
+    tokens_at_once: Count | None = None
+    """Tokens of each row whose logits are computed at a time, for long rows and large vocabularies; null: all."""
 
     @field_validator("ce")
     @classmethod
@@ -161,13 +204,36 @@ class LogitKL(Stage):
     """Kullback-Leibler divergence from the teacher's distribution over tokens or classes, plus cross entropy."""
 
     kind: Literal["logit_kl"]
+    """The model learns its teacher's predictions."""
     loss: LogitLoss = LogitLoss()
+    """What the loss adds up."""
+    completion_only: bool = False
+    """Learn the tokens of answers alone: the assistant's of `messages`, or those of `completion`; all of plain text."""
+
+
+class OnPolicyLoss(Strict):
+    prompt: Count
+    """Tokens at the beginning of each row that the student goes on from; the rest of the row is what it writes."""
+    sampling: Positive = 1.0
+    """Temperature at which it writes."""
+    temperature: Positive = 1.0
+    """Of the divergence, as for logit_kl."""
+
+
+class OnPolicyKL(Stage):
+    """Kullback-Leibler divergence from the teacher on what the student itself writes after prompts from the text."""
+
+    kind: Literal["on_policy_kl"]
+    """The model learns its teacher's predictions on what it writes itself."""
+    loss: OnPolicyLoss
+    """What it writes, and how it is compared."""
 
 
 class FeatureCosine(Stage):
     """One minus the cosine of the last hidden states and the teacher's, for models without a head."""
 
     kind: Literal["feature_cosine"]
+    """The model learns its teacher's last hidden states."""
 
 
 class SFT(Stage):
@@ -175,33 +241,53 @@ class SFT(Stage):
     the assistant's tokens of `messages` or prompt + completion."""
 
     kind: Literal["sft"]
+    """The model learns from the data alone, without a teacher."""
+
+
+AnyStage = Annotated[AttentionTransfer | LogitKL | OnPolicyKL | FeatureCosine | SFT, Field(discriminator="kind")]
 
 
 class Runtime(Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a CUDA device where torch sees one, else the CPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of the arithmetic; auto: bf16 on a GPU, fp32 on a CPU. Trained weights and states stay in fp32."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time."""
     compile: bool = False
+    """torch.compile of end-to-end stages."""
+    batch: Literal["given", "auto"] = "given"
+    """auto: on a GPU per_device becomes the most that fits, and accumulate less; the blocks of a step stay."""
 
 
 class Checkpoint(Strict):
     every_steps: Count = 200
+    """Optimizer steps between checkpoints."""
     keep: Count = 2
+    """Newest checkpoints of a stage that stay on the disk."""
 
 
 class Eval(Strict):
     every_steps: Count | None = None
+    """Optimizer steps between evaluations; null: only at the end of each stage."""
+    patience: Count | None = None
+    """A stage ends early after so many evaluations in a row without a lower KL; null: never."""
     max_tokens: Count = 65536
+    """Held-out tokens (images count as one each) that an evaluation reads at most."""
 
 
 class Track(Strict):
-    to: Literal["none", "tensorboard", "wandb"] = "none"
+    to: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = "none"
+    """Where metrics go beside metrics.jsonl; its package must be installed."""
 
 
 class Finish(Strict):
+    keep: Literal["last", "best"] = "last"
+    """best: of the last stage the weights with the lowest held-out KL, of all that eval.every_steps looked at."""
     merge_lora: bool = True
     """false: LoRA stays apart from the weights, in final/adapter, for PeftModel.from_pretrained of peft."""
     verify: bool = True
+    """Load the finished model in a clean process and compare its logits."""
     push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
     """user/repo on the Hub that receives the finished model."""
 
@@ -210,21 +296,31 @@ class Recipe(Strict):
     """What `linearize finetune` does: base, surgery, data and the stages of distillation."""
 
     version: Literal[1]
+    """Version of the format of recipes."""
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Names the run; every ${name} in the recipe becomes this."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Seed of new parameters, the order of the data, and dropout."""
     output_dir: Text = Field(default_factory=lambda data: f"runs/{data['name']}")
     """runs/${name} unless given."""
     model: Model
+    """What is distilled, and from what."""
     convert: Convert | None = None
-    """null when the base is converted already."""
+    """The conversion; null when the base is converted already."""
     data: Data
-    stages: Listed[Annotated[AttentionTransfer | LogitKL | FeatureCosine | SFT, Field(discriminator="kind")]]
+    """Text or images of all stages that have none of their own."""
+    stages: Listed[AnyStage]
+    """What is trained on what, in this order."""
     runtime: Runtime = Runtime()
+    """Devices and precision."""
     checkpoint: Checkpoint = Checkpoint()
+    """How often the run is saved."""
     eval: Eval = Eval()
+    """How often and on how much it is evaluated."""
     track: Track = Track()
+    """Where metrics are shown."""
     finish: Finish = Finish()
+    """What happens to the finished model."""
 
     _folder: Path = PrivateAttr(default=Path())
 
@@ -234,6 +330,16 @@ class Recipe(Strict):
         data, stages = info.data.get("data"), info.data.get("stages")
         if value.every_steps and data and stages and not any(own.eval for own in (data, *(s.data for s in stages))):
             raise ValueError("every_steps is set, but data.eval is not")
+        if value.patience and not value.every_steps:
+            raise ValueError("patience is set, but every_steps is not")
+        return value
+
+    @field_validator("finish")
+    @classmethod
+    def _has_scores(cls, value: Finish, info: ValidationInfo) -> Finish:
+        evaluation = info.data.get("eval")
+        if value.keep == "best" and evaluation and not evaluation.every_steps:
+            raise ValueError("keep is best, but eval.every_steps is not set")
         return value
 
     @property
@@ -258,3 +364,9 @@ class Recipe(Strict):
     def resolved(self) -> dict[str, Any]:
         """Every value, defaults included, as JSON has it; `Recipe.model_validate` reads it back."""
         return self.model_dump(mode="json")
+
+    def changed(self, resolved: dict[str, Any]) -> Recipe:
+        """The recipe of these values, with its files where this one's are."""
+        other = Recipe.model_validate(resolved)
+        other._folder = self._folder
+        return other

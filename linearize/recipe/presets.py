@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import Exit, LinearizeError, did_you_mean
+
+FIRST = "hybrid"
+SCHEMA = "recipe.schema.json"  # which `copy` writes beside a recipe
+EDITORS = f"# yaml-language-server: $schema={SCHEMA}"
 
 
 class Preset(NamedTuple):
@@ -27,8 +32,9 @@ def recipes_folder() -> Path:
 
 
 def presets() -> list[Preset]:
-    """All of them, by name."""
-    return [_read(path) for path in sorted(recipes_folder().glob("*.yaml"))]
+    """All of them, by name; the one to begin with comes first."""
+    paths = sorted(recipes_folder().glob("*.yaml"), key=lambda path: (path.stem != FIRST, path.stem))
+    return [_read(path) for path in paths]
 
 
 def _read(path: Path) -> Preset:
@@ -71,8 +77,9 @@ def recipe_path(recipe: str | Path) -> Path:
     )
 
 
-def copy(name: str, to: Path, overwrite: bool = False) -> Path:
-    """Copy a preset to a file, or into a folder that exists; returns the file.
+def copy(name: str, to: Path, overwrite: bool = False, schema: Mapping[str, Any] | None = None) -> Path:
+    """Copy a preset to a file, or into a folder that exists, and write the `schema` that it names beside it; returns
+    the file. A schema of somebody else stays.
 
     Raises LinearizeError: 2 for an unknown name or a file that exists without `overwrite`, 4 where nothing can be
     written.
@@ -81,9 +88,17 @@ def copy(name: str, to: Path, overwrite: bool = False) -> Path:
     target = to / source.name if to.is_dir() else to
     if target.exists() and not overwrite:
         raise LinearizeError(f"{target} exists; --overwrite replaces it, or choose another name")
+    text = source.read_text("utf-8")
+    header = re.match(r"(?:#.*\n)*", text)
+    if EDITORS not in text and header:
+        text = f"{header[0]}\n{EDITORS}\n{text[header.end() :]}"
+    beside = target.with_name(SCHEMA)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+        target.write_text(text, "utf-8")
+        ours = not beside.exists() or '"$id": "urn:linearize:' in beside.read_text("utf-8", "replace")
+        if schema is not None and ours:
+            beside.write_text(json.dumps(schema, indent=2) + "\n", "utf-8")
     except OSError as error:
         raise LinearizeError(f"cannot write {target}: {error.strerror}", Exit.RESOURCE) from None
     return target

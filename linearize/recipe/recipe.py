@@ -1,7 +1,7 @@
 """Load a recipe: YAML in, validated value out.
 
 `load_recipe` reads a file, applies `key.sub=value` overrides and reports all mistakes at once, each with its
-position. recipe_models.py says what a recipe may hold, recipe_yaml.py where in the file everything stands.
+position. models.py says what a recipe may hold, yaml.py where in the file everything stands.
 Relative data files start at the recipe's folder (`Recipe.folder`); `model.base` and `output_dir` start at the
 working directory, as on the command line.
 """
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ..errors import LinearizeError, did_you_mean, redact
 from ..plan.mechanisms import check_name
 from .data import SOURCES
-from .models import SFT, AttentionTransfer, FeatureCosine, LogitKL, Recipe, Stage
+from .models import SFT, AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
 from .presets import recipe_path, recipes_folder
 from .types import ParentError, Strict
 from .yaml import Document, Keys, dotted, shown
@@ -30,6 +30,7 @@ __all__ = [
     "AttentionTransfer",
     "FeatureCosine",
     "LogitKL",
+    "OnPolicyKL",
     "Recipe",
     "Stage",
     "diff_resolved",
@@ -38,9 +39,15 @@ __all__ = [
     "per_step",
     "recipe_hash",
     "recipe_schema",
+    "weighty",
 ]
 
-# What may differ from the run's own recipe when a checkpoint is named: nothing that decides what is in it.
+# Names the schema whatever folder or address it is read from; 1 is the recipes' `version`.
+SCHEMA_ID = "urn:linearize:recipe:1"
+
+# What changes no weight, and may differ from the run's own recipe whenever it goes on.
+FREE = ("checkpoint", "eval", "track", "finish")
+# What may differ when a checkpoint is named: nothing that decides what is in it.
 CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
 CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 
@@ -48,6 +55,7 @@ CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 _TAGGED: dict[str, type[Strict]] = {
     "attention_transfer": AttentionTransfer,
     "logit_kl": LogitKL,
+    "on_policy_kl": OnPolicyKL,
     "feature_cosine": FeatureCosine,
     "sft": SFT,
     **SOURCES,
@@ -108,8 +116,9 @@ def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of recipes, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+    """The JSON schema of recipes, for editors: a description of each key, with its unit."""
+    names = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID}
+    return {**names, **Recipe.model_json_schema()}
 
 
 def recipe_hash(resolved: Mapping[str, Any]) -> str:
@@ -186,7 +195,8 @@ def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             make_steps([], mechanism, {**base, option: value})
             base |= {option: value} if option == "base" else {}
         except LinearizeError as error:
-            text = error.message.removeprefix(f"{option}={value}: ").removeprefix(f"{option}: ")
+            name = option.partition("@")[0]
+            text = error.message.removeprefix(f"{name}={value}: ").removeprefix(f"{name}: ").removeprefix(f"{option}: ")
             yield ("convert", "options", option), text
 
 
@@ -265,9 +275,17 @@ def per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:
     return {**resolved, "stages": stages}
 
 
+def weighty(resolved: dict[str, Any]) -> dict[str, Any]:
+    """A resolved recipe without what changes no weight; when a stage ends is kept."""
+    kept = {key: value for key, value in resolved.items() if key not in FREE}
+    return {**kept, "eval": {"patience": resolved["eval"].get("patience")}}
+
+
 def fixed(resolved: dict[str, Any]) -> dict[str, Any]:
     """A resolved recipe without what may change at a named checkpoint."""
     stages = [{k: v for k, v in stage.items() if k not in CHANGEABLE_IN_STAGE} for stage in resolved["stages"]]
+    for stage, of in zip(stages, resolved["stages"], strict=True):
+        stage["optimizer"] = {"memory": of["optimizer"].get("memory", "full")}  # moments of one kind are no others
     return {**{k: v for k, v in resolved.items() if k not in CHANGEABLE}, "stages": stages}
 
 

@@ -68,6 +68,15 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def short(count: float) -> str:
+    """A count for people, in three digits: 20.5M."""
+    for unit in ("", "k", "M", "B"):
+        if count < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"
+
+
 def percent(share: float | None) -> str:
     """Runs of earlier versions did not measure it."""
     return "" if share is None else f"{share:.1%}"

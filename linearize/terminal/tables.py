@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .output import percent, printable, ranges, size
+from ..plan.keep import MEANING
+from .output import percent, printable, ranges, short, size
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.keep import Choice
+    from ..plan.plan import Plan, Step
     from ..probe.inspection import Converted, Inspection
     from ..recipe.presets import Preset
     from ..verify.checks import Check
@@ -62,15 +64,6 @@ def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | N
     return made
 
 
-def short(count: float) -> str:
-    """A count for people, in three digits: 20.5M."""
-    for unit in ("", "k", "M", "B"):
-        if count < 999.5:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}T"
-
-
 def plan_table(plan: Plan) -> None:
     """What becomes what, and what it costs."""
     out = console()
@@ -105,12 +98,30 @@ def plan_table(plan: Plan) -> None:
             "the result's shards of source weights are hard links to the source's files where the disk allows: what is "
             "written into one of them, in place, is in both (--copy makes copies)"
         )
+    if plan.choice is not None and plan.choice.scores:
+        choice_table(plan.choice)
     if plan.kept:
         out.print(f"softmax stays in layers {ranges([s.layer for s in plan.kept])}")
     for other in plan.others:
         out.print(f"stays as it is: {other}")
     for note in plan.notes:
         out.print(Text("dropped", "yellow"), note)
+
+
+def choice_table(choice: Choice) -> None:
+    """The score of every layer, what was chosen, and how to have it again without scoring."""
+    out = console()
+    kept = [(layer, "softmax (kept)" if int(layer) in choice.kept else "") for layer in choice.scores]
+    rows = [(layer, f"{choice.scores[layer]:.3f}", what) for layer, what in kept]
+    out.print(table({"layer": "number", "score": "number", "attention": "short"}, rows))
+    out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
+    recall = f" and {choice.recalls} texts that ask for a repetition" if choice.recalls else ""
+    out.print(f"scored on {choice.tokens:,} tokens of {choice.text}{recall}, mixers trained for a moment")
+    for kind, linear in choice.kl["linear"].items():
+        out.print(
+            f"KL from the source, {kind}: {linear:.4f} with no layer kept, {choice.kl['kept'][kind]:.4f} with these"
+        )
+    out.print(f"--keep-softmax {','.join(map(str, choice.kept))} repeats this without scoring")
 
 
 def alike(rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, ...]]:
@@ -154,18 +165,22 @@ def inspection_tables(inspection: Inspection) -> None:
 
 def converted_table(inspection: Converted) -> None:
     """The layers of a converted model, and the options in which they differ from the mechanism's defaults."""
-    from ..plan.mechanisms import resolve_options
-
     out, plan = console(), inspection.plan
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step in plan.steps:
-        base = {"base": step.options["base"]} if "base" in step.options else {}
-        defaults = resolve_options(step.mechanism, base) | {"base": None}
-        chosen = [f"{name}={value}" for name, value in step.options.items() if defaults.get(name) != value]
-        rows.append((step.site.layer, (step.site.path, step.mechanism, " ".join(chosen) or "defaults")))
+        rows.append((step.site.layer, (step.site.path, step.mechanism, chosen_options(step))))
     rows += [(site.layer, (site.path, "softmax", "")) for site in plan.kept]
     columns = {"layers": "short", "module": "text", "attention": "short", "options": "text"}
     out.print(table(columns, alike(rows), f"{inspection.source} (converted {plan.architecture})"))
+
+
+def chosen_options(step: Step) -> str:
+    """The options of a layer that are not the mechanism's defaults: `slots=32 window=64`."""
+    from ..plan.mechanisms import resolve_options
+
+    base = {"base": step.options["base"]} if "base" in step.options else {}
+    defaults = resolve_options(step.mechanism, base) | {"base": None}
+    return " ".join(f"{k}={value}" for k, value in step.options.items() if defaults.get(k) != value) or "defaults"
 
 
 def recipe_table(plans: list[dict[str, Any]]) -> None:
@@ -189,21 +204,90 @@ def recipe_table(plans: list[dict[str, Any]]) -> None:
     console().print(table(columns, rows, "stages"))
 
 
+def estimate_table(found: dict[str, Any]) -> None:
+    """What a run costs: memory of each stage by its parts, in GiB, then time, and what holds for all."""
+    out, device = console(), found["device"]
+    parts = [part for part in found["stages"][0]["memory"] if part not in ("total", "device")]
+    columns = {"stage": "text"} | dict.fromkeys((*parts, "sum"), "number")
+    rows = []
+    for row in found["stages"]:
+        memory = [row["memory"][part] for part in (*parts, "total")]
+        rows.append((row["name"], *(f"{count / 2**30:.3g}" for count in memory)))
+    count = f"each of {device['count']} x " if device["count"] > 1 else ""
+    out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])}), GiB"))
+    columns = {"stage": "short", "needs": "number", "fits": "short", "tokens/s": "number", "hours": "number"}
+    measured = any(row.get("measured") for row in found["stages"])
+    columns |= {"measured": "text"} if measured else {}
+    rows = []
+    for row in found["stages"]:
+        rate, hours = row["tokens_per_s"], row["hours"]
+        cells: tuple[str, ...] = (row["name"], size(row["memory"]["device"]), "yes" if row["fits"] else "NO")
+        cells += ("" if rate is None else f"{rate:,.0f}", "" if hours is None else f"{hours:.2g}")
+        if measured:
+            one = row["measured"]
+            cells += (f"{one['tokens_per_s']:,.0f} tokens/s, {size(one['peak'])}",)
+        rows.append(cells)
+    out.print(table(columns, rows, "with the CUDA context" if device["name"] != "cpu" else None))
+    for row in found["stages"]:
+        if row["uncounted"]:
+            out.print(f"activations of {row['name']} are not counted: {row['uncounted']}")
+    disk = found["disk"]
+    told = [
+        f"disk {size(disk['total'])} (" + ", ".join(f"{k} {size(v)}" for k, v in disk.items() if k != "total") + ")"
+    ]
+    told += [] if found["hours"] is None else [f"{found['hours']:.2g} hours"]
+    told += [] if found["kwh"] is None else [f"{found['kwh']:.2g} kWh at full power"]
+    told += [] if found["price"] is None else [f"price {found['price']:.2f}"]
+    out.print("; ".join(told))
+
+
 def report_table(report: dict[str, Any]) -> None:
     """Held-out perplexity along the run, and how close each layer came."""
     out = console()
     if report["teacher_ppl"] is not None:
-        columns = {"": "text"} | dict.fromkeys(("training tokens", "perplexity", "x teacher", "top-1"), "number")
+        columns = {"": "text"} | dict.fromkeys(("training tokens", "perplexity", "x teacher", "KL", "top-1"), "number")
         accuracy = percent(report.get("teacher_accuracy"))
-        rows: list[tuple[str, ...]] = [("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", accuracy)]
+        rows: list[tuple[str, ...]] = [("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", "", accuracy)]
         for row in report["stages"]:
             ppl, ratio = f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}"
-            rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, percent(row.get("accuracy"))))
+            rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, nats(row), percent(row.get("accuracy"))))
         out.print(table(columns, rows, "held-out perplexity"))
+    positions_table(report.get("positions"))
     if report["layers"]:
         columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")
         layers = [(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}") for row in report["layers"]]
         out.print(table(columns, layers, "attention output against the teacher's, per layer"))
+
+
+def nats(row: dict[str, Any]) -> str:
+    """The KL of a row of a report, in nats a token; runs of earlier versions have none."""
+    return "" if row.get("kl") is None else f"{row['kl']:.4f}"
+
+
+def positions_table(found: dict[str, Any] | None) -> None:
+    """Perplexity and KL by position in long texts, where there were any."""
+    if not found or not found["blocks"]:
+        return
+    columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL"), "number")
+    rows = [
+        (
+            f"{row['from']}-{row['to']}",
+            *(f"{row[key]:.3f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio")),
+            nats(row),
+        )
+        for row in found["blocks"]
+    ]
+    origin = "documents joined" if found["text"] == "joined" else "long documents"
+    title = f"perplexity by position in {found['rows']} rows of {origin}, trained on {found['trained_length']} tokens"
+    console().print(table(columns, rows, title))
+
+
+# What models write by themselves, as `linearize eval --generate` measures it.
+WRITTEN_FREELY = {
+    "recall": "recall written freely",
+    "python": "Python written that parses",
+    "repeated": "written tokens that repeat (runs of 4)",
+}
 
 
 def comparison_table(result: dict[str, Any]) -> None:
@@ -219,10 +303,16 @@ def comparison_table(result: dict[str, Any]) -> None:
             entries = f", {row['entries']} entries" if task == "recall" else ""
             cells = [f"{100 * row[who]['accuracy']:.0f} %" for who in ("student", "teacher")]
             rows.append((f"{task} at {row['length']} tokens{entries}", *cells))
+    free = result["generated"]
+    for key, words in WRITTEN_FREELY.items() if free else ():
+        if free["teacher"][key] is not None:
+            count = f"{free['rows']} lists of {free['length']} tokens" if key == "recall" else f"{free['texts']} texts"
+            rows.append((f"{words}, {count}", *(percent(free[who][key]) for who in ("student", "teacher"))))
     for row in result["state"]:
         rows.append((f"state at {row['length']} tokens", size(row["student"]), size(row["teacher"])))
     columns = {"": "text", "student": "number", "teacher": "number"}
-    console().print(table(columns, rows, f"{result['tokens']:,} tokens of held-out text"))
+    console().print(table(columns, rows, f"{result['tokens']:,} tokens of {result['text']}"))
+    positions_table(result["positions"])
 
 
 def checks_table(title: str, checks: list[Check]) -> None:
@@ -236,6 +326,22 @@ def checks_table(title: str, checks: list[Check]) -> None:
 
 
 # ---------------------------------------------------------------- results for people, on stdout
+
+
+def runs_table(found: list[dict[str, Any]]) -> None:
+    """One row a run; a damaged one says what is wrong with it."""
+    columns = {"run": "text", "base": "text", "attention": "text", "at": "text"}
+    columns |= {"tokens": "number", "x teacher": "number", "changed (UTC)": "short"}
+    rows = []
+    for one in found:
+        if "error" in one:
+            rows.append((one["run"], "", "", one["error"], "", "", ""))
+            continue
+        ratio = "" if one["ppl_ratio"] is None else f"{one['ppl_ratio']:.3f}"
+        attention = "+".join(one["mechanisms"]) + (f", softmax in {ranges(one['kept'])}" if one["kept"] else "")
+        changed = one["changed"][:16].replace("T", " ")
+        rows.append((one["run"], one["base"], attention, one["at"], short(one["tokens"]), ratio, changed))
+    results().print(table(columns, rows))
 
 
 def mechanisms_table(found: list[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 DeepSpeed has the weights, no more: an engine of its own would want backward and the optimizer, but a transfer goes
 backward inside forward and each stage trains something else. A weight that trains therefore has a second face,
 `parameter.shard`: a flat DTensor over DeepSpeed's own memory, with gradients as ZeRO-3 would sum them. Everything
-that deals in shards of FSDP2 (sharding.py) deals in these.
+that deals in shards of FSDP2 (fsdp.py) deals in these.
 """
 
 from __future__ import annotations

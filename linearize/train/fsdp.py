@@ -85,7 +85,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def face(parameter: nn.Parameter) -> nn.Parameter:
-    """What the optimizer sees of a model's parameter: itself, or its shard under DeepSpeed (zero.py)."""
+    """What the optimizer sees of a model's parameter: itself, or its shard under DeepSpeed (deepspeed_zero3.py)."""
     return getattr(parameter, "shard", parameter)
 
 

@@ -15,21 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..data.batches import Samples, collate, targets
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError
-from ..recipe.recipe import AttentionTransfer, Stage
+from ..recipe.recipe import AttentionTransfer, OnPolicyKL, Stage
 from ..terminal.signals import END, caught
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
 from .progress import StageProgress, memory_bytes
 from .runs import OPTIMIZER, Position, reading
-from .stages import end_to_end_loss, transfer_loss
+from .stages import end_to_end_loss, transfer_loss, written
 
 if TYPE_CHECKING:
+    from ..measure.evaluate import Score
     from .session import Finetuner
 
 
@@ -57,6 +59,9 @@ class StageLoop:
         self.steps, self.parameters, self.schedule = steps, parameters, schedule
         self.power: dict[int, Tensor] = {}
         self.stopping = False
+        # Of the evaluations so far, also of those before a resume; every process has the same.
+        lines = owner.run.scores(number) if owner.accelerator.is_main_process else []
+        self.scores = broadcast_object_list([[worth(x.get("eval_kl"), x["eval_ppl"]) for x in lines]])[0]
         self.tokens_per_step = blocks.seq_len * owner.blocks_per_step(stage)
         accelerator = owner.accelerator
         accelerator.free_memory()  # forget the optimizer of the stage before
@@ -79,17 +84,19 @@ class StageLoop:
         quiet = not owner.accelerator.is_main_process
         with StageProgress(self.stage.name, self.steps, start, quiet) as bar, self._interruptible():
             for step in range(start, self.steps):
-                loss, norm, lr = self.step(step)
+                loss, norm, lr, terms = self.step(step)
                 done = step + 1
                 rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
-                self._log(done, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
+                self._log(done, loss=loss, **terms, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
                 bar.update(done, loss, rate)
-                self._after(done)
+                if self._after(done):
+                    break
         if self.wrapped is not owner.model:
             owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
 
-    def _after(self, done: int) -> None:
-        """What is due after a step: evaluation, a checkpoint, the end of an interrupted run."""
+    def _after(self, done: int) -> bool:
+        """What is due after a step: evaluation, a checkpoint, the end of an interrupted run. Returns whether the stage
+        is over."""
         owner, recipe, last = self.owner, self.owner.recipe, done == self.steps
         if last or (recipe.eval.every_steps and done % recipe.eval.every_steps == 0):
             found = owner.evaluate(self.stage)
@@ -97,6 +104,7 @@ class StageLoop:
                 if math.isnan(found.ppl):
                     raise owner.not_finite("held-out loss is nan", self.number, done + 1)
                 owner.log_evaluation(self.stage.name, done, done * self.tokens_per_step, found)
+                last = self._judge(done, found) or last
         if last or self.stopping or done % recipe.checkpoint.every_steps == 0:
             owner.save(Position(self.number, done, done * self.tokens_per_step, last), {} if last else self.state())
         if self.stopping:
@@ -105,29 +113,55 @@ class StageLoop:
                 "The same command continues",
                 Exit.INTERRUPTED,
             )
+        return last
 
-    def step(self, step: int) -> tuple[float, float, float]:
-        """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate."""
+    def _judge(self, done: int, found: Score) -> bool:
+        """Keep the weights of the best evaluation of the last stage, where the recipe asks for it; returns whether the
+        recipe's patience is over."""
+        owner, recipe = self.owner, self.owner.recipe
+        self.scores.append(worth(found.kl, found.ppl))
+        best = self.scores.index(min(self.scores))
+        if recipe.finish.keep == "best" and self.number == len(recipe.stages) - 1 and best == len(self.scores) - 1:
+            owner.save_best(Position(self.number, done, done * self.tokens_per_step, True), found)
+        waited = len(self.scores) - 1 - best
+        if recipe.eval.patience is None or waited < recipe.eval.patience or done == self.steps:
+            return False
+        owner.say(f"{self.stage.name} ends after step {done} of {self.steps}: {waited} evaluations without a lower KL")
+        return True
+
+    def step(self, step: int) -> tuple[float, float, float, dict[str, float]]:
+        """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate, and the
+        terms of a loss of two."""
         owner, accelerator = self.owner, self.owner.accelerator
         micro = [self.batch(step, m) for m in range(self.stage.batch.accumulate)]
+        if isinstance(self.stage, OnPolicyKL):
+            torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, accelerator.process_index))
+            with accelerator.autocast():
+                micro = [written(self.stage, owner.model, batch) for batch in micro]
         counts = torch.stack([torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum()]) for b in micro])
         tokens = accelerator.reduce(counts.sum(0), "sum")
-        losses = []
+        losses, terms = [], list[dict[str, Tensor]]()
         owner.model.train()
         for number, batch in enumerate(micro):
             torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, number, accelerator.process_index))
             last = number == len(micro) - 1
             with accelerator.no_sync(self.wrapped) if self.replicated and not last else contextlib.nullcontext():
-                losses.append(self._micro_batch(batch, tokens))
+                share, parts = self._micro_batch(batch, tokens)
+            losses.append(share)
+            terms.append(parts)
         if not self.replicated and accelerator.num_processes > 1:
             self._add_gradients()
         norm = float(accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.clip))
         shares = torch.stack(losses).sum()
-        loss, stop = accelerator.reduce(torch.stack([shares, shares.new_tensor(owner.interrupted)]), "sum").tolist()
+        names = [*terms[0]]
+        sums = [torch.stack([parts[name] for parts in terms]).sum() for name in names]
+        loss, stop, *values = accelerator.reduce(
+            torch.stack([shares, shares.new_tensor(owner.interrupted), *sums]), "sum"
+        ).tolist()
         self.stopping = stop > 0  # all processes stop after the same step, whichever was told first
         lr = self.stage.optimizer.lr * self.schedule(step)
         self._update(loss, norm, lr, step)
-        return loss, norm, lr
+        return loss, norm, lr, dict(zip(names, values, strict=True))
 
     def _add_gradients(self) -> None:
         """Over processes, for parameters that neither DDP nor FSDP takes care of."""
@@ -150,16 +184,17 @@ class StageLoop:
         self.optimizer.zero_grad()
         reshard(self.owner.model)  # DeepSpeed leaves weights gathered whose module's input has no gradient
 
-    def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        """Forward and backward of one micro batch; returns its share of the step's loss, without gradient."""
+    def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward of one micro batch; returns its share of the step's loss and of the loss's terms,
+        without gradient."""
         owner, accelerator = self.owner, self.owner.accelerator
         if self.transfers:
             with accelerator.autocast():
-                return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward)
-        loss = end_to_end_loss(self.stage, owner.student, self.wrapped, batch, tokens, accelerator.autocast)
+                return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward), {}
+        loss, terms = end_to_end_loss(self.stage, owner.student, self.wrapped, batch, tokens, accelerator.autocast)
         # DDP and FSDP take the mean over processes of what has to be a sum.
         accelerator.backward(loss * accelerator.num_processes)
-        return loss.detach()
+        return loss.detach(), terms
 
     def batch(self, step: int, micro: int) -> dict[str, Tensor]:
         """The blocks of one micro batch of this process."""
@@ -222,6 +257,11 @@ class StageLoop:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         if state["scaler"] is not None and self.owner.accelerator.scaler is not None:
             self.owner.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def worth(kl: float | None, ppl: float) -> float:
+    """What an evaluation is judged by, less being better: KL from the teacher; perplexity where there is none."""
+    return ppl if kl is None else kl
 
 
 def set_checkpointing(model: Any, on: bool) -> None:

@@ -5,6 +5,7 @@ run.json          resolved recipe, versions, and hashes of what is trained on an
 converted/        the converted base (absent when the base was converted already, by this version)
 cache/            tokenised data
 checkpoints/      <stage>-<step>/, complete or absent: written beside and renamed
+best/             the weights with the lowest KL so far, where finish.keep is best
 metrics.jsonl     one JSON object per step or evaluation
 report.json       the figures of a finished run
 final/            the finished model
@@ -32,14 +33,15 @@ from ..checkpoint.provenance import base_hashes
 from ..checkpoint.shards import in_parallel, sha256
 from ..errors import LinearizeError, os_error, undamaged, writing
 from ..plan.plan import some
-from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step
+from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weighty
 from ..terminal.output import finite
 
 UNBORN = "run.json.tmp"  # all that a run leaves which was killed before it had a name
 LOCK = ".lock"
 WEIGHTS, OPTIMIZER, POSITION = "trained.safetensors", "optimizer.pt", "position.json"
+BEST = "best.json"
 # What a checkpoint consists of; anything else in its folder is somebody's own.
-CHECKPOINT_FILES = (WEIGHTS, OPTIMIZER, POSITION, f"{POSITION}.tmp")
+CHECKPOINT_FILES = (WEIGHTS, OPTIMIZER, POSITION, f"{POSITION}.tmp", BEST, f"{BEST}.tmp")
 RECORDS = ("run.json", "metrics.jsonl", "report.json")
 START_OVER = "--resume never starts over, or choose a new output_dir"
 
@@ -92,6 +94,11 @@ class Run:
         return self.folder / "final"
 
     @property
+    def best(self) -> Path:
+        """The weights of the last stage with the lowest KL, where the recipe keeps the best."""
+        return self.folder / "best"
+
+    @property
     def finished(self) -> bool:
         """Whether nothing is left to do, unless an earlier checkpoint is named.
 
@@ -116,15 +123,17 @@ class Run:
                 recorded = Recipe.model_validate(recorded).resolved()
             old = per_step(recorded, record["processes"])
             new = per_step(self.recipe.resolved(), processes())
-            if self.resume != "auto":
-                old, new = fixed(old), fixed(new)
-            changes = diff_resolved(old, new)
+            looser = diff_resolved(fixed(old), fixed(new))
+            changes = diff_resolved(weighty(old), weighty(new)) if self.resume == "auto" else looser
             if record["max_steps"] != self.max_steps:
                 changes.append(f"--max-steps {record['max_steps'] or 'none'} -> {self.max_steps or 'none'}")
+                looser = changes
         if changes:
+            newest = max(self.complete_checkpoints(), key=order, default=None)
+            also = "" if looser or newest is None else f"--resume {newest} goes on from there with these values. "
             raise LinearizeError(
                 f"recipe changed since this run ({'; '.join(changes[:4])}{' ...' if len(changes) > 4 else ''}). "
-                f"{START_OVER}, or restore the recipe"
+                f"{also}{START_OVER}, or restore the recipe"
             )
 
     def _undamaged_record(self) -> contextlib.AbstractContextManager[None]:
@@ -188,7 +197,11 @@ class Run:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
-        self._rewind_metrics(read_position(self.resume_from) if self.resume_from else None)
+        position = read_position(self.resume_from) if self.resume_from else None
+        best = self.read_best()
+        if best is not None and (position is None or (best[0].stage, best[0].step) > (position.stage, position.step)):
+            discard(self.best)  # evaluated beyond the resume point; the run will come there again
+        self._rewind_metrics(position)
         settings = {"max_steps": self.max_steps, "processes": processes(), "commit": commit, "finished": False}
         self._write_record({"recipe": self.recipe.resolved(), **settings, "versions": versions, **inputs})
         return changed_versions(old.get("versions", {}), versions)
@@ -224,7 +237,8 @@ class Run:
         self._write_record({**self._read_record(), "base": {} if base is None else base_hashes(base, new=True)})
 
     def finish(self) -> None:
-        """Note that the finished model in its place is this run's."""
+        """Note that the finished model in its place is this run's, and let its copy go."""
+        discard(self.best)
         self._write_record({**self._read_record(), "finished": True})
 
     @contextlib.contextmanager
@@ -303,6 +317,36 @@ class Run:
             discard(old)
         return target
 
+    def save_best(self, position: Position, score: dict[str, float], write: Callable[[Path], None]) -> None:
+        """The weights of the best evaluation so far, in place of those before; `score` is its line of metrics.jsonl."""
+        work = self.best.with_name(f"{self.best.name}.tmp")
+        discard(work)
+        with writing(self.best):
+            work.mkdir(parents=True)
+            write(work)
+            write_atomically(work / BEST, json.dumps({**dataclasses.asdict(position), "score": score}))
+            discard(self.best)
+            work.rename(self.best)
+
+    def read_best(self) -> tuple[Position, dict[str, float]] | None:
+        """How far the weights of `save_best` are, and their score; None where there are none."""
+        if not (self.best / BEST).exists():
+            return None
+        with undamaged(self.best / BEST, f"Remove {self.best}"):
+            values = json.loads((self.best / BEST).read_text("utf-8"))
+            score = dict(values.pop("score"))
+            return Position(**values), score
+
+    def scores(self, stage: int) -> list[dict[str, Any]]:
+        """The evaluations of a stage so far, as `log` wrote them."""
+        name = self.recipe.stages[stage].name
+        return [line for line in self._entries() if line["stage"] == name and line.get("eval_ppl") is not None]
+
+    def last_rate(self) -> float:
+        """Tokens a second of the last step that was logged; 0 where there is none."""
+        rates = [line["tokens_per_s"] for line in self._entries() if isinstance(line.get("tokens_per_s"), int)]
+        return float(rates[-1]) if rates else 0.0
+
     def last_good(self, stage: int, step: int) -> Path | None:
         """The newest checkpoint from which training went on at least a step before that step of that stage failed."""
         good = [path for path in self.complete_checkpoints() if order(path)[:2] < (stage, step - 1)]
@@ -310,7 +354,9 @@ class Run:
 
     # ------------------------------------------------------------ metrics and report
 
-    def report(self, layers: list[dict[str, float]], complete: bool) -> dict[str, Any]:
+    def report(
+        self, layers: list[dict[str, float]], complete: bool, positions: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The run in figures, from metrics.jsonl: the last evaluation of each stage beside the teacher's."""
         found: dict[str, dict[str, Any]] = {}
         for entry in self._entries():
@@ -323,10 +369,10 @@ class Run:
             ppl = entry["eval_ppl"]
             row = {"name": name, "tokens": tokens, "eval_tokens": entry.get("eval_tokens"), "ppl": ppl}
             ratio = ppl / teacher["eval_ppl"] if teacher else None
-            rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy")})
+            rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy"), "kl": entry.get("eval_kl")})
         figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}
         message = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
-        return {**message, **figures, "stages": rows, "layers": layers}
+        return {**message, **figures, "stages": rows, "layers": layers, "positions": positions}
 
     def write_report(self, report: dict[str, Any]) -> None:
         """report.json, the figures of a finished run."""
@@ -337,7 +383,8 @@ class Run:
         path = self.folder / "report.json"
         with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
             found = json.loads(path.read_text("utf-8"))
-            later = ("teacher_accuracy", "max_steps")  # which runs of earlier versions did not write
+            # Which runs of earlier versions did not write.
+            later = ("teacher_accuracy", "max_steps", "positions", "samples", "device")
             known = {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")}
             return known | {key: found.get(key) for key in later}
 
@@ -346,17 +393,9 @@ class Run:
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite(entry)) + "\n")
 
-    def _lines(self) -> list[dict[str, Any]]:
-        """The objects in metrics.jsonl, without a line cut short by a kill."""
-        lines = []
-        for line in self.metrics.read_text("utf-8", errors="replace").splitlines() if self.metrics.exists() else ():
-            with contextlib.suppress(ValueError, RecursionError):
-                lines.append(json.loads(line))
-        return [line for line in lines if isinstance(line, dict)]
-
     def _entries(self) -> list[dict[str, Any]]:
         """Those that `log` wrote; others may have been added by hand."""
-        return [line for line in self._lines() if is_entry(line)]
+        return [line for line in read_lines(self.metrics) if is_entry(line)]
 
     def _rewind_metrics(self, position: Position | None) -> None:
         """Drop lines after the resume point, so that a resumed run's metrics read as if it had never stopped."""
@@ -365,11 +404,20 @@ class Run:
             return
         names = [stage.name for stage in self.recipe.stages]
         kept = []
-        for line in self._lines():
+        for line in read_lines(self.metrics):
             stage = names.index(line["stage"]) if is_entry(line) and line["stage"] in names else -1
             if stage < 0 or (stage, line["step"]) <= (position.stage, position.step):
                 kept.append(line)
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def read_lines(metrics: Path) -> list[dict[str, Any]]:
+    """The objects in metrics.jsonl, without a line cut short by a kill."""
+    lines = []
+    for line in metrics.read_text("utf-8", errors="replace").splitlines() if metrics.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def is_entry(line: dict[str, Any]) -> bool:

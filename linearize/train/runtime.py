@@ -18,9 +18,10 @@ from transformers import get_scheduler
 from ..data.packing import TextSource
 from ..errors import Exit, LinearizeError
 from ..recipe.data import local_paths
-from ..recipe.recipe import Recipe, Stage
+from ..recipe.recipe import LogitKL, Recipe, Stage
 from .deepspeed_zero3 import read_config
 from .fsdp import read_plugin
+from .small_adamw import SmallAdamW
 
 Say = Callable[[str], None]
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
@@ -31,6 +32,11 @@ PATIENCE = timedelta(days=1)
 def on_cpu(recipe: Recipe) -> bool:
     """Whether a run of this recipe takes the CPU here."""
     return recipe.runtime.device == "cpu" or not torch.cuda.is_available()
+
+
+def device_name(device: torch.device) -> str:
+    """What a report calls the device that a run took."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def check_runtime(recipe: Recipe) -> str:
@@ -57,8 +63,16 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     # Another run in this process may have had another precision, which accelerate would hold against this one.
     AcceleratorState._reset_state(True)
     plugin, zero = read_plugin(recipe, precision), read_config(recipe, precision)
-    # autocast would keep its casts of weights that DeepSpeed frees; accelerate would give it the optimizer as well.
-    handlers = [InitProcessGroupKwargs(timeout=PATIENCE), AutocastKwargs(cache_enabled=zero is None)]
+    if (plugin or zero) and (small := [stage.name for stage in recipe.stages if stage.optimizer.memory == "small"]):
+        message = f"{small[0]}: optimizer.memory small is for whole weights, and sharding divides them. Set it to full"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    apart = [stage.name for stage in recipe.stages if isinstance(stage, LogitKL) and stage.loss.tokens_at_once]
+    if (plugin or zero) and apart:
+        message = f"{apart[0]}: loss.tokens_at_once is for whole weights, and sharding divides them. Set it to null"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    casts = AutocastKwargs(cache_enabled=caches_casts(recipe, zero is not None))
+    handlers = [InitProcessGroupKwargs(timeout=PATIENCE), casts]
+    # accelerate would give DeepSpeed the optimizer as well.
     with patch_environment(accelerate_use_deepspeed="false"):
         accelerator = Accelerator(
             mixed_precision=precision,
@@ -78,9 +92,31 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
 def to_source(source: Any, text_key: str, folder: Path) -> TextSource:
     """A recipe's source of text, with relative files starting at the recipe's folder."""
     values = source.model_dump(exclude={"image_key", "label_key"})
+    if "data_files" in values:
+        values["data_files"] = tuple(values["data_files"])
     if "files" in values:
         values["files"] = local_paths(source, folder)
     return TextSource(**values, text_key=text_key)
+
+
+def make_optimizer(
+    groups: list[dict[str, Any]], stage: Stage, device: torch.device, seed: int = 0
+) -> torch.optim.Optimizer:
+    """AdamW over `Student.groups`, as the stage says. `seed` is for the rounding of small ones."""
+    chosen = stage.optimizer
+    if chosen.memory == "small":
+        return SmallAdamW(groups, lr=chosen.lr, betas=chosen.betas, weight_decay=chosen.weight_decay, seed=seed)
+    fused = device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, weight_decay=chosen.weight_decay, fused=fused)
+
+
+def caches_casts(recipe: Recipe, zero: bool) -> bool:
+    """Whether autocast keeps its casts of weights for the whole of a forward pass.
+
+    Not with DeepSpeed, which frees the weights. Nor with gradient checkpointing: a pass casts each weight once anyway,
+    and the casts of all layers at once are 2 bytes for each parameter that trains.
+    """
+    return not zero and not recipe.runtime.gradient_checkpointing
 
 
 def make_schedule(stage: Stage, optimizer: torch.optim.Optimizer, steps: int) -> Callable[[int], float]:

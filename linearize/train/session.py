@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from safetensors.torch import load_file, save_file
 
+from linearize_kernels.hf.seam import evaluating
+
 from ..checkpoint.provenance import trained_before
 from ..data.batches import (
     Samples,
@@ -17,27 +21,34 @@ from ..data.batches import (
     check_vocabulary,
     collate,
     has_head,
+    is_long,
     kind_of,
     open_processor,
     open_samples,
     small_batch,
 )
-from ..data.packing import BlockOrder
-from ..errors import Exit, LinearizeError
+from ..data.packing import BlockOrder, Blocks
+from ..errors import Exit, LinearizeError, resource_error
 from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score
-from ..recipe.recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
+from ..measure.positions import longest_text, positions, reader, trained_length
+from ..recipe.data import parts_of
+from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
 from ..verify.child.inputs import most_tokens
+from .chunked_head import obstacle
 from .deepspeed_zero3 import partition, read_config
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, seed_for
 from .runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
-from .runtime import Say, make_schedule, stage_steps
+from .runtime import Say, make_optimizer, make_schedule, stage_steps, to_source
+from .samples import write_samples
 from .save import load_converted
 from .stages import Calibration, error_scale, listen
 from .student import Student, check_targets
 
 # Enough for two digits of a mean over tokens, and cheap beside a stage.
 FIDELITY_TOKENS = 16384
+# Of texts longer than the trained length: a ratio of two perplexities on the same tokens needs few.
+POSITION_TOKENS = 16384
 # The scale of each layer's loss needs one digit.
 POWER_BLOCKS = 8
 # At most: norms and windows have a few numbers per head, but fitted on 512 tokens they fit those alone.
@@ -52,6 +63,7 @@ class Finetuner:
         self.say = say if accelerator.is_main_process else lambda text: None
         self.device = accelerator.device
         self.last_checkpoint: Path | None = run.resume_from
+        self.kept: Path | None = None  # the best weights, once they are taken
         self.interrupted = False  # by a signal, in this process
         self._blocks: dict[tuple[str, str], Samples | None] = {}
         self._said: set[str] = set()
@@ -73,6 +85,9 @@ class Finetuner:
         else:
             self.model.to(self.device)
         for stage in self.recipe.stages:
+            if isinstance(stage, OnPolicyKL) and self.sharded:
+                message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
+                raise LinearizeError(message, Exit.INCOMPATIBLE)
             if note := small_batch(self.model, stage, self.blocks_per_step(stage)):
                 self.say_once(note)
         self.processor = open_processor(folder, kind_of(self.model))
@@ -102,10 +117,11 @@ class Finetuner:
     def whole_student(self) -> Student:
         """The trained model in one piece, in the main process: from shards, the base and the last checkpoint's."""
         if self.sharded:
-            assert self.last_checkpoint is not None
+            weights = self.kept or self.last_checkpoint
+            assert weights is not None
             self.model = self.open_model()
             self.student = Student(self.model)
-            self.restore_weights(len(self.recipe.stages) - 1, self.last_checkpoint)
+            self.restore_weights(len(self.recipe.stages) - 1, weights)
         return self.student
 
     # ------------------------------------------------------------ data
@@ -125,7 +141,7 @@ class Finetuner:
         limit = None
         if split == "eval":
             limit = self.recipe.eval.max_tokens
-        elif getattr(source, "streaming", False) or getattr(source, "demo", None) == "packages":
+        elif any(is_long(part) for part, _ in parts_of(source)):
             # Far more text than a run may need; one limit for all stages, so that they share one cache file.
             limit = max(self._token_budget(s, data.pack.seq_len) for s in self.recipe.stages) or None
         with self.accelerator.main_process_first():
@@ -136,7 +152,7 @@ class Finetuner:
                 self.processor,
                 self.run.folder / "cache",
                 start=self.recipe.folder,
-                sft=stage.kind == "sft",
+                sft=stage.kind == "sft" or getattr(stage, "completion_only", False),
                 seed=self.recipe.seed,
                 max_tokens=limit,
                 say=self.say_once,
@@ -166,6 +182,7 @@ class Finetuner:
         if resume:
             self.restore_weights(position.stage, resume)
         else:
+            self.calibrate()
             self.baseline()
         for number, stage in enumerate(self.recipe.stages):
             within = number == position.stage and not position.done
@@ -185,17 +202,8 @@ class Finetuner:
         steps = stage_steps(stage, self.blocks_per_step(stage), blocks.seq_len, self.run.max_steps, len(blocks))
         assert steps is not None
         parameters = self.prepare(number, stage)
-        optimizer = torch.optim.AdamW(
-            self.student.groups(stage, parameters),
-            lr=stage.optimizer.lr,
-            betas=stage.optimizer.betas,
-            weight_decay=stage.optimizer.weight_decay,
-            fused=self.device.type == "cuda",
-        )
+        optimizer = make_optimizer(self.student.groups(stage, parameters), stage, self.device, self.recipe.seed)
         order = BlockOrder(len(blocks), self.recipe.seed)
-        if number == 0 and start == 0:
-            count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
-            self.calibrate(collate([blocks[order.block(k)] for k in range(count)], self.device))
         schedule = make_schedule(stage, optimizer, steps)
         loop = StageLoop(self, number, stage, blocks, order, steps, parameters, optimizer, schedule)
         if isinstance(stage, AttentionTransfer):
@@ -218,8 +226,14 @@ class Finetuner:
             tensors = load_file(checkpoint / WEIGHTS)
         self.student.load_state(tensors)
 
-    def calibrate(self, batch: dict[str, torch.Tensor]) -> None:
-        """Before the first step: norms take the teacher's scale, windows their share, the same in every process."""
+    def calibrate(self) -> None:
+        """Before anything is measured or trained: from a few blocks, gates and norms start where each layer's output is
+        nearest to the teacher's, and windows with their share, the same in every process."""
+        blocks = self.blocks(self.recipe.stages[0], "train")
+        assert blocks is not None
+        order = BlockOrder(len(blocks), self.recipe.seed)
+        count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
+        batch = collate([blocks[order.block(k)] for k in range(count)], self.device)
         with self.accelerator.autocast():
             listen(self.student, Calibration(self.student), batch)
         for name, parameter in self.student.named_parameters():
@@ -229,33 +243,43 @@ class Finetuner:
     # ------------------------------------------------------------ evaluation and checkpoints
 
     def baseline(self) -> None:
-        """Held-out perplexity of the teacher and of the model just converted, when there is eval data."""
+        """Of the teacher and of the model just converted, when there is eval data: held-out perplexity, and how far
+        each layer is from its softmax."""
         stage = self.recipe.stages[0]
         with self.student.as_teacher():
-            teacher = self.evaluate(stage)
+            teacher = self.evaluate(stage, beside_teacher=False)
         converted = self.evaluate(stage)
         if teacher is not None and converted is not None:
             self.log_evaluation("teacher", 0, 0, teacher)
             self.log_evaluation("converted", 0, 0, converted)
+        layers = self.fidelity()
+        if layers and self.accelerator.is_main_process:
+            self.run.log(stage="converted", step=0, tokens=0, layers=layers)
 
-    def evaluate(self, stage: Stage) -> Score | None:
-        """Held-out perplexity and accuracy of the model as it is, None without eval data or a head."""
+    def evaluate(self, stage: Stage, *, beside_teacher: bool = True) -> Score | None:
+        """Held-out perplexity and accuracy of the model as it is, and its KL from the teacher unless it is the teacher;
+        None without eval data or a head."""
         blocks = self.blocks(stage, "eval")
         if blocks is None or not has_head(self.model):
             return None
         self.eval_tokens = sample_count(blocks, self.recipe.eval.max_tokens) * blocks.seq_len
         data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.accelerator)
-        found = score(self.model, data, self.accelerator)
+        found = score(self.model, data, self.accelerator, self.student if beside_teacher else None)
         reshard(self.model)
         return found
 
     def log_evaluation(self, name: str, step: int, tokens: int, found: Score) -> None:
         """One evaluation into metrics.jsonl and to the person who waits."""
         if self.accelerator.is_main_process:
-            values = {"eval_ppl": found.ppl, "eval_accuracy": found.accuracy, "eval_tokens": self.eval_tokens}
-            self.run.log(stage=name, step=step, tokens=tokens, **values)
+            self.run.log(stage=name, step=step, tokens=tokens, **self.of_evaluation(found))
         told = f"{name}{f' step {step}' if step else ''}: held-out perplexity {found.ppl:.4g}"
+        told += "" if found.kl is None else f", KL {found.kl:.4f}"
         self.say(told + ("" if kind_of(self.model) == "text" else f", accuracy {found.accuracy:.1%}"))
+
+    def of_evaluation(self, found: Score) -> dict[str, float]:
+        """An evaluation as metrics.jsonl has it."""
+        values = {"eval_ppl": found.ppl, "eval_accuracy": found.accuracy, "eval_tokens": self.eval_tokens}
+        return values if found.kl is None else values | {"eval_kl": found.kl}
 
     def fidelity(self) -> list[dict[str, float]]:
         """Per-layer distance to the teacher on held-out text; empty without eval data."""
@@ -266,25 +290,100 @@ class Finetuner:
         data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.accelerator)
         return layer_fidelity(self.student, data, self.accelerator)
 
+    def positions(self) -> dict[str, Any] | None:
+        """Perplexity and KL by position in held-out texts longer than the rows of training; None for models of no
+        text, without eval data, and for shards, whose processes read other texts."""
+        data = self.recipe.data_for(self.recipe.stages[-1])
+        if data.eval is None or kind_of(self.model) != "text" or not has_head(self.model) or self.sharded:
+            return None
+        source = to_source(data.eval, data.pack.text_key, self.recipe.folder)
+        trained = trained_length(self.recipe)
+
+        @contextlib.contextmanager
+        def as_teacher() -> Iterator[None]:
+            with self.student.as_teacher(), self.accelerator.autocast():
+                yield
+
+        with evaluating(self.model):
+            return positions(
+                reader(self.model, self.accelerator.autocast),
+                reader(self.model, as_teacher),
+                source,
+                self.processor,
+                self.device,
+                trained=trained,
+                longest=longest_text(self.model),
+                tokens=min(POSITION_TOKENS, self.recipe.eval.max_tokens),
+                batch_tokens=trained * self.recipe.stages[-1].batch.per_device,
+            )
+
+    def samples(self) -> list[dict[str, str]]:
+        """Held-out texts as teacher and student continue them; empty for models that write none, and for shards.
+
+        Pictures of a run are no reason to lose it: what generation raises becomes a message.
+        """
+        blocks = self.blocks(self.recipe.stages[-1], "eval")
+        if not isinstance(blocks, Blocks) or self.sharded or not has_head(self.model):
+            return []
+        try:
+            with self.accelerator.autocast():
+                return write_samples(self.student, self.processor, blocks, self.device)
+        except Exception as error:  # generation of many architectures raises as it likes
+            if resource_error(error) is not None:
+                raise
+            self.say(f"note: no sample texts ({type(error).__name__}: {error})")
+            return []
+
     def save(self, position: Position, state: dict[str, Any]) -> None:
         """A checkpoint: trained tensors by name, whole, and the optimizer unless the stage is over."""
-        tensors, own = {}, dict(self.student.named_parameters())
-        for name, tensor in self.student.state().items():  # of shards, one at a time is whole on the device
-            tensor = whole(tensor, own[name])
-            if self.accelerator.is_main_process:
-                tensors[name] = tensor.contiguous().cpu()
+        tensors = self.gathered()
 
         def write(folder: Path) -> None:
-            broken = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
-            if broken is not None:
-                raise self.not_finite(f"{broken} is not finite", position.stage, position.step + 1)
-            save_file(tensors, folder / WEIGHTS)
+            self.write_weights(tensors, folder, position)
             if not position.done:
                 torch.save(state, folder / OPTIMIZER)
 
         if self.accelerator.is_main_process:
             self.last_checkpoint = self.run.save(position, write)
         self.accelerator.wait_for_everyone()
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """Trained tensors by name, whole and on the CPU, in the main process; every process must ask."""
+        tensors, own = {}, dict(self.student.named_parameters())
+        for name, tensor in self.student.state().items():  # of shards, one at a time is whole on the device
+            tensor = whole(tensor, own[name])
+            if self.accelerator.is_main_process:
+                tensors[name] = tensor.contiguous().cpu()
+        return tensors
+
+    def write_weights(self, tensors: dict[str, torch.Tensor], folder: Path, position: Position) -> None:
+        """The weights of a checkpoint. Raises LinearizeError (exit 6) for one that is not finite."""
+        broken = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
+        if broken is not None:
+            raise self.not_finite(f"{broken} is not finite", position.stage, position.step + 1)
+        save_file(tensors, folder / WEIGHTS)
+
+    def save_best(self, position: Position, found: Score) -> None:
+        """Keep the weights as they are, which had the lowest KL of the stage so far."""
+        tensors = self.gathered()
+        if self.accelerator.is_main_process:
+            score = self.of_evaluation(found)
+            self.run.save_best(position, score, lambda folder: self.write_weights(tensors, folder, position))
+        self.accelerator.wait_for_everyone()
+
+    def take_best(self) -> None:
+        """Where the recipe keeps the best: give the model the weights of `save_best`, and the report their figures."""
+        best = self.run.read_best() if self.recipe.finish.keep == "best" else None
+        if best is None:
+            return
+        position, score = best
+        stage = self.recipe.stages[position.stage]
+        self.say(f"keeps the weights of step {position.step} of {stage.name}, the lowest KL that was measured")
+        self.kept = self.run.best
+        with reading(self.kept / WEIGHTS):
+            self.student.load_state(load_file(self.kept / WEIGHTS))
+        if self.accelerator.is_main_process:
+            self.run.log(stage=stage.name, step=position.step, tokens=position.tokens, **score)
 
     def not_finite(self, what: str, number: int, step: int) -> LinearizeError:
         """The error for a loss, a gradient or a weight that is NaN or infinite; `step` of that stage went wrong."""
@@ -307,6 +406,8 @@ def check_model(model: Any, recipe: Recipe) -> None:
         if isinstance(stage, FeatureCosine) == has_head(model) and not isinstance(stage, AttentionTransfer):
             what, other = ("has a head", "logit_kl or sft") if has_head(model) else ("has no head", "feature_cosine")
             raise LinearizeError(f"{stage.name}: {type(model).__name__} {what}; use {other}", Exit.INCOMPATIBLE)
+        if isinstance(stage, OnPolicyKL):
+            check_writing(model, stage, recipe.data_for(stage).pack.seq_len)
         for split in ("train", "eval"):
             source = getattr(recipe.data_for(stage), split)
             if source is not None:
@@ -317,8 +418,31 @@ def check_model(model: Any, recipe: Recipe) -> None:
             own = f"stages[{number}]." * (stage.data.pack.seq_len is not None)
             message = f"{own}data.pack.seq_len is {length}, and {type(model).__name__} takes at most {most} tokens"
             raise LinearizeError(f"{message}. Set it to {most}, or less", Exit.INCOMPATIBLE)
+    if recipe.finish.keep == "best" and not has_head(model):
+        message = f"finish.keep best: {type(model).__name__} has no head, and no evaluation. Set it to last"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    apart = next((s.name for s in recipe.stages if isinstance(s, LogitKL) and s.loss.tokens_at_once), None)
+    if apart is not None and (reason := obstacle(model)):
+        raise LinearizeError(f"{apart}: {reason}; set loss.tokens_at_once: null", Exit.INCOMPATIBLE)
+    small = next((stage.name for stage in recipe.stages if stage.optimizer.memory == "small"), None)
+    if small is not None and model.dtype == torch.float16:
+        raise LinearizeError(
+            f"{small}: optimizer.memory small trains weights in their own dtype, and float16 loses small updates. Set "
+            "model.dtype: bfloat16, or optimizer.memory: full",
+            Exit.INCOMPATIBLE,
+        )
     if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise LinearizeError(
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
             Exit.INCOMPATIBLE,
         )
+
+
+def check_writing(model: Any, stage: OnPolicyKL, seq_len: int) -> None:
+    """Refuse on_policy_kl for a model that writes no text (exit 3), and prompts that leave no room (exit 2)."""
+    if kind_of(model) != "text":
+        message = f"{stage.name}: {type(model).__name__} writes no text to learn from; use logit_kl"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    if stage.loss.prompt >= seq_len:
+        message = f"{stage.name}: loss.prompt is {stage.loss.prompt}, data.pack.seq_len {seq_len}"
+        raise LinearizeError(f"{message}. Leave room for what the student writes, for example {max(1, seq_len // 2)}")

@@ -3,7 +3,7 @@
 `attention_transfer`: softmax goes on through the network, each layer's mixer is compared with it on the same
 input, and each layer's loss is backpropagated as it arises: memory is one layer's. `logit_kl`: a teacher pass,
 then the student's, then backward, never a switch in between; `feature_cosine` does the same for last hidden states.
-`sft`: cross entropy alone.
+`on_policy_kl` does it on text that the student has written. `sft`: cross entropy alone.
 
 Every loss is divided by counts of the whole optimizer step, so that micro batches and processes simply add up.
 """
@@ -17,9 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linearize_kernels.hf.seam import evaluating
+
 from ..data.batches import Batch, forward, real_tokens, run, targets
-from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, Stage
-from .losses import cosine_distance, cross_entropy, logit_kl, relative_mse
+from ..measure.write import continued
+from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Stage
+from .chunked_head import chunked_loss
+from .losses import IGNORED, cosine_distance, cross_entropy, logit_kl, relative_mse
 from .student import Student
 
 Inputs = tuple[Tensor, ...]
@@ -84,7 +88,7 @@ class Calibration(Listener):
 
     @torch.no_grad()
     def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
-        mixer.calibrate(*inputs, o, target)
+        mixer.calibrate(*inputs, o, target, layout)
         mixer.calibrate_window(*inputs, target, layout)
 
 
@@ -135,15 +139,35 @@ def listen(student: Student, listener: Listener, batch: Batch) -> None:
         run(student.model, batch, head=False)
 
 
+def written(stage: OnPolicyKL, model: Any, batch: Batch) -> Batch:
+    """Rows of what the student writes after the first tokens of a batch's rows: what counts are its own tokens.
+
+    A row is one text: the documents that a prompt may hold lie in one context, for the student as for its teacher.
+    """
+    prompt, seq_len = stage.loss.prompt, batch["input_ids"].shape[1]
+    with evaluating(model):
+        own = continued(model, batch["input_ids"][:, :prompt], seq_len - prompt, stage.loss.sampling)
+    ids = torch.cat([batch["input_ids"][:, :prompt], own], 1)
+    places = torch.arange(seq_len, device=ids.device).expand_as(ids)
+    labels = torch.where(places < prompt, IGNORED, ids)
+    # A token is scored where it is predicted, one place earlier.
+    valid = (places >= prompt - 1) & (places < seq_len - 1)
+    return {"input_ids": ids, "position_ids": places, "labels": labels, "valid": valid}
+
+
 def end_to_end_loss(
     stage: Stage, student: Student, wrapped: Any, batch: Batch, tokens: Tensor, autocast: Callable[[], Any]
-) -> Tensor:
-    """logit_kl, feature_cosine or sft on one micro batch; `wrapped` is the model as accelerate prepared it.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """logit_kl, on_policy_kl, feature_cosine or sft on one micro batch; `wrapped` is the model as accelerate prepared
+    it.
 
-    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes.
+    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes. Of a loss of
+    two terms, both by name as well, without weights and gradients.
     """
+    if isinstance(stage, LogitKL) and stage.loss.tokens_at_once is not None:
+        return chunked_loss(stage, student, wrapped, batch, tokens, autocast)
     teacher = None
-    if isinstance(stage, FeatureCosine) or (isinstance(stage, LogitKL) and stage.loss.kl):
+    if isinstance(stage, FeatureCosine | OnPolicyKL) or (isinstance(stage, LogitKL) and stage.loss.kl):
         # A context of its own: autocast caches weights, and what it casts without gradients must not be reused.
         with student.as_teacher(), autocast():
             teacher = forward(student.model, batch)
@@ -151,13 +175,21 @@ def end_to_end_loss(
         found = forward(wrapped, batch)
     if isinstance(stage, FeatureCosine):
         assert teacher is not None
-        return cosine_distance(found, teacher, real_tokens(batch), batch["valid"].sum() / tokens[0])
+        return cosine_distance(found, teacher, real_tokens(batch), batch["valid"].sum() / tokens[0]), {}
+    if isinstance(stage, OnPolicyKL):
+        assert teacher is not None
+        temperature = stage.loss.temperature
+        return logit_kl(found, teacher, batch["valid"], temperature=temperature, num_tokens=tokens[0]), {}
     if not isinstance(stage, LogitKL):
-        return cross_entropy(found, targets(batch), num_tokens=tokens[1])
-    loss = found.new_zeros((), dtype=torch.float32)
+        return cross_entropy(found, targets(batch), num_tokens=tokens[1]), {}
+    loss, terms = found.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
     if teacher is not None:
-        kl = logit_kl(found, teacher, batch["valid"], temperature=stage.loss.temperature, num_tokens=tokens[0])
-        loss = loss + stage.loss.kl * kl
+        valid, count = batch["valid"], tokens[0]
+        if stage.completion_only:
+            valid, count = targets(batch) != IGNORED, tokens[1]
+        terms["kl"] = logit_kl(found, teacher, valid, temperature=stage.loss.temperature, num_tokens=count)
+        loss = loss + stage.loss.kl * terms["kl"]
     if stage.loss.ce:
-        loss = loss + stage.loss.ce * cross_entropy(found, targets(batch), num_tokens=tokens[1])
-    return loss
+        terms["ce"] = cross_entropy(found, targets(batch), num_tokens=tokens[1])
+        loss = loss + stage.loss.ce * terms["ce"]
+    return loss, {name: term.detach() for name, term in terms.items()} if len(terms) > 1 else {}

@@ -32,6 +32,7 @@ class Student:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.dtype: torch.dtype = model.dtype  # of the source's weights as they were loaded
         self.lora: Any = None
         self.originals: dict[str, Tensor] = {}
         self.trained: set[str] = set()
@@ -45,7 +46,8 @@ class Student:
     # ------------------------------------------------------------ what trains
 
     def prepare(self, stage: Stage, *, wide: bool, seed: int = 0) -> list[nn.Parameter]:
-        """Set requires_grad for a stage and return its parameters; with `wide` they become float32 masters."""
+        """Set requires_grad for a stage and return its parameters; with `wide` they become float32 masters, but for
+        source weights of a stage whose optimizer is small, which have the model's dtype."""
         if stage.lora is not None and self.lora is None:
             torch.manual_seed(seed)
             self.lora = inject_lora(self.model, stage.lora)
@@ -56,8 +58,11 @@ class Student:
         for (name, parameter), own in zip(self.named_parameters(), self.model.parameters(), strict=True):
             own.requires_grad_(name in names)
             if name in names:
-                if wide and parameter.dtype != torch.float32:
-                    parameter.data = parameter.data.float()
+                due = parameter.dtype
+                if wide:
+                    due = self.dtype if stage.optimizer.memory == "small" and is_source(name) else torch.float32
+                if parameter.dtype != due:
+                    parameter.data = parameter.data.to(due)
                 chosen.append(parameter)
         return chosen
 
@@ -212,7 +217,7 @@ def _adapters(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
     """Raise LinearizeError (exit 3) unless each target of LoRA names a linear layer of the source."""
-    linear = set(_linear_layers(model))
+    linear = set(linear_layers(model))
     for target in targets:
         if target not in linear:
             raise LinearizeError(
@@ -222,7 +227,7 @@ def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
             )
 
 
-def _linear_layers(model: nn.Module) -> dict[str, type[nn.Module]]:
+def linear_layers(model: nn.Module) -> dict[str, type[nn.Module]]:
     """Last names of the source's linear layers, and their classes."""
     found = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and ".mixer." not in n)
     return {name.rpartition(".")[2]: type(module) for name, module in found}
@@ -233,7 +238,7 @@ def inject_lora(model: nn.Module, lora: Any) -> Any:
     from peft import LoraConfig, LoraModel
 
     check_targets(model, lora.target)
-    linear = _linear_layers(model)
+    linear = linear_layers(model)
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

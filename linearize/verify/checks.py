@@ -20,13 +20,9 @@ from ..checkpoint.source import DTYPES, check_folder, check_revision, open_sourc
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import Plan, some
+from . import limits
 from .reload import clean_command, free_memory, result_of, started
 
-# Difference of logits over the largest. float32: whatever the weights are stored in, they are computed with in
-# float32, where two orders of the same sums differ by 1e-7 to 6e-6 on small models and broken code by 1e-3 and more.
-# A model that fits memory only as it is stored is held to the rounding of that dtype.
-LIMITS = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-STRICT_LIMIT = 2e-5
 # Tokens of a row: more than a chunk; strict: more than two chunks of the largest size.
 LENGTH, STRICT_LENGTH = 100, 560
 BEHAVIOURS = "from linearize_child.behaviours import main; main()"
@@ -212,7 +208,7 @@ def check_behaviours(folder: Path, strict: bool) -> list[Check]:
     dtype = fitting_dtype(folder)
     if dtype is None:
         return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
-    limit = min(STRICT_LIMIT, LIMITS[dtype]) if strict and dtype == "float32" else LIMITS[dtype]
+    limit = min(limits.STRICT, limits.BY_DTYPE[dtype]) if strict and dtype == "float32" else limits.BY_DTYPE[dtype]
     arguments = [str(folder.absolute()), dtype, str(STRICT_LENGTH if strict else LENGTH), str(limit)]
 
     def wrong(found: dict[str, Any]) -> list[str]:

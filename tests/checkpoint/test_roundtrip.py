@@ -105,8 +105,10 @@ def test_the_proof_includes_cached_steps(zoo: Zoo, tmp_path: Path, layers: str) 
     """One pass is right, on both sides; what a cache gives on is not."""
     source, linear = zoo.folders("llama", layers)
     folder = copied(linear, tmp_path / "linear")
-    code = (folder / "seam.py").read_text()
-    (folder / "seam.py").write_text(code.replace("        slot.state = state\n", "        slot.state = None\n"))
+    code = (folder / "state.py").read_text()
+    forgets = code.replace("o, self.state = mixer(", "o, _ = mixer(")
+    assert forgets != code
+    (folder / "state.py").write_text(forgets)
     plan, opened, _ = plan_conversion(str(source), "gsa", layers=layers, options={"slots": 8, "chunk_size": 16})
     with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass") as caught:
         check_logits(folder, opened, plan, False)
@@ -265,6 +267,17 @@ def test_a_cast_rewrites_shard_by_shard(tmp_path: Path, shard: str) -> None:
 # ---------------------------------------------------------------- loading and saving again
 
 
+def test_the_window_travels_where_a_layer_has_one(zoo: Zoo) -> None:
+    folders = {window: zoo.folders("llama", HYBRID, window=window)[1] for window in (0, 4)}
+    with_window = {path.stem for path in folders[4].glob("window*.py")}
+    assert with_window == {"window", "window_launch", "window_triton"}
+    assert not [*folders[0].glob("window*.py")]
+    assert [mixer.near is None for folder in folders.values() for mixer in mixers_of(load(folder)).values()] == [
+        *(True, True),
+        *(False, False),
+    ]
+
+
 def test_saved_again_it_is_the_same(zoo: Zoo, tmp_path: Path) -> None:
     model, ids = zoo.model("qwen3", HYBRID), tokens(2, 12)
     expected = logits(model, ids)
@@ -320,6 +333,14 @@ def test_a_module_that_left_the_interface_is_not_skipped_in_silence(zoo: Zoo) ->
     attention.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     with pytest.raises(RuntimeError, match=r"model\.layers\.1\.self_attn .* its mixer was skipped"):
         model(tokens(1, 4))
+
+
+@pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModel"])
+def test_fewer_layers_than_the_plan_are_refused_by_name(zoo: Zoo, auto: str) -> None:
+    with pytest.raises(ValueError, match=r"names model\.layers\.2\.self_attn, .* such as num_hidden_layers"):
+        getattr(transformers, auto).from_pretrained(
+            zoo.folders("llama", HYBRID)[1], trust_remote_code=True, num_hidden_layers=2
+        )
 
 
 def test_mixers_of_a_new_model_are_initialised(zoo: Zoo) -> None:

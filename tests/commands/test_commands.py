@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import Command
 from safetensors.torch import load_file, save_file
-from training import EOS, base, byte_tokenizer, stage, write_recipe
+from training import EOS, base, byte_tokenizer
 from transformers import AutoModelForCausalLM
 
 from linearize.demo import model_folder
@@ -67,6 +67,15 @@ def test_the_state_formula_of_gsa_is_what_it_computes(linearize: Command) -> Non
     assert eval(expression, {"E": 8, "M": 64, "D": 64, "Dv": 64}) == told["example"]["state_bytes"]
 
 
+def test_an_option_under_its_old_name_is_taken_and_the_present_name_told(linearize: Command) -> None:
+    ask = ("convert", str(model_folder()), "--dry-run", "--json", "--to")
+    code, out, err = linearize(*ask, "gsa", "--set", "gate_heads=query")
+    assert code == 0, err
+    assert all(step["options"]["state_heads"] == "query" for step in json.loads(out)["plan"]["steps"])
+    assert "note: the option gate_heads of gsa is called state_heads now" in err
+    assert "is called" not in linearize(*ask, "gsa", "--set", "state_heads=query")[2]
+
+
 def test_an_unknown_mechanism_is_told_the_nearest(linearize: Command) -> None:
     code, out, err = linearize("mechanisms", "gsaa")
     assert (code, out) == (Exit.USAGE, "")
@@ -111,11 +120,9 @@ def test_a_model_saved_again_is_known(linearize: Command, folder: Path, tmp_path
     byte_tokenizer().save_pretrained(again)
     assert continued(linearize, again)["tokens"] == continued(linearize, folder)["tokens"]
     assert continued(linearize, again, "--teacher")["softmax"]
-    recipe = write_recipe(tmp_path, again, stage("logit_kl"))
-    for command in (["finetune", recipe], ["finetune", recipe, "--dry-run"], ["push", again, "user/repo"]):
-        code, _, err = linearize(*command)
-        assert code == Exit.INCOMPATIBLE
-        assert "is linearized but has no linearize.json" in err
+    code, _, err = linearize("upgrade", again)
+    assert code == Exit.INCOMPATIBLE
+    assert "is linearized but has no linearize.json" in err
     (again / "mixer.py").write_text("raise SystemExit('ran')")
     code, _, err = linearize("generate", again, "x")
     assert code == Exit.INCOMPATIBLE

@@ -501,7 +501,7 @@ def test_a_dry_run_of_a_converted_base_fetches_no_weights(hub: Hub, root: Path, 
     files = {path.name: path.read_bytes() for path in base(root, "llama").iterdir()}
     hub.repos.setdefault("user/linear", Repo()).commit(files)
     recipe = write_recipe(tmp_path, Path("user/linear"), stage("logit_kl"))
-    (row,) = dry_run(load_recipe(recipe), print)
+    (row,) = dry_run(load_recipe(recipe), print)["stages"]
     assert row["parameters"] > 0
     assert source_weights(hub) == set()
 
@@ -646,12 +646,16 @@ def test_a_recipe_pushes_what_it_measured(hub: Hub, root: Path, tmp_path: Path) 
     assert report["pushed"]["commit"] == hub.repos[REPO].refs["main"]
     text = hub.repos[REPO].files()["README.md"].decode()
     assert "license: apache-2.0" in text
-    assert f"| teacher (softmax) | | 96 | {report['teacher_ppl']:.4g} | 1 |" in text
+    assert f"| teacher (softmax) | | 96 | {report['teacher_ppl']:.4g} | 1 | | " in text
     for row in report["stages"]:
         assert row["eval_tokens"] == 96  # three blocks of 32
-        line = f"| {row['name']} | {row['tokens']:,} | 96 | {row['ppl']:.4g} | {row['ppl_ratio']:.4g} |"
+        line = (
+            f"| {row['name']} | {row['tokens']:,} | 96 | {row['ppl']:.4g} | {row['ppl_ratio']:.4g} | {row['kl']:.4g} |"
+        )
         assert line in text
     assert "untrained" not in text
+    for block in report["positions"]["blocks"]:
+        assert f"| {block['from']} to {block['to']} | {block['student_ppl']:.4g} | {block['teacher_ppl']:.4g} |" in text
     shown = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert shown["model"] == {"base": "linear"}
     assert shown["stages"][0]["optimizer"]["lr"] == 1e-2
@@ -704,7 +708,7 @@ def test_results_have_a_name_on_the_hub_or_none(root: Path, tmp_path: Path, name
     data = {"train": {**texts, "split": "train"}, "eval": texts if named else {"files": ["heldout.txt"]}}
     folder = base(root, "llama")
     recipe = make_recipe(tmp_path, folder, stage("logit_kl"), data={**data, "pack": {"seq_len": T}})
-    row = {"name": "logit_kl", "tokens": 10, "eval_tokens": 96, "ppl": 12.5, "ppl_ratio": None}
+    row = {"name": "logit_kl", "tokens": 10, "eval_tokens": 96, "ppl": 12.5, "ppl_ratio": None, "kl": 0.25}
     report = {"teacher_ppl": None, "stages": [row]}
     plan = plan_conversion(str(folder.parent / "source"), "gsa")[0]
     (tmp_path / "README.md").write_text(card.model_card(plan, folder, recipe, report))
@@ -719,8 +723,37 @@ def test_results_have_a_name_on_the_hub_or_none(root: Path, tmp_path: Path, name
             "config": "small",
             "split": "test",
         }
-        assert result["metrics"][0]["value"] == 12.5
+        metrics = {one["type"]: one for one in result["metrics"]}
+        assert {kind: one["value"] for kind, one in metrics.items()} == {"perplexity": 12.5, "kl_divergence": 0.25}
+        assert metrics["kl_divergence"]["name"] == f"KL from the teacher, nats a token, 96 tokens in blocks of {T}"
     assert "base_model" not in facts  # a local folder has no name on the Hub
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("   Apache License\n   Version 2.0, January 2004", {"license": "apache-2.0"}),
+        ("MIT License\n\nCopyright", {"license": "mit"}),
+        ("A licence of our own", {"license": "other", "license_link": "LICENSE.txt"}),
+    ],
+)
+def test_a_licence_file_names_the_licence_where_the_source_s_card_does_not(
+    tmp_path: Path, text: str, facts: dict[str, str]
+) -> None:
+    assert card.inherited(tmp_path) == {}
+    (tmp_path / "LICENSE.txt").write_text(text)
+    assert card.inherited(tmp_path) == facts
+    (tmp_path / "README.md").write_text("---\nlicense: gemma\n---\n")
+    assert card.inherited(tmp_path) == {"license": "gemma"}
+
+
+def test_a_card_explains_the_code_in_the_folder(root: Path) -> None:
+    folder = base(root, "llama")
+    text = (folder / "README.md").read_text()
+    about = text[text.index("`trust_remote_code=True` loads") : text.index("| source |")]
+    assert about.count("\n- ") == 3
+    assert "`modeling_linearized.py`" in about
+    assert (folder / "modeling_linearized.py").is_file()
 
 
 def test_a_card_names_the_device_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ class Recorded(TorchDispatchMode):
 def calls(name: str, options: dict[str, Any], heads: Heads, B: int, T: int) -> list[tuple[str, tuple[Any, ...]]]:
     """Operators that a mixer in bf16 calls for B rows of T tokens, their gradients and one token more, with meta
     tensors."""
+    import linearize_kernels.window.window  # noqa: F401  (mixers with a window look it up)
     from linearize_kernels.layout import TokenLayout
 
     kind, site, options = site_and_options(name, options, heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from typing import Any
 
@@ -221,3 +222,21 @@ def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str)
     site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
     with pytest.raises(Exception, match=message):
         build_mixer("gdn", site, resolve_options("gdn", options))
+
+
+def test_calibration_finds_half_lives_and_strengths() -> None:
+    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+    m = build_mixer("gdn", site, resolve_options("gdn", {}))
+    m.reset_parameters()
+    inputs = [torch.randn(2, 60, *shape) for shape in ((4, 8), (2, 8), (2, 6), (24,))]
+    teacher = copy.deepcopy(m)
+    with torch.no_grad():
+        teacher.start_from("half_life", [2.0, 128.0])
+        teacher.start_from("write", [0.8, 0.1])
+        target, before = teacher(*inputs, TokenLayout())[0], m(*inputs, TokenLayout())[0]
+        m.calibrate(*inputs, before, 3 * target, TokenLayout())
+        errors = [relative_error(y, 3 * target) for y in (m(*inputs, TokenLayout())[0], 3 * before)]
+    assert errors[0] < 0.3 * errors[1]
+    g, beta = m.gates(inputs[3])
+    assert g[..., 0].mean() < 10 * g[..., 1].mean() < 0
+    assert beta[..., 0].mean() > 2 * beta[..., 1].mean()

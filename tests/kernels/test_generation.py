@@ -291,18 +291,80 @@ def test_a_static_cache_by_hand_is_refused_in_hybrids(zoo: Zoo, layers: str) -> 
 
 def test_what_a_state_cannot_do_is_refused(zoo: Zoo) -> None:
     model, ids = zoo.model("llama"), tokens(1, 9)
-    with pytest.raises(ValueError, match="assisted generation is not supported"):
-        generate(model, ids, assistant_model=small_model("llama"))
-    with pytest.raises(ValueError, match="assisted generation is not supported"):
-        generate(model, ids, prompt_lookup_num_tokens=2)
+    with pytest.raises(NotImplementedError, match=r"continuous batching .* linearize serve DIR"):
+        model.generate_batch(ids.tolist(), max_new_tokens=2)
+    with pytest.raises(NotImplementedError, match="continuous batching"), model.continuous_batching_context_manager():
+        pass
     cache = model(ids, use_cache=True).past_key_values
     cache.crop(0)
-    with pytest.raises(NotImplementedError, match="cannot drop tokens"):
+    with pytest.raises(ValueError, match=r"crop\(-2\): .* 0 of the last ones were recorded.* activate_past_recording"):
         cache.crop(-2)
+    with pytest.raises(ValueError, match=r"crop\(2\): pass -n"):
+        cache.layers[0].crop(2)
     with pytest.raises(ValueError, match="already holds softmax keys"), torch.no_grad():
         model(ids, past_key_values=small_model("llama")(ids, use_cache=True).past_key_values)
     with pytest.raises(TypeError, match="pass a transformers Cache"):
         model.model.layers[0].self_attn(torch.zeros(1, 1, 32), past_key_values=((0, 0),))
+
+
+# ---------------------------------------------------------------- tokens that are removed again
+
+some_models = pytest.mark.parametrize(
+    ("name", "layers", "options"),
+    [("llama", "all", {}), ("llama", HYBRID, {}), ("gpt2", "all", {}), ("llama", "all", {"window": 4, "sink": 1})],
+)
+
+
+@some_models
+def test_assisted_decoding_writes_what_plain_decoding_writes(
+    zoo: Zoo, name: str, layers: str, options: dict[str, int]
+) -> None:
+    """By prompt lookup, by the source as assistant, and as an assistant of the source."""
+    model, source, ids = zoo.model(name, layers, **options), small_model(name), tokens(1, 6).repeat(1, 3)
+    plain = model.generate(ids, max_new_tokens=20, do_sample=False)
+    for helper in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": source}):
+        assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False, **helper), plain)
+    plain = source.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(source.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=model), plain)
+
+
+@some_models
+@torch.no_grad()
+def test_a_cache_that_records_its_past_is_cropped(zoo: Zoo, name: str, layers: str, options: dict[str, int]) -> None:
+    """Across calls, twice, and back to what came before the first one; a copy of the cache can do it, too."""
+    model, ids, other = zoo.model(name, layers, **options), tokens(1, 30), tokens(1, 12, seed=5)
+    cache = model(ids[:, :11], use_cache=True).past_key_values
+    cache.activate_past_recording()
+    for start, stop in ((11, 16), (16, 17), (17, 24)):
+        model(ids[:, start:stop], past_key_values=cache)
+    cache.crop(-2)
+    twin = copy.deepcopy(cache)
+    for part, removed, kept in ((cache, 7, 15), (twin, 11, 11)):
+        part.crop(-removed)
+        assert part.get_seq_length() == kept
+        whole = model(torch.cat([ids[:, :kept], other], 1)).logits[:, kept:]
+        assert relative_error(model(other, past_key_values=part).logits, whole) < EXACT
+
+
+def test_the_end_of_a_long_call_can_be_removed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last UNDO tokens are kept, as copies; no more, and nothing once rows change their places."""
+    model, ids = zoo.model("llama"), tokens(2, 40)
+    layer = model(ids, use_cache=True).past_key_values.layers[0]
+    monkeypatch.setitem(type(layer).absorb.__globals__, "UNDO", 8)  # of the file that the checkpoint carries
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :5] = 0
+    cache = DynamicCache(config=model.config)
+    cache.linearize_records_past = True
+    logits = model(ids, attention_mask=mask, past_key_values=cache).logits[mask.bool()]
+    assert relative_error(logits, model(ids, attention_mask=mask).logits[mask.bool()]) < EXACT
+    with pytest.raises(ValueError, match="8 of the last ones were recorded"):
+        cache.crop(-9)
+    cache.crop(-8)
+    again = model(ids[:, 32:], attention_mask=mask, past_key_values=cache).logits
+    assert relative_error(again, model(ids, attention_mask=mask).logits[:, 32:]) < EXACT
+    cache.batch_select_indices(torch.tensor([1]))
+    with pytest.raises(ValueError, match="0 of the last ones"):
+        cache.crop(-1)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", "all"), ("llama", HYBRID), ("gpt2", "all")])
@@ -328,6 +390,18 @@ def test_a_cache_of_other_rows_is_refused(zoo: Zoo, held: int, given: int, optio
     cache = model(tokens(held, 9), use_cache=True).past_key_values
     with pytest.raises(ValueError, match=rf"holds {held} sequences and the input has {given}.*batch_repeat_interleave"):
         model(tokens(given, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [({}, {"damping": 4.0}), ({}, {"window": 4}), ({"window": 4}, {}), ({}, {"slots": 16})],
+    ids=str,
+)
+def test_a_cache_of_other_options_is_refused(zoo: Zoo, options: dict[str, Any], others: dict[str, Any]) -> None:
+    """Some have states of the same shapes, which would be taken for one's own."""
+    cache = zoo.model("llama", "all", **others)(tokens(2, 9), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"holds the state of gsa\(.*and this layer is gsa\(.*past_key_values=Dynamic"):
+        zoo.model("llama", "all", **options)(tokens(2, 1), past_key_values=cache)
 
 
 def test_cache_batches_are_repeated_selected_and_reset(zoo: Zoo) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import pairwise
 from typing import Any
@@ -149,13 +150,28 @@ def test_a_read_gate_is_not_undone_by_the_norm() -> None:
     assert relative_error(gated, plain * gate[..., None]) < TOLERANCE[torch.float32]
 
 
-def test_calibrated_heads_have_the_teachers_size() -> None:
-    m = mixer(feature_map="identity")  # relu's first tokens may say nothing
+def test_calibration_finds_the_memories_that_made_the_teacher() -> None:
+    """Each with half-lives of its own, and heads of different sizes."""
+    m = mixer(state_heads="kv")
     q, k, v = (torch.randn(2, 50, *shape) for shape in ((4, 8), (2, 8), (2, 6)))
-    x, teacher = torch.randn(2, 50, HIDDEN), torch.randn(2, 50, 4, 6) * torch.tensor([0.1, 1.0, 3.0, 9.0])[:, None]
-    m.calibrate(q, k, v, x, m(q, k, v, x, TokenLayout())[0], teacher)
-    o, _ = m(q, k, v, x, TokenLayout())
-    assert torch.allclose(o.square().mean((0, 1, 3)), teacher.square().mean((0, 1, 3)), rtol=1e-3)
+    inputs = (q, k, v, torch.randn(2, 50, HIDDEN))
+    teacher, known = copy.deepcopy(m), type(m).tried["half_lives"]
+    with torch.no_grad():
+        teacher.start_from("half_lives", [known[1], known[-2]])
+        teacher.norm.weight.mul_(torch.tensor([0.1, 1.0, 3.0, 9.0])[:, None])
+        target, before = teacher(*inputs, TokenLayout())[0], m(*inputs, TokenLayout())[0]
+        m.calibrate(*inputs, before, target, TokenLayout())
+        assert relative_error(m(*inputs, TokenLayout())[0], target) < 1e-4
+    assert relative_error(half_lives(m), half_lives(teacher)) < 1e-4
+
+
+def test_calibration_leaves_published_gates_alone() -> None:
+    m = mixer(faithful=True)
+    q, k, v = (torch.randn(2, 50, *shape) for shape in ((4, 8), (2, 8), (2, 6)))
+    teacher = torch.randn(2, 50, 4, 6) * torch.tensor([0.1, 1.0, 3.0, 9.0])[:, None]
+    m.calibrate(q, k, v, torch.randn(2, 50, HIDDEN), teacher, teacher)
+    assert torch.allclose(half_lives(m), torch.full((2, 8), 16.0))
+    assert torch.allclose(m.norm.weight[:, 0], teacher.square().mean((0, 1, 3)).sqrt())
 
 
 @pytest.mark.parametrize(

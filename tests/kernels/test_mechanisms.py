@@ -17,9 +17,18 @@ from torch import Tensor
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from linearize_kernels.hf.cache import map_state
+from linearize_kernels.layers.rotary import Rotation, settled
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Bounds, Mixer, Site, as_autocast, option_types, own_mixer, published_options
-from linearize_kernels.window.window import WindowedState
+from linearize_kernels.mixer import (
+    Bounds,
+    Mixer,
+    Site,
+    WindowedState,
+    as_autocast,
+    option_types,
+    own_mixer,
+    published_options,
+)
 
 HIDDEN = 24
 SITES = {
@@ -129,7 +138,7 @@ def other_values(kind: Any, bounds: Bounds | None, default: Any) -> list[Any]:
     if kind is bool:
         return [not default]
     if bounds is None:
-        return [choice for choice in typing.get_args(kind) if choice != default]
+        return [choice for choice in typing.get_args(kind) if choice not in (default, settled(default, 0))]
     larger = default * 2 if default > 0 else kind(8)
     return [larger if larger <= bounds.high else kind(default / 2)]
 
@@ -137,7 +146,9 @@ def other_values(kind: Any, bounds: Bounds | None, default: Any) -> list[Any]:
 def behaviour(mixer: Mixer) -> list[Tensor]:
     """Everything an option may influence: parameters, the output, the state, the request to drop RoPE."""
     inputs = tokens(mixer.site, LONG)
-    o, state = mix(mixer, inputs, causal=mixer.site.causal)
+    angle = torch.arange(LONG)[None, :, None] * torch.linspace(1.0, 0.1, mixer.site.key_dim // 2)
+    layout = {"causal": mixer.site.causal, "rotation": Rotation(angle.cos(), angle.sin())}
+    o, state = mix(mixer, inputs, **layout)
     mixer.calibrate(*inputs, o.detach(), 2 * o.detach() + 1)
     memory = [] if state is None else parts(state)
     return [torch.tensor(float(mixer.drop_rope)), *mixer.state_dict().values(), o.detach(), *memory]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, resolve_options
+from linearize_kernels.layers.depthwise import depthwise
 from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.mhla.eager import MHLAState
 from linearize_kernels.mhla.mhla import mhla, mhla_grid, mhla_reference
@@ -357,7 +358,7 @@ def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("site", "flat", "idle"),
     [
-        ({}, False, {"frames", "rows", "columns"}),
+        ({}, False, {"frames", "rows", "columns", "dwc"}),
         ({"causal": False}, False, {"frames", "rows", "columns", "block_size", "by_distance"}),
         ({"causal": False, "grid": "patches"}, False, {"blocks", "block_size", "by_distance"}),
         ({"causal": False, "grid": "arguments"}, True, {"blocks", "block_size", "by_distance", "frames"}),
@@ -365,11 +366,13 @@ def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str)
 )
 def test_options_without_effect_change_nothing(site: dict[str, Any], flat: bool, idle: set[str]) -> None:
     """And are those that a conversion refuses; any other changes the weights, or what is computed."""
-    changed = {"blocks": 4, "block_size": 16, "frames": 2, "rows": 3, "columns": 3, "by_distance": True}
+    changed = {"blocks": 4, "block_size": 16, "frames": 2, "rows": 3, "columns": 3, "by_distance": True, "dwc": 3}
 
     def result(**options: Any) -> Any:
         torch.manual_seed(0)
         m, causal = mixer(**site, **options), site.get("causal", True)
+        if hasattr(m, "taps"):  # begin at zero
+            torch.nn.init.ones_(m.taps)
         size = (6, 6) if flat else (2, 3, 6)
         grid = Grid(size) if "grid" in site else None
         return m.block_logits.shape, call(m, 36, causal=causal, grid=grid)
@@ -381,6 +384,39 @@ def test_options_without_effect_change_nothing(site: dict[str, Any], flat: bool,
     for name, value in changed.items():
         other, found = result(**{name: value})
         assert (torch.equal(found, plain) and other == shape) == (name in idle), name
+
+
+@pytest.mark.parametrize("grid", [None, Grid((5, 6), prefix=1), Grid((2, 3, 5), suffix=1)], ids=str)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_images_with_the_papers_convolution_and_gate(grid: Grid | None, normalise: bool) -> None:
+    """(norm(MHLA) + DWC(V)) . swish(W X + b) in float64, token by token, with padding and documents."""
+    torch.manual_seed(3)
+    kind = "line" if grid is None else "patches"
+    m = mixer(False, kind, dwc=3, output_gate=True, feature_map="elu", norm="head", normalise=normalise).double()
+    for parameter in m.parameters():
+        torch.nn.init.normal_(parameter)
+    T = 31
+    q, k, v, x = (torch.randn(2, T, *s, dtype=torch.float64) for s in ((4, 8), (2, 8), (2, 6), (24,)))
+    padding, segments = holes(T), torch.randint(2, (2, T))
+    layout = TokenLayout(padding, segments, causal=False, grid=grid)
+    plain = mixer(False, kind, feature_map="elu", norm="head", normalise=normalise).double()
+    plain.load_state_dict({n: y for n, y in m.state_dict().items() if n in plain.state_dict()})
+    o, _ = m(q, k, v, x, layout)
+    local = depthwise(v, m.taps, grid, padding, segments).repeat_interleave(2, 2)
+    z = (x @ m.output_gate.weight.T + m.output_gate.bias).view(2, T, 4, 6)
+    expected = (plain(q, k, v, x, layout)[0] + local * padding[:, :, None, None]) * z / (1 + (-z).exp())
+    assert relative_error(o.detach(), expected.detach()) < EXACT
+    assert not o[~padding].any()
+
+
+def test_a_conversion_with_the_gate_starts_nearly_without() -> None:
+    torch.manual_seed(0)
+    gated, plain = mixer(output_gate=True), mixer()
+    given = [torch.randn(2, 20, *shape) for shape in ((4, 8), (2, 8), (2, 6), (24,))]
+    ours, theirs = (m(*given, TokenLayout())[0].detach() for m in (gated, plain))
+    assert 0.01 < relative_error(ours, theirs) < 0.3
+    torch.nn.init.zeros_(gated.output_gate.weight)
+    assert relative_error(gated(*given, TokenLayout())[0].detach(), theirs) < 1e-5
 
 
 def test_a_grid_of_one_block_is_refused() -> None:

@@ -116,13 +116,17 @@ def test_the_read_gate_scales_the_output_and_the_write_gate_the_value(norm: str)
     assert relative_error(gated, plain * read[..., None]) < TOLERANCE[torch.float32]
 
 
-def test_calibration_gives_the_teachers_size() -> None:
+def test_calibration_fits_the_size_by_least_squares() -> None:
     m = mixer(feature_map="identity")
     inputs = [torch.randn(2, 20, *shape) for shape in ((4, 8), (2, 8), (2, 6), (HIDDEN,))]
-    o, _ = m(*inputs, TokenLayout())
-    m.calibrate(*inputs, o, 3 * torch.ones_like(o))
-    o, _ = m(*inputs, TokenLayout())
-    assert torch.allclose(o.square().mean(-1).sqrt(), torch.full((2, 20, 4), 3.0), rtol=1e-3)
+    sizes = torch.tensor([0.1, 1.0, 3.0, 9.0])[:, None]
+    before = m(*inputs, TokenLayout())[0].detach()
+    target = sizes * (before + 0.5 * torch.randn_like(before))
+    m.calibrate(*inputs, before, target)
+    o = m(*inputs, TokenLayout())[0].detach()
+    assert torch.allclose((o * (target - o)).sum((0, 1, 3)) / o.square().sum((0, 1, 3)), torch.zeros(4), atol=1e-4)
+    m.calibrate(*inputs, before, -before)  # what no positive factor makes better
+    assert torch.allclose(m(*inputs, TokenLayout())[0], 0.1 * before, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

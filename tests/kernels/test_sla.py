@@ -129,13 +129,16 @@ def test_a_read_gate_scales_what_its_head_says(base: str, gate_input: str, norm:
 
 
 @every_base
-def test_calibrated_heads_have_the_teachers_size(base: str) -> None:
-    ours = make("sla", base=base, norm="head")
+@pytest.mark.parametrize("rescale", [True, False])
+def test_calibration_minds_the_gates(base: str, rescale: bool) -> None:
+    """Published ones divide by the number of heads what the norm has made."""
+    ours = make("sla", base=base, norm="head", gate_rescale=rescale)
     inputs = tokens(ours.site, 50)
-    teacher = torch.randn(2, 50, 4, 8) * torch.tensor([0.1, 1.0, 3.0, 9.0])[:, None]
-    ours.calibrate(*inputs, mix(ours, inputs)[0], teacher)
-    sizes = [y.square().mean((0, 1, 3)) for y in (mix(ours, inputs)[0], teacher)]
-    assert torch.allclose(*sizes, rtol=3e-2)
+    before = mix(ours, inputs)[0].detach()
+    target = before * torch.tensor([0.1, 1.0, 3.0, 9.0])[:, None] + 0.01 * torch.randn_like(before)
+    ours.calibrate(*inputs, before, target)
+    o = mix(ours, inputs)[0].detach()
+    assert torch.allclose((o * (target - o)).sum((0, 1, 3)) / o.square().sum((0, 1, 3)), torch.zeros(4), atol=1e-4)
 
 
 @every_base

@@ -274,8 +274,8 @@ def test_tokens_that_are_not_those_of_the_grid_are_told(tmp_path: Path) -> None:
 def softmax(mixer: Any) -> Any:
     """Attention by softmax, told what a mixer is told."""
 
-    def mix(q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> Any:
-        padding, segments, causal, _ = layout
+    def mix(q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any = None) -> Any:
+        padding, segments, causal, *_ = layout
         k, v = (y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
         scores = torch.einsum("bthd,bihd->bhti", q, k) * mixer.site.scale
         if padding is not None:
@@ -330,7 +330,7 @@ def test_regions_do_not_meet(tmp_path: Path) -> None:
 
     mixer.register_forward_pre_hook(lambda module, args: seen.append(args))
     outcome(model, make_inputs(model))
-    *inputs, layout, _ = seen[0]
+    *inputs, layout = seen[0]
     row = int(layout.segments.amax(1).argmax())  # of a window with several regions
     first = layout.segments[row] == 0
     assert not first.all()
@@ -444,6 +444,16 @@ def test_options_without_effect_are_refused(
     with pytest.raises(LinearizeError, match=said) as refused:
         plan_conversion(str(tmp_path), "mhla", weights=False, options=options)
     assert refused.value.code == Exit.USAGE
+
+
+def test_blocks_of_some_layers(tmp_path: Path) -> None:
+    """As VLT has them, 7 x 7 and 4 x 4 blocks; an option that some layers cannot use is refused for those alone."""
+    name = "ViTForImageClassification"
+    model = converted(tmp_path, name, "mhla", options={"rows@0": 2, "columns@0": 3})
+    assert [mixer.block_logits.shape[-1] for mixer in mixers_of(model).values()][:2] == [7, 17]
+    assert model(**make_inputs(model)).logits.isfinite().all()
+    with pytest.raises(LinearizeError, match="blocks@0=4 has no effect in this model: tokens on a grid"):
+        plan_conversion(str(tmp_path / "source"), "mhla", options={"blocks@0": 4})
 
 
 def test_stages_that_pool_their_queries_are_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -18,10 +19,14 @@ from torch import Tensor
 from training import base, byte_tokenizer, stage, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from linearize.demo import model_folder
+from linearize.data.documents import TextSource
+from linearize.demo import corpus, model_folder
 from linearize.errors import Exit
 from linearize.measure.compare import state_bytes
-from linearize.measure.recall import QUERIES, Row, Writer, rows_of, score
+from linearize.measure.freely import answered, freely, repetition
+from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
+from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
+from linearize.measure.write import continued
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
 from linearize_kernels.hf.seam import mixers_of
@@ -58,8 +63,13 @@ def measured(linearize: Command, folder: Path, *options: str | Path, student: Pa
 # ---------------------------------------------------------------- text
 
 
-def test_the_measures_are_those_of_the_logits(linearize: Command, folder: Path) -> None:
-    told = measured(linearize, folder)
+def test_the_measures_are_those_of_the_logits(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    told = measured(linearize, folder, "-o", tmp_path / "new" / "eval.json")
+    assert json.loads((tmp_path / "new" / "eval.json").read_text()) == told
+    for row in told["needle"]:
+        shares = row["student"]["depths"]
+        assert len(shares) == DEPTHS
+        assert min(share for share in shares if share is not None) <= row["student"]["accuracy"]
     ids = byte_tokenizer()((folder.parent.parent / "heldout.txt").read_text(), return_tensors="pt")["input_ids"]
     ids = ids.view(-1, 64)
     student = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -330,5 +340,167 @@ def test_the_table_has_every_measure(linearize: Command, folder: Path) -> None:
         "recall at 448",
         "needle",
         "state at 448",
+        "perplexity by position in",
+        "128-256",
     ):
         assert words in err
+
+
+# ---------------------------------------------------------------- by position
+
+
+def test_positions_are_those_of_whole_texts(linearize: Command, folder: Path) -> None:
+    """In parts of the trained length that go on from a cache, what one pass over each text gives."""
+    told = measured(linearize, folder)["positions"]
+    edges = [0, 64, 128, 256]  # the teacher was made for 256 tokens
+    assert (told["trained_length"], told["recorded"], told["text"]) == (64, False, "documents")
+    assert [(block["from"], block["to"]) for block in told["blocks"]] == [*itertools.pairwise(edges)]
+    ids = byte_tokenizer()((folder.parent.parent / "heldout.txt").read_text(), return_tensors="pt")["input_ids"]
+    ids = ids[:, : ids.shape[1] // 256 * 256].view(-1, 256)
+    assert told["rows"] == len(ids) > 1
+    student = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    teacher = AutoModelForCausalLM.from_pretrained(folder.parent / "source")
+    with torch.no_grad():
+        ours, theirs = (model(ids).logits[:, :-1].double().log_softmax(-1) for model in (student, teacher))
+    losses = [-log_p.gather(-1, ids[:, 1:, None])[..., 0] for log_p in (ours, theirs)]
+    kl = (theirs.exp() * (theirs - ours)).sum(-1)
+    for block in told["blocks"]:
+        part = slice(block["from"], block["to"])
+        assert block["tokens"] == losses[0][:, part].numel()
+        assert block["student_ppl"] == pytest.approx(losses[0][:, part].mean().exp().item(), rel=1e-3)
+        assert block["teacher_ppl"] == pytest.approx(losses[1][:, part].mean().exp().item(), rel=1e-3)
+        assert block["kl"] == pytest.approx(kl[:, part].mean().item(), rel=1e-2, abs=1e-5)
+    ratios = [block["ppl_ratio"] for block in told["blocks"]]
+    assert told["grows"] == pytest.approx(max(ratios[1:]) / ratios[0])
+
+
+def test_rows_are_of_one_document_where_they_can_be(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": letter * size}) for letter, size in (("a", 10), ("b", 90), ("c", 30), ("d", 40))]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    source, tokenizer = TextSource(files=(tmp_path / "text.jsonl",)), byte_tokenizer()
+    rows, origin = long_rows(source, tokenizer, 40, 9)
+    assert [tokenizer.decode(row) for row in rows] == ["b" * 40, "b" * 40, "d" * 40]
+    assert origin == "documents"
+    rows, origin = long_rows(source, tokenizer, 100, 9)
+    assert [set(tokenizer.decode(row, skip_special_tokens=True)) for row in rows] == [{"a", "b"}]
+    assert origin == "joined"
+    assert [len(row) for row in long_rows(source, tokenizer, 40, 2)[0]] == [40, 40]
+    assert long_rows(source, tokenizer, 400, 1)[0] == []
+
+
+def test_positions_end_where_models_and_text_do(folder: Path, tmp_path: Path) -> None:
+    assert edges_of(64, None) == [0, 64, 128, 256, 512]
+    assert edges_of(64, 300) == [0, 64, 128, 256]
+    assert edges_of(64, 64) == [0, 64]
+    assert longest_text(small_model("gpt2"), small_model("llama", max_position_embeddings=96)) == 96
+    (tmp_path / "short.txt").write_text("ab" * 50)
+    student = load_converted(folder, torch.float32, False)
+    source, how = TextSource(files=(tmp_path / "short.txt",)), {"longest": None, "tokens": 999, "batch_tokens": 64}
+    found = positions(reader(student), reader(student), source, byte_tokenizer(), student.device, trained=32, **how)
+    assert [block["to"] for block in found["blocks"]] == [32, 64]
+    assert all(block["ppl_ratio"] == 1.0 for block in found["blocks"])
+    found = positions(reader(student), reader(student), source, byte_tokenizer(), student.device, trained=200, **how)
+    assert (found["blocks"], found["grows"], warning_of(found)) == ([], None, None)
+
+
+def test_a_student_that_forgets_past_its_length_is_warned_about() -> None:
+    """One whose predictions are the teacher's for 8 tokens and noise behind them."""
+    torch.manual_seed(0)
+    table = torch.randn(20, 20) * 3
+
+    def teacher(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        return table[ids], (cache or 0) + ids.shape[1]
+
+    def student(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        logits, seen = teacher(ids, cache)
+        return (logits if seen <= 8 else torch.zeros_like(logits)), seen
+
+    ids = [[0]]
+    while len(ids[0]) < 64:
+        ids[0].append(int(table[ids[0][-1]].softmax(-1).multinomial(1)))
+    blocks = by_position(student, teacher, torch.tensor(ids), [0, 8, 16, 64], 4)
+    assert [block["ppl_ratio"] == pytest.approx(1.0) for block in blocks] == [True, False, False]
+    grows = max(block["ppl_ratio"] for block in blocks[1:])
+    told = warning_of({"trained_length": 8, "blocks": blocks, "grows": grows})
+    assert told is not None
+    assert "trained on rows of 8 tokens, the student has 1.000 times" in told
+    assert warning_of({"trained_length": 8, "blocks": blocks, "grows": 1.09}) is None
+
+
+def test_text_without_a_recipe_is_named(
+    linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_installed", lambda tests: [corpus.Document("json/a.py", "def f(x):\n    x\n" * 200)])
+    given = ("--teacher", folder.parent / "source", *SMALL, "data.pack.seq_len=64", "eval.max_tokens=512")
+    code, out, err = linearize("eval", folder, *given, "--json")
+    assert code == 0, err
+    assert json.loads(out)["text"] == "the demo's heldout documents"
+    assert "no --recipe: measured on the held-out part of Python's standard library" in err
+    assert "tokens of the demo's heldout documents" in err
+    own = tmp_path / "own.txt"
+    own.write_text("def f(x):\n    return x\n" * 100)
+    code, out, err = linearize("eval", folder, *given, f"data.eval={{files: [{own}]}}", "--json")
+    assert code == 0, err
+    assert json.loads(out)["text"] == str(own)
+    assert "no --recipe" not in err
+
+
+# ---------------------------------------------------------------- what models write
+
+
+class Writes:
+    """Writes what `follows` says of the text so far; its cache is that text."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, follows: Any, vocabulary: int = 300) -> None:
+        self.follows, self.vocabulary = follows, vocabulary
+
+    def __call__(self, input_ids: Tensor, past_key_values: Any, use_cache: bool) -> Any:
+        text = input_ids if past_key_values is None else torch.cat([past_key_values, input_ids], 1)
+        logits = torch.zeros(len(text), 1, self.vocabulary)
+        for row, ids in enumerate(text.tolist()):
+            logits[row, 0, self.follows(ids)] = 9.0
+        return SimpleNamespace(logits=logits, past_key_values=text)
+
+
+def test_values_are_answered_behind_the_models_own_answers() -> None:
+    row = Row([1, 2, 3, 4, 5, 6, 7, 8], [range(2, 4), range(5, 7)], 2)
+    assert answered(Writes(lambda ids: row.ids[len(ids)]), row) == [True, True]
+    model = Writes(lambda ids: 9 if len(ids) == 3 or 9 in ids else row.ids[len(ids)])
+    assert answered(model, row) == [False, False]  # the first answer is wrong, and the second follows it
+    assert row.ids == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_python_and_repetition_are_told() -> None:
+    tokenizer = byte_tokenizer()
+    prompt, prose = (tokenizer(text)["input_ids"] for text in ("def f(x):\n    y = x\n", "once upon a time\nthere"))
+    good = tokenizer("    return y\n")["input_ids"]
+    told = freely(Writes(lambda ids: good[(len(ids) - len(prompt)) % len(good)]), tokenizer, [prompt], [])
+    assert (told["recall"], told["python"]) == (None, 1.0)
+    assert told["repeated"] == pytest.approx(1 - len(good) / 61)  # 61 runs of 4 among 64 tokens
+    bad = Writes(lambda ids: tokenizer(")\n")["input_ids"][len(ids) % 2])
+    assert freely(bad, tokenizer, [prompt], [])["python"] == 0.0
+    assert freely(bad, tokenizer, [prose], [])["python"] is None
+    assert repetition([1, 2, 3, 4, 5]) == 0.0
+    assert repetition([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
+
+
+def test_texts_are_written_where_they_are_asked_for(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    assert measured(linearize, folder)["generated"] is None
+    (tmp_path / "code.jsonl").write_text("\n".join(json.dumps({"text": f"x{i} = {i}\n" * 90}) for i in range(5)))
+    own = f"data.eval={{files: [{tmp_path / 'code.jsonl'}]}}"
+    told = measured(linearize, folder, own, "--generate", "3")["generated"]
+    assert (told["texts"], told["rows"], told["length"]) == (3, 3, LENGTH)
+    keys = ("recall", "python", "repeated")
+    assert all(0.0 <= told[who][key] <= 1.0 for who in ("student", "teacher") for key in keys)
+    same = measured(linearize, folder, own, "--generate", "3", student=folder.parent / "source")["generated"]
+    assert same["student"] == same["teacher"] == told["teacher"]
+
+
+def test_continued_is_what_generate_writes(folder: Path) -> None:
+    model = load_converted(folder, torch.float32, False)
+    ids = torch.randint(1, 200, (2, 20), generator=torch.Generator().manual_seed(0))
+    theirs = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(continued(model, ids, 6), theirs[:, 20:])
+    assert not torch.equal(*(continued(model, ids, 6, 1.0) for _ in range(2)))

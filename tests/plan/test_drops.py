@@ -14,7 +14,7 @@ from models import save_source, small_config
 from linearize.convert import plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import plan_base
-from linearize.plan.dropped_features import KNOWN, check_losses
+from linearize.plan.dropped_features import KNOWN, check_dropped_features
 from linearize.probe.probe import probe
 from linearize.recipe.recipe import load_recipe
 from linearize_kernels.mixer import Site
@@ -116,9 +116,9 @@ def test_what_nobody_has_judged_goes_by_consent() -> None:
     sites = probe(small_config("llama"), Tilted).sites
     assert {site.extras for site in sites} == {("tilt",)}
     with pytest.raises(LinearizeError, match=r"tilt at layers 0-3: .* --allow-drop tilt") as caught:
-        check_losses(sites, [])
+        check_dropped_features(sites, [])
     assert caught.value.code == Exit.INCOMPATIBLE
-    check_losses(sites, ["tilt"])
+    check_dropped_features(sites, ["tilt"])
 
 
 def test_every_loss_is_named_at_its_layers() -> None:
@@ -127,14 +127,14 @@ def test_every_loss_is_named_at_its_layers() -> None:
 
     sites = [site(0, "alibi", "softcap"), site(1), site(2, "alibi", "position_bias")]
     with pytest.raises(LinearizeError) as caught:
-        check_losses(sites, ["softcap"])
+        check_dropped_features(sites, ["softcap"])
     for part in ("alibi at layers 0,2", "position_bias at layers 2", "--allow-drop alibi --allow-drop position_bias"):
         assert part in caught.value.message
     assert "--keep-softmax 0,2" in caught.value.message
     with pytest.raises(LinearizeError, match=r"position_bias at layers 2: [^;]*$"):
-        check_losses(sites, ["alibi"])
-    check_losses(sites, ["alibi", "position_bias"])
-    assert {loss.name for loss in KNOWN.values() if loss.refused} == {"alibi", "position_bias", "score_bias"}
+        check_dropped_features(sites, ["alibi"])
+    check_dropped_features(sites, ["alibi", "position_bias"])
+    assert {feature.name for feature in KNOWN.values() if feature.refused} == {"alibi", "position_bias", "score_bias"}
 
 
 def test_the_command_takes_consent(bloom: Path, linearize: Command) -> None:

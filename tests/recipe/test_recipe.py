@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ MISTAKES = [
     ),
     (
         MINIMAL + "finish: {report: null}\n",
-        "r.yaml:16:10 finish.report: unknown key. Known: merge_lora, verify, push",
+        "r.yaml:16:10 finish.report: unknown key. Known: keep, merge_lora, verify, push",
     ),
     (edited("base: demo", "base: demo\n  base: x"), "r.yaml:5:3 model.base: duplicate key, first at 4:3"),
     (edited("name: tiny\n", ""), "r.yaml:1:1 name: missing; set it in the file or with name=..."),
@@ -185,8 +186,8 @@ MISTAKES = [
     ),
     (
         edited("kind: logit_kl", "kind: logit-kl"),
-        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | feature_cosine | sft, not 'logit-kl'. "
-        "Did you mean 'logit_kl'?",
+        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | on_policy_kl | feature_cosine | sft, "
+        "not 'logit-kl'. Did you mean 'logit_kl'?",
     ),
     (
         edited("kind: logit_kl", "name: x"),
@@ -194,7 +195,8 @@ MISTAKES = [
     ),
     (
         edited("kind: logit_kl", "kind: null"),
-        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | feature_cosine | sft, not null",
+        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | on_policy_kl | feature_cosine | "
+        "sft, not null",
     ),
     (
         edited("train: [new]", "train: mixer"),
@@ -244,16 +246,16 @@ MISTAKES = [
     ),
     (
         edited("demo: train", "files: [a.csv]"),
-        "r.yaml:6:19 data.train.files[0]: must be a .txt or .jsonl file, not 'a.csv'",
+        "r.yaml:6:19 data.train.files[0]: must be a .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, not 'a.csv'",
     ),
     (
         edited("demo: train", "path: x, demo: train"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, not path and "
-        "demo. Replace it whole: data.train={demo: ...}",
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix, not "
+        "path and demo. Replace it whole: data.train={demo: ...}",
     ),
     (
         edited("{demo: train}", "a.txt"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays",
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix",
     ),
     (
         MINIMAL + "output_dir: runs/${nmae}\n",
@@ -330,7 +332,7 @@ def test_options_that_the_command_line_takes_are_taken(tmp_path: Path, convert: 
 def test_a_folder_of_text_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     told = errors(tmp_path, MINIMAL, "data.train={files: [docs]}")
-    assert "'docs' is a folder. Write its .txt and .jsonl files, each by its name" in told[0]
+    assert "'docs' is a folder. Write its files, each by its name" in told[0]
 
 
 def test_all_mistakes_at_once_in_order(tmp_path: Path) -> None:
@@ -516,6 +518,29 @@ def test_schema_describes_what_is_accepted() -> None:
     assert {"version", "name", "model", "data", "stages"} == set(schema["required"])
     tokens = schema["$defs"]["LogitKL"]["properties"]["tokens"]
     assert {"integer", "string", "null"} == {choice["type"] for choice in tokens["anyOf"]}
+
+
+# Of a number's description: what it counts, or that it is a share or a factor of something.
+UNITS = (
+    r"(?i)\b(tokens?|steps?|layers?|blocks|passes|columns|share|factor|norm|nats|rate|checkpoints|divides|seed|"
+    r"evaluations|divergence|temperature|weights|version)\b"
+)
+
+
+def test_every_key_of_a_recipe_has_a_description_and_every_number_its_unit() -> None:
+    schema = recipe_schema()
+    assert schema["$id"] == "urn:linearize:recipe:1"
+    bare, unitless = [], []
+    for name, definition in {"Recipe": schema, **schema["$defs"]}.items():
+        for key, one in definition.get("properties", {}).items():
+            about = one.get("description", "")
+            if len(about) < 10:
+                bare.append(f"{name}.{key}")
+            kinds = {choice.get("type") for choice in (one, *one.get("anyOf", ()))}
+            if kinds & {"integer", "number"} and not re.search(UNITS, about):
+                unitless.append(f"{name}.{key}: {about}")
+    assert not bare
+    assert not unitless
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda preset: preset.stem)

@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+import yaml
 from conftest import Command
 from models import small_model
 from training import BASES, T, byte_tokenizer, make_recipe, metrics, stage, train, write_data
@@ -184,7 +185,8 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[2:] if line[0] != " "] == [preset.name for preset in PRESETS]
     code, out, _ = linearize("recipes", "ls", "--json")
-    every = {"demo", "gsa", "gsa-t2r", "gsa-window", "lolcats-style", "radlads-style"}
+    every = {"demo", "gsa", "gsa-t2r", "gsa-window", "hybrid", "lolcats-style", "radlads-style"}
+    assert PRESETS[0].name == "hybrid"
     assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla"}
     assert all(row["result"] for row in json.loads(out))
     for preset in PRESETS:
@@ -213,6 +215,34 @@ def test_a_preset_is_copied_and_nothing_is_overwritten(
     with pytest.raises(LinearizeError) as refused:
         copy("demo", tmp_path / "gsa.yaml" / "x.yaml")
     assert refused.value.code == Exit.RESOURCE
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+def test_a_copy_names_its_schema_once(tmp_path: Path, preset: Preset) -> None:
+    text = copy(preset.name, tmp_path).read_text("utf-8")
+    assert text.count("\n# yaml-language-server: $schema=recipe.schema.json\n") == 1
+    assert yaml.safe_load(text) == yaml.safe_load(preset.path.read_text("utf-8"))
+
+
+def test_a_preset_without_the_line_for_editors_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = tmp_path / "demo.yaml"
+    bare.write_text("\n".join(line for line in recipe_path("demo").read_text().splitlines() if "language" not in line))
+    monkeypatch.setattr("linearize.recipe.presets.preset", lambda name: Preset(name, bare, "", {}))
+    text = copy("demo", tmp_path / "mine.yaml").read_text()
+    assert text.count("# yaml-language-server: $schema=recipe.schema.json") == 1
+    assert load_recipe(tmp_path / "mine.yaml").stages
+
+
+def test_a_copy_has_its_schema_beside_it_and_leaves_other_schemas(tmp_path: Path) -> None:
+    schema = tmp_path / "recipe.schema.json"
+    copy("demo", tmp_path, schema=recipe_schema())
+    assert json.loads(schema.read_text()) == recipe_schema()
+    schema.write_text('{"$id": "urn:linearize:recipe:1", "old": true}')
+    copy("gsa", tmp_path, schema=recipe_schema())
+    assert json.loads(schema.read_text()) == recipe_schema()
+    schema.write_text("mine")
+    copy("gla", tmp_path, schema=recipe_schema())
+    assert schema.read_text() == "mine"
 
 
 def test_every_mistake_of_every_file_is_told(linearize: Command, tmp_path: Path) -> None:

@@ -108,6 +108,28 @@ def test_two_processes_train_what_one_does(model: Path, one: Path, tmp_path: Pat
     assert_same_run(tmp_path, one)
 
 
+def test_two_nodes_train_what_one_process_does(model: Path, one: Path, tmp_path: Path) -> None:
+    """torchrun twice, as on two machines that share a disk; over loopback, with gloo."""
+    recipe = recipe_in(tmp_path, model, 1, 2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    command += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    nodes = [
+        subprocess.Popen([*command, "--node_rank", str(rank), *FINETUNE, str(recipe)], **pipes) for rank in range(2)
+    ]
+    try:
+        told = [node.communicate(timeout=300) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], told
+    assert [len(out.splitlines()) for out, _ in told] == [1, 0]  # the first node speaks
+    assert_same_run(tmp_path, one)
+
+
 class Stop(BaseException):
     """Ends a run from within, as abruptly as an exception can."""
 

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.verify import checks
+from linearize.verify import checks, limits
 from linearize.verify.child import behaviours
 from linearize.verify.reload import CGROUPS, free_memory, result_of, started
 
-LIMIT = checks.LIMITS["float32"]
+LIMIT = limits.BY_DTYPE["float32"]
 SOURCE_SHARD = "model-source-00001-of-00001.safetensors"
 runner = CliRunner()
 
@@ -58,7 +58,11 @@ LAYOUT = f"layout = call_layout(call.geometry, causal, attention_mask, {SHAPE}, 
 HIDDEN = LAYOUT + "    if layout.padding is not None:\n        layout = layout._replace(padding=layout.padding%s)\n"
 # What fails -> (file, what it says, what a broken one says).
 BROKEN = {
-    "prefill and steps": ("seam.py", "        slot.state = state\n", "        slot.state = None\n"),
+    "prefill and steps": (
+        "state.py",
+        "            o, self.state = mixer(*inputs, layout, self.state)\n            return o\n",
+        "            return mixer(*inputs, layout, self.state)[0]\n",
+    ),
     "chunk size": (
         "gsa.py",
         "        # Autocast would run",

@@ -18,7 +18,7 @@ from ..layout import LAST, is_own_mask, this_thread
 PLACE_NAMES = ("position_ids", "cu_seq_lens_q")
 
 
-class Noted:
+class PositionHooks:
     """What the calls of one model were told of places, by thread."""
 
     def __init__(self) -> None:

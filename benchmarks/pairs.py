@@ -1,0 +1,112 @@
+"""What every pair of layers is worth as softmax, and which pair each method of `--keep-softmax auto:2` chooses.
+
+The mixers learn by attention transfer first; that does not depend on which layers are kept, so one run serves all
+pairs. Then each pair is compared with the source on text that is held out, and on texts that ask for a repetition.
+
+python -m benchmarks.pairs --set slots=64 --set state_heads=query
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from linearize.choose.choose import (
+    BATCH_TOKENS,
+    RECALL_TOKENS,
+    TRANSFER_LR,
+    Scorer,
+    Scoring,
+    by_method,
+    cut,
+    load_source,
+    recall_batches,
+    text_batches,
+)
+from linearize.choose.mixture import Mixture
+from linearize.convert import plan_conversion
+from linearize.data.batches import targets
+from linearize.data.packing import TextSource, build_blocks
+from linearize.demo import model_folder
+from linearize.measure.generate import load_tokenizer
+from linearize.plan.keep import METHODS
+from linearize.plan.mechanisms import parse_settings
+from linearize.train.losses import cross_entropy
+
+
+def source_of(name: str) -> TextSource:
+    """A file of text, or one of the demo's three."""
+    return TextSource(files=(Path(name),)) if "." in name else TextSource(demo=name)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def loss(mixture: Mixture, scorer: Scorer, kept: tuple[int, ...]) -> float:
+    """Mean cross entropy of the next token with these layers kept."""
+    gates = mixture.hybrid(kept)
+    values: list[Tensor] = [cross_entropy(mixture.logits(b, gates), targets(b)) for b in scorer.batches["text"]]
+    return float(torch.stack(values).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=str(model_folder()))
+    parser.add_argument("--mechanism", default="gsa")
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--train", default="packages", help="text of the transfer: a file, train or packages")
+    parser.add_argument("--held-out", default="heldout", help="text of the comparison: a file or heldout")
+    parser.add_argument("--transfer-tokens", type=int, default=61440)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--methods", nargs="*", default=METHODS)
+    arguments = parser.parse_args()
+    options = parse_settings(arguments.settings)
+    plan, source, natives = plan_conversion(arguments.model, arguments.mechanism, options=options)
+    tokenizer = load_tokenizer(source.folder, False)
+    scoring = Scoring(text=source_of(arguments.train), seq_len=arguments.length)
+
+    def mixture() -> Mixture:
+        torch.manual_seed(scoring.seed)
+        return Mixture(load_source(source, natives, plan, scoring), plan)
+
+    device = (whole := mixture()).model.device
+    train, text = text_batches(scoring.text, tokenizer, arguments.length, device)
+    recall = recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), scoring.seed, device)
+    for method in arguments.methods:
+        began, fresh = time.process_time(), mixture()
+        fresh.calibrate(train[0])
+        fresh.train_mixers(train, TRANSFER_LR)
+        scorer = Scorer(fresh, text, recall)
+        chosen = by_method(method, scorer, 2)
+        scores = {layer: round(score, 3) for layer, score in chosen.scores.items()}
+        seconds = round(time.process_time() - began, 1)
+        print(json.dumps({"method": method, "kept": chosen.kept, "cpu_s": seconds, "scores": scores}), flush=True)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        count = arguments.transfer_tokens
+        blocks = build_blocks(scoring.text, tokenizer, arguments.length, Path(scratch), sft=False, max_tokens=count)
+        size = max(1, BATCH_TOKENS // arguments.length)
+        batches = cut(blocks, range(len(blocks)), size, device)
+        held = build_blocks(source_of(arguments.held_out), tokenizer, arguments.length, Path(scratch), sft=False,
+                            max_tokens=arguments.tokens)  # fmt: skip
+        compared = [batch | {"asked": batch["valid"]} for batch in cut(held, range(len(held)), size, device)]
+    whole.calibrate(batches[0])
+    whole.train_mixers(batches, TRANSFER_LR)
+    scorer = Scorer(whole, compared, recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), 1, device))
+    teacher = loss(whole, scorer, tuple(whole.layers))
+    sets = [(), *itertools.combinations(whole.layers, 2)]
+    for kept, values in zip(sets, scorer.kl(sets), strict=True):
+        ratio = math.exp(loss(whole, scorer, kept) - teacher)
+        row = {"kept": kept, "ppl_ratio": round(ratio, 4), **{f"kl_{k}": round(v, 4) for k, v in values.items()}}
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

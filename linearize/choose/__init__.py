@@ -1,0 +1,1 @@
+"""Choose the layers that keep softmax: `--keep-softmax auto:2`. Read choose.py first."""

@@ -1,0 +1,212 @@
+"""Choose which layers keep softmax: load the source, train its mixers a little, see what each layer is worth.
+
+The choice is a value that the plan stores; carrying the plan out scores nothing again.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.code import SourceClasses
+from ..checkpoint.source import Source
+from ..convert import Chooser
+from ..data.batches import Batch, collate, kind_of
+from ..data.packing import Blocks, TextSource, build_blocks
+from ..errors import Exit, LinearizeError, reason_of
+from ..measure.generate import device_memory, load_tokenizer
+from ..measure.recall import Row, Writer
+from ..plan.keep import Choice, Method
+from ..plan.plan import Plan
+from ..probe.meta_run import quiet
+from ..terminal.output import ranges
+from ..train.losses import logit_kl
+from ..train.runtime import Say
+from ..verify.child.inputs import most_tokens
+from .methods import Chosen, gates, restore, swaps
+from .mixture import Mixture
+
+# What is read: steps of attention transfer, then text to compare predictions on, then texts that ask for a repetition.
+TRANSFER_STEPS, TRANSFER_TOKENS, TRANSFER_LR = 24, 1024, 1e-2
+SCORE_TOKENS = 4096
+RECALLS, RECALL_TOKENS = 4, 512
+BATCH_TOKENS = 1024  # of one pass
+PACKAGES = TextSource(demo="packages")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How `auto` scores layers. `text` in blocks of `seq_len` tokens; `device` is auto, cpu or cuda."""
+
+    method: Method = "restore"
+    text: TextSource = PACKAGES
+    seq_len: int = 512
+    device: str = "auto"
+    seed: int = 0
+    say: Say = print
+
+
+def chooser(scoring: Scoring) -> Chooser:
+    """What `plan_conversion` asks for layers."""
+    return functools.partial(choose, scoring)
+
+
+class Scorer:
+    """Compares a mixture with its source on fixed batches; `asked` [B,T] in each says which predictions count."""
+
+    def __init__(self, mixture: Mixture, text: list[Batch], recall: list[Batch]) -> None:
+        self.mixture = mixture
+        self.batches = {"text": text} | ({"recall": recall} if recall else {})
+        self.linear = self.kl([()])[0]
+
+    @torch.no_grad()
+    def kl(self, sets: Sequence[Collection[int]]) -> list[dict[str, float]]:
+        """KL(source, mixture), the mean over what is asked, of each kind of batch; for each set of layers kept."""
+        found: list[dict[str, float]] = [{} for _ in sets]
+        for kind, batches in self.batches.items():
+            sums = torch.zeros(len(sets), dtype=torch.float64)
+            count = sum(int(batch["asked"].sum()) for batch in batches)
+            for batch in batches:
+                teacher = self.mixture.teacher(batch)
+                for number, kept in enumerate(sets):
+                    logits = self.mixture.logits(batch, self.mixture.hybrid(kept))
+                    sums[number] += float(logit_kl(logits, teacher, batch["asked"], num_tokens=1.0))
+            for values, total in zip(found, (sums / max(count, 1)).tolist(), strict=True):
+                values[kind] = total
+        return found
+
+    def lost(self, sets: Sequence[Collection[int]]) -> list[float]:
+        """The share that is lost with each set of layers kept, the mean of text and recall."""
+        return [self._share(values) for values in self.kl(sets)]
+
+    def _share(self, values: dict[str, Any]) -> Any:
+        parts = [value / max(self.linear[kind], 1e-12) for kind, value in values.items()]
+        return sum(parts) / len(parts)
+
+    def lost_at(self, opened: Tensor, step: int) -> Tensor:
+        """The share that is lost at these gates, one a layer, on the batches of one step; it has a gradient."""
+        gates = dict(zip(self.mixture.layers, opened.to(self.mixture.model.device).unbind(), strict=True))
+        values = {}
+        for kind, batches in self.batches.items():
+            batch = batches[step % len(batches)]
+            logits = self.mixture.logits(batch, gates)
+            values[kind] = logit_kl(logits, self.mixture.teacher(batch), batch["asked"])
+        share: Tensor = self._share(values)
+        return share.to(opened.device)
+
+
+@device_memory()
+def choose(scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses, asked: str, count: int) -> Choice:
+    """Which `count` of the plan's linear layers had better keep softmax; `asked` is what the user wrote.
+
+    Raises LinearizeError: 3 for a model that writes no text and for mixers without softmax's q and k, 4 for memory and
+    devices, and as reading the text does.
+    """
+    check(plan, natives)
+    layers = [step.site.layer for step in plan.steps]
+    scoring.say(f"choosing {count} of layers {ranges(layers)} to keep softmax: {scoring.method} on {scoring.text}")
+    model = load_source(source, natives, plan, scoring)
+    tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
+    seq_len = min(scoring.seq_len, most_tokens(model) or scoring.seq_len)
+    train, text = text_batches(scoring.text, tokenizer, seq_len, model.device)
+    recall = recall_batches(tokenizer, min(seq_len, RECALL_TOKENS), scoring.seed, model.device)
+    with torch.random.fork_rng():
+        torch.manual_seed(scoring.seed)
+        mixture = Mixture(model, plan)
+        mixture.calibrate(train[0])
+        mixture.train_mixers(train, TRANSFER_LR)
+    scorer = Scorer(mixture, text, recall)
+    chosen = by_method(scoring.method, scorer, count)
+    kl = {"linear": scorer.linear, "kept": scorer.kl([chosen.kept])[0]}
+    return Choice(
+        asked=asked,
+        method=scoring.method,
+        kept=tuple(chosen.kept),
+        scores={str(layer): chosen.scores[layer] for layer in layers},
+        text=str(scoring.text),
+        tokens=sum(int(batch["asked"].sum()) for batch in text),
+        recalls=sum(len(batch["input_ids"]) for batch in recall),
+        kl=kl,
+    )
+
+
+def by_method(method: Method, scorer: Scorer, count: int) -> Chosen:
+    """The choice of one method."""
+    layers = scorer.mixture.layers
+    if method == "gates":
+        return gates(layers, count, scorer.lost_at)
+    return (swaps if method == "swaps" else restore)(layers, count, scorer.lost)
+
+
+def check(plan: Plan, natives: SourceClasses) -> None:
+    """Raise LinearizeError (exit 3) where softmax and mixers cannot be compared on text, before weights are read."""
+    instead = "Name the layers, such as --keep-softmax 7,15"
+    if kind_of(natives.meta) != "text" or natives.meta.config.is_encoder_decoder:
+        message = f"--keep-softmax auto compares predictions of text, and {plan.architecture} writes none"
+        raise LinearizeError(f"{message}. {instead}", Exit.INCOMPATIBLE)
+    if any(step.options.get("rope") is False for step in plan.steps):
+        message = "--keep-softmax auto gives softmax and mixers the same q and k, and rope=false has others"
+        raise LinearizeError(f"{message}. {instead}", Exit.INCOMPATIBLE)
+
+
+def load_source(source: Source, natives: SourceClasses, plan: Plan, scoring: Scoring) -> Any:
+    """The source with its weights on the device: float32 on a CPU, as the result will be stored elsewhere."""
+    device = scoring.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float32 if device == "cpu" else getattr(torch, plan.dtype)
+    try:
+        with quiet():
+            model = natives.head.from_pretrained(source.folder, config=natives.source_config, dtype=dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LinearizeError(f"{source.name} cannot be loaded: {reason_of(error)}", Exit.INCOMPATIBLE) from error
+    return model.eval().to(device)
+
+
+def text_batches(
+    source: TextSource, tokenizer: Any, seq_len: int, device: torch.device
+) -> tuple[list[Batch], list[Batch]]:
+    """Batches to train mixers on, and others to compare predictions on; the same ones where the text is short."""
+    steps = max(1, TRANSFER_TOKENS // seq_len)
+    wanted = TRANSFER_STEPS * steps * seq_len + SCORE_TOKENS
+    with tempfile.TemporaryDirectory() as scratch:
+        blocks = build_blocks(source, tokenizer, seq_len, Path(scratch), sft=False, max_tokens=wanted)
+        scored = min(max(1, SCORE_TOKENS // seq_len), max(1, len(blocks) // 2))
+        train = cut(blocks, range(scored, len(blocks)) or range(len(blocks)), steps, device)
+        text = cut(blocks, range(scored), max(1, BATCH_TOKENS // seq_len), device)
+    return train, [batch | {"asked": batch["valid"]} for batch in text]
+
+
+def cut(blocks: Blocks, numbers: range, size: int, device: torch.device) -> list[Batch]:
+    """Batches of `size` blocks."""
+    places = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    return [collate([blocks[number] for number in part], device) for part in places]
+
+
+def recall_batches(tokenizer: Any, length: int, seed: int, device: torch.device) -> list[Batch]:
+    """Texts that ask for what they said before; none where they do not fit into `length` tokens."""
+    writer = Writer(tokenizer, seed)
+    try:
+        rows = [writer.recall(length) for _ in range(RECALLS)]
+    except LinearizeError:
+        return []
+    size = max(1, BATCH_TOKENS // length)
+    return [recall_batch(rows[start : start + size], device) for start in range(0, len(rows), size)]
+
+
+def recall_batch(rows: list[Row], device: torch.device) -> Batch:
+    """Rows filled up at the right; what counts are the predictions of the values asked for."""
+    longest = max(len(row.ids) for row in rows)
+    ids = torch.tensor([row.ids + row.ids[:1] * (longest - len(row.ids)) for row in rows], device=device)
+    asked = torch.zeros_like(ids, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        for place in row.asked:
+            asked[number, place.start - 1 : place.stop - 1] = True
+    return {"input_ids": ids, "position_ids": torch.arange(longest, device=device).expand_as(ids), "asked": asked}

@@ -1,0 +1,155 @@
+"""A source model in which each layer computes softmax, its mixer, or a mixture of both.
+
+The mixers are attached to the source in memory; nothing is written. A pass runs under the seam's transfer mode, in
+which an attention module has softmax at hand and a mixer with the same q, k and v. A gate in each module says how
+much of softmax goes on: 1 softmax alone, 0 the mixer alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linearize_kernels.hf.capture import capture
+from linearize_kernels.hf.interface import TRANSFER, split_name
+from linearize_kernels.hf.seam import Linearized, attach, evaluating, mixers_of, renamed
+from linearize_kernels.layout import call_layout, is_causal, this_thread
+from linearize_kernels.mixer import Mixer
+
+from ..checkpoint.code import captured
+from ..data.batches import Batch, forward, run
+from ..plan.mechanisms import load_mechanism
+from ..plan.plan import Plan
+from ..train.losses import relative_mse
+from ..train.stages import Calibration, Inputs, Listener
+from ..train.student import Student
+
+Gate = float | Tensor
+
+
+class Transfer(Listener):
+    """Trains each mixer towards the softmax of its layer, on the teacher's hidden states; `real` [B,T]: no padding."""
+
+    def __init__(self, student: Student, real: Tensor) -> None:
+        super().__init__(student)
+        self.real = real
+
+    def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+        with torch.autocast(o.device.type, enabled=False):
+            relative_mse(o, target, self.real).backward()
+
+
+class Mixture:
+    """`model` is a source on its device; layers are named by their numbers in `plan`, all of whose steps get a mixer.
+
+    The source's weights stay frozen. Mixers are float32; on a GPU passes run under autocast in bfloat16.
+    """
+
+    def __init__(self, model: Any, plan: Plan) -> None:
+        self.model, self.student = model.requires_grad_(False), Student(model)
+        mechanisms = {step.mechanism: load_mechanism(step.mechanism) for step in plan.steps}
+        spec = plan.spec() | {"all_linear": False}  # softmax needs its mask
+        attach(model, spec, mechanisms, capture if captured(plan) else None)
+        mixers = mixers_of(model).values()
+        for mixer in mixers:
+            mixer.to(model.device, torch.float32)
+        self.mixers: dict[int, Mixer] = {mixer.site.layer: mixer for mixer in mixers}
+        self.gates: Mapping[int, Gate] = dict.fromkeys(self.mixers, 1.0)
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers that have a mixer."""
+        return sorted(self.mixers)
+
+    def autocast(self) -> Any:
+        """The context of a pass."""
+        device = self.model.device.type
+        return torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
+
+    @torch.no_grad()
+    def teacher(self, batch: Batch) -> Tensor:
+        """Logits [B,T,V] of the source."""
+        with Linearized.teacher(self.model), self.autocast():
+            return forward(self.model, batch)
+
+    def logits(self, batch: Batch, gates: Mapping[int, Gate]) -> Tensor:
+        """Logits [B,T,V] where `gates` has a number for each layer, or a tensor that gets a gradient."""
+        self.gates = gates
+        with self._mixing(), self.autocast():
+            return forward(self.model, batch)
+
+    def hybrid(self, kept: Collection[int]) -> dict[int, Gate]:
+        """The gates with which the layers `kept` compute softmax and the others their mixers."""
+        return {layer: float(layer in kept) for layer in self.layers}
+
+    @contextlib.contextmanager
+    def _mixing(self) -> Iterator[None]:
+        seams = {mixer: mixer.seam for mixer in self.mixers.values()}
+        for mixer in seams:
+            mixer.seam = functools.partial(mix, self)
+        try:
+            with evaluating(self.model), renamed(self.model, lambda name: TRANSFER + split_name(name)[1]):
+                yield
+        finally:
+            for mixer, seam in seams.items():
+                mixer.seam = seam
+                mixer.calls.clear()
+
+    # ------------------------------------------------------------ mixers
+
+    @torch.no_grad()
+    def calibrate(self, batch: Batch) -> None:
+        """Norms take the teacher's scale and windows their share, from one batch."""
+        self._listen(Calibration(self.student), batch)
+
+    def train_mixers(self, batches: list[Batch], lr: float) -> None:
+        """A step of attention transfer on each batch, with a learning rate that falls to a tenth."""
+        parameters = [p for mixer in self.mixers.values() for p in mixer.parameters()]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        for step, batch in enumerate(batches):
+            optimizer.param_groups[0]["lr"] = lr * (1 - 0.9 * step / len(batches))
+            self._listen(Transfer(self.student, batch["valid"]), batch)
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+
+    def _listen(self, listener: Listener, batch: Batch) -> None:
+        """A pass of the teacher in which `listener` hears each layer."""
+        with torch.no_grad(), Linearized.transferring(self.model, listener), self.autocast():
+            run(self.model, batch, head=False)
+
+
+def mix(
+    mixture: Mixture,
+    mixer: Mixer,
+    prefix: str,
+    softmax: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """In place of the seam: gate times softmax plus the rest of the mixer's output, [B,T,H,Dv]."""
+    call, gate = mixer.calls[this_thread()], mixture.gates[mixer.site.layer]
+    call.used = True
+    parts: list[Tensor] = []
+    if not isinstance(gate, float) or gate > 0:
+        parts.append(gate * softmax(module, query, key, value, attention_mask, **kwargs)[0])
+    if not isinstance(gate, float) or gate < 1:
+        shape = query.shape[0], query.shape[2]
+        causal = is_causal(module, kwargs, mixer.site.causal)
+        layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
+        o, _ = mixer(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x, layout)
+        parts.append((1 - gate) * o)
+    return torch.stack(parts).sum(0).to(query.dtype) if len(parts) > 1 else parts[0].to(query.dtype), None

@@ -1,0 +1,38 @@
+"""`linearize estimate`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..terminal.output import Json, print_json, say
+
+
+def estimate(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a preset (list: linearize recipes ls).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example model.base=DIR.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A card that is not here: a100-80g, h100, h200, 4090, .. Default: what is here.")
+    ] = None,
+    price: Annotated[str | None, typer.Option(help="Of one device for an hour: 2.5/h.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run two steps of each stage, on random weights.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Tell what a recipe costs before it runs: peak memory by its parts, tokens a second, hours, energy, price, disk.
+
+    Reads configs alone; no weights, no data.
+    """
+    from ..recipe.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    from .. import finetune as story
+    from ..estimate.cards import per_hour
+    from ..terminal.tables import estimate_table
+
+    found = story.dry_run(loaded, say, gpu=gpu, price=per_hour(price), measure=measure)
+    estimate_table(found)
+    if as_json:
+        print_json(found)

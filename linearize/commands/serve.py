@@ -1,0 +1,41 @@
+"""`linearize serve`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from ..terminal.output import say
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.")],
+    options: Annotated[
+        list[str] | None, typer.Argument(help="Options of the server, after --: -- --max-model-len 4096")
+    ] = None,
+    server: Annotated[
+        str, typer.Option(help="Server: vllm, transformers, or auto, the first that is installed.")
+    ] = "auto",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+) -> None:
+    """Serve a converted model over HTTP as OpenAI's API does, by vLLM or by transformers."""
+    from ..serve.start import server_command
+
+    command = server_command(
+        model,
+        revision,
+        server=server,
+        host=host,
+        port=port,
+        trust_remote_code=trust_remote_code,
+        options=options or (),
+    )
+    say(" ".join(command[2:]))
+    os.execv(command[0], command)  # signals then reach the server itself

@@ -1,0 +1,96 @@
+"""The device that an estimate is for: one that is here, or a card by its name with the figures of its data sheet."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import LinearizeError, did_you_mean
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """`memory` in bytes, dense bf16 `flops` a second, `bandwidth` in bytes a second, board power in watts.
+
+    What is not known is None. `reserved` bytes of the memory are not for tensors: the CUDA context.
+    """
+
+    name: str
+    kind: str
+    memory: int
+    flops: float | None = None
+    bandwidth: float | None = None
+    watts: float | None = None
+    reserved: int = 0
+
+
+# Name -> GiB that torch sees, TFLOP/s of dense bf16 products with sums in fp32, GB/s, watts: the makers' data sheets,
+# but for the memory of H200, which is measured.
+CARDS: dict[str, tuple[float, float, float, float]] = {
+    "a100-40g": (39.4, 312, 1555, 400),
+    "a100-80g": (79.2, 312, 2039, 400),
+    "h100": (79.2, 989, 3350, 700),
+    "h200": (139.8, 989, 4800, 700),
+    "b200": (178.0, 2250, 8000, 1000),
+    "l40s": (44.4, 362, 864, 350),
+    "l4": (22.0, 121, 300, 72),
+    "a10g": (22.1, 70, 600, 300),
+    "a6000": (47.5, 155, 768, 300),
+    "3090": (23.6, 71, 936, 350),
+    "4090": (23.6, 165, 1008, 450),
+    "5090": (31.4, 210, 1792, 575),
+}
+# Of torch and the kernels' code on a GPU.
+CONTEXT = int(0.7 * GIB)
+
+
+def card(name: str) -> Device:
+    """The card of that name. Raises LinearizeError (exit 2) with the nearest one."""
+    known = CARDS.get(name.lower())
+    if known is None:
+        raise LinearizeError(f"--gpu {name}: not known.{did_you_mean(name, CARDS)} Known: {', '.join(CARDS)}")
+    memory, flops, bandwidth, watts = known
+    return Device(name.lower(), "cuda", int(memory * GIB), flops * 1e12, bandwidth * 1e9, watts, CONTEXT)
+
+
+def present(cpu: bool) -> Device:
+    """The device that training takes here: the first GPU, or the CPU where there is none or `cpu` is asked for."""
+    if cpu:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Device("cpu", "cpu", memory)
+    properties = torch.cuda.get_device_properties(0)
+    written = re.sub(r"[^a-z0-9]+", "-", properties.name.lower())
+    fits = [name for name in CARDS if name.partition("-")[0] in written.split("-")]
+    fits = [name for name in fits if abs(CARDS[name][0] * GIB / properties.total_memory - 1) < 0.1] or fits[:0]
+    if not fits:
+        return Device(properties.name, "cuda", properties.total_memory, reserved=CONTEXT)
+    _, flops, bandwidth, watts = CARDS[fits[0]]
+    return Device(fits[0], "cuda", properties.total_memory, flops * 1e12, bandwidth * 1e9, watts, CONTEXT)
+
+
+def per_hour(price: str | None) -> float | None:
+    """`2.5/h` as a number. Raises LinearizeError (exit 2)."""
+    if price is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:/h)?", price)
+    if found is None:
+        raise LinearizeError(f"--price {price}: give what one device costs in an hour, for example 2.5/h")
+    return float(found[1])
+
+
+def cpu_flops() -> float:
+    """FLOP/s of fp32 matrix products on this CPU, now: the best of three products, in about 0.1 s."""
+    a = torch.ones(512, 512)
+    best = 0.0
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(4):
+            a @ a
+        best = max(best, 4 * 2 * 512**3 / (time.perf_counter() - began))
+    return best

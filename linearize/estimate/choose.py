@@ -1,0 +1,77 @@
+"""Replace what a recipe leaves open by what fits the device: `optimizer.memory: auto`, `runtime.batch: auto`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from ..data.batches import tokens_per_sample
+from ..recipe.recipe import Recipe
+from ..terminal.output import size
+from .advice import fitting_rows
+from .cards import Device
+from .estimate import estimate, sharded
+from .memory import Rehearsal
+
+# Tokens of a micro batch beyond which a GPU has enough to do.
+ENOUGH = 1 << 15
+SMALLER = "So optimizer.memory is small: moments in 8 bits, source weights and their gradients in the model's dtype"
+
+
+def is_open(recipe: Recipe) -> bool:
+    """Whether a recipe leaves something to the device."""
+    return recipe.runtime.batch == "auto" or any(stage.optimizer.memory == "auto" for stage in recipe.stages)
+
+
+def as_before(recipe: Recipe, record: Path) -> Recipe:
+    """What a run chose when it began, from its run.json, so that it goes on with it."""
+    before, values = json.loads(record.read_text("utf-8"))["recipe"], recipe.resolved()
+    for now, then in zip(values["stages"], before["stages"], strict=False):
+        if now["optimizer"]["memory"] == "auto":
+            now["optimizer"]["memory"] = then["optimizer"].get("memory", "full")
+        if values["runtime"]["batch"] == "auto":
+            now["batch"] = then["batch"]
+    values["runtime"]["batch"] = "given"
+    return recipe.changed(values)
+
+
+def plainly(recipe: Recipe) -> Recipe:
+    """All that is left open as it is without this file: `full`, and the batch as given."""
+    values = recipe.resolved()
+    values["runtime"]["batch"] = "given"
+    for stage in values["stages"]:
+        if stage["optimizer"]["memory"] == "auto":
+            stage["optimizer"]["memory"] = "full"
+    return recipe.changed(values)
+
+
+def choose(
+    recipe: Recipe, rehearse: Callable[[Recipe], Rehearsal], device: Device, say: Callable[[str], None]
+) -> Recipe:
+    """The recipe with everything chosen; `rehearse` makes a rehearsal. `say` gets what was chosen and why.
+
+    First the optimizer: `small` in a stage that asks for it and does not fit otherwise. Then, on a GPU, the rows of a
+    micro batch, of the blocks of its step.
+    """
+    plain = plainly(recipe)
+    cost, values = estimate(rehearse(plain), device), plain.resolved()
+    open_stages = [stage.optimizer.memory == "auto" for stage in recipe.stages]
+    changed = False
+    for asked, one, stage in zip(open_stages, cost.stages, values["stages"], strict=True):
+        if asked and one in cost.too_large and not sharded():
+            stage["optimizer"]["memory"], changed = "small", True
+            needs = f"{size(one.needs(device))} of {size(device.memory)}"
+            say(f"{one.stage.name}: full needs {needs}. {SMALLER}")
+    if recipe.runtime.batch != "auto" or device.kind != "cuda":
+        return recipe.changed(values)
+    if changed:
+        cost = estimate(rehearse(recipe.changed(values)), device)
+    for one, stage in zip(cost.stages, values["stages"], strict=True):
+        blocks, given = one.stage.batch.blocks, one.stage.batch.per_device
+        most = max(ENOUGH // tokens_per_sample(recipe.data_for(one.stage)), 1)
+        rows = fitting_rows(one, device, min(blocks, most))
+        if rows != given and blocks % rows == 0:
+            stage["batch"] = {"per_device": rows, "accumulate": blocks // rows}
+            say(f"{one.stage.name}: {rows} blocks in a micro batch, {blocks // rows} micro batches in a step")
+    return recipe.changed(values)

@@ -1,0 +1,189 @@
+"""`linearize estimate`, the story on one screen: rehearse each stage on fake tensors, then time, energy, price, disk.
+
+Memory is counted (memory.py). Time is computed: products of a step over a share of the device's rate, its launches, or
+the bytes that it moves, whichever takes longest. The shares are those that one H200 reached in three measured runs of a
+model of 8B; on any other card they are not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from linearize_kernels.hf.seam import mixers_of
+
+from ..data.batches import tokens_per_sample
+from ..errors import Exit, LinearizeError
+from ..recipe.data import holds_images
+from ..recipe.recipe import AttentionTransfer, Stage
+from ..terminal.output import size
+from ..train.chunked_head import obstacle
+from ..train.runs import processes
+from ..train.runtime import stage_steps
+from ..train.student import linear_layers
+from .cards import GIB, Device, cpu_flops
+from .memory import Memory, Rehearsal, divided
+
+# Of a card's dense bf16 rate, by whether a stage transfers attention: see docs/cost.md for the runs.
+SHARES = {True: 0.19, False: 0.24}
+# Of the rate of large products on a CPU.
+CPU_SHARE = 0.4
+# Seconds that a host takes to start one operation on a GPU; small models wait for that.
+LAUNCH = 8e-6
+# What the allocator holds beyond the tensors that are alive, of their bytes.
+FRAGMENTS = 0.03
+USUAL = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass
+class StageCost:
+    """One stage on one of its devices. Times are None where the device's rate is not known, or the stage's length."""
+
+    stage: Stage
+    memory: Memory
+    steps: int | None
+    tokens: int | None
+    tokens_per_s: float | None
+    hours: float | None
+
+    def needs(self, device: Device) -> int:
+        """Bytes that the device must have: the peak, the allocator's fragments, the context."""
+        return int(self.memory.peak * (1 + FRAGMENTS * (device.kind == "cuda"))) + device.reserved
+
+    def row(self, device: Device) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        stage = self.stage
+        return {
+            "name": stage.name,
+            "kind": stage.kind,
+            "train": list(stage.train),
+            "parameters": self.memory.trained,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "epochs": stage.epochs,
+            "lr": stage.optimizer.lr,
+            "optimizer_memory": stage.optimizer.memory,
+            "batch": {"per_device": stage.batch.per_device, "accumulate": stage.batch.accumulate},
+            "teacher_copy_bytes": self.memory.teacher_copy,
+            "memory": {**self.memory.parts, "total": self.memory.peak, "device": self.needs(device)},
+            "fits": self.needs(device) <= device.memory,
+            "uncounted": self.memory.reason or None,
+            "tokens_per_s": None if self.tokens_per_s is None else float(f"{self.tokens_per_s:.3g}"),
+            "hours": None if self.hours is None else float(f"{self.hours:.3g}"),
+        }
+
+
+@dataclass
+class Cost:
+    """A recipe on `count` devices: its stages, and bytes of disk by what they are for.
+
+    `checkpointing`: the model knows how; `targets` are its linear layers for LoRA; `chunks`: its head runs on some
+    tokens alone.
+    """
+
+    device: Device
+    count: int
+    stages: list[StageCost]
+    disk: dict[str, int]
+    checkpointing: bool = False
+    targets: tuple[str, ...] = ()
+    chunks: bool = False
+
+    @property
+    def too_large(self) -> list[StageCost]:
+        return [cost for cost in self.stages if cost.needs(self.device) > self.device.memory]
+
+    def summary(self, price: float | None = None) -> dict[str, Any]:
+        """What holds for the whole recipe, as plain data; `price` is that of one device for an hour."""
+        hours = [cost.hours for cost in self.stages if cost.hours is not None]
+        total = sum(hours) if len(hours) == len(self.stages) else None
+        power = self.device.watts
+        return {
+            "device": {"name": self.device.name, "memory": self.device.memory, "count": self.count},
+            "hours": total,
+            "kwh": None if total is None or power is None else total * power * self.count / 1000,
+            "price": None if total is None or price is None else total * price * self.count,
+            "disk": {**self.disk, "total": sum(self.disk.values())},
+        }
+
+
+def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None) -> Cost:
+    """What the recipe of a rehearsal costs on such a device. Nothing is read but configs, and no memory of a model's
+    size is taken."""
+    recipe, found = rehearsal.recipe, []
+    for number, stage in enumerate(recipe.stages):
+        memory = divided(rehearsal.stage(number), processes(), sharded(), isinstance(stage, AttentionTransfer))
+        blocks, length = stage.batch.blocks, tokens_per_sample(recipe.data_for(stage))
+        steps = stage_steps(stage, blocks * processes(), length, max_steps)
+        tokens = None if steps is None else steps * blocks * processes() * length
+        seconds = step_seconds(stage, memory, device)
+        rate = None if seconds is None else blocks * processes() * length / seconds
+        hours = None if rate is None or tokens is None else tokens / rate / 3600
+        found.append(StageCost(stage, memory, steps, tokens, rate, hours))
+    model = rehearsal.model
+    targets = lora_targets(model)
+    of_disk = disk(rehearsal, found)
+    chunks = not obstacle(model) and not sharded()
+    return Cost(device, processes(), found, of_disk, model.supports_gradient_checkpointing, targets, chunks)
+
+
+def lora_targets(model: Any) -> tuple[str, ...]:
+    """Where LoRA goes: the usual projections, else the linear layers of the attention modules that have a mixer."""
+    if set(USUAL) <= linear_layers(model).keys():
+        return USUAL
+    inside: dict[str, Any] = {}
+    for path in mixers_of(model):
+        inside |= linear_layers(model.get_submodule(path))
+    return tuple(inside)
+
+
+def step_seconds(stage: Stage, memory: Memory, device: Device) -> float | None:
+    """One optimizer step on one device; None where its rate is not known or the step was not counted."""
+    if not memory.flops:
+        return None
+    if device.kind == "cpu":
+        return stage.batch.accumulate * memory.flops / (CPU_SHARE * rate_of_cpu())
+    if device.flops is None or device.bandwidth is None:
+        return None
+    products = memory.flops / (SHARES[isinstance(stage, AttentionTransfer)] * device.flops)
+    micro = max(products, memory.launches * LAUNCH)
+    # The optimizer reads and writes weights and moments, and reads gradients.
+    moved = sum(memory.parts[part] for part in ("masters", "gradients", "optimizer")) * 2
+    return stage.batch.accumulate * micro + moved / device.bandwidth
+
+
+rate_of_cpu = functools.cache(cpu_flops)
+
+
+def sharded() -> bool:
+    """Whether the launcher says that weights are divided among processes."""
+    return any(os.environ.get(f"ACCELERATE_USE_{how}", "false").lower() == "true" for how in ("FSDP", "DEEPSPEED"))
+
+
+def disk(rehearsal: Rehearsal, costs: list[StageCost]) -> dict[str, int]:
+    """Bytes at the fullest moment of a run, beyond the source: the converted base, checkpoints, tokens, the result."""
+    recipe, planned = rehearsal.recipe, rehearsal.planned
+    kept = recipe.checkpoint.keep + 1  # a new checkpoint is complete before the oldest one goes
+    within = max(kept * (c.memory.checkpoint + c.memory.parts["optimizer"]) for c in costs)
+    ends = sum(c.memory.checkpoint for c in costs)
+    cached = max((c.tokens or 0) for c in costs) if not holds_images(recipe.data.train) else 0
+    changed = rehearsal.student.originals or (rehearsal.student.lora is not None and recipe.finish.merge_lora)
+    return {
+        "converted": 0 if planned is None else planned[0].needed_bytes,
+        "checkpoints": within + ends,
+        "tokens": 4 * cached,
+        "result": rehearsal.stored if changed else rehearsal.stored_new,
+    }
+
+
+def refusal(cost: Cost, advice: str) -> LinearizeError:
+    """The error (exit 4) for a stage that does not fit its device; `advice` is what to type instead."""
+    worst = max(cost.too_large, key=lambda c: c.needs(cost.device))
+    parts = ", ".join(f"{part} {value / GIB:.1f}" for part, value in worst.memory.parts.items() if value)
+    return LinearizeError(
+        f"{worst.stage.name} needs {size(worst.needs(cost.device))} of {cost.device.name}, which has "
+        f"{size(cost.device.memory)} (GiB: {parts}). Nothing was converted. {advice}",
+        Exit.RESOURCE,
+    )

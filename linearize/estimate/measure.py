@@ -1,0 +1,62 @@
+"""`linearize estimate --measure`: two real optimizer steps of each stage on this device, on random weights."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ..data.batches import tokens_per_sample
+from ..recipe.recipe import Stage
+from ..train.progress import memory_bytes
+from ..train.runtime import make_optimizer, on_cpu
+from ..train.save import meta_model
+from ..train.student import Student
+from .memory import Rehearsal
+from .step import Step
+
+
+def measure_stages(rehearsal: Rehearsal, chosen: list[Stage]) -> list[dict[str, float]]:
+    """Of each chosen stage `tokens_per_s` of the second step, and `peak` bytes: of tensors on a GPU, of the process on
+    a CPU; `reserved` is what the allocator had taken. The first step compiles kernels."""
+    recipe, device = rehearsal.recipe, torch.device("cpu" if on_cpu(rehearsal.recipe) else "cuda")
+    model = meta_model(
+        rehearsal.folder, rehearsal.planned, rehearsal.dtype, recipe.model.trust_remote_code, str(device)
+    )
+    student, found = Student(model), []
+    for stage in recipe.stages:
+        step = Step(recipe, stage, student, rehearsal.precision)
+        step.prepare()
+        if stage in chosen:
+            found.append(measure_steps(step, device))
+    return found
+
+
+def measure_steps(step: Step, device: torch.device) -> dict[str, float]:
+    """Two optimizer steps of a stage that is prepared."""
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    stage = step.stage
+    optimizer: Any = make_optimizer(step.student.groups(stage, step.parameters), stage, device, step.recipe.seed)
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        for _ in range(stage.batch.accumulate):
+            step.micro_batch(step.batch())
+        torch.nn.utils.clip_grad_norm_(step.parameters, stage.optimizer.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    step.evaluate(step.batch())
+    tokens = stage.batch.blocks * tokens_per_sample(step.recipe.data_for(stage))
+    peak = memory_bytes()
+    return {
+        "tokens_per_s": tokens / seconds,
+        "peak": peak,
+        "reserved": torch.cuda.max_memory_reserved() if gpu else peak,
+    }

@@ -1,0 +1,222 @@
+"""Peak memory of a stage on one device, by its parts: the stage's step, run on fake tensors by the code that trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..errors import LinearizeError, reason_of
+from ..recipe.recipe import Recipe
+from ..train.save import meta_model
+from ..train.small_adamw import fresh_state
+from ..train.student import Student, inject_lora, is_source
+from .kernels import as_on_gpu
+from .step import Step
+from .tracker import Tracker
+
+PARTS = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits")
+
+
+@dataclass
+class Memory:
+    """Bytes of one stage on one device at the moment of its peak, by part, and what its step computes.
+
+    `saved` are the activations and logits alive when a backward pass begins, the most of any; `flops` the products of
+    one micro batch, counted twice, and `launches` its operations. `trained` are parameters, `checkpoint` the bytes of a
+    checkpoint without the optimizer's. `whole` are the bytes that processes do not divide, `gathered` what sharding
+    holds of whole weights and gradients at a time. `reason` says why activations could not be counted.
+    """
+
+    parts: dict[str, int]
+    saved: int = 0
+    flops: float = 0.0
+    launches: int = 0
+    trained: int = 0
+    checkpoint: int = 0
+    teacher_copy: int = 0
+    whole: dict[str, int] = field(default_factory=dict)
+    gathered: int = 0
+    reason: str = ""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+def moments(parameter: Tensor, small: bool) -> list[Tensor]:
+    """What an optimizer keeps of a parameter, but for its step count."""
+    if small:
+        return [value for name, value in fresh_state(parameter).items() if name != "step"]
+    return [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
+
+
+def divided(memory: Memory, processes: int, sharded: bool, transfers: bool) -> Memory:
+    """The memory of one of several processes: FSDP2 and ZeRO-3 divide the source's part of what stays, DDP nothing.
+
+    What is computed here was not counted: DDP's buckets, a second copy of the gradients, and sharding's gathered units.
+    """
+    parts = dict(memory.parts)
+    if processes > 1 and not sharded and not transfers:
+        parts["gradients"] *= 2
+    if processes > 1 and sharded:
+        for part in PARTS[:5]:
+            whole = memory.whole.get(part, 0)
+            parts[part] = min(parts[part], whole) + max(parts[part] - whole, 0) // processes
+        if memory.teacher_copy:
+            parts["masters"] *= 2  # the student's own, aside for the length of a teacher pass
+        parts["activations"] += memory.gathered
+    return replace(memory, parts=parts)
+
+
+class Rehearsal:
+    """A recipe's model on fake tensors, and its stages in order."""
+
+    def __init__(self, recipe: Recipe, planned: Any, folder: Path | None, precision: str, gpu: bool) -> None:
+        """Of a conversion that is `planned`, or a converted `folder`; `precision` is accelerate's name of it, and `gpu`
+        the kind of device."""
+        self.recipe, self.precision, self.gpu = recipe, precision, gpu
+        self.planned, self.folder = planned, folder
+        self.mode = FakeTensorMode()
+        dtype = None if precision != "no" else torch.float32
+        if precision != "no" and recipe.model.dtype is not None:
+            dtype = getattr(torch, recipe.model.dtype)
+        self.dtype = dtype
+        with self.mode, Tracker():  # which answers what initialisers ask of values
+            self.model = meta_model(folder, planned, dtype, recipe.model.trust_remote_code, device="cpu")
+            self.student = Student(self.model)
+        self.narrow = self.model.dtype != torch.float32
+        item = self.model.dtype.itemsize if planned is None else getattr(torch, planned[0].dtype).itemsize
+        sizes = {name: p.numel() * item for name, p in self.student.named_parameters()}
+        # Bytes of the whole model on disk, and of what the conversion added.
+        self.stored = sum(sizes.values())
+        self.stored_new = sum(count for name, count in sizes.items() if ".mixer." in name)
+
+    def changed(self, recipe: Recipe) -> Rehearsal:
+        """The rehearsal of another recipe for the same base."""
+        return Rehearsal(recipe, self.planned, self.folder, self.precision, self.gpu)
+
+    def stage(self, number: int) -> Memory:
+        """The peak of stage `number`; the stages before it must have been asked for."""
+        recipe, stage = self.recipe, self.recipe.stages[number]
+        step = Step(recipe, stage, self.student, self.precision)
+        config = self.model.config.get_text_config()
+        tracker = Tracker(getattr(config, "vocab_size", 0) or 0)
+        if stage.lora is not None and self.student.lora is None:
+            self._adapt(stage.lora)
+        with self.mode:
+            step.prepare()
+            with tracker:
+                kept = self._keep(tracker, step)
+                reason, saved = "", 0
+                try:
+                    saved = self._run(tracker, step)
+                except Exception as error:  # code of many architectures, which may ask for values
+                    if isinstance(error, LinearizeError):
+                        raise
+                    reason = f"{type(error).__name__}: {reason_of(error)}"
+            peak = Counter(tracker.peak)
+            if reason:
+                peak = Counter({part: tracker.parts[part] for part in PARTS[:5]})
+            del kept
+            for parameter in step.parameters:
+                parameter.grad = None
+        state = self.student.state()
+        return Memory(
+            {part: int(peak[part]) for part in PARTS},
+            saved=saved,
+            flops=0.0 if reason else tracker.flops,
+            launches=tracker.launches,
+            trained=sum(p.numel() for p in step.parameters),
+            checkpoint=sum(t.numel() * t.element_size() for t in state.values()),
+            teacher_copy=self.student.teacher_bytes(),
+            whole=self._whole(step),
+            gathered=self._gathered(step),
+            reason=reason,
+        )
+
+    def _adapt(self, lora: Any) -> None:
+        """Adapters, made with memory: peft converts their dtype, which modules of fake tensors refuse."""
+        self.student.lora = inject_lora(self.model, lora)
+        for module in self.model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, FakeTensor):
+                    with self.mode:
+                        module._parameters[key] = torch.nn.Parameter(
+                            torch.empty(parameter.shape, dtype=parameter.dtype)
+                        )
+
+    def _whole(self, step: Step) -> dict[str, int]:
+        """Bytes of the parts that each of several processes has whole whatever divides the rest: mixers, adapters."""
+        found: Counter[str] = Counter()
+        trained = {id(p) for p in step.parameters}
+        for name, parameter in self.student.named_parameters():
+            if is_source(name):
+                continue
+            master = step.wide and parameter.dtype == torch.float32 and self.narrow and id(parameter) in trained
+            found["masters" if master else "weights"] += parameter.nbytes
+            if id(parameter) in trained:
+                found["gradients"] += parameter.nbytes
+                found["optimizer"] += 2 * 4 * parameter.numel()
+        return dict(found)
+
+    def _gathered(self, step: Step) -> int:
+        """What FSDP2 holds beside its shards: the outermost unit and two layers, gradients of one unit in fp32."""
+        kinds = set(self.model._no_split_modules or ())
+        units = [m for m in self.model.modules() if type(m).__name__ in kinds]
+        layer = max((sum(p.numel() for n, p in m.named_parameters() if is_source(n)) for m in units), default=0)
+        inside = {id(p) for m in units for p in m.parameters()}
+        root = sum(p.numel() for n, p in self.student.named_parameters() if is_source(n) and id(p) not in inside)
+        item = 2 if step.wide else 4
+        trains = sum(p.numel() for n, p in self.student.named_parameters() if is_source(n) and p.requires_grad)
+        gradients = 4 * max(layer, root) if trains else 0
+        return item * (root + 2 * layer) + gradients
+
+    def _keep(self, tracker: Tracker, step: Step) -> list[Tensor]:
+        """Count what stays for the whole stage; returns the tensors that stand for the optimizer's."""
+        trained = {id(p) for p in step.parameters}
+        wide = step.wide
+        tracker.label(self.model.buffers(), "weights")
+        for parameter in self.model.parameters():
+            master = wide and parameter.dtype == torch.float32 and self.narrow
+            tracker.label([parameter], "masters" if id(parameter) in trained and master else "weights")
+        tracker.label(self.student.originals.values(), "teacher")
+        small = step.stage.optimizer.memory == "small"
+        kept = [x for p in step.parameters for x in moments(p, small)]
+        tracker.label(kept, "optimizer")
+        if step.stage.batch.accumulate > 1:  # from the second micro batch on they are there
+            for parameter in step.parameters:
+                parameter.grad = torch.empty_like(parameter)
+                tracker.label([parameter.grad], "gradients")
+        return kept
+
+    def _run(self, tracker: Tracker, step: Step) -> int:
+        """A micro batch, an evaluation; returns what was saved when a backward pass began."""
+        saved = [0]
+
+        def note(parameter: Tensor) -> None:
+            tracker.label([parameter.grad], "gradients")
+
+        def look() -> None:
+            saved.append(tracker.parts["activations"] + tracker.parts["logits"])
+
+        handles = [p.register_post_accumulate_grad_hook(note) for p in step.parameters]
+        tracker.restart()
+        try:
+            batch = step.batch()
+            with as_on_gpu(self.model) if self.gpu else contextlib.nullcontext():
+                step.micro_batch(batch, look)
+                counted = tracker.flops, tracker.launches
+                if self.recipe.data_for(step.stage).eval is not None:
+                    step.evaluate(batch)
+                tracker.flops, tracker.launches = counted
+        finally:
+            for handle in handles:
+                handle.remove()
+        return max(saved)

@@ -1,0 +1,101 @@
+"""One optimizer step of a stage on made-up data, by the code that trains: to count it, or to measure it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linearize_kernels.hf.seam import evaluating
+
+from ..data.batches import Batch, forward, has_head, kind_of, targets
+from ..recipe.recipe import AttentionTransfer, Recipe, Stage
+from ..train.loop import set_checkpointing
+from ..train.losses import IGNORED, cross_entropy, logit_kl
+from ..train.runtime import caches_casts
+from ..train.stages import end_to_end_loss, transfer_loss
+from ..train.student import Student
+from ..verify.child.inputs import make_inputs
+
+
+class Step:
+    """Micro batches of one stage for a model whose weights mean nothing.
+
+    `precision` is accelerate's name of it. `prepare` comes before everything else.
+    """
+
+    def __init__(self, recipe: Recipe, stage: Stage, student: Student, precision: str) -> None:
+        self.recipe, self.stage, self.student = recipe, stage, student
+        self.precision = precision
+        self.transfers = isinstance(stage, AttentionTransfer)
+        self.parameters: list[torch.nn.Parameter] = []
+
+    @property
+    def wide(self) -> bool:
+        return self.precision != "no"
+
+    def prepare(self) -> None:
+        """What the stage trains, as `Finetuner.prepare` does."""
+        self.parameters = self.student.prepare(self.stage, wide=self.wide)
+        set_checkpointing(self.student.model, self.recipe.runtime.gradient_checkpointing and not self.transfers)
+
+    def batch(self) -> Batch:
+        """One micro batch of the recipe's size on the model's device: zeros, where every token counts."""
+        model, rows = self.student.model, self.stage.batch.per_device
+        device = next(model.parameters()).device
+        kind, length = kind_of(model), self.recipe.data_for(self.stage).pack.seq_len
+        if kind == "images":
+            pixels = make_inputs(model, rows)["pixel_values"]
+            inputs = {"pixel_values": torch.zeros(pixels.shape)}
+            length = 1
+        else:
+            inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
+            place = torch.arange(length).expand(rows, -1)
+            inputs |= {"position_ids": place} if kind == "text" else {"attention_mask": torch.ones_like(place)}
+        made = {"labels": torch.zeros(rows, length, dtype=torch.long), "valid": torch.ones(rows, length).bool()}
+        return {name: value.to(device) for name, value in (inputs | made).items()}
+
+    def autocast(self, device: torch.device) -> Callable[[], Any]:
+        if not self.wide:
+            return contextlib.nullcontext
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
+        kept = caches_casts(self.recipe, zero=False)
+        return lambda: torch.autocast(device.type, dtype, cache_enabled=kept)
+
+    def micro_batch(self, batch: Batch, before_backward: Callable[[], None] = lambda: None) -> None:
+        """Forward and backward, as `StageLoop._micro_batch`; `before_backward` is called when a forward pass is over,
+        of a transfer after that of each layer's mixer."""
+        model, device = self.student.model, batch["labels"].device
+        autocast = self.autocast(device)
+        model.train()
+        tokens = torch.ones(2, device=device)
+
+        def backward(loss: Tensor) -> None:
+            before_backward()
+            loss.backward()
+
+        if self.transfers:
+            layers = [module.mixer.site.layer for module in model.modules() if hasattr(module, "mixer")]
+            power = {layer: torch.ones((), device=device) for layer in layers}
+            with autocast():
+                transfer_loss(self.student, batch, tokens[0], power, backward)
+        else:
+            backward(end_to_end_loss(self.stage, self.student, model, batch, tokens, autocast)[0])
+
+    def evaluate(self, batch: Batch) -> None:
+        """What an evaluation does with a batch, as `measure.evaluate.score`."""
+        model = self.student.model
+        if not has_head(model):
+            return
+        autocast, wanted = self.autocast(batch["labels"].device), targets(batch)
+        with torch.no_grad(), evaluating(model):
+            with autocast():
+                logits = forward(model, batch)
+                cross_entropy(logits, wanted)
+            with self.student.as_teacher(), autocast():
+                theirs = forward(model, batch)
+            logit_kl(logits, theirs, wanted != IGNORED, num_tokens=1.0)
+            (logits.argmax(-1) == wanted).sum()

@@ -1,0 +1,95 @@
+"""Count the memory of code that runs on fake tensors: bytes alive at each moment, by part, and the products.
+
+Fake tensors (torch's FakeTensorMode) have shapes, dtypes and storages without memory. Every storage that an operation
+makes counts from then until nothing refers to it, as with an allocator: so what is counted is what the code really
+keeps, autograd's saved tensors included, and no formula of an architecture is written anywhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+aten = torch.ops.aten
+# The CPU's names of operations for which torch has a formula under the GPU's.
+OF_CPU: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+
+
+class Tracker(TorchDispatchMode):
+    """Within: storages are counted. Entered inside of FakeTensorMode, of which it answers questions about values.
+
+    `parts` are the bytes alive now, `peak` those at the moment with the largest sum since `restart`, `flops` the
+    products counted twice, `launches` the operations that compute. New storages are `activations`, or `logits` where
+    the last of three or more dimensions is `vocabulary`; `label` says otherwise.
+    """
+
+    def __init__(self, vocabulary: int = 0) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.parts: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.flops = 0.0
+        self.launches = 0
+        self._highest = self._now = 0
+        self._known: dict[int, tuple[Any, str, int]] = {}
+
+    def restart(self) -> None:
+        """Forget the peak so far; what is alive stays counted."""
+        self.peak, self._highest = Counter(self.parts), self._now
+
+    def label(self, tensors: Iterable[Tensor | None], part: str) -> None:
+        """Count the storages of these tensors as `part`, known before or not."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._add(tensor, part, again=True)
+
+    def _add(self, tensor: Tensor, part: str, again: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        key, count = id(storage), storage.nbytes()
+        if key in self._known:
+            if again:
+                reference, before, _ = self._known[key]
+                self.parts[before] -= count
+                self.parts[part] += count
+                self._known[key] = reference, part, count
+            return
+        self._known[key] = weakref.ref(storage, lambda _: self._gone(key)), part, count
+        self.parts[part] += count
+        self._now += count
+        if self._now > self._highest:
+            self._highest, self.peak = self._now, Counter(self.parts)
+
+    def _gone(self, key: int) -> None:
+        _, part, count = self._known.pop(key)
+        self.parts[part] -= count
+        self._now -= count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:  # the code asks for a value, which fake tensors do not have
+            return False if args[0].dtype == torch.bool else 0
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        count = flop_registry.get(packet)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        elif packet in OF_CPU:
+            self.flops += OF_CPU[packet](*args, out_val=out)
+        before = len(self._known)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                logits = leaf.ndim >= 3 and leaf.shape[-1] == self.vocabulary
+                self._add(leaf, "logits" if logits else "activations")
+        self.launches += func._schema.is_mutable or len(self._known) > before  # a view is no launch
+        return out

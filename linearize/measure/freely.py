@@ -1,0 +1,86 @@
+"""What a model writes by itself: recall without help, Python that parses, repetition.
+
+Likelihoods are read with the true text in front of each token. A student that is close by them may still be far behind
+where it goes on from its own tokens (arXiv 2603.26556).
+"""
+
+from __future__ import annotations
+
+import codeop
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..data.documents import TextSource, pieces
+from .recall import Row
+from .write import continued
+
+# Tokens of a document's beginning that a model goes on from, and tokens that it writes.
+PROMPT, WRITTEN = 64, 64
+GRAM = 4
+
+
+def beginnings(source: TextSource, tokenizer: Any, count: int) -> list[list[int]]:
+    """The first PROMPT tokens of the first `count` documents that have so many."""
+    found: list[list[int]] = []
+    for piece in pieces(source, tokenizer, sft=False):
+        if len(found) == count:
+            break
+        if piece.first and len(piece.ids) >= PROMPT:
+            found.append(piece.ids[:PROMPT])
+    return found
+
+
+def freely(model: Any, tokenizer: Any, prompts: Sequence[list[int]], rows: Sequence[Row]) -> dict[str, float | None]:
+    """Shares, each None where nothing asked for it:
+
+    `recall`    values of `rows` that are written as they stand in the list, each behind the model's own earlier answers
+    `python`    texts that are the beginning of a Python file still, of those whose prompt is one
+    `repeated`  runs of GRAM tokens that the model wrote before, of all that it wrote after `prompts`
+    """
+    ids = torch.tensor(prompts, device=model.device)
+    own = continued(model, ids, WRITTEN).tolist() if prompts else []
+    python = [
+        begins_python(tokenizer.decode([*prompt, *text], skip_special_tokens=True))
+        for prompt, text in zip(prompts, own, strict=True)
+        if begins_python(tokenizer.decode(prompt, skip_special_tokens=True))
+    ]
+    answers = [right for row in rows for right in answered(model, row)]
+    return {"recall": mean(answers), "python": mean(python), "repeated": mean([repetition(text) for text in own])}
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def answered(model: Any, row: Row) -> list[bool]:
+    """Which values of a row the model writes right, in order, where its own answers stay in the text."""
+    ids, found = list(row.ids), []
+    for place in row.asked:
+        before = torch.tensor([ids[: place.start]], device=model.device)
+        ids[place.start : place.stop] = continued(model, before, len(place))[0].tolist()
+        found.append(ids[place.start : place.stop] == row.ids[place.start : place.stop])
+    return found
+
+
+def repetition(tokens: Sequence[int]) -> float:
+    """The share of runs of GRAM tokens that stand in `tokens` before, 0 where there is none."""
+    runs = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
+    return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def begins_python(text: str) -> bool:
+    """Whether the whole lines of a text, of which there is one at least, are how a Python file may begin."""
+    lines, end, _ = text.rpartition("\n")
+    if not lines.strip():
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            codeop.compile_command(lines + end, symbol="exec")
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
+        return False
+    return True

@@ -1,0 +1,326 @@
+"""Charts as drawings: lines over an axis, a value before and after for each layer, a heat map, a strip of layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from ..terminal.output import size
+from .drawing import Anchor, Box, Dot, Drawing, Line, Point, Text
+
+WIDTH = 760.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 44.0, 40.0
+MOST_POINTS = 240  # of one line: more cannot be told apart
+MOST_HINTS = 60  # of one line that has dots
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """What an axis shows: its label, whether it is logarithmic, how a value is written, ticks where they are given."""
+
+    label: str
+    log: bool = False
+    text: Callable[[float], str] = lambda value: number(value)
+    ticks: tuple[float, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A named line; `faint` is for what another line makes smooth."""
+
+    name: str
+    points: Sequence[Point]
+    colour: str
+    dashed: bool = False
+    dots: bool = False
+    faint: bool = False
+
+
+def number(value: float) -> str:
+    """A number for people: 0.0031, 12.5, 20M."""
+    if value == 0:
+        return "0"
+    if abs(value) < 999.5:
+        return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}".replace("e-0", "e-")
+    for unit in ("k", "M", "B"):
+        value /= 1000
+        if abs(value) < 999.5:
+            return f"{value:.3g}{unit}"
+    return f"{value / 1000:.3g}T"
+
+
+def binary(value: float) -> str:
+    """A number of tokens that is a power of two: 512, 4k, 1M."""
+    for unit, step in (("M", 2**20), ("k", 2**10)):
+        if value >= step:
+            return f"{value / step:g}{unit}"
+    return f"{value:g}"
+
+
+def bytes_text(value: float) -> str:
+    """Bytes without needless digits: 4 MiB."""
+    return size(value).replace(".0 ", " ")
+
+
+# ---------------------------------------------------------------- axes
+
+
+def ticks(low: float, high: float, log: bool) -> list[float]:
+    """Round numbers between `low` and `high`, about five."""
+    if log:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+            found = [step * 10.0**decade for decade in decades for step in steps]
+            found = [value for value in found if low * 0.999 <= value <= high * 1.001]
+            if len(found) >= 3:
+                return found[:: math.ceil(len(found) / 7)]
+    span = high - low
+    step = 10 ** math.floor(math.log10(span / 5))
+    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 6)
+    first = math.ceil(low / step - 1e-9)
+    return [place * step for place in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def limits(values: Sequence[float], log: bool) -> tuple[float, float]:
+    """The ends of an axis that shows these values with some room."""
+    low, high = min(values), max(values)
+    if log:
+        room = max((high / low) ** 0.06, 1.02)
+        return low / room, high * room
+    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return (0.0 if 0 <= low < 0.3 * high else low - room), high + room
+
+
+def scale(low: float, high: float, log: bool, start: float, end: float) -> Callable[[float], float]:
+    """A value between `low` and `high` as a place between `start` and `end`."""
+    change = math.log10 if log else lambda value: value
+    a, b = change(low), change(high)
+    return lambda value: start + (end - start) * (change(value) - a) / (b - a)
+
+
+def finite(points: Sequence[Point], log_x: bool, log_y: bool) -> list[Point]:
+    """The points that an axis can show."""
+    good = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    return [(x, y) for x, y in good if (x > 0 or not log_x) and (y > 0 or not log_y)]
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most about `most` points: each the mean of its neighbours, the last one as it is."""
+    group = math.ceil(len(points) / most)
+    if group <= 1:
+        return list(points)
+    parts = [points[start : start + group] for start in range(0, len(points) - 1, group)]
+    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+    return [*means, points[-1]]
+
+
+def smoothed(points: Sequence[Point], share: float = 0.04) -> list[Point]:
+    """A running mean over that share of the points."""
+    reach = max(min(1, len(points) // 8), round(len(points) * share / 2))
+    found = []
+    for place, (x, _) in enumerate(points):
+        near = [y for _, y in points[max(0, place - reach) : place + reach + 1]]
+        found.append((x, sum(near) / len(near)))
+    return found
+
+
+# ---------------------------------------------------------------- charts
+
+
+def lines(
+    title: str, series: Sequence[Series], x: Axis, y: Axis, width: float = WIDTH, height: float = 250.0
+) -> Drawing:
+    """Lines over one pair of axes, their names above; empty series are left out.
+
+    Raises ValueError when nothing can be shown.
+    """
+    shown = [dataclasses.replace(one, points=finite(one.points, x.log, y.log)) for one in series]
+    shown = [one for one in shown if one.points]
+    if not shown:
+        raise ValueError(f"{title}: no values")
+    xs, ys = ([point[place] for one in shown for point in one.points] for place in (0, 1))
+    low_x, high_x = (min(xs), max(xs)) if max(xs) > min(xs) else limits(xs, x.log)
+    low_y, high_y = limits(ys, y.log)
+    across = scale(low_x, high_x, x.log, LEFT, width - RIGHT)
+    down = scale(low_y, high_y, y.log, height - BOTTOM, TOP)
+    shapes = frame(title, x, y, (low_x, high_x), (low_y, high_y), across, down, width, height)
+    for one in shown:
+        points = tuple((across(a), down(b)) for a, b in thinned(one.points))
+        if len(points) == 1 and one.dashed:  # one value for all: a level
+            points = ((LEFT, points[0][1]), (width - RIGHT, points[0][1]))
+        ends = f"{one.name}: {y.text(one.points[0][1])} to {y.text(one.points[-1][1])}"
+        if len(points) > 1:
+            weight = 1.0 if one.faint else 1.4 if one.dashed else 2.0
+            shapes.append(Line(points, one.colour, weight, one.dashed, 0.3 if one.faint else 1.0, ends))
+        if one.dots:
+            every = math.ceil(len(one.points) / MOST_HINTS)
+            for a, b in [*one.points[:-1:every], one.points[-1]]:
+                hint = f"{one.name}: {y.text(b)} at {x.text(a)} {x.label}"
+                shapes.append(Dot(across(a), down(b), 2.6, one.colour, hint=hint))
+    shapes += legend([(one.name, one.colour, one.dashed) for one in shown if not one.faint], width)
+    about = ", ".join(f"{one.name} {y.text(one.points[-1][1])}" for one in shown if not one.faint)
+    return Drawing(width, height, f"{title}, at the end: {about}", tuple(shapes))
+
+
+def frame(
+    title: str,
+    x: Axis,
+    y: Axis,
+    across_ends: Point,
+    down_ends: Point,
+    across: Callable[[float], float],
+    down: Callable[[float], float],
+    width: float,
+    height: float,
+) -> list[Line | Box | Dot | Text]:
+    """Title, grid, ticks and labels."""
+    shapes: list[Line | Box | Dot | Text] = [Text(0, 14, title, "ink", 13)]
+    shapes.append(Text(0, TOP - 10, y.label))
+    for value in y.ticks or ticks(*down_ends, y.log):
+        if down_ends[0] <= value <= down_ends[1]:
+            place = down(value)
+            shapes += [Line(((LEFT, place), (width - RIGHT, place)), "grid", 1.0)]
+            shapes += [Text(LEFT - 8, place + 4, y.text(value), anchor="end")]
+    shapes.append(Line(((LEFT, height - BOTTOM), (width - RIGHT, height - BOTTOM)), "soft", 1.0))
+    for value in x.ticks or ticks(*across_ends, x.log):
+        if across_ends[0] <= value <= across_ends[1]:
+            place = across(value)
+            shapes.append(Line(((place, height - BOTTOM), (place, height - BOTTOM + 4)), "soft", 1.0))
+            shapes.append(Text(place, height - BOTTOM + 17, x.text(value), anchor="middle"))
+    shapes.append(Text(width - RIGHT, height - 6, x.label, anchor="end"))
+    return shapes
+
+
+def legend(entries: Sequence[tuple[str, str, bool]], width: float) -> list[Line | Box | Dot | Text]:
+    """Names at the right above a chart, each with a stroke of its colour; one name needs no legend."""
+    shapes: list[Line | Box | Dot | Text] = []
+    right = width - RIGHT
+    for name, colour, dashed in reversed(entries if len(entries) > 1 else ()):
+        right -= text_width(name)
+        shapes += [
+            Text(right, TOP - 10, name, "ink"),
+            Line(((right - 24, TOP - 14), (right - 6, TOP - 14)), colour, 2.5, dashed),
+        ]
+        right -= 40
+    return shapes
+
+
+def text_width(text: str, size: float = 11.0) -> float:
+    """About how wide a line of text is."""
+    return 0.53 * size * len(text)
+
+
+def before_after(
+    title: str,
+    layers: Sequence[int],
+    before: Mapping[int, float],
+    after: Mapping[int, float],
+    kept: Sequence[int],
+    label: str,
+    log: bool,
+    width: float = WIDTH,
+    height: float = 250.0,
+) -> Drawing:
+    """For each of `layers` a ring (before) and a disc (after), joined; `kept` layers have the word softmax instead."""
+    log_ok = log and all(value > 0 for value in [*before.values(), *after.values()])
+    values = [value for value in [*before.values(), *after.values()] if math.isfinite(value)]
+    if not values:
+        raise ValueError(f"{title}: no values")
+    y = Axis(label, log_ok)
+    low, high = limits(values, log_ok)
+    down = scale(low, high, log_ok, height - BOTTOM, TOP)
+    step = (width - LEFT - RIGHT) / max(1, len(layers))
+    places = {layer: LEFT + step * (place + 0.5) for place, layer in enumerate(layers)}
+    every = math.ceil(len(layers) * 26 / (width - LEFT - RIGHT))
+    shown = tuple(float(layer) for layer in layers[::every])
+    across = lambda value: places[int(value)]  # noqa: E731
+    ends = (float(min(layers)), float(max(layers)))
+    shapes = frame(title, Axis("layer", ticks=shown), y, ends, (low, high), across, down, width, height)
+    radius = min(4.5, max(2.0, step / 4))
+    for layer in layers:
+        x = places[layer]
+        if layer in kept:
+            shapes.append(
+                Box(
+                    x - step * 0.4,
+                    TOP,
+                    step * 0.8,
+                    height - TOP - BOTTOM,
+                    "soft",
+                    0.12,
+                    hint=f"layer {layer} keeps softmax",
+                )
+            )
+            continue
+        ring, disc = (found.get(layer) for found in (before, after))
+        if ring is not None and disc is not None:
+            shapes.append(Line(((x, down(ring)), (x, down(disc))), "soft", 1.2))
+        if ring is not None:
+            shapes.append(Dot(x, down(ring), radius, "orange", False, f"layer {layer} before: {number(ring)}"))
+        if disc is not None:
+            shapes.append(Dot(x, down(disc), radius, "blue", True, f"layer {layer} after: {number(disc)}"))
+    names = [("as converted", "orange", False)] * bool(before) + [("after training", "blue", False)] * bool(after)
+    names += [("keeps softmax", "soft", False)] * bool(kept)
+    shapes += legend(names, width)
+    worst = max(after or before, key=lambda layer: (after or before)[layer])
+    return Drawing(
+        width, height, f"{title}; largest in layer {worst}: {number((after or before)[worst])}", tuple(shapes)
+    )
+
+
+def strip(title: str, layers: Mapping[int, tuple[str, str]], width: float = WIDTH) -> Drawing:
+    """A box for each layer: {layer: (what it is, colour)}; layers in colour `soft` are framed, not filled."""
+    columns = min(len(layers), 32)
+    edge = min(52.0, (width - 4) / columns)
+    rows = math.ceil(len(layers) / columns)
+    shapes: list[Line | Box | Dot | Text] = [Text(0, 14, title, "ink", 13)]
+    for place, (layer, (what, colour)) in enumerate(sorted(layers.items())):
+        x, y = 2 + edge * (place % columns), 26 + 40.0 * (place // columns)
+        hint, kept = f"layer {layer}: {what}", colour == "soft"
+        shapes.append(Box(x, y, edge - 4, 34, colour, 0.9, kept, hint))
+        shapes.append(
+            Text(x + (edge - 4) / 2, y + 21, str(layer), "soft" if kept else "paper", min(12.0, edge / 2), "middle")
+        )
+    top = 26 + 40.0 * rows + 16
+    x = 2.0
+    counts: dict[tuple[str, str], int] = {}
+    for kind in layers.values():
+        counts[kind] = counts.get(kind, 0) + 1
+    for (what, colour), count in counts.items():
+        shapes.append(Box(x, top - 10, 12, 12, colour, 0.9, colour == "soft"))
+        text = f"{what} ({count})"
+        shapes.append(Text(x + 18, top, text, "ink"))
+        x += 40 + text_width(text)
+    about = ", ".join(f"{count} {what}" for (what, _), count in counts.items())
+    return Drawing(width, top + 8, f"{title}: {about}", tuple(shapes))
+
+
+def heat(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[str],
+    cells: Mapping[tuple[int, int], float],
+    corner: str,
+    width: float,
+) -> Drawing:
+    """Shares (0 to 1) by row and column; a cell without a value stays empty."""
+    left, top, height = 66.0, 44.0, 26.0
+    step = (width - left) / len(columns)
+    shapes: list[Line | Box | Dot | Text] = [Text(0, 14, title, "ink", 13), Text(0, top - 8, corner)]
+    for place, name in enumerate(columns):
+        shapes.append(Text(left + step * (place + 0.5), top - 8, name, anchor="middle"))
+    middle: Anchor = "middle"
+    for row, name in enumerate(rows):
+        y = top + height * row
+        shapes.append(Text(left - 8, y + 17, name, anchor="end"))
+        for column in range(len(columns)):
+            x, value = left + step * column, cells.get((row, column))
+            shapes.append(Box(x + 1, y + 1, step - 2, height - 2, "grid", framed=True))
+            if value is not None:
+                hint = f"{rows[row]}, {columns[column]}: {value:.0%}"
+                shapes.append(Box(x + 1, y + 1, step - 2, height - 2, "blue", 0.06 + 0.86 * value, hint=hint))
+                ink = "paper" if value > 0.55 else "ink"
+                shapes.append(Text(x + step / 2, y + 17, f"{100 * value:.0f}", ink, anchor=middle))
+    mean = sum(cells.values()) / max(1, len(cells))
+    return Drawing(width, top + height * len(rows) + 6, f"{title}: {mean:.0%} on average", tuple(shapes))

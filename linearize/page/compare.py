@@ -1,0 +1,202 @@
+"""Several runs side by side: what `linearize runs` lists, and the table and the page of `linearize compare`."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..checkpoint.card import portable
+from ..errors import LinearizeError
+from ..terminal.output import percent, ranges, size
+from ..terminal.tables import short
+from . import html
+from .charts import Axis, Series, binary, bytes_text, lines
+from .drawing import SERIES, Drawing
+from .html import Section
+from .record import RUN, RunRecord, find_runs, read_run
+from .report import CONTEXTS, mechanisms
+
+MEMORY_AT = 32768  # tokens of a table's column
+COLUMNS = {
+    "run": "text",
+    "base": "text",
+    "attention": "text",
+    "kept": "text",
+    "tokens": "number",
+    "perplexity": "number",
+    "teacher's": "number",
+    "x teacher": "number",
+    "KL": "number",
+    "same top-1": "number",
+    "needles": "number",
+    "state at 32k": "number",
+}
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """The runs in these folders, each under a name of its own.
+
+    Raises LinearizeError (exit 2) for a folder that is no run, and for one that is named twice.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    twice = next((folder for place, folder in enumerate(folders) if resolved[place] in resolved[:place]), None)
+    if twice is not None:
+        raise LinearizeError(f"{twice} is named twice. Name each run once")
+    return [read_run(folder) for folder in folders]
+
+
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A name for each run: the recipe's, or the folder where several have the same."""
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+
+
+def figures(run: RunRecord) -> dict[str, Any]:
+    """One run in numbers, None where something was not measured: a row of the table, and of `--json`.
+
+    KL and the share of equal tokens are those of `linearize eval` where it ran, else KL is the last one of training.
+    """
+    curve, distances, found = run.curve("eval_ppl"), run.curve("eval_kl"), run.evaluation or {}
+    needles = [row["student"]["accuracy"] for row in found.get("needle") or ()]
+    cache = run.plan.cache_bytes(MEMORY_AT) if run.plan else {"converted": 0, "source": 0}
+    return {
+        "run": str(run.folder),
+        "name": run.name,
+        "finished": run.finished,
+        "base": portable(run.values.get("model", {}).get("base", "")),
+        "mechanisms": sorted({step.mechanism for step in run.plan.steps}) if run.plan else [],
+        "kept": [site.layer for site in run.plan.kept] if run.plan else [],
+        "tokens": run.tokens,
+        "ppl": curve[-1][1] if curve else None,
+        "teacher_ppl": run.teacher_ppl,
+        "ppl_ratio": run.ratio(),
+        "kl": found.get("kl", distances[-1][1] if distances else None),
+        "top1_agreement": found.get("top1_agreement"),
+        "needles": sum(needles) / len(needles) if needles else None,
+        "state_bytes": cache["converted"] or None,
+        "cache_bytes": cache["source"] or None,
+    }
+
+
+def cells(run: RunRecord, label: str) -> tuple[str, ...]:
+    """The row of a run in the columns COLUMNS."""
+    row = figures(run)
+
+    def written(key: str, form: str) -> str:
+        return "" if row[key] is None else format(row[key], form)
+
+    return (
+        label if run.finished else f"{label} (not finished)",
+        row["base"],
+        mechanisms(run.plan) if run.plan else "",
+        ranges(row["kept"]),
+        short(row["tokens"]),
+        *(written(key, ".4g") for key in ("ppl", "teacher_ppl")),
+        written("ppl_ratio", ".4f"),
+        written("kl", ".4f"),
+        *(percent(row[key]) for key in ("top1_agreement", "needles")),
+        size(row["state_bytes"]) if row["state_bytes"] else "",
+    )
+
+
+def notes(runs: Sequence[RunRecord]) -> list[str]:
+    """What to know before reading the table."""
+    found = []
+    if len({figures(run)["base"] for run in runs}) > 1:
+        found.append("the runs have different teachers: x teacher and KL are against each run's own")
+    held = {entry.get("eval_tokens") for run in runs for entry in run.entries if entry["stage"] == "teacher"}
+    texts = {str(run.values.get("data", {}).get("eval")) for run in runs}
+    if len(held) > 1 or len(texts) > 1:
+        found.append("the runs were evaluated on different text: compare x teacher, not perplexities")
+    return found
+
+
+def compare_page(runs: Sequence[RunRecord]) -> str:
+    """The HTML file of `linearize compare`."""
+    names = labels(runs)
+    words = "".join(html.paragraph(f"Note: {note}.") for note in notes(runs))
+    sections = [Section("table", "Runs", words + html.table(COLUMNS, map(cells, runs, names)))]
+    for name, title, drawn in (
+        ("perplexity", "Perplexity over the teacher's", _curves(runs, names, "eval_ppl")),
+        ("kl", "KL from the teacher", _curves(runs, names, "eval_kl")),
+        ("memory", "Memory of a sequence", _memory(runs, names)),
+    ):
+        body = html.paragraph("Not measured by these runs.") if drawn is None else f"<figure>{drawn.svg()}</figure>"
+        sections.append(Section(name, title, body))
+    best = min((run for run in runs if run.ratio() is not None), key=lambda run: run.ratio() or 0, default=None)
+    about = f"{len(runs)} runs."
+    if best is not None:
+        about += f" Nearest to its teacher in perplexity: {names[list(runs).index(best)]}, {best.ratio():.4f} times."
+    return html.page("Runs compared", about, [], sections, f"Written by linearize {__version__}: linearize compare.")
+
+
+def _colours(count: int) -> list[tuple[str, bool]]:
+    """A colour for each run, dashed where the colours begin again."""
+    return [(SERIES[place % len(SERIES)], place >= len(SERIES)) for place in range(count)]
+
+
+def _curves(runs: Sequence[RunRecord], names: Sequence[str], key: str) -> Drawing | None:
+    series = []
+    for run, name, (colour, dashed) in zip(runs, names, _colours(len(runs)), strict=True):
+        over = run.teacher_ppl if key == "eval_ppl" else 1.0
+        if over:
+            series.append(Series(name, [(x, y / over) for x, y in run.curve(key)], colour, dashed, dots=True))
+    values = [y for one in series for _, y in one.points]
+    if not values:
+        return None
+    ratio = key == "eval_ppl"
+    y = Axis("x teacher" if ratio else "nats a token", max(values) > 5 * max(min(values), 1e-9))
+    title = "Held-out perplexity over the teacher's" if ratio else "Held-out KL from the teacher"
+    return lines(title, series, Axis("training tokens"), y, height=300)
+
+
+def _memory(runs: Sequence[RunRecord], names: Sequence[str]) -> Drawing | None:
+    series = []
+    for run, name, (colour, dashed) in zip(runs, names, _colours(len(runs)), strict=True):
+        if run.plan is not None and run.plan.cache_bytes(1)["source"]:
+            points = [(float(n), float(run.plan.cache_bytes(n)["converted"])) for n in CONTEXTS]
+            series.append(Series(name, points, colour, dashed))
+    if not series:
+        return None
+    x = Axis("context, tokens", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
+    return lines("State and cache while decoding", series, x, Axis("bytes", True, bytes_text), height=300)
+
+
+# ---------------------------------------------------------------- linearize runs
+
+
+def list_runs(folder: Path) -> list[dict[str, Any]]:
+    """The runs below a folder, the newest first: `figures`, `at` (how far it is) and `changed` (when).
+
+    Raises LinearizeError (exit 2) for a folder that is not there or holds no run.
+    """
+    if not folder.is_dir():
+        raise LinearizeError(
+            f"{folder} is no folder. Give the one that holds your runs; linearize finetune makes runs/"
+        )
+    folders = [folder] if (folder / RUN).exists() else find_runs(folder)
+    if not folders:
+        raise LinearizeError(f"{folder} holds no run of linearize finetune, which writes {RUN} into its folder")
+    rows = []
+    for path in folders:
+        try:
+            run = read_run(path)
+        except LinearizeError as error:
+            rows.append({"run": str(path), "error": error.message})
+            continue
+        when = max((path / name).stat().st_mtime for name in (RUN, "metrics.jsonl") if (path / name).exists())
+        changed = datetime.datetime.fromtimestamp(when, datetime.UTC).isoformat(timespec="seconds")
+        rows.append({**figures(run), "at": progress(run), "changed": changed})
+    return rows
+
+
+def progress(run: RunRecord) -> str:
+    """`finished`, or the stage and step that a run is at."""
+    if run.finished:
+        return "finished"
+    names = [stage["name"] for stage in run.stages]
+    steps = [entry for entry in run.entries if entry["stage"] in names]
+    return f"{steps[-1]['stage']} step {steps[-1]['step']}" if steps else "begun"

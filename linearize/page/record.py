@@ -1,0 +1,167 @@
+"""A run as its folder tells it, finished or not: a value that pages, tables and cards are made of."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..checkpoint.provenance import read_plan
+from ..errors import MALFORMED, LinearizeError, absent, check_file, did_you_mean, undamaged
+from ..plan.plan import Plan
+from ..recipe.recipe import Recipe
+from ..train.runs import is_entry, read_lines
+
+RUN, EVAL = "run.json", "eval.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """`settings` is run.json; `entries` are the lines of metrics.jsonl; `report` is empty until the run is finished;
+    `plan` is None where no converted model is left; `evaluation` is what `linearize eval -o` wrote."""
+
+    folder: Path
+    settings: dict[str, Any]
+    recipe: Recipe | None
+    entries: list[dict[str, Any]]
+    report: dict[str, Any]
+    plan: Plan | None
+    evaluation: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        return str(self.values.get("name", self.folder.name))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The resolved recipe; empty where run.json was cut short."""
+        return dict(self.settings.get("recipe") or {})
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.settings.get("finished", True)) and bool(self.report)
+
+    @property
+    def teacher_ppl(self) -> float | None:
+        """The teacher's held-out perplexity, as the run began."""
+        return next((entry.get("eval_ppl") for entry in self.entries if entry["stage"] == "teacher"), None)
+
+    @property
+    def stages(self) -> list[dict[str, Any]]:
+        """The recipe's stages."""
+        return list(self.values.get("stages") or [])
+
+    def begins(self) -> dict[str, int]:
+        """How many tokens the run had trained on when each stage began."""
+        found, total = {}, 0
+        for stage in self.stages:
+            found[stage["name"]] = total
+            total += max((entry["tokens"] for entry in self.entries if entry["stage"] == stage["name"]), default=0)
+        return {"converted": 0, **found}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the run has trained on."""
+        begins = self.begins()
+        return max((begins[one["stage"]] + one["tokens"] for one in self.entries if one["stage"] in begins), default=0)
+
+    def curve(self, key: str, stage: str | None = None) -> list[tuple[float, float]]:
+        """(tokens since the run began, value) of a key in metrics.jsonl, of one stage or of all."""
+        begins, found = self.begins(), []
+        for entry in self.entries:
+            value = entry.get(key)
+            known = entry["stage"] in begins and stage in (None, entry["stage"])
+            if known and isinstance(value, int | float):
+                found.append((float(begins[entry["stage"]] + entry["tokens"]), float(value)))
+        return found
+
+    def layers(self, when: str) -> dict[int, float]:
+        """Relative squared error of each layer's output: `before`, as converted, or `after`."""
+        rows = self.report.get("layers") if when == "after" else None
+        if when == "before":
+            rows = next((entry["layers"] for entry in self.entries if entry.get("layers")), None)
+        return {row["layer"]: row["relative_mse"] for row in rows or ()}
+
+    def ratio(self) -> float | None:
+        """Held-out perplexity over the teacher's, at the last evaluation."""
+        last, teacher = self.curve("eval_ppl"), self.teacher_ppl
+        return last[-1][1] / teacher if last and teacher else None
+
+
+def read_run(folder: Path, evaluation: Path | None = None, plan: Plan | None = None) -> RunRecord:
+    """The run in `folder`; `evaluation` is a file that `linearize eval -o` wrote, else the folder's eval.json.
+    `plan` is by what its model was converted, where the caller knows.
+
+    Raises LinearizeError (exit 2) for a folder that is no run, and for files that are damaged.
+    """
+    path = folder / RUN
+    if not path.is_file():
+        raise no_run(folder)
+    with undamaged(path, "Restore it"):
+        settings = dict(json.loads(path.read_text("utf-8")))
+    recipe = None
+    with contextlib.suppress(ValidationError):  # of a version that had other keys
+        recipe = Recipe.model_validate(settings.get("recipe"))
+    report: dict[str, Any] = {}
+    if (folder / "report.json").is_file():
+        with undamaged(folder / "report.json", "Restore it"):
+            report = dict(json.loads((folder / "report.json").read_text("utf-8")))
+    entries = [line for line in read_lines(folder / "metrics.jsonl") if is_entry(line)]
+    return RunRecord(
+        folder,
+        settings,
+        recipe,
+        entries,
+        report,
+        plan or find_plan(folder, settings),
+        read_evaluation(folder, evaluation),
+    )
+
+
+def no_run(folder: Path) -> LinearizeError:
+    """What to say of a folder that is no run: where it may be instead."""
+    if not folder.exists():
+        return absent(folder)
+    for parent in folder.resolve().parents[:1]:
+        if (parent / RUN).exists():
+            return LinearizeError(f"{folder} is a part of a run; give the run itself: {parent}")
+    known = [path.name for path in find_runs(folder)]
+    near = did_you_mean(folder.name, known)
+    listed = f" It holds the runs {', '.join(known[:5])}." if known else ""
+    return LinearizeError(
+        f"{folder} is no run of linearize finetune: it has no {RUN}.{near}{listed} linearize runs lists runs"
+    )
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Folders of runs below `folder`, the newest first; folders within runs are not looked at."""
+    found = [path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{RUN}")]
+    return sorted(found, key=lambda path: (path / RUN).stat().st_mtime, reverse=True)
+
+
+def find_plan(folder: Path, settings: dict[str, Any]) -> Plan | None:
+    """By what a run's model was converted: as its own folders say, or its base's where that is a folder."""
+    base = Path((settings.get("recipe") or {}).get("model", {}).get("base", ""))
+    for place in (folder / "converted", folder / "final", base):
+        with contextlib.suppress(LinearizeError, OSError, *MALFORMED):
+            return read_plan(place)
+    return None
+
+
+def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
+    """What `linearize eval -o` wrote; None where a run has no eval.json and no other file was named."""
+    if path is None and not (folder / EVAL).is_file():
+        return None
+    path = path or folder / EVAL
+    if not path.is_file():
+        raise absent(path)
+    check_file(path)
+    with undamaged(path, f"Write it again: linearize eval {folder / 'final'} --teacher MODEL -o {path}"):
+        found = json.loads(path.read_text("utf-8"))
+        if "student_ppl" not in found or "teacher_ppl" not in found:
+            raise ValueError("no student_ppl and teacher_ppl, which linearize eval -o writes")
+        return dict(found)

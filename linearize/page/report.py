@@ -1,0 +1,426 @@
+"""The page of one run, and its pictures for the model card.
+
+`pictures` draws what a run has; `report_page` puts the same drawings between words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .. import __version__
+from ..checkpoint.atomic import write_atomically
+from ..checkpoint.card import portable
+from ..demo import model_folder
+from ..errors import writing
+from ..plan.plan import Plan
+from ..terminal.output import percent, ranges, size
+from ..terminal.tables import alike, chosen_options, short
+from . import html
+from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
+from .drawing import SERIES, Drawing, stacked
+from .html import Section
+from .record import EVAL, RunRecord
+
+PAGE = "report.html"
+NEEDLES_WIDTH = 520.0
+CONTEXTS = tuple(2**power for power in range(9, 21))  # tokens: 512 to 1M
+LONGEST_SAMPLE = 4000  # characters
+# What a stage's loss is, by its kind.
+LOSSES = {
+    "attention_transfer": "error of a mixer's output, mean over layers",
+    "logit_kl": "loss, nats a token",
+    "feature_cosine": "1 - cosine of the last hidden states",
+    "sft": "cross entropy, nats",
+}
+
+
+def report_page(run: RunRecord) -> str:
+    """The whole HTML file of a run, finished or not; what was not measured says how to measure it."""
+    drawn = pictures(run)
+    sections = [
+        Section(name, title, make(run, drawn.get(name)))
+        for name, title, make in (
+            ("converted", "What was converted", _converted),
+            ("training", "Training", _training),
+            ("fidelity", "Each layer against softmax", _fidelity),
+            ("positions", "Perplexity by position", _positions),
+            ("needles", "Needles", _needles),
+            ("memory", "State against cache", _memory),
+            ("samples", "Samples", _samples),
+            ("cost", "Cost", _cost),
+            ("recipe", "Recipe", _recipe),
+            ("versions", "Versions", _versions),
+        )
+    ]
+    return html.page(
+        run.name, summary(run), _tiles(run), sections, f"Written by linearize {__version__}: linearize report."
+    )
+
+
+def write_page(text: str, path: Path) -> int:
+    """Write a page whole or not at all; returns its bytes. Raises LinearizeError (exit 4) where that is refused."""
+    data = text.encode("utf-8", "replace")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, data.decode("utf-8"))
+    return len(data)
+
+
+def pictures(run: RunRecord) -> dict[str, Drawing]:
+    """What can be drawn of a run, by the name of its section."""
+    makers: dict[str, Callable[[RunRecord], Drawing]] = {
+        "converted": draw_layers,
+        "training": draw_training,
+        "fidelity": draw_fidelity,
+        "positions": draw_positions,
+        "needles": draw_needles,
+        "memory": draw_memory,
+    }
+    found = {}
+    for name, make in makers.items():
+        try:
+            found[name] = make(run)
+        except ValueError:  # there is nothing to show
+            continue
+    return found
+
+
+def card_pictures(run: RunRecord) -> dict[str, tuple[bytes, str]]:
+    """(PNG, what it shows) by file name, for a model card; empty without Pillow."""
+    try:
+        drawn = pictures(run)
+        return {f"{name}.png": (drawn[name].png(), drawn[name].about) for name in drawn if name != "converted"}
+    except ImportError:
+        return {}
+
+
+# ---------------------------------------------------------------- words
+
+
+def mechanisms(plan: Plan) -> str:
+    """`GSA`, or `GDN and GSA`."""
+    return " and ".join(sorted({step.mechanism.upper() for step in plan.steps}))
+
+
+def summary(run: RunRecord) -> str:
+    """What became of what, in a sentence or two."""
+    plan, parts = run.plan, []
+    if plan is not None:
+        kept = f"; layers {ranges([site.layer for site in plan.kept])} keep softmax" if plan.kept else ""
+        layers = f"{len(plan.steps)} of {len(plan.steps) + len(plan.kept)} softmax layers"
+        source = portable(run.values.get("model", {}).get("base") or plan.source)
+        parts.append(f"{source}: {layers} became {mechanisms(plan)}{kept}.")
+    ratio = run.ratio()
+    if ratio is not None:
+        parts.append(f"After {short(run.tokens)} tokens its held-out perplexity is {ratio:.3f} times its teacher's.")
+    if not run.finished:
+        parts.append("The run is not finished.")
+    return " ".join(parts)
+
+
+def _tiles(run: RunRecord) -> list[tuple[str, str]]:
+    tiles, curve = [], run.curve("eval_ppl")
+    if curve and run.teacher_ppl:
+        tiles.append((f"{curve[-1][1] / run.teacher_ppl:.3f}x", "perplexity over the teacher's"))
+        tiles.append((f"{curve[-1][1]:.4g}", f"held-out perplexity (teacher {run.teacher_ppl:.4g})"))
+    if run.evaluation:
+        tiles.append((f"{run.evaluation['kl']:.3g}", "KL from the teacher, nats a token"))
+        tiles.append((percent(run.evaluation["top1_agreement"]), "same likeliest token"))
+    if run.plan is not None and run.plan.cache_bytes(1)["source"]:
+        cache = run.plan.cache_bytes(32768)
+        tiles.append((size(cache["converted"]), f"state at 32k tokens (softmax {size(cache['source'])})"))
+    tiles.append((short(run.tokens), "training tokens"))
+    return tiles
+
+
+# ---------------------------------------------------------------- what was converted
+
+
+def draw_layers(run: RunRecord) -> Drawing:
+    """A box for each layer, coloured by what it is."""
+    if run.plan is None:
+        raise ValueError("no plan")
+    names = sorted({step.mechanism for step in run.plan.steps})
+    colours = {name: SERIES[place % len(SERIES)] for place, name in enumerate(names)}
+    layers = {step.site.layer: (step.mechanism, colours[step.mechanism]) for step in run.plan.steps}
+    layers |= {site.layer: ("softmax, kept", "soft") for site in run.plan.kept}
+    return strip("Attention by layer", layers)
+
+
+def _converted(run: RunRecord, drawn: Drawing | None) -> str:
+    plan = run.plan
+    if plan is None or drawn is None:
+        return html.paragraph("No converted model of this run is left in its folder, so its layers are not known.")
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    for step in plan.steps:
+        cost = (f"{step.new_parameters:,}", size(step.state_bytes) if step.site.causal else "none")
+        rows.append((step.site.layer, (step.site.path, step.mechanism, *cost, chosen_options(step))))
+    for site in plan.kept:
+        rows.append((site.layer, (site.path, "softmax (kept)", "", "cache" if site.causal else "none", "")))
+    columns = {"layers": "text", "module": "text", "attention": "text", "new parameters": "number", "state": "number"}
+    notes = "".join(html.paragraph(f"Dropped: {note}") for note in plan.notes)
+    notes += "".join(html.paragraph(f"Stays as it is: {other}") for other in plan.others)
+    return _figure(drawn) + html.table(columns | {"options": "text"}, alike(rows)) + notes
+
+
+# ---------------------------------------------------------------- training
+
+
+def draw_training(run: RunRecord) -> Drawing:
+    """Held-out perplexity over all tokens, then the loss of each stage, and the parts that a loss has."""
+    drawings, x = [], Axis("training tokens")
+    curve, distances = run.curve("eval_ppl"), run.curve("eval_kl")
+    if curve:
+        marked = [Series("student", curve, "blue", dots=True)]
+        if run.teacher_ppl:
+            marked.append(
+                Series("teacher", [(point[0], run.teacher_ppl) for point in (curve[0], curve[-1])], "soft", True)
+            )
+        wide = max(value for _, value in curve) > 5 * min(value for _, value in curve)
+        drawings.append(lines("Held-out perplexity", marked, x, Axis("perplexity", wide)))
+    if distances:
+        series = [Series("student", distances, "blue", dots=True)]
+        drawings.append(lines("Held-out KL from the teacher", series, x, Axis("nats a token"), height=210))
+    for stage in run.stages:
+        series = []
+        for place, key in enumerate(("loss", "kl", "ce")):
+            points = run.curve(key, stage["name"])
+            if points:
+                smooth = smoothed(points)
+                series += [Series(key, points, SERIES[place], faint=True), Series(key, smooth, SERIES[place])]
+        if series:
+            values = [value for one in series for _, value in one.points if value > 0]
+            label, log = LOSSES.get(stage["kind"], "loss"), max(values, default=1) > 8 * min(values, default=1)
+            drawings.append(lines(f"{stage['name']}: {label}", series, x, Axis("", log), height=210))
+    if not drawings:
+        raise ValueError("no metrics")
+    return stacked(drawings, 22)
+
+
+def _training(run: RunRecord, drawn: Drawing | None) -> str:
+    if drawn is None:
+        return html.paragraph("The run has no metrics yet.")
+    rows = []
+    begins, teacher = run.begins(), run.teacher_ppl
+    last = {entry["stage"]: entry for entry in run.entries if entry.get("eval_ppl") is not None}
+    for name, entry in last.items():
+        ppl, tokens = entry["eval_ppl"], begins.get(name, 0) + entry["tokens"]
+        ratio = f"{ppl / teacher:.4f}" if teacher else ""
+        rows.append((name, f"{tokens:,}", f"{ppl:.4f}", ratio, percent(entry.get("eval_accuracy"))))
+    columns = {
+        "": "text",
+        "training tokens": "number",
+        "perplexity": "number",
+        "x teacher": "number",
+        "top-1": "number",
+    }
+    held = next((entry.get("eval_tokens") for entry in last.values()), None)
+    words = f"Perplexities are over {held:,} held-out tokens. " if held else ""
+    words += "Faint lines are single steps, strong ones running means over 4 % of a stage."
+    return html.paragraph(words) + _figure(drawn) + (html.table(columns, rows) if rows else "")
+
+
+def draw_fidelity(run: RunRecord) -> Drawing:
+    """Relative squared error of each layer's attention output, before and after."""
+    before, after = run.layers("before"), run.layers("after")
+    kept = [site.layer for site in run.plan.kept] if run.plan else []
+    layers = sorted({*before, *after, *kept})
+    return before_after(
+        "Error of each layer's output", layers, before, after, kept, "squared error / softmax's power", True
+    )
+
+
+def _fidelity(run: RunRecord, drawn: Drawing | None) -> str:
+    if drawn is None:
+        return html.paragraph("Not measured: the recipe has no data.eval, or the run began with an earlier version.")
+    words = (
+        "The output of each attention module against softmax's, both on the teacher's hidden states of held-out text: "
+        "0 is equal, 1 is as far away as no output at all. Later stages train the whole model, which may move a layer "
+        "away from softmax while the model's predictions come nearer."
+    )
+    before, after = run.layers("before"), run.layers("after")
+    cosine = {row["layer"]: row["cosine"] for row in run.report.get("layers") or ()}
+    rows = [
+        (layer, *(f"{one[layer]:.4f}" if layer in one else "" for one in (before, after, cosine)))
+        for layer in sorted({*before, *after})
+    ]
+    columns = dict.fromkeys(("layer", "error as converted", "error after", "cosine after"), "number")
+    return html.paragraph(words) + _figure(drawn) + html.folded("The numbers", html.table(columns, rows))
+
+
+# ---------------------------------------------------------------- what linearize eval measures
+
+
+def position_blocks(run: RunRecord) -> tuple[list[dict[str, Any]], int | None]:
+    """Stretches of long texts with their perplexities, and the length of a row in training."""
+    for found in (run.evaluation, run.report):
+        positions = (found or {}).get("positions")
+        if positions and positions.get("blocks"):
+            return list(positions["blocks"]), positions.get("trained_length")
+    return [], None
+
+
+def draw_positions(run: RunRecord) -> Drawing:
+    """Perplexity by position, of student and teacher: a level for each stretch of the text."""
+    blocks, _ = position_blocks(run)
+    series = []
+    for who, colour in (("student", "blue"), ("teacher", "soft")):
+        points = [(float(block[end]), block[f"{who}_ppl"]) for block in blocks for end in ("from", "to")]
+        series.append(Series(who, points, colour, dashed=who == "teacher"))
+    edges = tuple(dict.fromkeys(float(block[end]) for block in blocks for end in ("from", "to")))
+    return lines(
+        "Perplexity by position in long texts",
+        series,
+        Axis("position, tokens", False, binary, edges),
+        Axis("perplexity"),
+    )
+
+
+def _positions(run: RunRecord, drawn: Drawing | None) -> str:
+    if drawn is None:
+        return not_measured(run)
+    blocks, trained = position_blocks(run)
+    rows = []
+    for block in blocks:
+        perplexities = (f"{block[key]:.4f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio", "kl"))
+        rows.append((f"{block['from']:,} to {block['to']:,}", *perplexities))
+    columns = {"position": "text"} | dict.fromkeys(("student", "teacher", "ratio", "KL"), "number")
+    words = f"Training had rows of {trained:,} tokens; what lies further right was never seen. " if trained else ""
+    return html.paragraph(words + "KL is in nats a token.") + _figure(drawn) + html.table(columns, rows)
+
+
+def draw_needles(run: RunRecord) -> Drawing:
+    """Two heat maps, teacher above student: the share of needles found, by depth and length."""
+    found = (run.evaluation or {}).get("needle") or []
+    drawn = []
+    for who in ("teacher", "student"):
+        parts = [row[who].get("depths") or [row[who]["accuracy"]] for row in found]
+        count = max(map(len, parts), default=0)
+        if not count:
+            raise ValueError("no needles")
+        cells = {
+            (depth, column): share
+            for column, shares in enumerate(parts)
+            for depth, share in enumerate(shares)
+            if share is not None
+        }
+        rows = [f"{100 * depth // count}-{100 * (depth + 1) // count} %" for depth in range(count)]
+        columns = [binary(row["length"]) for row in found]
+        drawn.append(heat(f"Needles found by the {who}, %", columns, rows, cells, "depth", NEEDLES_WIDTH))
+    return stacked(drawn, 22)
+
+
+def _needles(run: RunRecord, drawn: Drawing | None) -> str:
+    if drawn is None:
+        return not_measured(run)
+    words = (
+        "A needle is a pair of words within ordinary text, asked for at the end. Columns are lengths of the text in "
+        "tokens, rows are depths: 0 % is the beginning."
+    )
+    return html.paragraph(words) + _figure(drawn)
+
+
+def not_measured(run: RunRecord) -> str:
+    """What to run so that a page has what `linearize eval` measures."""
+    final, teacher = run.folder / "final", run.values.get("model", {}).get("base", "MODEL")
+    teacher = model_folder() if teacher == "demo" else teacher
+    command = f"linearize eval {final} --teacher {teacher} -o {run.folder / EVAL}\nlinearize report {run.folder}"
+    return html.missing("Not measured. These commands measure it and write this page again:", command)
+
+
+# ---------------------------------------------------------------- memory, samples, cost
+
+
+def draw_memory(run: RunRecord) -> Drawing:
+    """Bytes that a sequence holds while decoding, over its length: the source's cache, the converted model's state."""
+    plan = run.plan
+    if plan is None or not plan.cache_bytes(1)["source"]:
+        raise ValueError("no cache")
+    found = {key: [(float(n), float(plan.cache_bytes(n)[key])) for n in CONTEXTS] for key in ("source", "converted")}
+    kept = " and the cache of kept layers" if plan.kept else ""
+    series = [
+        Series("source: cache", found["source"], "soft", True),
+        Series(f"converted: state{kept}", found["converted"], "blue"),
+    ]
+    values = [value for points in found.values() for _, value in points]
+    powers = range(math.floor(math.log2(min(values)) / 2) * 2, math.ceil(math.log2(max(values))) + 1, 2)
+    marks = tuple(2.0**power for power in powers)[:: 1 if len(powers) < 9 else 2]
+    x = Axis("context, tokens", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
+    return lines("Memory of a sequence while decoding", series, x, Axis("bytes", True, bytes_text, marks))
+
+
+def _memory(run: RunRecord, drawn: Drawing | None) -> str:
+    if drawn is None or run.plan is None:
+        return html.paragraph("Attention of this model reads no cache, so there is nothing to compare.")
+    rows = []
+    for tokens in (4096, 32768, 131072):
+        cache = run.plan.cache_bytes(tokens)
+        less = cache["source"] / max(1, cache["converted"])
+        rows.append((f"{tokens:,}", size(cache["source"]), size(cache["converted"]), f"{less:.1f}x"))
+    columns = {"context, tokens": "number", "source": "number", "converted": "number", "less": "number"}
+    words = f"Computed from the plan, for one sequence in {run.plan.dtype}."
+    return html.paragraph(words) + _figure(drawn) + html.table(columns, rows)
+
+
+def _samples(run: RunRecord, drawn: Drawing | None) -> str:
+    found = run.report.get("samples") or []
+    if not found:
+        return html.paragraph("None: a run writes samples at its end, when it has held-out text and writes text.")
+    words = "Held-out texts, continued with the likeliest token each time. A loop is what small models do there."
+    parts = []
+    for sample in found:
+        pieces = [("Prompt", "prompt"), ("The text itself", "text"), ("Teacher", "teacher"), ("Student", "student")]
+        boxes = (
+            f"<div><h3>{name}</h3><pre>{html.text(sample.get(key, '')[:LONGEST_SAMPLE])}</pre></div>"
+            for name, key in pieces
+        )
+        parts.append(f'<div class="samples">{"".join(boxes)}</div>')
+    return html.paragraph(words) + "".join(parts)
+
+
+def _cost(run: RunRecord, drawn: Drawing | None) -> str:
+    rows = []
+    for stage in run.stages:
+        steps = [entry for entry in run.entries if entry["stage"] == stage["name"] and entry.get("tokens_per_s")]
+        if steps:
+            last = steps[-1]
+            seconds = last["tokens"] / last["tokens_per_s"]
+            memory = size(last["memory"]) if last.get("memory") else ""
+            cells = (f"{last['step']:,}", f"{last['tokens']:,}", f"{last['tokens_per_s']:,}", duration(seconds), memory)
+            rows.append((stage["name"], ", ".join(stage["train"]), *cells))
+    if not rows:
+        return html.paragraph("No step was trained yet.")
+    columns = {"stage": "text", "trained": "text"}
+    columns |= dict.fromkeys(("steps", "tokens", "tokens/s", "time", "peak memory"), "number")
+    where = run.report.get("device") or "a device that this run did not note"
+    count = run.settings.get("processes") or 1
+    words = f"On {where}, {count} process{'es' * (count > 1)}. Time is that of steps, without evaluation and start-up."
+    return html.paragraph(words) + html.table(columns, rows)
+
+
+def duration(seconds: float) -> str:
+    """`48 s`, `12 min`, `3.4 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _recipe(run: RunRecord, drawn: Drawing | None) -> str:
+    values = run.values if run.recipe is None else run.recipe.model_dump(mode="json", exclude_defaults=True)
+    few = run.settings.get("max_steps")
+    words = f"`linearize finetune` with --max-steps {few}." if few else "Without its defaults; paths without folders."
+    return html.paragraph(words) + f"<pre>{html.text(yaml.safe_dump(portable(values), sort_keys=False))}</pre>"
+
+
+def _versions(run: RunRecord, drawn: Drawing | None) -> str:
+    rows = sorted((run.settings.get("versions") or {}).items())
+    return html.table({"package": "text", "version": "text"}, rows)
+
+
+def _figure(drawn: Drawing) -> str:
+    return f"<figure>{drawn.svg()}</figure>"

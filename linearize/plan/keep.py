@@ -1,0 +1,80 @@
+"""How many layers `--keep-softmax auto:2` asks for, and the choice that a plan stores."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Literal, get_args
+
+from ..errors import LinearizeError, did_you_mean
+
+Method = Literal["restore", "swaps", "gates"]
+METHODS: tuple[Method, ...] = get_args(Method)
+UNSCORED = "none"  # the method of a plan that was made without weights
+# What a layer's score says, by method.
+MEANING = {
+    "restore": "share of the loss that softmax in it gives back, beside the layers chosen before it",
+    "swaps": "share of the loss that making it alone linear brings",
+    "gates": "how far its gate stayed open, 0 to 1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Why a plan keeps softmax where it does.
+
+    `kept` are the chosen layers of those that `scores` names, by number; MEANING says what a score of the `method` is.
+    `text` names what was read: `tokens` tokens to compare predictions on, and `recalls` texts that ask for a
+    repetition. `kl` are mean divergences from the source, in nats a token, on the text and on what is asked for, with
+    no layer kept (`linear`) and with those `kept`.
+    """
+
+    asked: str
+    method: str
+    kept: tuple[int, ...]
+    scores: dict[str, float] = dataclasses.field(default_factory=dict)
+    text: str = ""
+    tokens: int = 0
+    recalls: int = 0
+    kl: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Choice:
+        """The inverse of `dataclasses.asdict` and JSON."""
+        return cls(**{**data, "kept": tuple(data["kept"])})
+
+    @classmethod
+    def unscored(cls, asked: str, layers: list[int]) -> Choice:
+        """As many layers as `asked` for, evenly spread: a stand-in where no weights may be read."""
+        count = auto_count(asked, len(layers))
+        return cls(asked, UNSCORED, tuple(layers[(2 * n + 1) * len(layers) // (2 * count)] for n in range(count)))
+
+
+def is_auto(keep_softmax: str) -> bool:
+    """Whether the layers that keep softmax are left to linearize."""
+    return keep_softmax.strip().startswith("auto")
+
+
+def auto_count(keep_softmax: str, layers: int) -> int:
+    """How many of `layers` layers `auto:N` or `auto:P%` keeps: at least one, and not all.
+
+    Raises LinearizeError (exit 2) for anything else.
+    """
+    where = f"--keep-softmax {keep_softmax}"
+    found = re.fullmatch(r"auto:(\d{1,9}(?:\.\d{1,9})?)(%?)", keep_softmax.strip())
+    if not found or (not found[2] and "." in found[1]):
+        raise LinearizeError(f"{where}: write auto:2 for two layers, or auto:25% for a quarter of them")
+    count = max(1, round(layers * float(found[1]) / 100)) if found[2] else int(found[1])
+    if float(found[1]) == 0:
+        raise LinearizeError(f"{where} keeps no layer. Leave --keep-softmax out")
+    if count >= layers:
+        raise LinearizeError(f"{where} keeps {count} of {layers} layers and leaves no layer to convert. Ask for fewer")
+    return count
+
+
+def check_method(name: str) -> Method:
+    """The method of that name. Raises LinearizeError (exit 2) for another one."""
+    for method in METHODS:
+        if method == name:
+            return method
+    raise LinearizeError(f"--score-by {name}: choose {', '.join(METHODS)}.{did_you_mean(name, METHODS)}")

@@ -1,0 +1,54 @@
+"""What the config of a converted model says to a server: which layers are linear, and why it may not be served."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Layers(NamedTuple):
+    """Attention layers by number: `linear` ones, module path by number, and those that keep `softmax`."""
+
+    linear: dict[int, str]
+    softmax: tuple[int, ...]
+
+
+def is_converted(config: Any) -> bool:
+    """Whether a config of transformers is that of a converted model."""
+    return bool((getattr(config, "linearize", None) or {}).get("layers"))
+
+
+def layers_of(config: Any) -> Layers:
+    """The layers of a converted decoder, by its config.
+
+    Raises ValueError, naming the model, for one that vLLM cannot run: an encoder, a model with several towers, or one
+    whose attention modules compute softmax in their own code.
+    """
+    sites = [layer["site"] for layer in config.linearize["layers"]]
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    both = [site["path"] for site in sites if not site["causal"]]
+    if both or getattr(config, "is_encoder_decoder", False):
+        where = f" ({both[0]} sees both sides)" if both else ""
+        raise ValueError(f"{name} is no causal language model{where}. {_ELSEWHERE}")
+    if config.get_text_config() is not config:
+        raise ValueError(f"{name} reads more than text, and linearize's plugin serves text models alone. {_ELSEWHERE}")
+    own = [site["path"] for site in sites if not site.get("routed", True)]
+    if own:
+        raise ValueError(
+            f"{name}: {own[0]} computes softmax in its own code, which vLLM's Transformers backend cannot replace. "
+            f"{_ELSEWHERE}"
+        )
+    linear = {site["layer"]: site["path"] for site in sites}
+    return Layers(linear, tuple(i for i in range(config.num_hidden_layers) if i not in linear))
+
+
+_ELSEWHERE = "Load it in Python, see its README.md"
+
+
+def layer_types(config: Any, layers: Layers) -> list[str]:
+    """The kind of each layer, as vLLM reads it: `linear_attention`, or what the config says of a kept layer.
+
+    Qwen3 and others write `full_attention` for every layer. vLLM takes such a model for one without states, and then
+    reserves no memory for them.
+    """
+    own = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return ["linear_attention" if number in layers.linear else kind for number, kind in enumerate(own)]

@@ -1,0 +1,82 @@
+"""`linearize serve`: choose a server that is installed, check the model, and make the command that starts it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from transformers import AutoConfig
+from transformers.utils.import_utils import is_serve_available
+
+from ..checkpoint.provenance import check_code, saved_again
+from ..checkpoint.source import open_source
+from ..checkpoint.write import MANIFEST
+from ..errors import Exit, LinearizeError, did_you_mean
+from ..probe.meta_run import quiet
+from .folder import layers_of
+
+SERVERS = ("vllm", "transformers")
+NONE_INSTALLED = (
+    'no server is installed. Install one: pip install "linearize[vllm]" (many requests at a time), or '
+    'pip install "transformers[serving]" (one at a time)'
+)
+
+
+def server_command(
+    model: str,
+    revision: str | None,
+    *,
+    server: str,
+    host: str,
+    port: int,
+    trust_remote_code: bool,
+    options: Sequence[str] = (),
+) -> list[str]:
+    """The command that serves a converted model of a folder or of the Hub; `options` go to the server as they are.
+
+    Raises LinearizeError: 2 for an unknown server, 3 for a model that is not converted, that needs trust, or that the
+    server cannot run, 4 for a server that is not installed, 5 for the Hub.
+    """
+    chosen = choose(server)
+    source = open_source(model, revision)
+    folder = str(source.folder)
+    if not (source.folder / MANIFEST).exists() and saved_again(source.folder) is None:
+        message = f"{model} is not linearized. Serve it without linearize: vllm serve, or transformers serve"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    check_code(source.folder, trust_remote_code)
+    with quiet():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    if "AutoModelForCausalLM" not in config.auto_map:
+        message = f"{config.architectures[0]} writes no text, which is what servers are for. Load it in Python"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    listening = ["--host", host, "--port", str(port), *options]
+    if chosen == "transformers":
+        return [sys.executable, "-m", "linearize.serve.with_transformers", folder, *listening]
+    try:
+        layers_of(config)
+    except ValueError as error:
+        raise LinearizeError(f"{error}. Or add --server transformers", Exit.INCOMPATIBLE) from error
+    named = ["--trust-remote-code", "--served-model-name", model]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *named, *listening]
+
+
+def choose(server: str) -> str:
+    """The server that `auto` stands for here, or the one that was asked for.
+
+    Raises LinearizeError: 2 for an unknown one, 4 where it, or for `auto` any, is not installed.
+    """
+    if server not in ("auto", *SERVERS):
+        raise LinearizeError(f"--server {server}: choose auto, vllm or transformers.{did_you_mean(server, SERVERS)}")
+    found = [name for name in SERVERS if is_installed(name)]
+    if server == "auto" and found:
+        return found[0]
+    if server not in found:
+        message = NONE_INSTALLED if server == "auto" else f"--server {server}: {NONE_INSTALLED.partition('. ')[2]}"
+        raise LinearizeError(message, Exit.RESOURCE)
+    return server
+
+
+def is_installed(server: str) -> bool:
+    """Whether a server can be started here; vLLM is not imported for that."""
+    return importlib.util.find_spec("vllm") is not None if server == "vllm" else bool(is_serve_available())

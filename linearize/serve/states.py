@@ -1,0 +1,195 @@
+"""States of many sequences in one block of memory: one row of bytes for each, and which rows a batch reads and writes.
+
+Letters: N rows of a pool, n sequences of a call, L tokens of its longest, T tokens of a batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linearize_kernels.hf.cache import map_state
+
+# Every tensor of a state begins at a multiple of this many bytes, so that a row can be viewed in its dtype.
+ALIGNMENT = 16
+# Sequences of different length share a call while filling them up costs at most as many tokens as there are.
+PADDED = 2
+
+
+class Part(NamedTuple):
+    """One tensor of a state: its first byte in a row, and what it is for one sequence."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, pool: Tensor) -> Tensor:
+        """This part of each row of a pool [N,bytes]: [N,*shape], in the same memory."""
+        return pool[:, self.start : self.start + self.bytes].view(self.dtype).unflatten(1, self.shape or (1,))
+
+
+class StateLayout:
+    """How one layer's state lies in a row of bytes; tensors without elements take no room."""
+
+    def __init__(self, example: Any) -> None:
+        """`example` is the state of one sequence, as the mixer returned it."""
+        self.example = example
+        self.parts: list[Part] = []
+        self.bytes = 0
+        for tensor in tensors_of(example):
+            if tensor.numel():
+                part = Part(self.bytes, tuple(tensor.shape[1:]), tensor.dtype)
+                self.parts.append(part)
+                self.bytes += -(-part.bytes // ALIGNMENT) * ALIGNMENT
+
+    def read(self, pool: Tensor, rows: Tensor) -> Any:
+        """The states of rows [n] of a pool [N,bytes] uint8, as a mixer takes them; a copy."""
+        parts = iter(self.parts)
+
+        def tensor(like: Tensor) -> Tensor:
+            if not like.numel():
+                return torch.empty(len(rows), *like.shape[1:], dtype=like.dtype, device=pool.device)
+            return next(parts).view(pool).index_select(0, rows).reshape(len(rows), *like.shape[1:])
+
+        return map_state(tensor, self.example)
+
+    def write(self, pool: Tensor, rows: Tensor, state: Any) -> None:
+        """Store a state of n sequences in rows [n] of a pool."""
+        held = (
+            tensor for tensor, like in zip(tensors_of(state), tensors_of(self.example), strict=True) if like.numel()
+        )
+        for part, tensor in zip(self.parts, held, strict=True):
+            view = part.view(pool)
+            view.index_copy_(0, rows, tensor.to(view.dtype).reshape(-1, *view.shape[1:]))
+
+
+def tensors_of(state: Any) -> Iterator[Tensor]:
+    """The tensors of a state, which may hold other states, in order."""
+    if isinstance(state, Tensor):
+        yield state
+    elif state is not None:
+        for part in state:
+            yield from tensors_of(part)
+
+
+def code_of(mechanism: type) -> str:
+    """The package of the files that a Mixer class was loaded with: a checkpoint's own copy of the kernels, or ours."""
+    return next(kind.__module__ for kind in mechanism.__mro__ if kind.__name__ == "Mixer").rpartition(".")[0]
+
+
+def token_layout(mixer: Any, padding: Tensor | None) -> Any:
+    """What a mixer is told of its tokens, in the class of its own copy of the kernels."""
+    return importlib.import_module(f"{code_of(type(mixer))}.layout").TokenLayout(padding=padding)
+
+
+@torch.no_grad()
+def example_state(mixer: Any, dtype: torch.dtype) -> Any:
+    """A mixer's state of one sequence after one token; its parameters may hold anything."""
+    site = mixer.site
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(1, 1, *shape, dtype=dtype)
+
+    q, k = zeros(site.heads, site.key_dim), zeros(site.kv_heads, site.key_dim)
+    return mixer(q, k, zeros(site.kv_heads, site.value_dim), zeros(site.hidden), token_layout(mixer, None))[1]
+
+
+def state_layouts(mechanisms: dict[str, Any], spec: dict[str, Any], dtype: torch.dtype) -> dict[int, StateLayout]:
+    """The layout of each linear layer's state, by its number; equal layers share one.
+
+    `mechanisms` are the Mixer classes of a checkpoint's own code, `spec` is `config.linearize`, `dtype` that of
+    activations.
+    """
+    known: dict[str, StateLayout] = {}
+    layouts: dict[int, StateLayout] = {}
+    for layer in spec["layers"]:
+        site = {**layer["site"], "layer": 0, "path": ""}
+        key = repr((layer["mechanism"], sorted(layer["options"].items()), sorted(site.items())))
+        if key not in known:
+            kind = mechanisms[layer["mechanism"]]
+            place = importlib.import_module(f"{code_of(kind)}.mixer").Site.from_dict(site)
+            with torch.device("cpu"):
+                mixer = kind(place, **layer["options"]).to(dtype)
+                known[key] = StateLayout(example_state(mixer, dtype))
+        layouts[layer["site"]["layer"]] = known[key]
+    return layouts
+
+
+# ---------------------------------------------------------------- which tokens share a call
+
+
+class Call(NamedTuple):
+    """Sequences that one call of a mixer serves; they are all `fresh` (without a state), or none is."""
+
+    tokens: Tensor  # [n,L] int64 places in the batch; those behind the end of a sequence are its last
+    padding: Tensor | None  # [n,L] bool, True at real tokens; None: all are
+    real: Tensor | None  # [m] int64 the real ones among the n*L; None: all are
+    rows: Tensor  # [n] int64 of the pool
+    fresh: bool
+
+
+def calls_of(starts: list[int], seen: list[int], rows: Tensor) -> list[Call]:
+    """How a batch becomes calls: sequence i has the tokens from `starts[i]` to `starts[i+1]`, and had `seen[i]` before.
+
+    `rows` [n] are the rows of their states, on the device of the batch. Sequences that go on by one token are one call.
+    Longer ones share calls by length, filled up on the right.
+    """
+    lengths = [end - start for start, end in pairwise(starts)]
+    order = [i for i, length in enumerate(lengths) if length > 0]
+    order.sort(key=lambda i: (seen[i] > 0, lengths[i]))
+    groups: list[list[int]] = []
+    kind, real = (False, False), 0
+    for i in order:
+        own = (seen[i] > 0, lengths[i] > 1)  # with a state or without, one token or several
+        if groups and own == kind and (len(groups[-1]) + 1) * lengths[i] <= PADDED * (real + lengths[i]):
+            groups[-1].append(i)
+            real += lengths[i]
+        else:
+            groups.append([i])
+            kind, real = own, lengths[i]
+    return [_call(group, starts, lengths, seen[group[0]] == 0, rows) for group in groups]
+
+
+def _call(group: list[int], starts: list[int], lengths: list[int], fresh: bool, rows: Tensor) -> Call:
+    own = torch.tensor([lengths[i] for i in group])
+    places = torch.arange(int(own.max()))
+    first = torch.tensor([starts[i] for i in group])
+    tokens = first[:, None] + places.minimum(own[:, None] - 1)
+    padding, real, device = None, None, rows.device
+    if bool((own != own[0]).any()):
+        padding = places < own[:, None]
+        real = padding.flatten().nonzero()[:, 0].to(device)
+        padding = padding.to(device)
+    return Call(tokens.to(device), padding, real, rows[torch.tensor(group, device=device)].long(), fresh)
+
+
+def run_call(
+    mixer: Any,
+    layout: StateLayout,
+    pool: Tensor,
+    call: Call,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+) -> None:
+    """One call of a mixer on a batch of tokens: reads and writes the states in `pool`, writes o into `out` [T,H,Dv].
+
+    `inputs` are q [T,H,D], k [T,Hkv,D], v [T,Hkv,Dv] and hidden states [T,hidden].
+    """
+    q, k, v, x = (tensor[call.tokens] for tensor in inputs)
+    state = None if call.fresh else layout.read(pool, call.rows)
+    o, state = mixer(q, k, v, x, token_layout(mixer, call.padding), state)
+    layout.write(pool, call.rows, state)
+    o, places = o.flatten(0, 1), call.tokens.flatten()
+    if call.real is not None:
+        o, places = o[call.real], places[call.real]
+    out[places] = o.to(out.dtype)

@@ -1,0 +1,267 @@
+"""Converted models as vLLM runs them: its Transformers backend, with a state in place of keys for each linear layer.
+
+vLLM builds the model from the checkpoint's own code, and calls its attention modules with all tokens of a batch in one
+row. A module that keeps softmax gets vLLM's attention. A linear one gets a `StateAttention`, which hands each
+sequence's state to the module's mixer. Only vLLM imports this file, through vllm_plugin.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
+from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
+from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.v1.attention.backends.linear_attn import (
+    LinearAttentionBackend,
+    LinearAttentionMetadata,
+    LinearAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from linearize_kernels.hf.seam import bind, hidden_name, without_rotation
+
+from .folder import layers_of
+from .states import StateLayout, calls_of, code_of, run_call, state_layouts
+
+# ---------------------------------------------------------------- one layer
+
+
+class StateMetadataBuilder(LinearAttentionMetadataBuilder):
+    """vLLM's description of a batch, and beside it the calls that the batch becomes, the same for all layers."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        made: LinearAttentionMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        common = common_attn_metadata
+        starts = common.query_start_loc_cpu.tolist()
+        # A bound from above that is exact for sequences without a state; it saves waiting for the GPU.
+        total = common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
+        seen = [length - (end - start) for length, start, end in zip(total.tolist(), starts, starts[1:], strict=False)]
+        made.calls = calls_of(starts, seen, made.state_indices_tensor)
+        return made
+
+
+class StateBackend(LinearAttentionBackend):
+    """Tells vLLM which builder the layers of linearize need."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "LINEARIZE"
+
+    @staticmethod
+    def get_builder_cls() -> type[StateMetadataBuilder]:
+        return StateMetadataBuilder
+
+
+class StateAttention(nn.Module, MambaBase):
+    """Stands where a module's softmax was: reads each sequence's state from vLLM's memory, runs the mixer, writes."""
+
+    mamba_type = MambaAttentionBackendEnum.LINEAR
+
+    def __init__(self, module: nn.Module, layout: StateLayout, prefix: str) -> None:
+        """`module` is the attention module with its mixer; `prefix` the name under which vLLM gives memory."""
+        super().__init__()
+        self.__dict__["module"] = module  # no child: it holds this
+        self.layout, self.prefix = layout, prefix
+        self.hidden: Tensor | None = None
+        self.kv_cache = (torch.tensor([]),)
+        get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.layout.bytes,),)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+    def get_attn_backend(self) -> type[StateBackend]:
+        return StateBackend
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pre-hook of the attention module: keep the hidden states, which gates read; take rotation away if asked."""
+        bound = bind(module, args, kwargs)
+        self.hidden = bound[hidden_name(module.mixer)]
+        if not module.mixer.drop_rope:
+            return None
+        without_rotation(bound, True)
+        return (), bound
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """q [T,H*D], k [T,Hkv*D], v [T,Hkv*Dv] -> [1,T,H,Dv], which is what modules of transformers expect.
+
+        Where Dv < D, vLLM fills v up to D, and expects o so.
+        """
+        mixer: Any = self.__dict__["module"].mixer
+        site, T = mixer.site, query.shape[0]
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None, f"{site.path}: its attention ran outside its module"
+        q, k, v = query.view(T, site.heads, -1), key.view(T, site.kv_heads, -1), value.view(T, site.kv_heads, -1)
+        out = q.new_zeros(T, site.heads, v.shape[-1])
+        described = get_forward_context().attn_metadata
+        if described is not None:  # else vLLM measures how much memory a batch takes
+            inputs = q, k, v[..., : site.value_dim], hidden.reshape(T, -1)
+            for call in described[self.prefix].calls:
+                run_call(mixer, self.layout, self.kv_cache[0], call, inputs, out[..., : site.value_dim])
+        return out[None]
+
+
+# ---------------------------------------------------------------- the model
+
+
+@functools.cache
+def model_layouts(code: str, model: str, revision: str | None, spec: str, dtype: torch.dtype) -> dict[int, StateLayout]:
+    """The layouts of a checkpoint's states by layer; `code` names its class, `spec` is `config.linearize` as JSON."""
+    kind: Any = get_class_from_dynamic_module(code, model, revision=revision)
+    return state_layouts(kind.mechanisms, json.loads(spec), dtype)
+
+
+def layouts_of(vllm_config: Any) -> dict[int, StateLayout]:
+    """`model_layouts` of what an engine was started with."""
+    asked = vllm_config.model_config
+    config = asked.hf_config
+    code = config.auto_map.get("AutoModelForCausalLM") or config.auto_map["AutoModel"]
+    return model_layouts(code, asked.model, asked.revision, json.dumps(config.linearize), asked.dtype)
+
+
+def source_config(config: Any) -> Any:
+    """A copy of a config with the kinds of layers that the model's own code reads (`vllm_plugin.Settings`)."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "source_layer_types"):
+        own = config.__dict__.pop("source_layer_types")
+        if own is None:
+            del config.layer_types
+        else:
+            config.layer_types = own
+    return config
+
+
+class Linearized:
+    """Mixin before a class of vLLM's Transformers backend.
+
+    vLLM reads the class variables. It has protocols of them, whose `__init__` would hide that of the backend.
+    """
+
+    # Of the backend.
+    config: Any
+    text_config: Any
+    model: Any
+    attention_fusers: dict[int, tuple[str, Any]]
+    vllm_config: Any
+
+    has_inner_state: ClassVar[bool] = True
+    is_attention_free: ClassVar[bool] = False
+    is_hybrid: ClassVar[bool] = False
+    supports_lora: ClassVar[bool] = False
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
+        """The largest state, in bytes: vLLM makes its pages as large."""
+        return ((max(layout.bytes for layout in layouts_of(vllm_config).values()),),)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> Any:
+        raise NotImplementedError("vLLM copies states for prefix caching alone, which is off for converted models")
+
+    def _patch_config(self) -> None:
+        self.config = source_config(self.config)
+        self.text_config = self.config.get_text_config()
+        super()._patch_config()  # type: ignore[misc]
+
+    def _create_hf_to_vllm_mapper(self) -> None:
+        """How weights are named. Patterns of weights to leave out may fit a parameter, as GPT-2's `attn.bias` fits its
+        c_attn.bias: transformers leaves out only what no parameter takes."""
+        model = self.model
+        patterns, names = model._keys_to_ignore_on_load_unexpected or [], [name for name, _ in model.named_parameters()]
+        kept = [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
+        model._keys_to_ignore_on_load_unexpected = kept
+        super()._create_hf_to_vllm_mapper()  # type: ignore[misc]
+
+    def recursive_replace(self) -> None:
+        """Put vLLM's layers in place of the model's, and leave mixers as they are.
+
+        The hooks of the checkpoint's own code go: vLLM finds the attention function by a name, and calls it itself.
+        """
+        model = self.model
+        mixers: dict[str, Any] = {
+            name.removesuffix(".mixer"): part
+            for name, part in model.named_modules()
+            if name.endswith(".mixer") and hasattr(part, "site")
+        }
+        code = code_of(type(next(iter(mixers.values()))))
+        for part in model.modules():
+            remove_hooks(part, code)
+            if hasattr(getattr(part, "config", None), "_attn_implementation"):
+                part.config._attn_implementation_internal = VLLM_ATTN_IMPL
+        for name in mixers:
+            del model.get_submodule(name).mixer
+        super().recursive_replace()  # type: ignore[misc]
+        for name, mixer in mixers.items():
+            model.get_submodule(name).mixer = mixer
+
+    def _create_attention_instances(self, prefix: str = "") -> None:
+        """Attention of vLLM for the layers that keep softmax, a `StateAttention` for each linear one.
+
+        Raises ValueError for a linear layer that vLLM does not find.
+        """
+        layers, found = layers_of(self.config), self.attention_fusers
+        lost = [path for number, path in layers.linear.items() if number not in found]
+        if lost:
+            raise ValueError(f"{lost[0]}: vLLM's Transformers backend does not find the attention call of this module")
+        if layers.softmax:
+            super()._create_attention_instances(prefix)  # type: ignore[misc]
+        layouts = layouts_of(self.vllm_config)
+        for number in layers.linear:
+            name, _ = found[number]
+            module: Any = self.get_submodule(name)  # type: ignore[attr-defined]
+            layer = StateAttention(module, layouts[number], maybe_prefix(prefix, f"{name}.{VLLM_ATTN_ATTR}"))
+            setattr(module, VLLM_ATTN_ATTR, layer)
+
+
+def remove_hooks(module: Any, code: str) -> None:
+    """Take off the forward hooks that functions of a package of files registered."""
+    before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+    after = module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called
+    for tables in (before, after):
+        for number, hook in list(tables[0].items()):
+            if (getattr(hook, "__module__", None) or "").startswith(f"{code}."):
+                for table in tables:
+                    table.pop(number, None)
+
+
+class LinearizedForCausalLM(Linearized, TransformersForCausalLM):
+    """Every layer is linear."""
+
+    is_attention_free = True
+
+
+class LinearizedHybridForCausalLM(Linearized, TransformersForCausalLM):
+    """Some layers keep softmax."""
+
+    is_hybrid = True
+
+
+class LinearizedMoEForCausalLM(Linearized, TransformersMoEForCausalLM):
+    """Every layer is linear; there are experts."""
+
+    is_attention_free = True
+
+
+class LinearizedHybridMoEForCausalLM(Linearized, TransformersMoEForCausalLM):
+    """Some layers keep softmax; there are experts."""
+
+    is_hybrid = True

@@ -1,0 +1,115 @@
+"""The plugin for vLLM: `vllm serve DIR --trust-remote-code` runs a converted model.
+
+vLLM calls `register` in each of its processes (the entry point `linearize` of the group `vllm.general_plugins`). A
+converted model brings its own architecture name, so none can be registered beforehand: `register` lets vLLM's registry
+answer for every config that `linearize convert` wrote. Nothing else of linearize imports this file, or vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .folder import is_converted, layer_types, layers_of
+
+# Architecture name -> class of vllm_models.py, by whether layers keep softmax and whether there are experts.
+NAMES = {
+    (False, False): "LinearizedForCausalLM",
+    (False, True): "LinearizedMoEForCausalLM",
+    (True, False): "LinearizedHybridForCausalLM",
+    (True, True): "LinearizedHybridMoEForCausalLM",
+}
+# What the engine is asked for that linear layers do not do, and why.
+TENSOR_PARALLEL = (
+    "tensor parallelism: a mixer's gates, feature maps and norms are one set of weights for all heads, which is not "
+    "divided. Run one engine for each GPU: --data-parallel-size"
+)
+PIPELINE_PARALLEL = "pipeline parallelism: not written for layers with a state. Run one engine for each GPU"
+CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that processes can divide"
+SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
+LORA = "LoRA adapters: vLLM's LoRA does not know mixers, which an adapter may change. Merge it into the weights first"
+QUANTIZATION = "quantization: quantized projections in front of a mixer were not tried. Serve the float weights"
+
+
+def register() -> None:
+    """Teach vLLM's registry converted models; calling it again changes nothing."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    if getattr(ModelRegistry, "serves_linearized", False):
+        return
+    for name in NAMES.values():
+        ModelRegistry.register_model(name, f"{__package__}.vllm_models:{name}")
+        MODELS_CONFIG_MAP[name] = Settings
+    registry: Any = ModelRegistry
+    registry.inspect_model_cls = renaming(registry.inspect_model_cls)
+    registry.resolve_model_cls = renaming(registry.resolve_model_cls)
+    registry.serves_linearized = True
+
+
+def renaming(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of vLLM's registry that gets our architecture name in place of a converted model's own."""
+
+    def call(architectures: str | list[str], model_config: Any) -> Any:
+        config = getattr(model_config, "hf_config", None)
+        return method(served_name(model_config) if is_converted(config) else architectures, model_config)
+
+    return call
+
+
+def served_name(model_config: Any) -> str:
+    """The architecture name under which vLLM serves a converted model.
+
+    Raises ValueError for one that it cannot serve (`folder.layers_of`).
+    """
+    layers = layers_of(model_config.hf_config)
+    return NAMES[bool(layers.softmax), bool(model_config.is_moe)]
+
+
+class Settings:
+    """What vLLM asks of an architecture before it builds the model (its class VerifyAndUpdateConfig)."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Write the kinds of layers into the config of a hybrid; `vllm_models.source_config` takes them out again."""
+        config = model_config.hf_config
+        layers = layers_of(config)
+        if layers.softmax and not hasattr(config, "source_layer_types"):
+            config.source_layer_types = getattr(config, "layer_types", None)
+            config.layer_types = layer_types(config, layers)
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Refuse what linear layers do not do, and choose what they need.
+
+        Raises ValueError with all the reasons.
+        """
+        from vllm.logger import init_logger
+        from vllm.model_executor.models.config import MambaModelConfig
+
+        reasons = refusals(vllm_config)
+        if reasons:
+            raise ValueError("vLLM does not serve this converted model with " + "; ".join(reasons))
+        if vllm_config.cache_config.enable_prefix_caching:
+            init_logger(__name__).info(
+                "Prefix caching is off: it needs the state at the end of every cached block, which is not kept."
+            )
+            vllm_config.cache_config.enable_prefix_caching = False
+        # Which calls a batch becomes is decided in Python for each batch, so nothing of it is compiled or recorded.
+        vllm_config.model_config.enforce_eager = True
+        MambaModelConfig.verify_and_update_config(vllm_config)
+
+
+def refusals(vllm_config: Any) -> list[str]:
+    """Why an engine cannot be what it was asked to be; empty where it can."""
+    parallel = vllm_config.parallel_config
+    asked = {
+        TENSOR_PARALLEL: parallel.tensor_parallel_size > 1,
+        PIPELINE_PARALLEL: parallel.pipeline_parallel_size > 1,
+        CONTEXT_PARALLEL: getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        SPECULATION: vllm_config.speculative_config is not None,
+        LORA: vllm_config.lora_config is not None,
+        QUANTIZATION: vllm_config.model_config.quantization is not None,
+    }
+    return [reason for reason, found in asked.items() if found]

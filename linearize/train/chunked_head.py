@@ -1,0 +1,129 @@
+"""Logit KL and cross entropy some tokens at a time, so that the logits of all tokens never lie in memory together.
+
+The body of the model runs once over the whole text, as always. The head then runs on a stretch of its hidden states
+after another, and each stretch's gradient is taken before the next one begins: of the logits [B,T,V] and their gradient
+[B,t,V] are there. What an architecture does around its head (scales, soft caps) is its own forward's, which runs with
+its body replaced by one that gives back those hidden states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..data.batches import INPUTS, Batch, keeps_logits, kind_of, targets
+from ..recipe.recipe import LogitKL
+from .losses import cross_entropy, logit_kl
+from .student import Student
+
+
+def obstacle(model: Any) -> str:
+    """Why the head of a model cannot run apart from its body; empty where it can."""
+    if kind_of(model) != "text" or not keeps_logits(type(model).forward) or model.base_model is model:
+        return f"{type(model).__name__} has no head that runs on some tokens alone"
+    return ""
+
+
+def chunked_loss(
+    stage: LogitKL, student: Student, wrapped: Any, batch: Batch, tokens: Tensor, autocast: Callable[[], Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a logit_kl stage on one micro batch, and its terms; arguments as for `stages.end_to_end_loss`."""
+    model, wanted, size = student.model, targets(batch), stage.loss.tokens_at_once
+    assert size is not None
+    theirs: Tensor | None = None
+    if stage.loss.kl:
+        with student.as_teacher(), autocast():
+            theirs, _ = hidden_states(model, model, batch)
+    with autocast():
+        ours, kind = hidden_states(model, wrapped, batch)
+
+    def terms_of(hidden: Tensor, part: slice) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        with autocast():
+            logits = head(model, hidden, kind)
+        if theirs is not None:
+            with student.as_teacher(), autocast():
+                teacher = head(model, theirs[:, part], kind)
+            valid, tau = batch["valid"][:, part], stage.loss.temperature
+            found["kl"] = logit_kl(logits, teacher, valid, temperature=tau, num_tokens=tokens[0])
+        if stage.loss.ce:
+            found["ce"] = cross_entropy(logits, wanted[:, part], num_tokens=tokens[1])
+        return found
+
+    trained = [p for p in model.get_output_embeddings().parameters() if p.requires_grad]
+    weights = {"kl": stage.loss.kl, "ce": stage.loss.ce}
+    loss, sums = _Chunks.apply(terms_of, weights, size, ours, trained, *trained)
+    terms = dict(zip((name for name in weights if weights[name]), sums, strict=True))
+    return loss, terms if len(terms) > 1 else {}
+
+
+class _Chunks(torch.autograd.Function):
+    """The weighted sum of the terms over all stretches, and each term's sum. The gradients of hidden states and of the
+    head's weights are computed on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        terms_of: Callable[[Tensor, slice], dict[str, Tensor]],
+        weights: dict[str, float],
+        size: int,
+        hidden: Tensor,
+        trained: list[Tensor],
+        *_: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        of_hidden, of_trained = torch.empty_like(hidden), [torch.zeros_like(p) for p in trained]
+        sums = []
+        for start in range(0, hidden.shape[1], size):
+            part = slice(start, start + size)
+            with torch.enable_grad():
+                piece = hidden[:, part].detach().requires_grad_()
+                terms = terms_of(piece, part)
+                loss = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
+                first, *rest = torch.autograd.grad(loss, [piece, *trained])
+            of_hidden[:, part] = first
+            for total, found in zip(of_trained, rest, strict=True):
+                total += found
+            sums.append(torch.stack([loss, *terms.values()]).detach())
+        sum_of = torch.stack(sums).sum(0)
+        whole, apart = sum_of[0].clone(), sum_of[1:].clone()
+        ctx.gradients = [of_hidden, *of_trained]
+        ctx.mark_non_differentiable(apart)
+        return whole, apart
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+        of_hidden, *of_trained = (found.mul_(grad) for found in ctx.gradients)
+        return None, None, None, of_hidden, None, *of_trained
+
+
+def hidden_states(model: Any, wrapped: Any, batch: Batch) -> tuple[Tensor, type]:
+    """What the body of `model` hands to its head [B,T,hidden], and the class of its output; `wrapped` is the model or
+    what is around it."""
+    kept: list[Any] = []
+    handle = model.base_model.register_forward_hook(lambda body, inputs, output: kept.append(output))
+    try:
+        wrapped(**{name: batch[name] for name in INPUTS if name in batch}, use_cache=False, logits_to_keep=1)
+    finally:
+        handle.remove()
+    return kept[0].last_hidden_state, type(kept[0])
+
+
+def head(model: Any, hidden: Tensor, kind: type) -> Tensor:
+    """The logits [B,t,V] that `model` makes of hidden states, which its body gives in an output of that class."""
+    with _body_gives(model.base_model, kind(last_hidden_state=hidden)):
+        return model(inputs_embeds=hidden, use_cache=False).logits
+
+
+@contextlib.contextmanager
+def _body_gives(body: Any, output: Any) -> Iterator[None]:
+    body.forward = lambda *args, **named: output
+    try:
+        yield
+    finally:
+        del body.forward

@@ -1,0 +1,21 @@
+"""How far two computations of the same model may differ. Each limit says what it was measured from.
+
+A difference is the largest one between two tensors over the largest value of the reference.
+"""
+
+from __future__ import annotations
+
+# Two runs of the same maths in the dtype of the key, of `linearize verify`. In float32 two orders of the same sums
+# differ by 1e-7 to 6e-6 on small models, broken code by 1e-3 and more. Models compute in float32, whatever dtype their
+# weights are stored in; one that fits memory only as it is stored is held to the rounding of that dtype.
+BY_DTYPE = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# `verify --strict`, in float32: about three times the largest difference above.
+STRICT = 2e-5
+# Two processes that run the same float32 maths on one CPU differ by the order of additions alone, as above: a saved
+# model reloaded, a folder upgraded, steps through a cache beside one pass, adapters merged, a pipeline of diffusers.
+RELOADED = 1e-4
+# Weights rounded to bfloat16, on the demo's teacher and two random models with all mechanisms. Mean KL in nats: 2e-5 to
+# 1.5e-3; root mean square of the difference over that of the outputs: 2e-3 to 3.9e-2. One tensor of a mixer set to zero
+# gave 1.6e-2 and 7.2e-2 at least.
+ROUNDED_KL = 1e-2
+ROUNDED_RMS = 6e-2

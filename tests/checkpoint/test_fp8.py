@@ -1,0 +1,112 @@
+"""Sources in FP8 with block scales are converted as float models; other quantized ones say how to make one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import convert_folder, load, save_source
+from safetensors.torch import load_file, save_file
+
+from linearize.checkpoint.source import quantized
+from linearize.convert import plan_conversion
+from linearize.errors import Exit, LinearizeError
+
+BLOCK = (16, 32)
+SCHEME = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]}
+
+
+def in_fp8(
+    folder: Path, split: bool = False, block: tuple[int, int] = BLOCK, **changes: Any
+) -> dict[str, torch.Tensor]:
+    """Turn a saved model's linear layers into FP8 with scales, in a file of their own if `split`; returns the float
+    weights that they stand for."""
+    path = folder / "model.safetensors"
+    weights, scales, expected = load_file(path), {}, {}
+    for name, value in list(weights.items()):
+        if not name.endswith("proj.weight"):
+            continue
+        rows, columns = (math.ceil(size / part) for size, part in zip(value.shape, block, strict=True))
+        padded = torch.zeros(rows * block[0], columns * block[1])
+        padded[: value.shape[0], : value.shape[1]] = value
+        blocks = padded.view(rows, block[0], columns, block[1])
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        whole = (codes.float() * scale[:, None, :, None]).view(padded.shape)
+        expected[name] = whole[: value.shape[0], : value.shape[1]]
+        weights[name] = codes.view(padded.shape)[: value.shape[0], : value.shape[1]].contiguous()
+        scales[f"{name}_scale_inv"] = scale
+    if split:
+        path.unlink()
+        files = {"model-00001-of-00002.safetensors": weights, "model-00002-of-00002.safetensors": scales}
+        index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        files = {path.name: weights | scales}
+    for file, held in files.items():
+        save_file(held, folder / file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    scheme = SCHEME | {"weight_block_size": [*block]} | changes
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "quantization_config": scheme}))
+    return expected
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one file", "scales in another"])
+def test_weights_are_dequantised_while_converting(tmp_path: Path, split: bool) -> None:
+    source = save_source(tmp_path / "source", hidden_size=48, intermediate_size=40)
+    expected = in_fp8(source, split)
+    folder = convert_folder(source, tmp_path / "linear", level="full")  # which compares no logits of cut blocks
+    found: dict[str, torch.Tensor] = {}
+    for shard in folder.glob("*.safetensors"):
+        found |= load_file(shard)
+    assert not [name for name in found if name.endswith("_scale_inv")]
+    assert len(expected) == 4 * 7
+    for name, value in expected.items():
+        assert torch.equal(found[name], value.bfloat16()), name
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert load(folder).dtype == torch.bfloat16
+
+
+def test_the_result_is_what_transformers_dequantises(tmp_path: Path) -> None:
+    source = save_source(tmp_path / "source", num_hidden_layers=2)
+    # In whole blocks: of others, transformers 5.23 takes scales for blocks of another size.
+    in_fp8(source, block=(16, 16))
+    convert_folder(source, tmp_path / "linear", level="full")
+
+
+def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
+    source = save_source(tmp_path / "source")
+    in_fp8(source, weight_block_size=[8, 8])
+    with pytest.raises(LinearizeError, match=r"is FP8 .* in blocks of \[8, 8\], and its scales are") as refused:
+        convert_folder(source, tmp_path / "linear")
+    assert refused.value.code == Exit.INCOMPATIBLE
+    assert not (tmp_path / "linear").exists()
+
+
+@pytest.mark.parametrize("changes", [{"weight_block_size": None}, {"fmt": "e5m2"}])
+def test_other_fp8_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    in_fp8(save_source(tmp_path / "source"), **changes)
+    with pytest.raises(LinearizeError, match=r"is quantized \(fp8\)"):
+        plan_conversion(str(tmp_path / "source"), "gsa")
+
+
+@pytest.mark.parametrize(
+    ("method", "card", "words"),
+    [
+        ("gptq", "---\nbase_model: meta-llama/Llama-3.1-8B\n---\n", "linearize convert meta-llama/Llama-3.1-8B"),
+        ("awq", "---\nbase_model:\n- Qwen/Qwen3-8B\n---\n", "linearize convert Qwen/Qwen3-8B"),
+        ("awq", "", "convert the float model that it was made from"),
+        ("mxfp4", "", "Mxfp4Config(dequantize=True)).save_pretrained('float')"),
+        ("bitsandbytes", "", ".dequantize().save_pretrained('float')"),
+    ],
+)
+def test_other_schemes_say_how_to_get_a_float_model(tmp_path: Path, method: str, card: str, words: str) -> None:
+    (tmp_path / "README.md").write_text(card)
+    error = quantized(tmp_path, {"quant_method": method})
+    assert words in error.message
+    assert error.code == Exit.INCOMPATIBLE

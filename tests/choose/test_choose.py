@@ -1,0 +1,245 @@
+"""`--keep-softmax auto`: mixtures are what they say, and every method finds the layer that matters."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import TOLERANCE, Command, relative_error
+from models import SMALL, convert_folder, load, save_source, small_model
+from training import SMALL as TRAINED
+from training import byte_tokenizer, recipe_values, stage, write_data
+
+from linearize.checkpoint.provenance import read_plan
+from linearize.choose import choose, methods
+from linearize.choose.choose import PACKAGES, Scoring, chooser, recall_batches, text_batches
+from linearize.choose.methods import gates, restore, swaps
+from linearize.choose.mixture import Mixture
+from linearize.convert import plan_conversion
+from linearize.data.batches import run
+from linearize.data.packing import TextSource
+from linearize.errors import Exit, LinearizeError
+from linearize.finetune import dry_run, finetune
+from linearize.plan.keep import METHODS
+from linearize.recipe.recipe import Recipe
+from linearize_kernels.hf.seam import mixers_of
+
+OPTIONS = {"slots": 8, "chunk_size": 16}
+MATTERS = 2  # the one layer of `place` whose attention reaches the residual stream
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+def only_one_matters(model: Any) -> Any:
+    """A model of which every other layer adds next to nothing."""
+    for number, layer in enumerate(model.model.layers):
+        if number != MATTERS:
+            layer.self_attn.o_proj.weight.data.mul_(1e-3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model in which layer 2 alone matters, and text."""
+    folder = tmp_path_factory.mktemp("choose")
+    only_one_matters(small_model("llama", **TRAINED)).save_pretrained(folder / "source")
+    byte_tokenizer().save_pretrained(folder / "source")
+    write_data(folder)
+    return folder
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+def test_a_mixture_is_the_hybrid_that_would_be_saved(tmp_path: Path) -> None:
+    """With documents in one row: gates of 0 and 1 give the converted model, all open the source, bit for bit."""
+    source = save_source(tmp_path / "source")
+    hybrid = load(convert_folder(source, tmp_path / "hybrid", keep_softmax="0,2"))
+    plan = plan_conversion(str(source), "gsa", options=OPTIONS)[0]
+    mixture = Mixture(small_model("llama"), plan)
+    for path, mixer in mixers_of(hybrid).items():
+        mixture.mixers[int(path.split(".")[2])].load_state_dict(mixer.state_dict())
+    batch = {
+        "input_ids": torch.arange(2 * 24).view(2, 24) % 97,
+        "position_ids": torch.cat([torch.arange(10), torch.arange(14)]).expand(2, 24),
+    }
+    with torch.no_grad():
+        ours, theirs = mixture.logits(batch, mixture.hybrid({0, 2})), run(hybrid, batch).logits
+        assert relative_error(ours, theirs) < TOLERANCE[torch.float32]
+        assert torch.equal(mixture.logits(batch, mixture.hybrid(range(4))), mixture.teacher(batch))
+        half = mixture.logits(batch, dict.fromkeys(range(4), torch.tensor(0.5)))
+    assert not torch.allclose(half, theirs)
+    assert torch.equal(mixture.teacher(batch), run(small_model("llama"), batch).logits)
+
+
+@pytest.mark.parametrize("name", ["GPTJ", "Gemma2", "Qwen3Moe"])
+def test_gates_learn_in_other_architectures(tmp_path: Path, name: str) -> None:
+    """One that computes softmax itself, one with windows of its own, one with experts."""
+    sizes: dict[str, Any] = {
+        "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
+        "Gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 16},
+        "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    }[name]
+    common = {"vocab_size": 97, "initializer_range": 0.3} if name == "GPTJ" else {**SMALL, "num_hidden_layers": 2}
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**common, **sizes))
+    model.save_pretrained(tmp_path)
+    mixture = Mixture(model.eval(), plan_conversion(str(tmp_path), "gsa", options=OPTIONS)[0])
+    valid = torch.ones(2, 16, dtype=torch.bool)
+    batch = {
+        "input_ids": torch.arange(32).view(2, 16),
+        "position_ids": torch.arange(16).expand(2, 16),
+        "valid": valid,
+    }
+    mixture.calibrate(batch)
+    mixture.train_mixers([batch], 1e-2)
+    opened = torch.full((2,), 0.5, requires_grad=True)
+    gates = dict(zip(mixture.layers, opened.unbind(), strict=True))
+    mixture.logits(batch, gates).square().mean().backward()
+    assert opened.grad is not None
+    assert bool((opened.grad != 0).all())
+    with torch.no_grad():
+        whole = mixture.logits(batch, mixture.hybrid(mixture.layers))
+    assert relative_error(whole, mixture.teacher(batch)) < TOLERANCE[torch.float32]
+
+
+# ---------------------------------------------------------------- methods
+
+
+def test_methods_on_a_loss_with_an_interaction() -> None:
+    """Layers 0 and 1 do the same; alone linear each is made up for by the other, so that swaps overlook both."""
+    alone = {0: 0.5, 1: 0.5, 2: 0.3, 3: 0.2}
+
+    def lost(sets: Any) -> list[float]:
+        return [0.5 * (not {0, 1} & set(kept)) + sum(alone[n] for n in (2, 3) if n not in kept) for kept in sets]
+
+    assert swaps([0, 1, 2, 3], 2, lost).kept == [2, 3]
+    found = restore([0, 1, 2, 3], 2, lost)
+    assert found.kept == [0, 2]
+    assert found.scores == pytest.approx({0: 0.5, 1: 0.0, 2: 0.3, 3: 0.2})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_gates_leave_as_many_open_as_asked(count: int) -> None:
+    weights = torch.tensor([0.05, 0.5, 0.1, 0.35])
+    found = gates([0, 3, 5, 7], count, lambda opened, step: (weights * (1 - opened)).sum())
+    assert found.kept == sorted([3, 7, 5][:count])
+    assert abs(sum(found.scores.values()) - count) < 1
+
+
+# ---------------------------------------------------------------- the whole
+
+
+@pytest.fixture
+def _less_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer steps on less text: the difference between the layers is large."""
+    less = {"TRANSFER_STEPS": 6, "SCORE_TOKENS": 1024, "BATCH_TOKENS": 512, "RECALLS": 2}
+    for name, value in less.items():
+        monkeypatch.setattr(choose, name, value)
+    monkeypatch.setattr(methods, "GATE_STEPS", 16)
+
+
+@pytest.mark.usefixtures("_less_text")
+@pytest.mark.parametrize("method", METHODS)
+def test_convert_chooses_what_matters_and_says_why(
+    place: Path, tmp_path: Path, linearize: Command, method: str
+) -> None:
+    arguments = ["--keep-softmax", "auto:1", "--score-by", method, "--score-text", place / "train.jsonl"]
+    settings = [part for name, value in OPTIONS.items() for part in ("--set", f"{name}={value}")]
+    output = ("--dry-run",) if method != "restore" else ("-o", tmp_path / "hybrid", "--verify", "none")
+    code, out, err = linearize("convert", place / "source", "--to", "gsa", *arguments, *settings, *output, "--json")
+    assert code == 0, err
+    plan = json.loads(out)["plan"]
+    choice = plan["choice"]
+    assert choice["kept"] == [MATTERS] == [site["layer"] for site in plan["kept"]]
+    assert choice["method"] == method
+    assert choice["asked"] == "auto:1"
+    assert max(choice["scores"], key=choice["scores"].get) == str(MATTERS)
+    assert choice["text"].endswith("train.jsonl")
+    assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
+    for said in (f"scored by {method}", "repeats this without scoring", "softmax stays in layers 2"):
+        assert said in err
+    if method == "restore":
+        assert json.loads(json.dumps(read_plan(tmp_path / "hybrid").to_json())) == plan
+
+
+@pytest.mark.usefixtures("_less_text")
+def test_the_choice_is_the_same_each_time(place: Path) -> None:
+    scoring = Scoring(text=TextSource(files=(place / "train.jsonl",)), seq_len=64, say=quiet)
+    arguments: dict[str, Any] = {"options": OPTIONS, "keep_softmax": "auto:25%", "choose": chooser(scoring)}
+    first, second = (plan_conversion(str(place / "source"), "gsa", **arguments)[0] for _ in range(2))
+    assert first == second
+    assert first.choice is not None
+    assert first.choice.scores.keys() == {"0", "1", "2", "3"}
+
+
+@pytest.mark.usefixtures("_less_text")
+def test_a_recipe_chooses_on_its_own_text_and_once(place: Path) -> None:
+    convert = {"mechanism": "gsa", "options": OPTIONS, "keep_softmax": "auto:1", "score_by": "swaps"}
+    values = recipe_values(place, place / "source", stage("logit_kl", steps=1), convert=convert)
+    recipe = Recipe.model_validate(values)
+    recipe._folder = place
+    said: list[str] = []
+    dry_run(recipe, said.append)
+    assert said[-1] == "softmax stays in 1 of 4 layers (auto:1); the run measures which"
+    finetune(recipe, say=said.append)
+    plan = read_plan(place / "run" / "final")
+    assert [site.layer for site in plan.kept] == [MATTERS]
+    assert plan.choice is not None
+    assert plan.choice.text.endswith("train.jsonl")
+    told = sum("choosing 1 of layers 0-3" in text for text in said)
+    finetune(recipe.model_copy(update={"eval": recipe.eval}), resume="auto", say=said.append)
+    assert told == sum("choosing 1 of layers 0-3" in text for text in said) == 1
+
+
+def test_what_cannot_be_compared_is_refused(place: Path, tmp_path: Path) -> None:
+    def refusal(folder: Path, **asked: Any) -> LinearizeError:
+        mechanism = asked.pop("mechanism", "gsa")
+        with pytest.raises(LinearizeError) as caught:
+            plan_conversion(str(folder), mechanism, keep_softmax="auto:1", choose=chooser(Scoring(say=quiet)), **asked)
+        return caught.value
+
+    error = refusal(place / "source", options={"rope": False})
+    assert error.code == Exit.INCOMPATIBLE
+    assert "rope=false has others. Name the layers" in error.message
+    vision = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
+    )
+    transformers.ViTForImageClassification(vision).save_pretrained(tmp_path)
+    error = refusal(tmp_path, mechanism="la")
+    assert error.code == Exit.INCOMPATIBLE
+    assert "ViTForImageClassification writes none" in error.message
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def test_text_for_training_is_not_what_is_scored(place: Path) -> None:
+    source = TextSource(files=(place / "train.jsonl",))
+    train, text = text_batches(source, byte_tokenizer(), 64, torch.device("cpu"))
+    assert all(batch["asked"].equal(batch["valid"]) for batch in text)
+    blocks = [{tuple(row) for batch in part for row in batch["input_ids"].tolist()} for part in (train, text)]
+    assert not blocks[0] & blocks[1]
+    assert all(blocks)
+
+
+def test_recalls_ask_for_values_alone() -> None:
+    (batch,) = recall_batches(byte_tokenizer(), 512, 0, torch.device("cpu"))[:1]
+    tokenizer = byte_tokenizer()
+    for ids, asked in zip(batch["input_ids"], batch["asked"], strict=True):
+        values = ids[asked.nonzero()[:, 0] + 1]
+        words = re.split("[ ,()]+", tokenizer.decode(ids))
+        assert {*tokenizer.decode(values).split()} <= {*words}
+    assert recall_batches(byte_tokenizer(), 32, 0, torch.device("cpu")) == []  # no room for the questions
+
+
+def test_without_a_text_python_sources_are_read() -> None:
+    assert Scoring().text == PACKAGES
+    assert str(PACKAGES) == "the demo's packages documents"

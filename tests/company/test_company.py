@@ -1,0 +1,231 @@
+"""Tools of others take a converted model as they take its source: Trainer, PEFT, TRL, lm-evaluation-harness, pipelines.
+
+Each test trains or measures a small model for a moment; what a tool saves goes back into linearize.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from training import base, byte_tokenizer, make_recipe, stage, text, train
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
+from typer.testing import CliRunner
+
+from linearize.cli import app
+
+SENTENCES = [text(20, seed) for seed in range(8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted model with a tokenizer, its source beside it."""
+    return base(tmp_path_factory.mktemp("bases"), "llama", layers="0")
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+
+def tokenizer() -> Any:
+    made = byte_tokenizer()
+    made.pad_token = made.eos_token
+    return made
+
+
+def settings(output: Path) -> dict[str, Any]:
+    """Arguments of every trainer: two steps on the CPU, and nothing beside them."""
+    quiet = {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+    return {"output_dir": str(output), "max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, **quiet}
+
+
+def losses(trainer: Any) -> list[float]:
+    """What a trainer logged, finite numbers only."""
+    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert found
+    assert all(torch.tensor(found).isfinite())
+    return found
+
+
+def comes_back(saved: Path, tmp_path: Path) -> None:
+    """finetune, eval and push take the folder that a tool saved."""
+    recipe = make_recipe(tmp_path / "back", saved, stage("attention_transfer", steps=1))
+    assert train(recipe)["output"]
+    invoke = CliRunner().invoke
+    pushed = invoke(app, ["push", str(saved), "user/repo", "--dry-run", "--json"])
+    assert pushed.exit_code == 0, pushed.output
+    assert "linearize.json" in json.loads(pushed.stdout.splitlines()[-1])["upload"]["files"]
+    held = f"data.eval={{files: [{json.dumps(str(tmp_path / 'back' / 'heldout.txt'))}]}}"
+    options = [
+        "--teacher",
+        str(saved),
+        "--lengths",
+        "512",
+        "--trials",
+        "1",
+        held,
+        "data.pack.seq_len=64",
+        "--device",
+        "cpu",
+    ]
+    measured = invoke(app, ["eval", str(saved), *options])
+    assert measured.exit_code == 0, measured.output
+
+
+# ---------------------------------------------------------------- transformers
+
+
+def test_a_pipeline_writes_what_generate_writes(folder: Path) -> None:
+    writes = pipeline("text-generation", model=str(folder), trust_remote_code=True, device="cpu")
+    found = writes("abc def", max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"]
+    model, ids = load(folder), byte_tokenizer()("abc def", return_tensors="pt")["input_ids"]
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert found == byte_tokenizer().decode(wanted, skip_special_tokens=True)
+
+
+def test_a_tokenizer_needs_no_code(folder: Path) -> None:
+    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    assert loaded("abc")["input_ids"] == byte_tokenizer()("abc")["input_ids"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainer_trains_saves_and_goes_on(folder: Path, tmp_path: Path, checkpointing: bool) -> None:
+    rows = [{"input_ids": ids, "labels": ids} for ids in byte_tokenizer()([one[:40] for one in SENTENCES])["input_ids"]]
+
+    def trainer(steps: int) -> Trainer:
+        torch.manual_seed(0)
+        given = settings(tmp_path) | {
+            "max_steps": steps,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "learning_rate": 1e-2,
+        }
+        arguments = TrainingArguments(**given, gradient_checkpointing=checkpointing)
+        return Trainer(load(folder), arguments, train_dataset=Dataset.from_list(rows))
+
+    whole = trainer(2)
+    whole.train()
+    assert losses(whole)[0] > 0
+    resumed = trainer(2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert losses(resumed)[-1] == pytest.approx(losses(whole)[-1], rel=1e-5)
+    if not checkpointing:
+        byte_tokenizer().save_pretrained(tmp_path / "checkpoint-2")
+        comes_back(tmp_path / "checkpoint-2", tmp_path)
+
+
+# ---------------------------------------------------------------- PEFT
+
+
+def test_peft_trains_and_merges(folder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    ids = byte_tokenizer()(SENTENCES[0], return_tensors="pt")["input_ids"]
+    model = get_peft_model(load(folder), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    adapted = model.eval()(input_ids=ids).logits
+    assert not torch.allclose(adapted, load(folder)(input_ids=ids).logits, atol=1e-4)
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(load(folder), tmp_path / "adapter").eval()
+    assert torch.allclose(again(input_ids=ids).logits, adapted, atol=1e-5)
+    merged = again.merge_and_unload()
+    assert torch.allclose(merged(input_ids=ids).logits, adapted, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    byte_tokenizer().save_pretrained(tmp_path / "merged")
+    comes_back(tmp_path / "merged", tmp_path)
+
+
+# ---------------------------------------------------------------- TRL
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_trl_sft(folder: Path, tmp_path: Path, packing: bool) -> None:
+    trl = pytest.importorskip("trl")
+    given = trl.SFTConfig(**settings(tmp_path / "sft"), packing=packing, max_length=64, loss_type="nll")
+    rows = Dataset.from_list([{"text": one} for one in SENTENCES])
+    trainer = trl.SFTTrainer(load(folder), given, train_dataset=rows, processing_class=tokenizer())
+    trainer.train()
+    losses(trainer)
+    trainer.save_model(str(tmp_path / "saved"))
+    if packing:
+        comes_back(tmp_path / "saved", tmp_path)
+
+
+def test_trl_sft_packs_documents_apart(folder: Path) -> None:
+    """Packed rows have positions that begin anew: the loss is that of the documents alone."""
+    model = load(folder)
+    parts = [torch.tensor(ids[:20]) for ids in byte_tokenizer()(SENTENCES[:2])["input_ids"]]
+    positions = torch.cat([torch.arange(20)] * 2)[None]
+    packed = model(input_ids=torch.cat(parts)[None], position_ids=positions, use_cache=False).logits[0]
+    alone = torch.cat([model(input_ids=part[None]).logits[0] for part in parts])
+    assert torch.allclose(packed, alone, atol=1e-4)
+
+
+def test_trl_dpo(folder: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    rows = [{"prompt": "say ", "chosen": one[:20], "rejected": one[20:40]} for one in SENTENCES]
+    given = trl.DPOConfig(**settings(tmp_path), max_length=64)
+    trainer = trl.DPOTrainer(
+        load(folder), load(folder), given, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+    )
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx(0.6931, abs=1e-2)  # log 2: student and reference are one at first
+
+
+def test_trl_grpo(folder: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    rows = Dataset.from_list([{"prompt": one[:10]} for one in SENTENCES])
+    given = trl.GRPOConfig(**settings(tmp_path), num_generations=2, max_completion_length=8)
+    trainer = trl.GRPOTrainer(
+        load(folder),
+        reward_funcs=lambda completions, **_: [float(len(set(one))) for one in completions],
+        args=given,
+        train_dataset=rows,
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    losses(trainer)
+
+
+# ---------------------------------------------------------------- lm-evaluation-harness
+
+
+def request(kind: str, *arguments: Any) -> Any:
+    from lm_eval.api.instance import Instance
+
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def test_lm_eval_scores_choices_texts_and_generation(folder: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+
+    measure = HFLM(pretrained=str(folder), trust_remote_code=True, device="cpu", batch_size=2, max_length=128)
+    model, encode = load(folder), byte_tokenizer()
+
+    def log_likelihood(context: str, continuation: str) -> float:
+        before, whole = (encode(one)["input_ids"] for one in (context, context + continuation))
+        with torch.no_grad():
+            scores = model(input_ids=torch.tensor([whole])).logits[0].log_softmax(-1)
+        return float(sum(scores[place - 1, whole[place]] for place in range(len(before), len(whole))))
+
+    choices = [("abc", " def"), ("abc", " a longer one"), ("x y z", " def")]
+    found = measure.loglikelihood([request("loglikelihood", *one) for one in choices], disable_tqdm=True)
+    assert [value for value, _ in found] == pytest.approx([log_likelihood(*one) for one in choices], abs=1e-3)
+    (rolling,) = measure.loglikelihood_rolling([request("loglikelihood_rolling", SENTENCES[0][:60])], disable_tqdm=True)
+    assert rolling == pytest.approx(log_likelihood("<eos>", SENTENCES[0][:60]), rel=1e-3)
+    (written,) = measure.generate_until(
+        [request("generate_until", "abc def", {"until": ["\n"], "max_gen_toks": 8})], disable_tqdm=True
+    )
+    ids = encode("abc def", return_tensors="pt")["input_ids"]
+    wanted = encode.decode(
+        model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :], skip_special_tokens=True
+    )
+    assert written == wanted.split("\n")[0]

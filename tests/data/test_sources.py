@@ -1,0 +1,134 @@
+"""Sources of text: packed files and parquet, files of a dataset, several with weights, lines that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from training import T, base, byte_tokenizer, make_recipe, metrics, recipe_values, stage, text, train, write_data
+
+from linearize.data.batches import source_hash
+from linearize.data.documents import TextSource, rows_of
+from linearize.data.packing import Blocks, MixedBlocks, build_blocks
+from linearize.errors import LinearizeError
+from linearize.recipe.data import DatasetSource, FileSource, MixSource
+from linearize.recipe.recipe import load_recipe
+
+ROWS = [{"text": f"document {number}"} for number in range(5)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+def packed(file: Path, data: bytes) -> Path:
+    """A file with these bytes, packed as its name says."""
+    if file.suffix == ".gz":
+        file.write_bytes(gzip.compress(data))
+    elif file.suffix == ".zst":
+        with pyarrow.CompressedOutputStream(pyarrow.OSFile(str(file), "wb"), "zstd") as out:
+            out.write(data)
+    elif file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(line) for line in data.splitlines()]), file)
+    else:
+        file.write_bytes(data)
+    return file
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    rows = list(rows_of(TextSource(files=(packed(tmp_path / name, LINES),))))
+    assert [dict(row.fields) for row in rows] == ROWS
+    assert rows[2].where == f"{tmp_path / name}{' row 2' if name.endswith('parquet') else ':3'}"
+    FileSource(files=(name,))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize(
+    ("line", "words"), [(b'{"text": "a\xff"}', r":3:12: not UTF-8 \(byte 0xff\)"), (b'{"text": ', r":3:\d+: not JSON")]
+)
+def test_an_unreadable_line_names_itself(tmp_path: Path, name: str, line: bytes, words: str) -> None:
+    lines = LINES.splitlines()
+    file = packed(tmp_path / name, b"\n".join([*lines[:2], line, *lines[2:]]))
+    with pytest.raises(LinearizeError, match=name.replace(".", r"\.") + words):
+        list(rows_of(TextSource(files=(file,))))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_damaged_file_says_where(tmp_path: Path, name: str) -> None:
+    file = packed(tmp_path / name, LINES * 2000)
+    file.write_bytes(file.read_bytes()[: len(file.read_bytes()) // 2])
+    with pytest.raises(LinearizeError, match=name.replace(".", r"\.")):
+        list(rows_of(TextSource(files=(file,))))
+
+
+def test_files_of_a_dataset_are_read_alone(tmp_path: Path) -> None:
+    for number in range(2):
+        packed(tmp_path / f"part-{number}.jsonl", json.dumps({"text": f"of {number}"}).encode() + b"\n")
+    one = TextSource(path=str(tmp_path), data_files=("part-1.jsonl",))
+    assert [row.fields["text"] for row in rows_of(one)] == ["of 1"]
+    both = [source_hash(DatasetSource(path=str(tmp_path), data_files=x), Path()) for x in ((), ("part-1.jsonl",))]
+    assert both[0] != both[1]
+
+
+# ---------------------------------------------------------------- several sources
+
+
+def blocks(folder: Path, name: str, words: int) -> Blocks:
+    (folder / name).write_text(text(words, len(name)))
+    source = TextSource(files=(folder / name,))
+    return build_blocks(source, byte_tokenizer(), T, folder / "cache", sft=False, max_tokens=None)
+
+
+def test_shares_are_those_of_the_weights_everywhere(tmp_path: Path) -> None:
+    many, few = blocks(tmp_path, "many.txt", 2000), blocks(tmp_path, "few.txt", 100)
+    mixed = MixedBlocks([many, few], [0.75, 0.25])
+    assert len(mixed) == pytest.approx(len(many) / 0.75, abs=1)
+    seen = Counter(tuple(mixed[i]["input_ids"].tolist()) for i in range(len(mixed)))
+    assert set(seen) == {tuple(b[i]["input_ids"].tolist()) for b in (many, few) for i in range(len(b))}
+    of_few = {tuple(few[i]["input_ids"].tolist()) for i in range(len(few))}
+    for count in (40, len(mixed) // 2, len(mixed)):  # also of the first blocks alone
+        share = sum(tuple(mixed[i]["input_ids"].tolist()) in of_few for i in range(count)) / count
+        assert share == pytest.approx(0.25, abs=0.03)
+    once = MixedBlocks([many, few], [0.5, 0.5])
+    assert len(once) == 2 * len(many)
+
+
+def mix(*parts: Any) -> dict[str, Any]:
+    return {"mix": [{"source": {"files": [name]}, "weight": weight} for name, weight in parts]}
+
+
+def test_a_run_on_several_sources(root: Path, tmp_path: Path) -> None:
+    data = {"train": mix(("train.jsonl", 3.0), ("short.txt", 1.0)), "pack": {"seq_len": T}}
+    train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), data=data))
+    assert len(metrics(tmp_path)) == 4
+    assert len(list((tmp_path / "run/cache").glob("blocks-*"))) == 2
+    hashes = [
+        source_hash(MixSource.model_validate(mix(("short.txt", w), ("train.jsonl", 1.0))), tmp_path) for w in (1.0, 2.0)
+    ]
+    assert hashes[0] != hashes[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (mix(("absent.txt", 1.0)), r"no such file: .*absent\.txt"),
+        ({"mix": [{"source": {"files": "train.jsonl"}, "weight": 0}]}, r"data\.train\.mix\[0\]\.weight: must be > 0"),
+        ({"mix": [{"source": {"images": "photos"}}]}, r"mix\[0\]\.source: must be a mapping with exactly one of files"),
+        ({"mix": []}, r"data\.train\.mix: must be a list of at least 1"),
+    ],
+)
+def test_mistakes_in_a_mix(root: Path, tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    write_data(tmp_path)
+    values = recipe_values(tmp_path, base(root, "llama"), stage("logit_kl"), data={"train": given})
+    (tmp_path / "recipe.yaml").write_text(json.dumps(values))
+    with pytest.raises(LinearizeError, match=words):
+        train(load_recipe(tmp_path / "recipe.yaml"))

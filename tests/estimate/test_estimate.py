@@ -1,0 +1,292 @@
+"""The estimate beside what a tiny model really takes on a CPU, and what it says of cards that are not here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import base, make_recipe, stage, train, write_recipe
+
+import linearize.finetune as story
+from linearize.errors import Exit, LinearizeError
+from linearize.estimate.advice import written
+from linearize.estimate.cards import CARDS, Device, card, per_hour
+from linearize.estimate.estimate import estimate
+from linearize.estimate.memory import Rehearsal, divided
+from linearize.estimate.step import Step
+from linearize.recipe.recipe import Recipe, load_recipe
+from linearize.train.runtime import make_optimizer
+from linearize.train.save import load_converted
+from linearize.train.student import Student
+
+KL, TRANSFER = stage("logit_kl", "all"), stage("attention_transfer")
+RECIPES: dict[str, list[dict[str, Any]]] = {
+    "transfer": [TRANSFER],
+    "all": [KL],
+    "all, after a transfer": [TRANSFER, KL],
+    "accumulated": [stage("logit_kl", "all", batch={"per_device": 1, "accumulate": 2})],
+    "mixer": [stage("logit_kl", "mixer", batch={"per_device": 3})],
+    "lora": [stage("logit_kl", ["new", "lora"])],
+    "sft": [stage("sft", "all")],
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+class Saved:
+    """Bytes that autograd keeps of what is no parameter; within `hooks`."""
+
+    def __init__(self, model: Any) -> None:
+        self.known = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+        self.storages: dict[int, int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def allocated(work: Any) -> int:
+    """The most bytes that torch's CPU allocator gave out at a time while `work` ran, by the profiler's records."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = highest = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    return highest
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_parts_are_those_of_a_real_step(root: Path, tmp_path: Path, name: str) -> None:
+    """fp32 on a CPU: weights, gradients, optimizer and teacher exactly, what autograd saves within 10 %."""
+    recipe = make_recipe(tmp_path, base(root, "llama"), *RECIPES[name])
+    rehearsal = Rehearsal(recipe, None, base(root, "llama"), "no", gpu=False)
+    found = [rehearsal.stage(number) for number in range(len(recipe.stages))][-1]
+    assert not found.reason
+
+    model = load_converted(base(root, "llama"), torch.float32, False)
+    student = Student(model)
+    for of_recipe in recipe.stages:
+        step = Step(recipe, of_recipe, student, "no")
+        step.prepare()
+    optimizer = make_optimizer(student.groups(step.stage, step.parameters), step.stage, torch.device("cpu"))
+    saved, most = Saved(model), [0]
+    with saved.hooks:
+        step.micro_batch(step.batch(), lambda: most.append(sum(saved.storages.values())))
+    optimizer.step()
+    moments = [x for values in optimizer.state.values() for key, x in values.items() if key != "step"]
+    rotary = sum(buffer.nbytes for buffer in model.buffers())
+    assert found.parts["weights"] == sum(p.nbytes for p in model.parameters()) + rotary
+    assert found.parts["optimizer"] == sum(x.nbytes for x in moments)
+    assert found.parts["teacher"] == student.teacher_bytes() == found.teacher_copy
+    gradients = sum(p.grad.nbytes for p in step.parameters if p.grad is not None)
+    if step.stage.batch.accumulate > 1:
+        assert found.parts["gradients"] == gradients
+    assert found.parts["gradients"] <= gradients
+    if step.transfers:  # the pass of the teacher around it keeps more
+        assert found.saved > most[1]
+    else:
+        assert found.saved == pytest.approx(max(most), rel=0.1)
+    if step.stage.batch.accumulate == 1:
+        optimizer.zero_grad()
+    batch = step.batch()
+    real = allocated(lambda: step.micro_batch(batch))
+    new = ("activations", "logits", "gradients") if step.stage.batch.accumulate == 1 else ("activations", "logits")
+    assert sum(found.parts[part] for part in new) == pytest.approx(real, rel=0.1)
+    assert found.checkpoint == sum(tensor.nbytes for tensor in student.state().values())
+
+
+def test_masters_are_what_becomes_float32(root: Path, tmp_path: Path) -> None:
+    folder = base(root, "llama", "bfloat16")
+    recipe = make_recipe(tmp_path, folder, KL, runtime={"device": "cpu", "precision": "bf16"})
+    found = Rehearsal(recipe, None, folder, "bf16", gpu=True).stage(0)
+    model = load_converted(folder, "auto", False)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert found.parts["masters"] == 4 * parameters
+    assert found.parts["optimizer"] == 8 * parameters
+    new = sum(p.numel() for name, p in model.named_parameters() if ".mixer." in name)
+    assert found.parts["teacher"] == 2 * (parameters - new)
+    assert found.parts["weights"] == sum(buffer.nbytes for buffer in model.buffers())
+
+
+def test_checkpointing_saves_and_keeps_no_casts(root: Path, tmp_path: Path) -> None:
+    folder = base(root, "llama", "bfloat16")
+
+    def saved(on: bool) -> int:
+        runtime = {"device": "cpu", "precision": "bf16", "gradient_checkpointing": on}
+        found = Rehearsal(make_recipe(tmp_path, folder, KL, runtime=runtime), None, folder, "bf16", gpu=False).stage(0)
+        return found.saved
+
+    parameters = sum(p.numel() for p in load_converted(folder, "auto", False).parameters())
+    assert saved(False) - saved(True) > 2 * parameters // 2
+
+
+def test_a_longer_block_and_more_rows_take_more(root: Path, tmp_path: Path) -> None:
+    folder = base(root, "llama")
+
+    def growing(**batch: int) -> int:
+        recipe = make_recipe(tmp_path, folder, stage("logit_kl", "all", batch=batch))
+        parts = Rehearsal(recipe, None, folder, "no", gpu=False).stage(0).parts
+        return parts["activations"] + parts["logits"]
+
+    assert growing(per_device=8) == pytest.approx(2 * growing(per_device=4), rel=0.25)
+
+
+def test_products_are_those_of_the_weights(root: Path, tmp_path: Path) -> None:
+    """Frozen: two passes forward, one backward; 2 products a weight and token, and little for attention."""
+    folder = base(root, "llama")
+    recipe = make_recipe(tmp_path, folder, stage("logit_kl", "all", batch={"per_device": 4}), data={
+        "train": {"files": ["train.jsonl"]}, "pack": {"seq_len": 8}})  # fmt: skip
+    found = Rehearsal(recipe, None, folder, "no", gpu=False).stage(0)
+    model = load_converted(folder, torch.float32, False)
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and ".mixer." not in n)
+    assert 4 * 8 * 2 * weights * 4 < found.flops < 4 * 8 * 2 * weights * 4 * 2
+
+
+# ---------------------------------------------------------------- a card that is not here
+
+
+def small(memory: int) -> Device:
+    return Device("tiny", "cuda", memory, flops=1e12, bandwidth=1e11, watts=100.0)
+
+
+def test_hours_energy_and_price_add_up(root: Path, tmp_path: Path) -> None:
+    folder = base(root, "llama")
+    recipe = make_recipe(tmp_path, folder, {**TRANSFER, "steps": 100}, {**KL, "steps": 50})
+    cost = estimate(Rehearsal(recipe, None, folder, "bf16", gpu=True), small(1 << 40))
+    found = cost.summary(price=2.5)
+    assert found["hours"] == pytest.approx(sum(c.tokens / c.tokens_per_s / 3600 for c in cost.stages))
+    assert found["kwh"] == pytest.approx(found["hours"] * 0.1)
+    assert found["price"] == pytest.approx(found["hours"] * 2.5)
+    assert [c.tokens for c in cost.stages] == [100 * 2 * 32, 50 * 2 * 32]
+    unknown = Device("other", "cuda", 1 << 40)
+    assert estimate(Rehearsal(recipe, None, folder, "bf16", gpu=True), unknown).summary()["hours"] is None
+
+
+@pytest.mark.parametrize(("given", "found"), [("2.5/h", 2.5), ("3", 3.0), (None, None)])
+def test_a_price(given: str | None, found: float | None) -> None:
+    assert per_hour(given) == found
+
+
+@pytest.mark.parametrize(("given", "words"), [("h20", "Did you mean 'h200'"), ("tpu", "Known: a100-40g")])
+def test_unknown_cards(given: str, words: str) -> None:
+    with pytest.raises(LinearizeError, match=words):
+        card(given)
+
+
+def test_cards_have_every_figure() -> None:
+    for name in CARDS:
+        one = card(name)
+        assert None not in (one.flops, one.bandwidth, one.watts)
+        assert one.memory > one.reserved > 0
+
+
+def test_shards_divide_the_source_and_not_the_mixers(root: Path, tmp_path: Path) -> None:
+    folder = base(root, "llama", "bfloat16")
+    recipe = make_recipe(tmp_path, folder, KL, runtime={"device": "cpu", "precision": "bf16"})
+    one = Rehearsal(recipe, None, folder, "bf16", gpu=True).stage(0)
+    two = divided(one, 2, sharded=True, transfers=False)
+    whole = one.whole["optimizer"]
+    assert two.parts["optimizer"] == whole + (one.parts["optimizer"] - whole) // 2
+    assert divided(one, 1, sharded=True, transfers=False).parts == one.parts
+    assert divided(one, 2, sharded=False, transfers=False).parts["gradients"] == 2 * one.parts["gradients"]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device with so many bytes, for every model."""
+
+    def make(memory: int) -> None:
+        monkeypatch.setattr(story, "SMALL", 0.0)
+        monkeypatch.setattr(story, "present", lambda cpu: Device("tiny", "cuda", memory))
+
+    return make
+
+
+def needs(recipe: Recipe, folder: Path) -> int:
+    return max(c.needs(small(1)) for c in estimate(Rehearsal(recipe, None, folder, "no", gpu=True), small(1)).stages)
+
+
+def test_what_does_not_fit_is_refused_with_the_change_that_fits(root: Path, tmp_path: Path, crowded: Any) -> None:
+    folder = base(root, "llama")
+    recipe = make_recipe(tmp_path, folder, stage("logit_kl", "all", batch={"per_device": 8}))
+    smaller = make_recipe(tmp_path / "b", folder, stage("logit_kl", "all", batch={"per_device": 2}))
+    crowded((needs(recipe, folder) + needs(smaller, folder)) // 2)
+    with pytest.raises(LinearizeError, match=r"logit_kl needs .* of tiny, .* Nothing was converted") as refused:
+        train(recipe)
+    assert refused.value.code == Exit.RESOURCE
+    assert not (tmp_path / "run").exists()
+    advice = refused.value.message.partition("This fits: ")[2]
+    assert advice
+    path = write_recipe(tmp_path, folder, stage("logit_kl", "all", batch={"per_device": 8}))
+    train(load_recipe(path, shlex.split(advice)))
+
+
+def test_what_nothing_makes_fit_says_so(root: Path, tmp_path: Path, crowded: Any) -> None:
+    crowded(1000)
+    with pytest.raises(LinearizeError, match="No change that linearize knows makes it fit"):
+        train(make_recipe(tmp_path, base(root, "llama"), KL))
+
+
+def test_a_source_is_not_converted_for_nothing(root: Path, tmp_path: Path, crowded: Any) -> None:
+    crowded(1000)
+    convert = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}}
+    recipe = make_recipe(tmp_path, base(root, "llama").parent / "source", TRANSFER, convert=convert)
+    with pytest.raises(LinearizeError, match="attention_transfer needs"):
+        train(recipe)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_told_before(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "SMALL", 0.0)
+    usage = story.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(story.shutil, "disk_usage", lambda path: usage._replace(free=10))
+    with pytest.raises(LinearizeError, match=r"the run needs .* checkpoints .* free") as refused:
+        train(make_recipe(tmp_path, base(root, "llama"), KL))
+    assert refused.value.code == Exit.RESOURCE
+
+
+def test_a_missing_package_is_told_before(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story.importlib.util, "find_spec", lambda name: None)
+    convert = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}}
+    source = base(root, "llama").parent / "source"
+    recipe = make_recipe(tmp_path, source, TRANSFER, convert=convert, data={"train": {"path": "some/set"}})
+    with pytest.raises(LinearizeError, match="dataset some/set needs: pip install"):
+        train(recipe)
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_prints_and_measures(linearize: Any, root: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, base(root, "llama"), TRANSFER, KL)
+    code, out, err = linearize("estimate", str(recipe), "--price", "2.5/h", "--measure", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [row["measured"]["tokens_per_s"] > 0 for row in found["stages"]] == [True, True]
+    assert found["price"] > 0
+    assert found["disk"]["total"] > 0
+    assert all(part in err for part in ("weights", "optimizer", "teacher", "logits"))
+    code, out, err = linearize("estimate", str(recipe), "--gpu", "h100", "--json")
+    assert (code, json.loads(out)["device"]["name"]) == (0, "h100"), err
+    code, _, err = linearize("estimate", str(recipe), "--gpu", "h100", "--measure")
+    assert (code, "leave out --gpu" in err) == (Exit.USAGE, True)
+
+
+def test_advice_is_yaml() -> None:
+    assert written({"per_device": 1, "on": True, "r": 32.0, "of": ["a"]}) == "{per_device: 1, on: true, r: 32, of: [a]}"

@@ -1,0 +1,112 @@
+"""`linearize runs` and `linearize compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pages import Page, made_up_run
+from typer.testing import CliRunner
+
+from linearize.cli import app
+from linearize.errors import Exit, LinearizeError
+from linearize.page.compare import figures, labels, list_runs, notes, read_runs
+from linearize.page.record import read_run
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+@pytest.fixture
+def two(root: Path, tmp_path: Path) -> list[Path]:
+    """Runs `a/run`, which ends at 12 over 10, and `b/run`, which ends at 11 over 10 and was not evaluated."""
+    runs = [made_up_run(tmp_path / name, root, name=name, end=end) for name, end in (("a", 12.0), ("b", 11.0))]
+    (runs[1] / "eval.json").unlink()
+    return runs
+
+
+def invoke(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_comparison_has_a_row_for_each_run(two: list[Path]) -> None:
+    rows = json.loads(invoke("compare", *map(str, two), "--json"))
+    assert [row["name"] for row in rows] == ["a", "b"]
+    assert [row["ppl_ratio"] for row in rows] == pytest.approx([1.2, 1.1])
+    assert [row["kl"] for row in rows] == [0.07, 0.1]  # of eval, of training
+    assert [row["needles"] for row in rows] == [0.25, None]
+    assert rows[0]["mechanisms"] == ["gsa"]
+    assert rows[0]["state_bytes"] < rows[0]["cache_bytes"]
+    table = invoke("compare", *map(str, two))
+    assert "1.2000" in table
+    assert "1.1000" in table
+
+
+def test_the_page_of_a_comparison_draws_every_run(two: list[Path], tmp_path: Path) -> None:
+    where = tmp_path / "compare.html"
+    invoke("compare", *map(str, two), "-o", str(where))
+    page = Page(where.read_text())
+    assert page.sections == ["table", "perplexity", "kl", "memory"]
+    assert not page.loads
+    assert "Nearest to its teacher in perplexity: b, 1.1000 times" in page.words
+    assert where.read_text().count("<svg") == 3
+
+
+def test_runs_of_other_teachers_and_texts_are_noted(two: list[Path]) -> None:
+    assert notes(read_runs(two)) == []
+    path = two[1] / "run.json"
+    settings = json.loads(path.read_text())
+    settings["recipe"]["model"]["base"] = "other/model"
+    settings["recipe"]["data"]["eval"] = {"files": ["other.txt"]}
+    path.write_text(json.dumps(settings))
+    found = notes(read_runs(two))
+    assert len(found) == 2
+    assert "different teachers" in found[0]
+    assert "different text" in found[1]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(root: Path, tmp_path: Path) -> None:
+    runs = read_runs([made_up_run(tmp_path / name, root) for name in ("x", "y")])
+    assert labels(runs) == [str(run.folder) for run in runs]
+
+
+def test_a_run_that_is_named_twice_is_refused(two: list[Path]) -> None:
+    with pytest.raises(LinearizeError, match="named twice") as refused:
+        read_runs([two[0], two[1] / ".." / ".." / "a" / "run"])
+    assert refused.value.code == Exit.USAGE
+
+
+def test_runs_are_listed_with_how_far_they_are(two: list[Path], tmp_path: Path) -> None:
+    (two[1] / "report.json").unlink()
+    rows = {row["name"]: row for row in json.loads(invoke("runs", str(tmp_path), "--json"))}
+    assert rows["a"]["at"] == "finished"
+    assert rows["b"]["at"] == "logit_kl step 40"
+    assert list_runs(two[0]) == [rows["a"]]
+    assert "logit_kl step 40" in " ".join(invoke("runs", str(tmp_path)).split())
+
+
+def test_a_damaged_run_is_listed_with_what_is_wrong(two: list[Path], tmp_path: Path) -> None:
+    (two[0] / "run.json").write_text("{")
+    rows = list_runs(tmp_path)
+    assert sorted("damaged" in row.get("error", "") for row in rows) == [False, True]
+    assert "damaged" in invoke("runs", str(tmp_path))
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(LinearizeError, match="linearize finetune"):
+            list_runs(folder)
+
+
+def test_figures_of_a_run_that_just_began_are_empty(two: list[Path]) -> None:
+    for name in ("metrics.jsonl", "report.json"):
+        (two[1] / name).unlink()
+    row = figures(read_run(two[1]))
+    assert row["ppl"] is row["ppl_ratio"] is row["kl"] is None
+    assert row["tokens"] == 0
+    assert not row["finished"]

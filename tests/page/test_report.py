@@ -1,0 +1,258 @@
+"""`linearize report`: one file without a network, whole and small, with a section for everything it promises."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from pages import Page, eval_result, made_up_run
+from training import base, make_recipe, stage, train
+from typer.testing import CliRunner
+
+from linearize.cli import app
+from linearize.errors import Exit, LinearizeError
+from linearize.page import charts
+from linearize.page.drawing import COLOURS, Drawing, stacked
+from linearize.page.record import read_run
+from linearize.page.report import card_pictures, pictures, report_page
+
+SECTIONS = [
+    "converted",
+    "training",
+    "fidelity",
+    "positions",
+    "needles",
+    "memory",
+    "samples",
+    "cost",
+    "recipe",
+    "versions",
+]
+DRAWN = ["converted", "training", "fidelity", "positions", "needles", "memory"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+@pytest.fixture
+def run(root: Path, tmp_path: Path) -> Path:
+    return made_up_run(tmp_path, root)
+
+
+def test_a_page_has_every_section_with_its_drawing_and_loads_nothing(run: Path) -> None:
+    text = report_page(read_run(run))
+    page = Page(text)
+    assert page.sections == SECTIONS
+    assert not page.loads
+    assert "script" not in page.tags
+    assert "http" not in re.sub(r'http-equiv="[^"]*"', "", text)
+    assert len(text.encode()) < 100_000
+    drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(drawn) == len(DRAWN)
+    for svg in drawn:
+        assert ElementTree.fromstring(svg).get("aria-label")
+    assert "Not measured" not in text
+
+
+def test_a_page_says_what_the_run_says(run: Path) -> None:
+    words = Page(report_page(read_run(run))).words
+    assert "1.200x" in words  # 12.0 over 10.0
+    assert "2 of 2 softmax layers became GSA" in words
+    assert "def f(<b>" in words
+    assert "\\x1b[31m" in words
+    assert "4,096" in words
+    assert "2.13.0" in words
+
+
+def test_every_colour_of_a_page_has_a_light_and_a_dark_value(run: Path) -> None:
+    text = report_page(read_run(run))
+    used = set(re.findall(r"var\(--(\w+)\)", text))
+    light, dark = (dict(re.findall(r"--(\w+): (#\w+);", part)) for part in text.split("prefers-color-scheme: dark", 1))
+    assert used <= light.keys() == set(COLOURS)
+    assert all(light[name] != dark[name] for name in used)
+
+
+def test_a_long_run_makes_a_small_page(root: Path, tmp_path: Path) -> None:
+    place = made_up_run(tmp_path, root, steps=20_000)
+    assert len(report_page(read_run(place)).encode()) < 2 * 2**20
+
+
+def test_what_was_not_measured_names_the_command_that_measures_it(run: Path) -> None:
+    (run / "eval.json").unlink()
+    page = Page(report_page(read_run(run)))
+    assert page.sections == SECTIONS
+    assert page.words.count(f"linearize eval {run / 'final'} --teacher") == 2
+
+
+def test_a_run_that_just_began_has_a_page(run: Path) -> None:
+    for name in ("metrics.jsonl", "report.json", "eval.json"):
+        (run / name).unlink()
+    words = Page(report_page(read_run(run))).words
+    assert "The run is not finished." in words
+    assert "No step was trained yet" in words
+
+
+def test_secrets_of_a_recipe_stay_out_of_its_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a-secret-value")
+    settings = json.loads((run / "run.json").read_text())
+    settings["versions"]["torch"] = "a-secret-value"
+    (run / "run.json").write_text(json.dumps(settings))
+    assert "a-secret-value" not in report_page(read_run(run))
+
+
+def test_needles_are_drawn_by_depth_where_they_were_measured(run: Path) -> None:
+    with_depths = pictures(read_run(run))["needles"]
+    assert "0-20 %" in with_depths.svg()
+    (run / "eval.json").write_text(json.dumps(eval_result(depths=False)))
+    assert "0-100 %" in pictures(read_run(run))["needles"].svg()
+
+
+def test_pictures_are_png_files_with_something_on_them(run: Path) -> None:
+    from PIL import Image
+
+    found = card_pictures(read_run(run))
+    assert [name.removesuffix(".png") for name in found] == DRAWN[1:]
+    for name, (data, about) in found.items():
+        (run / name).write_bytes(data)
+        with Image.open(run / name) as image:
+            assert image.width >= 1000
+            assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 5
+        assert about
+        assert len(data) < 150_000
+
+
+def test_without_pillow_there_are_no_pictures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(self: Drawing) -> bytes:
+        raise ImportError("no PIL")
+
+    monkeypatch.setattr(Drawing, "png", lacking)
+    assert card_pictures(read_run(run)) == {}
+
+
+def test_the_command_writes_the_page_where_it_is_told(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(eval_result() | {"kl": 0.123}))
+    where = tmp_path / "new" / "page.html"
+    result = CliRunner().invoke(app, ["report", str(run), "-o", str(where), "--eval", str(other), "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert told["bytes"] == where.stat().st_size
+    assert "0.123" in Page(where.read_text()).words
+    assert not (run / "report.html").exists()
+
+
+def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
+    for folder, message in (
+        (tmp_path / "nothing", "nothing"),
+        (tmp_path, "It holds the runs run"),
+        (run / "cache", "give the run itself"),
+    ):
+        if folder.name == "cache":
+            folder.mkdir()
+        with pytest.raises(LinearizeError, match=message) as refused:
+            read_run(folder)
+        assert refused.value.code == Exit.USAGE
+    (run / "eval.json").write_text("{}")
+    with pytest.raises(LinearizeError, match="linearize eval -o writes"):
+        read_run(run)
+
+
+def test_finetune_ends_with_a_page_and_with_pictures_in_the_card(root: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(
+        tmp_path,
+        base(root, "llama", layers="0"),
+        stage("attention_transfer"),
+        stage("logit_kl", "all"),
+        data={"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}},
+        eval={"max_tokens": 256},
+    )
+    report = train(recipe)
+    record = read_run(tmp_path / "run")
+    assert record.layers("before").keys() == record.layers("after").keys() == {0}
+    assert [set(sample) for sample in report["samples"]] == [{"prompt", "teacher", "student", "text"}] * 3
+    words = Page((tmp_path / "run" / "report.html").read_text()).words
+    assert "1 of 2 softmax layers became GSA; layers 1 keep softmax" in words
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    named = re.findall(r"!\[.+\]\((.+)\)", card)
+    assert {"pictures/training.png", "pictures/fidelity.png", "pictures/memory.png"} <= set(named)
+    listed = json.loads((tmp_path / "run" / "final" / "linearize.json").read_text())["files"]
+    assert all((tmp_path / "run" / "final" / name).is_file() and name in listed for name in named)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_browser_shows_the_page(run: Path, theme: str) -> None:
+    from PIL import Image
+
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs chromium")
+    (run / "page.html").write_text(report_page(read_run(run)))
+    wanted = ["--blink-settings=preferredColorScheme=0", "--force-dark-mode"] if theme == "dark" else []
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=900,5000",
+        f"--user-data-dir={run / 'profile'}",
+    ]
+    picture = run / "page.png"
+    command = [browser, *options, *wanted, f"--screenshot={picture}", (run / "page.html").as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    with Image.open(picture) as image:
+        pixels = image.convert("RGB")
+        paper = "#{:02x}{:02x}{:02x}".format(*pixels.getpixel((3, 3)))
+        shown = {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in pixels.getcolors(1 << 24)}
+    assert paper == COLOURS["paper"][theme == "dark"]
+    assert {COLOURS[name][theme == "dark"] for name in ("blue", "grid", "ink")} <= shown
+
+
+# ---------------------------------------------------------------- drawing
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log"), [(0, 1, False), (9.8, 11.2, False), (3, 3e9, True), (0.036, 0.11, True), (512, 1e6, True)]
+)
+def test_ticks_are_few_and_within(low: float, high: float, log: bool) -> None:
+    found = charts.ticks(low, high, log)
+    assert 2 <= len(found) <= 8
+    assert all(low * 0.99 <= value <= high * 1.01 for value in found)
+    assert len({charts.number(value) for value in found}) == len(found)
+
+
+def test_values_that_are_not_finite_are_left_out() -> None:
+    series = [charts.Series("a", [(1.0, math.nan), (2.0, 3.0), (3.0, math.inf), (4.0, 0.0)], "blue")]
+    drawn = charts.lines("t", series, charts.Axis("x"), charts.Axis("y", log=True))
+    assert "nan" not in drawn.svg()
+    with pytest.raises(ValueError, match="no values"):
+        charts.lines("t", [charts.Series("a", [(1.0, math.nan)], "blue")], charts.Axis("x"), charts.Axis("y"))
+
+
+def test_a_line_of_many_points_keeps_its_ends_and_its_mean() -> None:
+    points = [(float(n), float(n % 7)) for n in range(10_001)]
+    thin = charts.thinned(points)
+    assert len(thin) <= charts.MOST_POINTS + 1
+    assert thin[-1] == points[-1]
+    assert sum(y for _, y in thin) / len(thin) == pytest.approx(3.0, abs=0.1)
+
+
+def test_hints_and_labels_are_escaped() -> None:
+    drawn = charts.strip("<title>", {0: ('a"<b>', "blue"), 1: ("softmax", "soft")})
+    root = ElementTree.fromstring(stacked([drawn, drawn]).svg())
+    assert any('a"<b>' in (node.text or "") for node in root.iter())
+
+
+def test_eighty_layers_fit_on_a_strip_and_on_an_axis() -> None:
+    drawn = charts.strip("layers", dict.fromkeys(range(80), ("gsa", "blue")))
+    assert drawn.width == charts.WIDTH
+    after = {n: 0.01 * (n + 1) for n in range(80)}
+    chart = charts.before_after("error", list(range(80)), {}, after, [], "error", True)
+    labels = [node.text for node in ElementTree.fromstring(chart.svg()).iter("text")]
+    assert sum(str(label).isdigit() for label in labels) < 40

@@ -1,0 +1,149 @@
+"""The plugin for vLLM as far as it needs no vLLM: what it reads from a folder, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+
+from linearize.serve import vllm_plugin
+from linearize.serve.folder import is_converted, layer_types, layers_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = {"causal": True, "routed": True}
+
+
+def config_of(kind: str = "Qwen3Config", layers: tuple[int, ...] = (0, 1, 3), **changes: Any) -> Any:
+    """The config of a converted model of 4 layers; `changes` are of every site."""
+    config = getattr(transformers, kind)(num_hidden_layers=4)
+    config.architectures = ["LinearizedQwen3ForCausalLM"]
+    sites = [{**SITE, "layer": i, "path": f"model.layers.{i}.self_attn", **changes} for i in layers]
+    config.linearize = {"layers": [{"site": site, "mechanism": "gsa", "options": {}} for site in sites]}
+    return config
+
+
+def model_config(config: Any, experts: bool = False) -> Any:
+    """What vLLM knows of a model, as far as the plugin reads it."""
+    return SimpleNamespace(hf_config=config, is_moe=experts)
+
+
+def test_layers_are_read_from_the_config() -> None:
+    layers = layers_of(config_of())
+    assert layers.linear == {i: f"model.layers.{i}.self_attn" for i in (0, 1, 3)}
+    assert layers.softmax == (2,)
+    assert is_converted(config_of())
+    assert not is_converted(transformers.Qwen3Config())
+    assert not is_converted(None)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "name"),
+    [
+        ((0, 1, 2, 3), False, "LinearizedForCausalLM"),
+        ((0, 1, 3), False, "LinearizedHybridForCausalLM"),
+        ((0, 1, 2, 3), True, "LinearizedMoEForCausalLM"),
+        ((1,), True, "LinearizedHybridMoEForCausalLM"),
+    ],
+)
+def test_a_converted_model_gets_the_class_that_fits_its_layers(
+    layers: tuple[int, ...], experts: bool, name: str
+) -> None:
+    asked: list[Any] = []
+    method = vllm_plugin.renaming(lambda architectures, config: asked.append(architectures))
+    method(["LinearizedQwen3ForCausalLM"], model_config(config_of(layers=layers), experts))
+    method(["Qwen3ForCausalLM"], model_config(transformers.Qwen3Config()))
+    assert asked == [name, ["Qwen3ForCausalLM"]]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            config_of(causal=False),
+            r"LinearizedQwen3ForCausalLM is no causal language model .*self_attn sees both sides",
+        ),
+        (config_of(routed=False), r"layers\.0\.self_attn computes softmax in its own code"),
+        (config_of("LlavaConfig"), r"reads more than text"),
+        (config_of("T5GemmaConfig"), r"is no causal language model"),
+    ],
+    ids=["encoder", "own softmax", "several towers", "encoder and decoder"],
+)
+def test_what_vllm_cannot_run_is_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers_of(config)
+
+
+def test_vllm_reads_which_layers_are_linear_where_the_source_calls_all_of_them_full() -> None:
+    """Qwen3 writes full_attention for every layer; vLLM then takes a hybrid for a model without states."""
+    config = config_of()
+    assert config.layer_types == ["full_attention"] * 4
+    vllm_plugin.Settings.verify_and_update_model_config(model_config(config))
+    vllm_plugin.Settings.verify_and_update_model_config(model_config(config))  # in each process again
+    assert config.layer_types == ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    assert config.source_layer_types == ["full_attention"] * 4
+
+
+def test_kept_layers_stay_of_the_kind_that_the_source_says() -> None:
+    config = config_of(layers=(0,))
+    config.layer_types = ["sliding_attention", "full_attention"] * 2
+    assert layer_types(config, layers_of(config))[1:] == ["full_attention", "sliding_attention", "full_attention"]
+    llama = config_of("LlamaConfig", layers=(0,))
+    assert layer_types(llama, layers_of(llama)) == ["linear_attention", *["full_attention"] * 3]
+
+
+def test_a_model_without_softmax_keeps_its_config() -> None:
+    config = config_of(layers=(0, 1, 2, 3))
+    vllm_plugin.Settings.verify_and_update_model_config(model_config(config))
+    assert config.layer_types == ["full_attention"] * 4
+
+
+def engine(**changes: Any) -> Any:
+    """What an engine was asked for; `changes` to a plain one."""
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in parallel.items()}),
+        model_config=SimpleNamespace(quantization=changes.pop("quantization", None)),
+        **{"speculative_config": None, "lora_config": None, **changes},
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor parallelism"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"lora_config": object()}, "LoRA adapters"),
+        ({"quantization": "fp8"}, "quantization"),
+    ],
+)
+def test_an_engine_that_asks_for_more_is_told_why_not(asked: dict[str, Any], reason: str) -> None:
+    assert vllm_plugin.refusals(engine()) == []
+    (found,) = vllm_plugin.refusals(engine(**asked))
+    assert found.startswith(f"{reason}: ")
+
+
+def test_the_entry_point_is_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["linearize"].partition(":")
+    assert getattr(importlib.import_module(module), name) is vllm_plugin.register
+
+
+def test_nothing_but_the_plugin_imports_vllm() -> None:
+    files = {
+        path.name
+        for path in ROOT.glob("linearize/**/*.py")
+        if "import vllm" in path.read_text("utf-8").replace("from vllm", "import vllm")
+    }
+    assert files == {"vllm_plugin.py", "vllm_models.py"}
+    code = "import sys, linearize.serve.vllm_plugin; assert 'vllm' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

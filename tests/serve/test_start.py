@@ -1,0 +1,133 @@
+"""`linearize serve`: which server it starts, with what, and what it refuses before."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from linearize.errors import Exit, LinearizeError
+from linearize.serve import start, with_transformers
+
+if TYPE_CHECKING:
+    from conftest import Command
+    from models import Zoo
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The servers that are installed, to be filled by a test."""
+    names: list[str] = []
+    monkeypatch.setattr(start, "is_installed", lambda name: name in names)
+    return names
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would take the place of this process."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
+    return commands
+
+
+def test_the_first_server_that_is_installed_is_chosen(installed: list[str]) -> None:
+    with pytest.raises(
+        LinearizeError, match=r"no server is installed.*linearize\[vllm\].*transformers\[serving\]"
+    ) as none:
+        start.choose("auto")
+    assert none.value.code == Exit.RESOURCE
+    installed += ["transformers"]
+    assert start.choose("auto") == "transformers"
+    installed += ["vllm"]
+    assert start.choose("auto") == "vllm"
+    assert start.choose("transformers") == "transformers"
+
+
+def test_a_server_that_is_absent_or_unknown_is_refused(installed: list[str]) -> None:
+    installed += ["transformers"]
+    with pytest.raises(LinearizeError, match=r"--server vllm: Install one: pip install") as absent:
+        start.choose("vllm")
+    assert absent.value.code == Exit.RESOURCE
+    with pytest.raises(LinearizeError, match=r"--server vlm: .* Did you mean 'vllm'") as unknown:
+        start.choose("vlm")
+    assert unknown.value.code == Exit.USAGE
+
+
+def test_whether_vllm_is_installed_is_asked_without_importing_it() -> None:
+    assert start.is_installed("vllm") in (True, False)
+    assert "vllm" not in sys.modules
+
+
+def test_the_command_line_starts_vllm(
+    linearize: Command, zoo: Zoo, installed: list[str], started: list[list[str]]
+) -> None:
+    _, folder = zoo.folders("llama")
+    installed += ["vllm", "transformers"]
+    code, _, said = linearize("serve", str(folder), "--port", "8123", "--", "--max-model-len", "128")
+    assert code == 0, said
+    (command,) = started
+    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    assert command[5:] == [
+        *("--trust-remote-code", "--served-model-name", str(folder)),
+        *("--host", "127.0.0.1", "--port", "8123", "--max-model-len", "128"),
+    ]
+
+
+def test_the_command_line_starts_transformers(
+    linearize: Command, zoo: Zoo, installed: list[str], started: list[list[str]]
+) -> None:
+    _, folder = zoo.folders("llama")
+    installed += ["vllm", "transformers"]
+    assert linearize("serve", str(folder), "--server", "transformers", "--host", "0.0.0.0")[0] == 0
+    assert started == [
+        [sys.executable, "-m", "linearize.serve.with_transformers", str(folder), "--host", "0.0.0.0", "--port", "8000"]
+    ]
+
+
+def test_a_model_that_is_not_converted_is_refused(linearize: Command, zoo: Zoo, installed: list[str]) -> None:
+    source, _ = zoo.folders("llama")
+    installed += ["vllm"]
+    code, _, said = linearize("serve", str(source))
+    assert code == Exit.INCOMPATIBLE
+    assert "is not linearized. Serve it without linearize: vllm serve, or transformers serve" in said
+
+
+def test_code_that_linearize_did_not_write_needs_trust(
+    linearize: Command, zoo: Zoo, installed: list[str], started: list[list[str]], tmp_path: Path
+) -> None:
+    from models import copied
+
+    folder = copied(zoo.folders("llama")[1], tmp_path / "changed")
+    path = folder / "seam.py"
+    path.write_text(path.read_text("utf-8") + "# mine\n", "utf-8")
+    installed += ["vllm"]
+    code, _, said = linearize("serve", str(folder))
+    assert code == Exit.INCOMPATIBLE
+    assert "seam.py" in said
+    assert started == []
+    assert linearize("serve", str(folder), "--trust-remote-code")[0] == 0
+    assert len(started) == 1
+
+
+def test_what_vllm_cannot_run_is_told_with_the_other_server(
+    linearize: Command, zoo: Zoo, installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(config: object) -> None:
+        raise ValueError(f"{type(config).__name__} computes softmax in its own code")
+
+    monkeypatch.setattr(start, "layers_of", refuse)
+    installed += ["vllm"]
+    code, _, said = linearize("serve", str(zoo.folders("llama")[1]))
+    assert code == Exit.INCOMPATIBLE
+    assert "LinearizedLlamaConfig computes softmax in its own code. Or add --server transformers" in said
+
+
+def test_the_class_of_a_folder_is_put_where_transformers_serve_looks(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = with_transformers.transformers
+    monkeypatch.setattr(module, "LinearizedLlamaForCausalLM", None, raising=False)
+    found = with_transformers.register(str(zoo.folders("llama")[1]))
+    assert module.LinearizedLlamaForCausalLM is found
+    assert found.__name__ == "LinearizedLlamaForCausalLM"

@@ -1,0 +1,262 @@
+"""Converted models in vLLM: an engine writes what generate() writes, whatever shares its batches and its memory.
+
+`make serving` runs this with pytest, in an environment that has vLLM; the other tests do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engines
+import pytest
+from engines import Case, alike, converted, differences, engine, expected, fill_with_nan, load, prompts_of, write
+
+import linearize.demo
+from linearize.convert import convert, plan_conversion
+
+DEMO = Path(linearize.demo.__file__).parent / "model"
+# Of tokens: shorter and longer than a chunk of 64, one that is a chunk, and one token.
+LENGTHS = (1, 2, 130, 7, 64, 33, 1, 90, 65, 17)
+NEW = 8
+CHUNK = {"max_num_batched_tokens": 64}
+MIXED = Case("olmo2", (("gsa", {}), ("gla", {"window": 8, "sink": 1}), ("gdn", {"faithful": True}), ("gla", {})))
+# Each mechanism and each architecture; chunked or whole.
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    # The source writes full_attention for every layer, which vLLM reads.
+    "qwen3 gdn hybrid": (alike("qwen3", "gdn", keep=(1, 2)), CHUNK),
+    "granite gla window": (alike("granite", "gla", window=16, sink=1), CHUNK),
+    "gpt_neox retnet": (alike("gpt_neox", "retnet"), {}),
+    "phi3 sla": (alike("phi3", "sla", base="gdn"), CHUNK),
+    "qwen2 la, tied embeddings": (alike("qwen2", "la"), {}),
+    "mistral mhla": (alike("mistral", "mhla"), CHUNK),
+    "gemma2 gla without rope, hybrid": (alike("gemma2", "gla", keep=(2, 3), rope=False), {}),
+    "olmo2, layers of different states": (MIXED, CHUNK),
+    "llama, different states, hybrid": (MIXED._replace(architecture="llama", layers=(None, *MIXED.layers[1:])), {}),
+    "gpt2 gsa": (alike("gpt2", "gsa"), CHUNK),
+    "mixtral gdn": (alike("mixtral", "gdn"), CHUNK),
+    "qwen3_moe gsa hybrid": (alike("qwen3_moe", "gsa", keep=(0,)), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_engine_writes_what_generate_writes(name: str, tmp_path: Path) -> None:
+    case, settings = CASES[name]
+    folder = converted(tmp_path, case)
+    prompts = prompts_of(LENGTHS)
+    references = expected(load(folder), prompts, NEW)
+    with engine(folder, **settings) as llm:
+        assert len(engines.state_layers(llm)) == sum(layer is not None for layer in case.layers)
+        fill_with_nan(llm)
+        assert differences(write(llm, prompts, NEW), references) == []
+        # Again, in rows that others used, or that hold NaN.
+        fill_with_nan(llm)
+        alone = [output for prompt in prompts[:3] for output in write(llm, [prompt], NEW)]
+        assert differences(alone, references[:3]) == []
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, a trained one with a tokenizer, as a hybrid."""
+    folder = tmp_path_factory.mktemp("demo") / "linear"
+    plan = plan_conversion(str(DEMO), "gla", layers="0,1,3,4", options={"window": 32, "sink": 1})
+    convert(*plan, folder, level="none", say=lambda text: None)
+    return folder
+
+
+def test_32_requests_in_random_order_stop_sampling_and_preemption(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted: list[str] = []
+    plain = Scheduler._preempt_request
+
+    def noted(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        plain(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", noted)
+    chance = random.Random(2)
+    prompts = prompts_of(tuple(chance.randint(1, 150) for _ in range(32)), 2000)
+    references = expected(load(demo), prompts, 24)
+    order = list(range(32))
+    chance.shuffle(order)
+    # Eight rows for 32 requests; blocks of keys for a few of them, so that some must give theirs back.
+    with engine(demo, max_num_seqs=8, max_num_batched_tokens=128, num_gpu_blocks_override=12) as llm:
+        fill_with_nan(llm)
+        outputs = write(llm, [prompts[i] for i in order], 24)
+        assert differences(outputs, [references[i] for i in order]) == []
+        assert preempted
+        tokens, _ = references[3]
+        stop = tokens[5]
+        (stopped,) = write(llm, [prompts[3]], 24, stop_token_ids=[stop])
+        assert list(stopped.outputs[0].token_ids) == tokens[: tokens.index(stop) + 1]
+        assert stopped.outputs[0].finish_reason == "stop"
+        (several,) = write(llm, [prompts[4]], 12, temperature=1.0, n=3)
+        assert len({tuple(one.token_ids) for one in several.outputs}) == 3
+        (likely,) = write(llm, [prompts[5]], 4, logprobs=3)
+        assert all(len(step) >= 3 for step in likely.outputs[0].logprobs)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refusal(folder: Path, **settings: Any) -> str:
+    """What vLLM says of an engine that cannot be."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with pytest.raises(ValueError) as raised:
+        EngineArgs(str(folder), trust_remote_code=True, **settings).create_engine_config()
+    return str(raised.value)
+
+
+def test_what_linear_layers_do_not_do_is_refused(demo: Path) -> None:
+    assert "tensor parallelism" in refusal(demo, tensor_parallel_size=2, distributed_executor_backend="mp")
+    assert "speculative decoding" in refusal(
+        demo, speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    )
+    assert "LoRA adapters" in refusal(demo, enable_lora=True)
+
+
+def test_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained(tmp_path / "source")
+    plan = plan_conversion(str(tmp_path / "source"), "la")
+    convert(*plan, tmp_path / "linear", level="none", say=lambda text: None)
+    assert "LinearizedBertForMaskedLM is no causal language model" in refusal(tmp_path / "linear")
+
+
+def test_prefix_caching_is_off(demo: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = EngineArgs(str(demo), trust_remote_code=True, enable_prefix_caching=True).create_engine_config()
+    assert made.cache_config.enable_prefix_caching is False
+    assert made.model_config.is_hybrid
+
+
+# ---------------------------------------------------------------- over HTTP
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A server in a child process, asked over loopback."""
+
+    def __init__(self, port: int, name: str) -> None:
+        self.port, self.name = port, name
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.get("/health")[0] == 200
+        return False
+
+    def get(self, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    def open(self, path: str, **asked: Any) -> http.client.HTTPResponse:
+        """The answer to a request, not read yet."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        body = json.dumps({"model": self.name, **asked})
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def post(self, path: str, **asked: Any) -> dict[str, Any]:
+        answer = self.open(path, **asked)
+        text = answer.read().decode()
+        assert answer.status == 200, text
+        return json.loads(text)
+
+    def stream(self, path: str, **asked: Any) -> list[dict[str, Any]]:
+        """The events of a streamed answer."""
+        lines = self.open(path, stream=True, **asked).read().decode().splitlines()
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [json.loads(one) for one in data if one != "[DONE]"]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, log: Path, *options: str) -> Iterator[Server]:
+    """`linearize serve` on a folder, until it answers; ended afterwards."""
+    port = free_port()
+    command = [sys.executable, "-m", "linearize", "serve", str(folder), "--port", str(port), *options]
+    with log.open("w") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            server, deadline = Server(port, str(folder)), time.monotonic() + 200
+            while not server.answers():
+                assert child.poll() is None, log.read_text()[-4000:]
+                assert time.monotonic() < deadline, log.read_text()[-4000:]
+                time.sleep(0.5)
+            yield server
+        finally:
+            child.terminate()
+            child.wait(60)
+
+
+PROMPT = "import os\n\n\ndef main():\n"
+
+
+def greedy(folder: Path, new: int) -> str:
+    """What generate() adds to PROMPT."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    ids = tokenizer(PROMPT).input_ids
+    tokens, _ = expected(load(folder), [ids], new)[0]
+    return tokenizer.decode(tokens)
+
+
+def test_vllm_over_http_streams_and_survives_a_request_that_is_cancelled(demo: Path, tmp_path: Path) -> None:
+    options = ("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "1024")
+    wanted = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    with serving(demo, tmp_path / "log", "--server", "vllm", "--", *options) as server:
+        reference = greedy(demo, 16)
+        assert server.post("/v1/completions", **wanted)["choices"][0]["text"] == reference
+        events = server.stream("/v1/completions", **wanted)
+        assert len(events) > 3
+        assert "".join(event["choices"][0]["text"] for event in events) == reference
+        long = server.open("/v1/completions", stream=True, **{**wanted, "max_tokens": 900})
+        assert long.readline().startswith(b"data: ")
+        long.close()
+        cancelled = time.monotonic()
+        while "vllm:num_requests_running{" in (metrics := server.get("/metrics")[1]):
+            (running,) = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running{")]
+            if float(running.split()[-1]) == 0:
+                break
+            assert time.monotonic() - cancelled < 30
+            time.sleep(0.1)
+        assert server.post("/v1/completions", **wanted)["choices"][0]["text"] == reference
+        chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "def"}], max_tokens=4)
+        assert chat["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_transformers_serves_the_same_text(demo: Path, tmp_path: Path) -> None:
+    with serving(demo, tmp_path / "log", "--server", "transformers", "--", "--dtype", "float32") as server:
+        wanted = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+        text = server.post("/v1/completions", **wanted)["choices"][0]["text"]
+        assert greedy(demo, 8).startswith(text)
+        assert text
+        events = server.stream("/v1/completions", **wanted)
+        assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == text

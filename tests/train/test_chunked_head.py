@@ -1,0 +1,67 @@
+"""Logit KL some tokens at a time: the same losses and weights, and fewer logits in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import relative_error
+from training import T, base, make_recipe, metrics, stage, tensors, train
+
+from linearize.errors import LinearizeError
+from linearize.estimate.memory import Rehearsal
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+CASES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("llama", "all", {"kl": 1.0, "ce": 0.5, "temperature": 2.0}),  # its head is its embedding
+    ("llama", ["new", "lora"], {"kl": 1.0}),
+    ("gpt2", "mixer", {"kl": 0.0, "ce": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "parts", "loss"), CASES, ids=["tied", "frozen head", "ce alone"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_it_trains_what_all_logits_at_once_train(
+    root: Path, tmp_path: Path, name: str, parts: Any, loss: dict[str, Any], checkpointing: bool
+) -> None:
+    runtime = {"device": "cpu", "gradient_checkpointing": checkpointing}
+    for place, size in (("whole", None), ("pieces", 12)):
+        one = stage("logit_kl", parts, name, loss={**loss, "tokens_at_once": size}, optimizer={"lr": 1e-4})
+        one["batch"] = {"per_device": 2, "accumulate": 2}
+        torch.manual_seed(0)
+        train(make_recipe(tmp_path / place, base(root, name), one, runtime=runtime))
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    if name == "llama":  # gpt2's dropout draws other numbers
+        assert metrics(pieces) == pytest.approx(metrics(whole), rel=1e-5)
+        assert metrics(pieces, "grad_norm") == pytest.approx(metrics(whole, "grad_norm"), rel=1e-4)
+        expected = tensors(whole / "run/final")
+        for key, value in tensors(pieces / "run/final").items():
+            assert relative_error(value, expected[key]) < 1e-3, key
+    else:
+        assert metrics(pieces) == pytest.approx(metrics(whole), rel=0.05)
+
+
+def test_the_logits_take_less(root: Path, tmp_path: Path) -> None:
+    def logits(size: int | None) -> int:
+        one = stage("logit_kl", "all", loss={"tokens_at_once": size})
+        recipe = make_recipe(tmp_path, base(root, "llama"), one)
+        found = Rehearsal(recipe, None, base(root, "llama"), "no", gpu=False).stage(0)
+        assert not found.reason
+        return found.saved
+
+    assert logits(T // 8) < 0.8 * logits(None)
+
+
+def test_what_cannot_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stage("logit_kl", "new", loss={"tokens_at_once": 8})
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(LinearizeError, match=r"loss\.tokens_at_once is for whole weights"):
+        train(make_recipe(tmp_path, base(root, "llama"), one))
