@@ -1,11 +1,12 @@
 """`linearize estimate` beside what a GPU really takes, for the table of docs/cost.md.
 
-    python -m benchmarks.estimate FOLDER           # one GPU of 80 GB or more; a few minutes a model; Markdown on stdout
+    python -m benchmarks.estimate FOLDER           # one GPU of 80 GB or more; a minute or two a model; Markdown on stdout
+    python -m benchmarks.estimate FOLDER 8B 135M   # only models in whose names one of these stands
     python -m benchmarks.estimate FOLDER --tiny    # the same on a CPU with small models, which proves this file alone
 
 Eight recipes for models of 0.1B to 8B: random weights of published shapes, nothing is downloaded. Each is a process of
 its own: `estimate --measure` prints the estimate and takes two steps of every stage. Those that do not fit the card are
-estimated and not measured. Not run on a GPU yet.
+estimated and not measured.
 """
 
 from __future__ import annotations
@@ -58,16 +59,20 @@ def run(place: Path, preset: str, overrides: list[str], measure: bool) -> dict[s
 
 def main() -> None:
     folder, tiny = Path(sys.argv[1]), "--tiny" in sys.argv
+    wanted = [word for word in sys.argv[2:] if word != "--tiny"] or [""]
     print("| model | recipe | stage | estimated GiB | measured GiB | reserved GiB | estimated tokens/s | measured |")
     print("|---|---|---|---|---|---|---|---|")
     for name, (config, preset, overrides) in RECIPES.items():
+        if not any(word in name for word in wanted):
+            continue
         place = folder / name.replace(" ", "-")
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.json").write_text(json.dumps(config | (SMALL if tiny else {})))
         given = overrides + TINY * tiny
-        found = run(place, preset, given, measure=False)
-        if all(row["fits"] for row in found.get("stages", ())) and "error" not in found:
-            found = run(place, preset, given, measure=True)
+        found = run(place, preset, given, measure=True)
+        if "error" in found:  # it may be too large for the card: then the estimate alone
+            print(f"{name}: {found['error']}", file=sys.stderr, flush=True)
+            found = run(place, preset, given, measure=False)
         if "error" in found:
             print(f"| {name} | {preset} | {found['error']} | | | | | |", flush=True)
         for row in found.get("stages", ()):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ TENSORS = ("input_ids", "position_ids", "attention_mask")
 DEVICES = ("cuda",)
 # Files whose hooks do nothing that a recorded step would lack.
 OWN = ("seam", "position_hooks", "modeling_utils")
-# The recorders of all calls of generate() that run now. While one records, other threads cannot draw random numbers.
+# The recorders of all calls of generate() that run now, and of some that are over, until Python collects them.
 running: weakref.WeakSet[Replay] = weakref.WeakSet()
 # One for each GPU: cuBLAS keeps 32 MiB for every stream that it was recorded on.
 streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -91,16 +92,21 @@ class Replay:
 
     def __init__(self, model: Any, compiled: Callable[..., Any] | None = None) -> None:
         self.model, self.compiled, self.calls = model, compiled, 0
+        self.thread = threading.current_thread()
         self.step: Step | None = None
         running.add(self)
 
     def __call__(self, **inputs: Any) -> Any:
         self.calls += 1
-        if self.calls == PLAIN_STEPS + 1 and len(running) == 1 and recordable(inputs):
+        if self.calls == PLAIN_STEPS + 1 and self.alone() and recordable(inputs):
             return self.record(inputs)
         if self.step is not None and self.step.fits(inputs):
             return self.step(inputs)
         return self.model(**inputs)
+
+    def alone(self) -> bool:
+        """Whether no other thread generates: while one records, the others cannot draw random numbers."""
+        return not any(one.thread is not self.thread and one.thread.is_alive() for one in running)
 
     def record(self, inputs: dict[str, Any]) -> Any:
         """One plain step, and the recorded one on a copy of the state to compare it with."""

@@ -3,9 +3,11 @@ which shows what goes into a recording and comes out of it; that a GPU replays i
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -149,15 +151,35 @@ def test_what_a_recording_would_miss_stays_plain(zoo: Zoo, record: Callable[[Any
     if reason == "hook":
         model.model.norm.register_forward_hook(lambda *call: heard.append(call))
     recorder = record(model)
-    other = model.get_compiled_call(None) if reason == "another call" else None
-    if reason == "teacher":
-        with model.teacher():
-            generate(model, ids)
-    else:
-        generate(model.train(reason == "training"), ids, **arguments)
+    with another_call(model) if reason == "another call" else contextlib.nullcontext():
+        if reason == "teacher":
+            with model.teacher():
+                generate(model, ids)
+        else:
+            generate(model.train(reason == "training"), ids, **arguments)
     assert recorder.recorded == 0
     assert len(heard) == (NEW if reason == "hook" else 0)
-    assert (other is None) == (reason != "another call")
+
+
+@contextlib.contextmanager
+def another_call(model: Any) -> Iterator[None]:
+    """Within, another thread has begun to generate."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(model.get_compiled_call, None).result()
+        yield
+        assert type(other).__name__ == "Replay"
+
+
+def test_calls_that_are_over_hinder_none(zoo: Zoo, record: Callable[[Any], Recorder]) -> None:
+    """Whatever still refers to them: a traceback, a record of a log."""
+    model, ids = zoo.model("llama"), tokens(2, 9)
+    recorder = record(model)
+    with another_call(model):
+        pass
+    over = model.get_compiled_call(None)
+    generate(model, ids)
+    assert recorder.replayed == NEW - 3
+    assert over.step is None
 
 
 def test_a_step_that_depends_on_more_than_its_inputs_stays_plain(
