@@ -1,6 +1,6 @@
 """`linearize estimate` beside what a GPU really takes, for the table of docs/cost.md.
 
-    python -m benchmarks.estimate FOLDER           # one GPU of 80 GB or more; a minute or two a model; Markdown on stdout
+    python -m benchmarks.estimate FOLDER           # one GPU of 80 GB or more; a minute or two a model
     python -m benchmarks.estimate FOLDER 8B 135M   # only models in whose names one of these stands
     python -m benchmarks.estimate FOLDER --tiny    # the same on a CPU with small models, which proves this file alone
 

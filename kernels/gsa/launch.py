@@ -217,8 +217,11 @@ def _both(x: Problem, *gradients: Tensor | None) -> list[Tensor | None]:
 
 
 def sweeps(x: Problem) -> bool:
-    """Whether the kernels of sweep.py take this call: a memory per query head, in sizes that they were written for."""
+    """Whether the kernels of sweep.py take this call: a memory per query head, in sizes that they were written for, and
+    work enough for their launches."""
     c = x.config
+    if c.sweep_from > x.B * x.T * x.E:
+        return False
     plain = x.layout.per_chunk is None and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
     return plain and bool(c.sweep) and all(x.M % walk.part == x.D % walk.part == 0 for walk in c.sweep)
 

@@ -23,6 +23,9 @@ from linearize_kernels.layout import TokenLayout
 
 # Of the norm of what the float64 path gives: any tensor, and one that the PyTorch path in bf16 misses by so much less.
 ALLOWED, FACTOR = 1e-2, 1.5
+# Nearly all of a slope's gradient cancels, and the rounding of the weights' gradients to bf16 in dq stays: 1.2e-2 and
+# 1.8e-2 both ways, 32/8 heads of 128, on one H100 (docs/measurements/kernel-notes.md).
+ALLOWED_OF = {"slope_logit": 2.5e-2}
 FEW = HEADS[1], HEADS[6]
 HIDDEN = 256
 
@@ -172,7 +175,9 @@ def rows(name: str, options: dict[str, Any], heads: Heads, device: str) -> Itera
     begin, title = time.perf_counter(), f"{name} {options or ''} {heads}"
     try:
         for cell, found in cells(name, options, heads, device):
-            worst = [n for n, (ours, torchs) in found.items() if not ours <= max(ALLOWED, FACTOR * torchs)]
+            worst = [
+                n for n, (ours, torchs) in found.items() if not ours <= max(ALLOWED_OF.get(n, ALLOWED), FACTOR * torchs)
+            ]
             shown = [n for n, (ours, _) in found.items() if ours > ALLOWED or n in ("o", "dq", "prefill", "decode")]
             numbers = " ".join("{} {:.1e}/{:.1e}".format(n, *found[n]) for n in shown)
             spent, begin = time.perf_counter() - begin, time.perf_counter()

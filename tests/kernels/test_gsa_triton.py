@@ -5,6 +5,7 @@ bf16 is garbage in the interpreter; it is proved on a GPU (docs/measurements/ker
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -125,15 +126,17 @@ def test_safe_configurations_fit_their_budget(budget: int, M: int, D: int) -> No
         assert kernel.metadata.shared <= budget * 1024, (name, config)
 
 
+@pytest.mark.parametrize("M", [64, 128])
 @pytest.mark.parametrize("name", ["read", "mix", "keys", "gates"])
-def test_sweeps_of_hopper_fit_its_shared_memory(name: str) -> None:
+def test_sweeps_of_hopper_fit_its_shared_memory(name: str, M: int) -> None:
     from linearize_kernels.gsa import sweep
     from linearize_kernels.gsa.config import choose
 
-    config = choose((9, 0), 227 * 1024, 128, 128, 128, torch.bfloat16)
+    config = choose((9, 0), 227 * 1024, M, 128, 128, torch.bfloat16)
     part, warps, stages = config.sweep[("read", "mix", "keys", "gates").index(name)]
-    constants = overrides_for(config, 128, 128) | {
-        **dict.fromkeys(("CUT", "START", "LAST", "SEGMENTS", "STEPS"), False), "BX": part, "SPLIT": 128 // part,
+    size = M if name in ("read", "gates") else 128
+    constants = overrides_for(config, M, 128) | {
+        **dict.fromkeys(("CUT", "START", "LAST", "SEGMENTS", "STEPS"), False), "BX": part, "SPLIT": size // part,
         "p_seg": None,
     }  # fmt: skip
     factors = [f"p_{x}{low}" for x in ("W", "w", "p", "dl") for low in ("", "_low")]
@@ -149,6 +152,16 @@ def test_triton_versions_that_were_not_checked_sweep_nothing(monkeypatch: pytest
     for version, sweeps in (("3.6.0", True), ("3.5.1", False)):
         monkeypatch.setattr(config.triton, "__version__", version)
         assert bool(config.choose((9, 0), 227 * 1024, 128, 128, 128, torch.bfloat16).sweep) == sweeps
+
+
+def test_a_short_call_of_few_slots_does_not_sweep() -> None:
+    from linearize_kernels.gsa import config, launch
+
+    chosen = config.choose((9, 0), 227 * 1024, 64, 128, 128, torch.bfloat16)
+    layout = SimpleNamespace(per_chunk=None)
+    for T, expected in ((2048, True), (2047, False)):
+        call = SimpleNamespace(config=chosen, B=4, T=T, H=32, E=32, M=64, D=128, DV=128, layout=layout)
+        assert launch.sweeps(call) == expected
 
 
 def test_every_size_has_a_configuration_or_says_why_not() -> None:
