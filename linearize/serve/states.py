@@ -179,15 +179,20 @@ def run_call(
     pool: Tensor,
     call: Call,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    rotation: Any,
     out: Tensor,
 ) -> None:
     """One call of a mixer on a batch of tokens: reads and writes the states in `pool`, writes o into `out` [T,H,Dv].
 
-    `inputs` are q [T,H,D], k [T,Hkv,D], v [T,Hkv,Dv] and hidden states [T,hidden].
+    `inputs` are q [T,H,D], k [T,Hkv,D], v [T,Hkv,Dv] and hidden states [T,hidden]; `rotation`, cos and sin [1,T,R/2],
+    is for mixers that rotate q and k themselves, else None.
     """
     q, k, v, x = (tensor[call.tokens] for tensor in inputs)
     state = None if call.fresh else layout.read(pool, call.rows)
-    o, state = mixer(q, k, v, x, token_layout(mixer, call.padding), state)
+    places = token_layout(mixer, call.padding)
+    if rotation is not None:
+        places = places._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
+    o, state = mixer(q, k, v, x, places, state)
     layout.write(pool, call.rows, state)
     o, places = o.flatten(0, 1), call.tokens.flatten()
     if call.real is not None:

@@ -75,6 +75,7 @@ class StateAttention(nn.Module, MambaBase):
         self.__dict__["module"] = module  # no child: it holds this
         self.layout, self.prefix = layout, prefix
         self.hidden: Tensor | None = None
+        self.rotation: Any = None
         self.kv_cache = (torch.tensor([]),)
         get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
         module.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -89,12 +90,13 @@ class StateAttention(nn.Module, MambaBase):
         return StateBackend
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pre-hook of the attention module: keep the hidden states, which gates read; take rotation away if asked."""
+        """Pre-hook of the attention module: keep the hidden states, which gates read; take rotation away if asked, and
+        keep it for mixers that rotate behind their feature map."""
         bound = bind(module, args, kwargs)
         self.hidden = bound[hidden_name(module.mixer)]
         if not module.mixer.drop_rope:
             return None
-        without_rotation(bound, True)
+        self.rotation = without_rotation(bound, True)
         return (), bound
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ class StateAttention(nn.Module, MambaBase):
         """
         mixer: Any = self.__dict__["module"].mixer
         site, T = mixer.site, query.shape[0]
-        hidden, self.hidden = self.hidden, None
+        hidden, rotation, self.hidden, self.rotation = self.hidden, self.rotation, None, None
         assert hidden is not None, f"{site.path}: its attention ran outside its module"
         q, k, v = query.view(T, site.heads, -1), key.view(T, site.kv_heads, -1), value.view(T, site.kv_heads, -1)
         out = q.new_zeros(T, site.heads, v.shape[-1])
@@ -112,7 +114,7 @@ class StateAttention(nn.Module, MambaBase):
         if described is not None:  # else vLLM measures how much memory a batch takes
             inputs = q, k, v[..., : site.value_dim], hidden.reshape(T, -1)
             for call in described[self.prefix].calls:
-                run_call(mixer, self.layout, self.kv_cache[0], call, inputs, out[..., : site.value_dim])
+                run_call(mixer, self.layout, self.kv_cache[0], call, inputs, rotation, out[..., : site.value_dim])
         return out[None]
 
 

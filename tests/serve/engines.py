@@ -112,6 +112,8 @@ def engine(folder: Path, **settings: Any) -> Iterator[Any]:
         llm = LLM(str(folder), **{**plain, **settings})
         yield llm
     finally:
+        if llm is not None:  # a failed test's traceback holds it
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()

@@ -21,6 +21,7 @@ from linearize.serve.states import (
     run_call,
     state_layouts,
 )
+from linearize_kernels.layers.rotary import Rotation
 from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import Mixer, Site
 
@@ -50,6 +51,11 @@ def nan_pool(rows: int, layout: StateLayout) -> Tensor:
     return torch.full((rows, layout.bytes), 255, dtype=torch.uint8)
 
 
+def rotation_by(angles: Tensor) -> Rotation:
+    """[T,R/2] as an attention module is given it."""
+    return Rotation(angles.cos()[None], angles.sin()[None])
+
+
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
 @torch.no_grad()
 def test_ragged_batches_equal_single_sequences(name: str, options: dict[str, Any]) -> None:
@@ -57,7 +63,14 @@ def test_ragged_batches_equal_single_sequences(name: str, options: dict[str, Any
     layout = StateLayout(example_state(mixer, torch.float64))
     lengths = [1, 2, 9, 30, 30, 5, 1, 17]
     sequences = [tokens(T) for T in lengths]
-    expected = [mixer(*(y[None] for y in sequence), TokenLayout())[0][0] for sequence in sequences]
+    # Which mechanisms rotate q and k themselves; the others are given none.
+    angles = torch.randn(max(lengths), SITE.key_dim // 2, dtype=torch.float64) if mixer.drop_rope else None
+
+    def whole(sequence: list[Tensor]) -> Tensor:
+        places = None if angles is None else rotation_by(angles[: len(sequence[0])])
+        return mixer(*(y[None] for y in sequence), TokenLayout(rotation=places))[0][0]
+
+    expected = [whole(sequence) for sequence in sequences]
     pool, rows = nan_pool(len(lengths) + 3, layout), torch.randperm(len(lengths) + 3)[: len(lengths)]
     untouched = sorted({*range(len(pool))} - {*rows.tolist()})
     got: list[list[Tensor]] = [[] for _ in lengths]
@@ -72,8 +85,10 @@ def test_ragged_batches_equal_single_sequences(name: str, options: dict[str, Any
         q, k, v, x = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
         out = torch.full((len(q), SITE.heads, SITE.value_dim), torch.nan, dtype=torch.float64)
+        places = [torch.arange(done[i], done[i] + n) for i, n in zip(batch, sizes, strict=True)]
+        rotation = None if angles is None else rotation_by(angles[torch.cat(places)])
         for call in calls_of(starts, [done[i] for i in batch], rows[batch]):
-            run_call(mixer, layout, pool, call, (q, k, v, x), out)
+            run_call(mixer, layout, pool, call, (q, k, v, x), rotation, out)
         for i, start, n in zip(batch, starts, sizes, strict=False):
             got[i].append(out[start : start + n])
             done[i] += n
