@@ -210,6 +210,11 @@ class Mixer(nn.Module):
         return f"its grid is not known: {site.grid_from}" if cls.geometric and site.grid == "unknown" else None
 
     @classmethod
+    def published_at(cls, site: Site | None) -> dict[str, Any]:
+        """`published`, for papers that differ between kinds of sites."""
+        return cls.published
+
+    @classmethod
     def idle(cls, site: Site, flat: bool) -> dict[str, str]:
         """Options of no effect at a site, and why; `flat`: the tokens are those of a 2D grid and no others."""
         return {}
@@ -318,13 +323,13 @@ def option_about(mixer: type[Mixer], option: str, base: str | None = None) -> st
     return own[0] if own else ""
 
 
-def published_options(mixer: type[Mixer], base: str | None = None) -> dict[str, Any]:
-    """Options under which a mechanism, over `base` where it has bases, behaves as published."""
+def published_options(mixer: type[Mixer], base: str | None = None, site: Site | None = None) -> dict[str, Any]:
+    """Options under which a mechanism, over `base` where it has bases, behaves as published at a site."""
     if not mixer.bases:
-        return mixer.published
+        return mixer.published_at(site)
     known = option_types(mixer, base)
-    own = mixer.bases[base or known["base"][2]].published
-    return {name: value for name, value in own.items() if name in known} | mixer.published
+    own = mixer.bases[base or known["base"][2]].published_at(site)
+    return {name: value for name, value in own.items() if name in known} | mixer.published_at(site)
 
 
 def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | int, shape: tuple[int, int]) -> Tensor:

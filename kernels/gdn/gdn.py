@@ -167,7 +167,6 @@ class GatedDeltaNet(Recurrent, Mixer):
         "write": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95),
     }
     published = {
-        "state_heads": "query",
         "taps": 4,
         "value_act": "swish",
         "rope": False,

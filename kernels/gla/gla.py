@@ -15,6 +15,8 @@ The sums with e^{b_t-b_i} become matrix products in scan.py; eager.py holds the 
 A read gate r_t and a write gate w_t, one number per token and head (SLA has them), make o_t = r_t S_t^T (c q_t) and
 write w_t k_t v_t^T.
 
+The paper's layer ends with a swish gate of its own, RMSNorm(o_t) . swish(W x_t + b) (section 4.4), an option here.
+
 Letters: B batch, T time, H query heads, E gate (state) heads, G = H/E, D key dim, Dv value dim, C chunk, N chunks.
 Gates are log-space, <= 0; memories and gate sums in fp32 (fp64 stays fp64).
 """
@@ -29,6 +31,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
+from ..layers.output_gate import OutputGate
 from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
 from .launch import chunked_op, runs_on, step_op
@@ -146,8 +149,8 @@ class GatedLinearAttention(Recurrent, Mixer):
     tried: ClassVar[dict[str, tuple[Any, ...]]] = {
         "half_lives": tuple((low, high) for low in (0.5, 2.0, 8.0, 32.0) for high in (4 * low, 32 * low, 1024 * low))
     }
-    # The paper's layer without its output gate, which a converted model has no weights for.
-    published = {"rope": "off", "feature_map": "identity", "half_life_min": 0.0}
+    # Its bias starts open, so that a conversion begins nearly as without the gate (layers/output_gate.py).
+    published = {"rope": "off", "feature_map": "identity", "half_life_min": 0.0, "output_gate": True}
 
     def __init__(
         self,
@@ -159,9 +162,10 @@ class GatedLinearAttention(Recurrent, Mixer):
         half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 2.0,
         half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 2048.0,
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
-        feature_map: Literal["identity", "elu", "relu", "hedgehog"] = "relu",
+        feature_map: Literal["identity", "elu", "relu", "plain_relu", "hedgehog"] = "relu",
         rope: Rope = "auto",
         norm: Literal["none", "head"] = "head",
+        output_gate: bool = False,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
@@ -173,6 +177,7 @@ class GatedLinearAttention(Recurrent, Mixer):
         self.damping, self.gate_std = damping, gate_std
         self.narrow = nn.Linear(site.hidden, gate_rank, bias=False)
         self.forget = nn.Linear(gate_rank, self.state_count * self.key_dim)
+        self.output_gate = OutputGate(site.hidden, site.heads, site.value_dim) if output_gate else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -202,4 +207,5 @@ class GatedLinearAttention(Recurrent, Mixer):
         if self.features is not None:
             q, k, scale = self.features(q, "query").to(v.dtype), self.features(k, "key").to(v.dtype), 1.0
         q, k = self.turn(q, layout), self.turn(k, layout)
-        return self.recur(gla, layout, state, read_gate, write_gate, q, k, v, g, scale=scale)
+        o, state = self.recur(gla, layout, state, read_gate, write_gate, q, k, v, g, scale=scale)
+        return o if self.output_gate is None else self.output_gate.apply_to(o, x), state

@@ -22,30 +22,58 @@ Letters as in gsa.py; rows of queries, logits and outputs are [C*G], the G heads
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..layers.scan import FLOOR, Decays, chunk_decays, scaled, scan_states, scan_states_back, values_back, values_pass
 
 
+# What makes p of the logits l: softmax, or those of the paper's table 2.
+Read = Literal["softmax", "identity", "swish", "relu", "relu2"]
+
+
+def read_slots(logits: Tensor, read: Read) -> Tensor:
+    """p [..,M] of logits [..,M]."""
+    if read == "softmax":
+        return torch.softmax(logits, -1)
+    if read == "swish":
+        return F.silu(logits)
+    y = logits if read == "identity" else F.relu(logits)
+    return y.square() if read == "relu2" else y
+
+
+def _read_back(dp: Tensor, logits: Tensor, p: Tensor, read: Read) -> Tensor:
+    """The gradient of the logits."""
+    if read == "softmax":
+        return p * (dp - (p * dp).sum(-1, keepdim=True))
+    if read == "swish":
+        sigma = logits.sigmoid()
+        return dp * (sigma + p * (1.0 - sigma))
+    if read == "identity":
+        return dp
+    return dp * (2.0 * F.relu(logits) if read == "relu2" else (logits > 0).to(dp.dtype))
+
+
 class GSAChunks(torch.autograd.Function):
-    """q [B,E,N,C*G,D], k [B,E,N,C,D], v [B,E,N,C,Dv], g [B,E,N,C,M], memories K [B,E,M,D], V [B,E,M,Dv] and segments
-    [B,T] or None -> o [B,E,N,C*G,Dv] and both memories after the last chunk. The scale is in q.
+    """q [B,E,N,C*G,D], k [B,E,N,C,D], v [B,E,N,C,Dv], g [B,E,N,C,M], memories K [B,E,M,D], V [B,E,M,Dv], segments
+    [B,T] or None and `read` -> o [B,E,N,C*G,Dv] and both memories after the last chunk. The scale is in q.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, K: Tensor, V: Tensor, segments: Tensor | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, read: Read
     ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.read = read
         g = g.clamp_min(FLOOR)
         s, decays = -torch.expm1(g), chunk_decays(g, segments)
         write = (s * decays.to_end).mT
         Ks, Vs = scan_states(decays.through, write @ k, K), scan_states(decays.through, write @ v, V)
         logits = _keys_pass(q, k, s, Ks[:, :, :-1], decays)
-        o = values_pass(torch.softmax(logits, -1), v, s, Vs[:, :, :-1], decays)
+        o = values_pass(read_slots(logits, read), v, s, Vs[:, :, :-1], decays)
         ctx.save_for_backward(q, k, v, g, Ks, Vs, logits, segments)
         return o, Ks[:, :, -1].clone(), Vs[:, :, -1].clone()
 
@@ -54,9 +82,9 @@ class GSAChunks(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, dK: Tensor, dV: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, Ks, Vs, logits, segments = ctx.saved_tensors
         s, decays = -torch.expm1(g), chunk_decays(g, segments)
-        p = torch.softmax(logits, -1)
+        p = read_slots(logits, ctx.read)
         dp, dv, ds, dV_in = values_back(do.contiguous(), p, v, s, Vs[:, :, :-1], decays)
-        dl = p * (dp - (p * dp).sum(-1, keepdim=True))
+        dl = _read_back(dp, logits, p, ctx.read)
         dq, dk, ds_keys, dK_in = _keys_back(dl, q, k, s, Ks[:, :, :-1], decays)
         dKs, dVs = scan_states_back(decays.through, dK_in, dK), scan_states_back(decays.through, dV_in, dV)
 
@@ -67,7 +95,7 @@ class GSAChunks(torch.autograd.Function):
         db = (p * dp + logits * dl).unflatten(-2, (g.shape[-2], -1)).sum(-2) - s * ds
         db[..., -1, :] += (Ks[:, :, 1:] * dK_out).sum(-1) + (Vs[:, :, 1:] * dV_out).sum(-1)
         dg = db.flip(-2).cumsum(-2).flip(-2) - (1.0 - s) * ds
-        return dq, dk, dv, dg, dKs[:, :, 0], dVs[:, :, 0], None
+        return dq, dk, dv, dg, dKs[:, :, 0], dVs[:, :, 0], None, None
 
 
 def _keys_pass(q: Tensor, k: Tensor, s: Tensor, K_in: Tensor, decays: Decays) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layers.arguments import state_dtype, to_gate_heads
-from .chunks import GSAChunks
+from .chunks import GSAChunks, Read, read_slots
 from ..layers.scan import from_chunks, into_chunks
 
 
@@ -56,6 +56,7 @@ def gsa_step(
     scale: float,
     padding: Tensor | None = None,
     state: GSAState | None = None,
+    read: Read = "softmax",
 ) -> tuple[Tensor, GSAState]:
     """One token, T=1: eq. 6 as it stands. Reads and writes the state once."""
     E = g.shape[2]
@@ -67,7 +68,7 @@ def gsa_step(
     k_t, v_t = (to_gate_heads(y, E)[:, 0, :, None].to(K.dtype) for y in (k, v))  # [B,E,1,D]
     K, V = alpha * K + s * k_t, alpha * V + s * v_t
     q_t = q[:, 0].unflatten(1, (E, -1)).to(K.dtype)  # [B,E,G,D]
-    p = torch.softmax(scale * (q_t @ K.mT), -1)  # [B,E,G,M]
+    p = read_slots(scale * (q_t @ K.mT), read)  # [B,E,G,M]
     o = (p @ V).flatten(1, 2)[:, None]  # [B,1,H,Dv]
     if padding is not None:
         o = o * padding[:, :, None, None]
@@ -87,6 +88,7 @@ def gsa_chunked(
     segments: Tensor | None,
     state: GSAState | None,
     chunk_size: int,
+    read: Read = "softmax",
 ) -> tuple[Tensor, GSAState]:
     (B, T, H, _), E = q.shape, g.shape[2]
     C = min(chunk_size, 1 << max(T - 1, 0).bit_length())
@@ -96,7 +98,7 @@ def gsa_chunked(
     if padding is not None:
         g = torch.where(padding[:, :, None, None], g, 0.0)
     inputs = (q.to(K.dtype) * scale, to_gate_heads(k, E), to_gate_heads(v, E), g)
-    o, K, V = GSAChunks.apply(*(into_chunks(y, C, E, K.dtype) for y in inputs), K, V, segments)
+    o, K, V = GSAChunks.apply(*(into_chunks(y, C, E, K.dtype) for y in inputs), K, V, segments, read)
     o = from_chunks(o, C, T)
     if padding is not None:
         o = o * padding[:, :, None, None]

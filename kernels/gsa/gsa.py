@@ -22,7 +22,7 @@ N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels
 from ..layers.gates import biases, log_decays
 from .launch import runs_on
 from .ops import chunked_op, step_op
+from .abc_gates import ABCState, abc_gates
+from .chunks import Read
 from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
 )  # fmt: skip
@@ -53,6 +55,7 @@ def gsa(
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: GSAState | None = None,
+    read: Read = "softmax",
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> tuple[Tensor, GSAState]:
@@ -61,22 +64,23 @@ def gsa(
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; g [B,T,E,M] log-gates (natural log, <= 0) with Hkv | E | H: one
     memory per gate head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at real tokens;
     others leave the state alone and output 0. `segments` [B,T] int: both memories restart where it changes.
-    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `backend`: `auto` runs
-    the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch; `triton` and `torch` force one.
-    `chunk_size` is that of the PyTorch path alone.
+    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `read` makes p of l.
+    `backend`: `auto` runs the Triton kernels on a GPU for the sizes and dtypes that they know and for softmax, else
+    PyTorch; `triton` and `torch` force one. `chunk_size` is that of the PyTorch path alone.
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
     check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, g=(g, "BTEM"))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g)):
+    obstacle = runs_on(q, v, g) if read == "softmax" else f"slots are read by {read}"
+    if q.shape[1] > 0 and use_kernels(backend, obstacle):
         return _gsa_triton(q, k, v, g, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
-        run = partial(gsa, scale=scale, chunk_size=chunk_size, backend="torch")
+        run = partial(gsa, scale=scale, read=read, chunk_size=chunk_size, backend="torch")
         return each_sequence(run, cu_seqlens, state, q=q, k=k, v=v, g=g)
     if q.shape[1] == 1 and segments is None:
-        return gsa_step(q, k, v, g, scale=scale, padding=padding, state=state)
-    return gsa_chunked(q, k, v, g, scale, padding, segments, state, chunk_size)
+        return gsa_step(q, k, v, g, scale=scale, padding=padding, state=state, read=read)
+    return gsa_chunked(q, k, v, g, scale, padding, segments, state, chunk_size, read)
 
 
 # ---------------------------------------------------------------- literal reference
@@ -92,9 +96,13 @@ def gsa_reference(
     padding: Tensor | None = None,
     segments: Tensor | None = None,
     state: GSAState | None = None,
+    read: Read = "softmax",
 ) -> tuple[Tensor, GSAState]:
     """Eq. 6 token by token, for checking: same arguments and results as `gsa`, in the dtype of the inputs."""
     E = g.shape[2]
+    form: dict[str, Any] = {"softmax": lambda y: torch.softmax(y, -1), "identity": lambda y: y}
+    form |= {"swish": lambda y: y / (1 + (-y).exp()), "relu": lambda y: y.clamp_min(0)}
+    form |= {"relu2": lambda y: y.clamp_min(0) ** 2}
     state = fresh_state(q, k, v, g) if state is None else state
     K, V, outputs = state.keys, state.values, []
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -109,7 +117,7 @@ def gsa_reference(
         K = g_t.exp()[..., None] * K + s_t[..., None] * k_t[:, :, None]
         V = g_t.exp()[..., None] * V + s_t[..., None] * v_t[:, :, None]
         q_t = q[:, t].unflatten(1, (E, -1)).to(K.dtype)  # [B,E,G,D]
-        p_t = torch.softmax(scale * torch.einsum("bemd,begd->begm", K, q_t), -1)
+        p_t = form[read](scale * torch.einsum("bemd,begd->begm", K, q_t))
         outputs.append((torch.einsum("begm,bemd->begd", p_t, V) * real[:, None, None, None]).flatten(1, 2))
     o = torch.stack(outputs, 1) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])
     return o.to(q.dtype), GSAState(K, V, state.seen + real_tokens(q, padding))
@@ -160,7 +168,10 @@ class GatedSlotAttention(Mixer):
 
     title = "Gated slot attention"
     paper = "arXiv 2409.07146"
-    state_formula = "4 E M (D + Dv) + 8: E memories (key heads, or query heads) of M slots, key and value dims D, Dv"
+    state_formula = (
+        "4 E M (D + Dv) + 8: E memories (key heads, or query heads) of M slots, key and value dims D, Dv; 4 E M more with"
+        " decay=none"
+    )
     about = {
         "slots": "number of memory slots M",
         "clock": "slots that take turns and hold the last `clock` tokens (-1: three quarters of the slots)",
@@ -168,6 +179,8 @@ class GatedSlotAttention(Mixer):
         "output_act": "function of the output, before the norm",
         "norm": "RMS norm of the output over each head, or over all heads (hidden)",
         "unit_scale": "use 1 as the factor on q.k, not the architecture's",
+        "decay": "slots forget as each token says (data), at learned rates (fixed), or not: writes of ABC (none)",
+        "read": "function of q.k that reads the slots",
     }
     # What the paper's Mistral-7B conversion code does (flash-linear-attention's GSA layer).
     published = {
@@ -179,7 +192,6 @@ class GatedSlotAttention(Mixer):
         "unit_scale": True,
         "half_life_min": 0.0,
         "clock": 0,
-        "state_heads": "kv",
     }
 
     def __init__(
@@ -196,15 +208,20 @@ class GatedSlotAttention(Mixer):
         output_act: Literal["identity", "swish"] = "identity",
         norm: Literal["none", "head", "hidden"] = "none",
         unit_scale: bool = False,
+        decay: Literal["data", "fixed", "none"] = "data",
+        read: Read = "softmax",
         half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 2.0,
         half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 2048.0,
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
-        """Raises ValueError when clock > slots, half_life_max < half_life_min, or chunk_size is no power of two."""
+        """Raises ValueError when clock > slots, half_life_max < half_life_min, chunk_size is no power of two, or slots that
+        do not decay have a clock."""
         super().__init__(site, rope, **near)
-        clock = slots * 3 // 4 if clock < 0 else clock
+        if decay == "none" and clock > 0:
+            raise ValueError(f"clock={clock}: slots on a clock forget at their turn, and decay=none. Set clock=0")
+        clock = (0 if decay == "none" else slots * 3 // 4) if clock < 0 else clock
         if clock > slots:
             raise ValueError(f"clock={clock}: must be <= slots={slots}")
         check_half_lives(half_life_min, half_life_max)
@@ -215,7 +232,12 @@ class GatedSlotAttention(Mixer):
         self.norm, self.scale = norm, 1.0 if unit_scale else site.scale
         self.half_lives, self.gate_std = (half_life_min, half_life_max), gate_std
 
-        self.forget = nn.Linear(site.hidden, self.gate_count * slots)
+        self.decay, self.read = decay, read
+        if decay == "fixed":
+            self.forget_bias = nn.Parameter(torch.empty(self.gate_count * slots))
+        else:
+            # One more weight for all tokens changes no mean.
+            self.forget = nn.Linear(site.hidden, self.gate_count * slots, bias=decay != "none")
         if clock:
             self.clock_strength = nn.Parameter(torch.empty(self.gate_count, clock))
         if norm != "none":
@@ -224,8 +246,11 @@ class GatedSlotAttention(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        init.normal_(self.forget.weight, 0.0, self.gate_std)
-        init.copy_(self.forget.bias, self._spread_half_lives().to(self.forget.bias))
+        bias = self.forget_bias if self.decay == "fixed" else self.forget.bias
+        if bias is not None:
+            init.copy_(bias, self._spread_half_lives().to(bias))
+        if self.decay != "fixed":
+            init.normal_(self.forget.weight, 0.0, self.gate_std)
         if self.clock:
             # Decay e^-3 at a slot's turn and next to none between: nearly a ring buffer, yet with gradients.
             init.constant_(self.clock_strength, 3.0 * self.damping)
@@ -240,17 +265,24 @@ class GatedSlotAttention(Mixer):
 
     def gates(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, seen: Tensor | int) -> Tensor:
         """Log-decays g = log sigmoid(W_f x + bias) / tau, [B,T,E,M] fp32, <= 0."""
-        f = self.forget(x).unflatten(-1, (self.gate_count, self.slots))
+        f = self.forget_bias.expand(*x.shape[:2], -1) if self.decay == "fixed" else self.forget(x)
+        f = f.unflatten(-1, (self.gate_count, self.slots))
         if not self.clock:
             return log_decays(f, self.damping)
         place = positions(padding, segments, seen, (x.shape[0], x.shape[1])).to(x.device)
         return log_decays(f, self.damping, self.clock_strength, place)
 
     def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: GSAState | None
-    ) -> tuple[Tensor, GSAState]:
-        padding, segments, seen = layout.padding, layout.segments, None if state is None else state.seen
-        g = self.gates(x, padding, segments, 0 if seen is None else seen)
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
+    ) -> tuple[Tensor, Any]:
+        padding, segments, total = layout.padding, layout.segments, None
+        if self.decay == "none":
+            state, before = (None, None) if state is None else state
+            f = self.forget(x).unflatten(-1, (self.gate_count, self.slots))
+            g, total = abc_gates(f, padding, segments, before)
+        seen = None if state is None else state.seen
+        if total is None:
+            g = self.gates(x, padding, segments, 0 if seen is None else seen)
         q, k, v = _act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act)
         # Autocast would run the fp32 memories' products in half precision.
         with torch.autocast(q.device.type, enabled=False):
@@ -263,12 +295,13 @@ class GatedSlotAttention(Mixer):
                 padding=padding,
                 segments=segments,
                 state=state,
+                read=self.read,
                 chunk_size=self.chunk_size,
             )
         if segments is not None:  # the clock counts the tokens of one document
             seen = torch.zeros_like(state.seen) if seen is None else seen
             state = state._replace(seen=document_tokens(seen, padding, segments, (x.shape[0], x.shape[1])))
-        return self._normalise(_act(o, self.output_act)), state
+        return self._normalise(_act(o, self.output_act)), state if total is None else ABCState(state, total)
 
     def _normalise(self, o: Tensor) -> Tensor:
         """RMS norm of o [B,T,H,Dv] over one head or over all of them."""
@@ -283,6 +316,7 @@ class GatedSlotAttention(Mixer):
             super().state_bytes(tokens, item)
             + 4 * self.gate_count * self.slots * (self.site.key_dim + self.site.value_dim)
             + 8
+            + 4 * self.gate_count * self.slots * (self.decay == "none")
         )
 
     def calibrate(

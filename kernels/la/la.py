@@ -232,7 +232,8 @@ class LinearAttention(Mixer):
     """LA in place of the softmax of one attention module.
 
     `unit` features are the paper's: q and k normalised to length 1, f(x) = 1 + slope x. `hedgehog` and `relu`
-    (features.py) learn a map per head; their features are positive, f(x) = 1 - slope + slope x.
+    (features.py) learn a map per head; their features are positive, f(x) = 1 - slope + slope x. `taylor` is that of
+    e^x to first order, with q and k as they are, f(x) = 1 + slope c x, c being softmax's factor: it may be negative.
     """
 
     title = "Linear attention, kernel a + b x"
@@ -242,7 +243,7 @@ class LinearAttention(Mixer):
     normalised = True
     square = False
     about = {
-        "feature_map": "features of q and k: unit (the paper's: length 1), or learned and positive",
+        "feature_map": "features of q and k: unit (the paper's: length 1), none (taylor), or learned and positive",
         "slope": "share of the weight that depends on q.k, at the start",
         "learn_slope": "learn the slope, one number a head",
     }
@@ -252,22 +253,26 @@ class LinearAttention(Mixer):
         self,
         site: Site,
         *,
-        feature_map: Literal["unit", "hedgehog", "relu"] = "unit",
+        feature_map: Literal["unit", "taylor", "hedgehog", "relu"] = "unit",
         slope: Annotated[float, Bounds(0.0, 1.0)] = 0.9,
         learn_slope: bool = True,
         rope: bool = True,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
-        """Raises ValueError when a learned slope starts at 0 or 1, where it has no gradient, or chunk_size is no power of two."""
+        """Raises ValueError when a learned slope starts at 0 or 1, where it has no gradient, chunk_size is no power of two,
+        or weights that may be negative stand beside a window."""
         super().__init__(site, rope, **near)
+        if feature_map == "taylor" and self.near is not None:
+            raise ValueError("feature_map=taylor: a window shares the sum of weights, which may be negative. Set window=0")
         if learn_slope and not 0.0 < slope < 1.0:
             raise ValueError(f"slope={slope:g}: a learned slope starts between 0 and 1; or set learn_slope=false")
         check_power_of_two(chunk_size=chunk_size)
         self.slope, self.chunk_size = slope, chunk_size
         if learn_slope:
             self.slope_logit = nn.Parameter(torch.empty(site.heads))
-        self.features = Features.at(site, feature_map)
+        self.features, self.unit = Features.at(site, feature_map), feature_map == "unit"
+        self.factor = site.scale if feature_map == "taylor" else 1.0
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -278,7 +283,7 @@ class LinearAttention(Mixer):
     def kernel(self) -> tuple[Tensor | float, Tensor | float]:
         """a and b of f(x) = a + b x, per query head."""
         slope = torch.sigmoid(self.slope_logit.float()) if hasattr(self, "slope_logit") else self.slope
-        return 1.0 if self.features is None else 1.0 - slope, slope
+        return 1.0 if self.features is None else 1.0 - slope, self.factor * slope
 
     def feature_map(self, y: Tensor, role: Literal["query", "key"]) -> Tensor:
         """Features in fp32 of queries or keys y [B,T,heads,D]; unit vectors are the kernel's business."""
@@ -292,8 +297,8 @@ class LinearAttention(Mixer):
         with torch.autocast(q.device.type, enabled=False):
             q, k = self.feature_map(q, "query"), self.feature_map(k, "key")
             o, g, state = la_with_mass(
-                q, k, v, a, b, layout.padding, layout.segments, None, state, causal=layout.causal, unit=self.features is
-                None, backend="auto", precision="tf32", chunk_size=self.chunk_size,
+                q, k, v, a, b, layout.padding, layout.segments, None, state, causal=layout.causal, unit=self.unit,
+                backend="auto", precision="tf32", chunk_size=self.chunk_size,
             )  # fmt: skip
         return o.to(v.dtype), g.clamp_min(GUARD), state
 

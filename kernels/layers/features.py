@@ -2,6 +2,7 @@
 
     elu       1 + elu(y)                      Katharopoulos et al., arXiv 2006.16236
     relu      relu(W y + b)                   Kasai et al., arXiv 2103.13076, W and b learned per head
+    plain_relu  relu(y)                   the same without W and b
     hedgehog  softmax(W y), softmax(-W y)     Zhang et al., arXiv 2402.04347, W learned per head; 2 D features
 
 Products of features are about 1 for inputs of unit size. Letters: B batch, T time, D head dim.
@@ -31,6 +32,8 @@ def featured(y: Tensor, kind: str, scale: float, weight: Tensor | None = None, b
         return (F.elu(y) + 1.0) * D**-0.5
     if kind == "relu" and bias is not None:
         return F.relu(y + bias.to(exact)) * (2.0 / D) ** 0.5
+    if kind == "plain_relu":
+        return F.relu(y)
     if kind == "hedgehog":
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1) * (D / 2.0) ** 0.5
     return y
@@ -44,14 +47,14 @@ class Features(nn.Module):
     """
 
     def __init__(
-        self, kind: Literal["elu", "relu", "hedgehog"], heads: int, kv_heads: int, dim: int, scale: float, causal: bool
-        = True,
+        self, kind: Literal["elu", "relu", "plain_relu", "hedgehog"], heads: int, kv_heads: int, dim: int, scale: float,
+        causal: bool = True,
     ):  # fmt: skip
         """`scale` is what softmax multiplies q.k with; q and k share it between them."""
         super().__init__()
         self.kind, self.scale = kind, scale
         self.start = scale**-0.5 if kind == "hedgehog" and causal else 1.0
-        if kind != "elu":
+        if kind in ("relu", "hedgehog"):
             self.query_map = nn.Parameter(torch.empty(heads, dim, dim))
             self.key_map = nn.Parameter(torch.empty(kv_heads, dim, dim))
         if kind == "relu":
@@ -62,7 +65,7 @@ class Features(nn.Module):
     @classmethod
     def at(cls, site: Site, kind: str) -> Features | None:
         """The map of a mixer at `site`; None for a kind without features of its own."""
-        known: Any = kind if kind in ("elu", "relu", "hedgehog") else None
+        known: Any = kind if kind in ("elu", "relu", "plain_relu", "hedgehog") else None
         return known and cls(known, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
 
     @torch.no_grad()

@@ -47,6 +47,7 @@ from .eager import (
 from ..mixer import Bounds, Mixer, Site, check_power_of_two
 from ..layers.norm import give_size, head_norm
 from ..layers.output_gate import OutputGate
+from ..layers.rotary import rotated, settled
 from ..layers.row_softmax import row_softmax
 from .bidirectional_launch import exceeds_offsets, grid_op
 from .launch import exceeds_grid, mhla_op, runs_on, step_op
@@ -253,11 +254,28 @@ def _after(S: Tensor, w: Tensor, places: Places, D: int, DV: int, normalise: boo
 # ---------------------------------------------------------------- the mixer
 
 
+class Clipped(torch.autograd.Function):
+    """y clipped to [0, 1]; of its gradient passes what does not lead further out. As clipping y after each step does,
+    and without a step of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y.clamp(0.0, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return dy.masked_fill(((y <= 0.0) & (dy > 0.0)) | ((y >= 1.0) & (dy < 0.0)), 0.0)
+
+
 class MultiHeadLinearAttention(Mixer):
     """MHLA in place of the softmax of one attention module; the new weights are those of blocks and of the features.
 
     The weights of a query block are a softmax over key blocks times their number, so that equal ones make plain linear
     attention. They start falling with the distance between blocks (paper section 4.2), the far ones not quite at zero.
+    The paper learns the weights themselves, clipped to [0, 1], and starts the farthest at zero (`weighting=clipped`,
+    `start=paper`).
     """
 
     title = "Multi-head linear attention: mixed summaries of blocks"
@@ -277,15 +295,22 @@ class MultiHeadLinearAttention(Mixer):
         "shared": "one matrix of block weights for all heads",
         "by_distance": "causal block weights depend on the distance alone",
         "normalise": "divide by the sum of weights",
+        "start": "block weights at the start: falling with distance (to 0: paper; not quite: local), or uniform",
+        "weighting": "block weights of a row are a softmax, or numbers clipped to 0 .. 1",
+        "learn_weights": "learn the block weights",
+        "rope": "rotate q and k before the feature map, after it (without the normaliser alone), or not",
     }
-    # The authors' language model; their vision models keep the normaliser.
-    published = {"feature_map": "relu", "normalise": False, "norm": "head", "shared": True}
+    # What all of its models have, and its language model; `published_at` says what its images have instead.
+    published = {
+        "feature_map": "plain_relu", "normalise": False, "norm": "head", "shared": True, "output_gate": True,
+        "start": "uniform", "weighting": "clipped", "rope": "after",
+    }  # fmt: skip
 
     def __init__(
         self,
         site: Site,
         *,
-        feature_map: Literal["hedgehog", "elu", "relu"] = "hedgehog",
+        feature_map: Literal["hedgehog", "elu", "relu", "plain_relu"] = "hedgehog",
         blocks: Annotated[int, Bounds(2, 1024)] = 32,
         block_size: Annotated[int, Bounds(16, 256)] = 64,
         frames: Annotated[int, Bounds(1, 64)] = 1,
@@ -297,13 +322,18 @@ class MultiHeadLinearAttention(Mixer):
         norm: Literal["none", "head"] = "none",
         dwc: Annotated[int, Bounds(0, 15)] = 0,
         output_gate: bool = False,
-        rope: bool = True,
+        start: Literal["local", "paper", "uniform"] = "local",
+        weighting: Literal["softmax", "clipped"] = "softmax",
+        learn_weights: bool = True,
+        rope: Literal["before", "after", "off"] = "before",
         **near: int,
     ) -> None:
-        """Raises ValueError when block_size is no power of two, or a grid has one block."""
+        """Raises ValueError when block_size is no power of two, a grid has one block, or the normaliser would be one of
+        rotated features, whose products have signs."""
         # Read by what Mixer makes of the window: what a gate has multiplied is no mean.
         self.normalised = normalise and not output_gate
-        super().__init__(site, rope, **near)
+        self.rope = settled(rope, near.get("window", 0))
+        super().__init__(site, self.rope == "before", **near)
         check_power_of_two(block_size=block_size)
         self.norm, self.normalise, self.block_size = norm, normalise, block_size
         self.layout = (1, 1, blocks) if site.causal or site.grid == "line" else (frames, rows, columns)
@@ -311,18 +341,28 @@ class MultiHeadLinearAttention(Mixer):
         if self.blocks < 2:
             raise ValueError("frames=1 rows=1 columns=1: one block is plain linear attention; use la")
         self.features = Features(feature_map, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
-        heads = 1 if shared else site.kv_heads
-        if site.causal:
-            shape = (heads, self.blocks) if by_distance else (heads, self.blocks, self.blocks)
-        else:  # one more block for tokens without a place
-            shape = (heads, self.blocks + 1, self.blocks + 1)
-        self.block_logits = nn.Parameter(torch.empty(shape))
+        if self.rope == "after" and normalise:
+            raise ValueError("rope=after: products of rotated features have signs, and so has their sum. Set normalise=false")
+        self.start, self.weighting, self.by_distance = start, weighting, by_distance and site.causal
+        if learn_weights:
+            # One more block both ways, for tokens without a place.
+            count = self.blocks if site.causal else self.blocks + 1
+            pairs = (count,) * (2 - self.by_distance)
+            self.block_logits = nn.Parameter(torch.empty(1 if shared else site.kv_heads, *pairs))
         if norm != "none":
             self.norm_weight = nn.Parameter(torch.empty(site.heads, site.value_dim))
         if dwc and not site.causal:
             axes = 1 if site.grid == "line" else 2
             self.taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, *(dwc,) * axes))
         self.output_gate = OutputGate(site.hidden, site.heads, site.value_dim) if output_gate else None
+
+    @classmethod
+    def published_at(cls, site: Site | None) -> dict[str, Any]:
+        """Its images keep the normaliser, without a norm, and start local; DeiT has a convolution of 3 on v."""
+        if site is None or site.causal:
+            return cls.published
+        images = {"start": "paper", "normalise": True, "norm": "none", "output_gate": False, "rope": "before"}
+        return cls.published | images | ({} if site.grid == "line" else {"dwc": 3})
 
     @classmethod
     def obstacle(cls, site: Site) -> str | None:
@@ -344,40 +384,58 @@ class MultiHeadLinearAttention(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        start = self._by_distance() if self.site.causal else self._by_place()
-        init.copy_(self.block_logits, start.to(self.block_logits).expand_as(self.block_logits))
+        if hasattr(self, "block_logits"):
+            init.copy_(self.block_logits, self._start(self.block_logits.device).expand_as(self.block_logits))
         if self.norm != "none":
             init.ones_(self.norm_weight)
         if hasattr(self, "taps"):
             init.zeros_(self.taps)
 
-    def _by_distance(self) -> Tensor:
-        """log(1 - distance / (row + 1)) by row and distance, [M,M], or of the last row alone, [M]."""
-        row, distance = torch.arange(self.blocks)[:, None] + 1.0, torch.arange(self.blocks)
-        start = torch.log((1.0 - distance / row).clamp_min(1e-3))
-        return start[-1] if self.block_logits.ndim == 2 else start
-
-    def _by_place(self) -> Tensor:
-        """Logarithms of weights that fall with the distance of two blocks' centres: [M+1,M+1]; every row sums to 1."""
-        axes = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in self.layout), indexing="ij")
-        centres = torch.stack([axis.flatten() for axis in axes], -1)
-        distance = torch.cdist(centres, centres)
-        weights = 1.0 - distance / (distance.amax(1, keepdim=True) + 1.0)
+    def _start(self, device: torch.device) -> Tensor:
+        """Weights that fall with the distance of two blocks, or their logarithms for a softmax: [M,M] by row and
+        distance (of the last row alone, [M]), or [M+1,M+1] by place. Rows of the M blocks sum to 1."""
         M = self.blocks
-        start = torch.full((M + 1, M + 1), 1.0 / (M + 1))
-        start[:M, :M] = weights / weights.sum(1, keepdim=True) * (M / (M + 1))
-        return start.log()
+        if self.site.causal:
+            row, distance = torch.arange(M, device=device)[:, None], torch.arange(M, device=device)
+            weights = self._fall(distance.expand(M, M), row) * (distance <= row)
+        else:
+            ticks = (torch.arange(n, dtype=torch.float32, device=device) for n in self.layout)
+            centres = torch.stack([axis.flatten() for axis in torch.meshgrid(*ticks, indexing="ij")], -1)
+            distance = torch.cdist(centres, centres)
+            weights = self._fall(distance, distance.amax(1, keepdim=True))
+        weights = weights / weights.sum(1, keepdim=True)
+        if not self.site.causal:  # tokens without a place count like any other block
+            outside = torch.full((M + 1, M + 1), 1.0 / M, device=device)
+            outside[:M, :M] = weights
+            weights = outside
+        weights = weights[-1] if self.by_distance else weights
+        return weights if self.weighting == "clipped" else weights.clamp_min(1e-5).log()
 
-    def weights(self) -> Tensor:
+    def _fall(self, distance: Tensor, farthest: Tensor) -> Tensor:
+        """1 - distance / farthest, which the paper starts with, to 0 at the farthest; `local` stays above 0."""
+        if self.start == "uniform":
+            return torch.ones_like(distance, dtype=torch.float32)
+        return (1.0 - distance / (farthest + 1.0 if self.start == "local" else farthest.clamp_min(1))).clamp_min(0.0)
+
+    def weights(self, device: torch.device | None = None) -> Tensor:
         """Causal weights by row and distance [E,M,M], or of block pairs [E,M+1,M+1], in fp32: their mean is 1, or 1/M
-        without the normaliser."""
-        M, logits, E = self.blocks, self.block_logits, self.site.kv_heads
-        if not self.site.causal:
-            return row_softmax(logits, M + 1.0 if self.normalise else 1.0).expand(E, -1, -1)
-        w = row_softmax((logits[:, None] if logits.ndim == 2 else logits).expand(-1, M, M), 1.0, triangle=True)
-        if not self.normalise:
-            w = w / torch.arange(1, M + 1, device=w.device)[:, None]
-        return w.expand(E, M, M)
+        without the normaliser. Those that are not learned are made anew on `device`: a buffer would have to be saved."""
+        M, E, learned = self.blocks, self.site.kv_heads, getattr(self, "block_logits", None)
+        logits = self._start(device or torch.device("cpu"))[None] if learned is None else learned
+        if self.site.causal:
+            logits = (logits[:, None] if logits.ndim == 2 else logits).expand(-1, M, M)
+        if self.weighting == "clipped":
+            w = Clipped.apply(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+            if self.site.causal:
+                w = w.tril()
+            if self.normalise:
+                w = w * (torch.arange(1, M + 1, device=w.device)[:, None] if self.site.causal else float(M))
+        else:
+            total = 1.0 if self.site.causal or not self.normalise else M + 1.0
+            w = row_softmax(logits, total, triangle=self.site.causal)
+            if self.site.causal and not self.normalise:
+                w = w / torch.arange(1, M + 1, device=w.device)[:, None]
+        return w.expand(E, -1, -1)
 
     def _mixed(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: MHLAState | None
@@ -387,7 +445,8 @@ class MultiHeadLinearAttention(Mixer):
             raise ValueError(f"{self.site.path}: converted as attention to both sides, called as causal")
         # Autocast would run the fp32 sums in half precision.
         with torch.autocast(q.device.type, enabled=False):
-            q, k, w = self.features(q, "query"), self.features(k, "key"), self.weights()
+            q, k = self._turned(self.features(q, "query"), layout), self._turned(self.features(k, "key"), layout)
+            w = self.weights(q.device)
             if layout.causal:
                 padding, segments, *_ = layout
                 o, g, state = mix_causal(q, k, v, w, self.block_size, self.normalise, padding, segments, None, state)
@@ -402,6 +461,11 @@ class MultiHeadLinearAttention(Mixer):
             if hasattr(self, "taps"):
                 o = o + self._local(v, layout)
         return o if self.output_gate is None else self.output_gate.apply_to(o, x), g, state
+
+    def _turned(self, y: Tensor, layout: TokenLayout) -> Tensor:
+        """Features [B,T,heads,F], rotated here where that comes after them."""
+        rotation = layout.rotation
+        return y if self.rope != "after" or rotation is None else rotated(y, rotation, self.site.key_dim)
 
     def _local(self, v: Tensor, layout: TokenLayout) -> Tensor:
         """DWC(V), [B,T,H,Dv], nothing at padding."""
@@ -420,7 +484,7 @@ class MultiHeadLinearAttention(Mixer):
 
     def _places(self, x: Tensor, layout: TokenLayout) -> tuple[Places, int]:
         """The blocks of tokens x [B,T,..] that see both sides, and how many a document has."""
-        padding, segments, _, grid, _ = layout
+        padding, segments, grid = layout.padding, layout.segments, layout.grid
         if grid is not None and len(grid.size) > 1:
             return place_grid(grid, self.layout, x, padding, segments), number_of_blocks(grid, self.layout)
         outside = (0, 0) if grid is None else (grid.prefix, grid.suffix)

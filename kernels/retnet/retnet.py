@@ -5,6 +5,8 @@ Per head a memory S [D,Dv] decays by a fixed gamma in (0,1) (paper eqs. 5 and 6)
 
     S_t = gamma S_{t-1} + k_t v_t^T        o_t = S_t^T (c q_t) = sum_{i<=t} gamma^{t-i} (c q_t.k_i) v_i
 
+The layer ends with norm(o_t) . swish(W x_t) (eq. 8), an option here.
+
 linear.py has the chunk form (paper eq. 7) and its gradient. A read gate r_t and a write gate w_t, one number per token
 and head (SLA has them), make o_t = r_t S_t^T (c q_t) and write w_t k_t v_t^T.
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads, wants_gradients
+from ..layers.output_gate import OutputGate
 from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
@@ -143,7 +146,8 @@ class RetNet(Recurrent, Mixer):
         "rope": "rotate q and k before the feature map, after it, or not; auto: before beside a window, else after",
         "decay": "half-lives of the heads: spread evenly in log scale, or the paper's gamma = 1 - 2^(-5-h)",
     }
-    published = {"decay": "paper", "feature_map": "identity", "state_heads": "query", "rope": "before"}
+    # Behind features that are the identity the rotation is the paper's, and SLA reads q and k without it.
+    published = {"decay": "paper", "feature_map": "identity", "rope": "after", "output_gate": True}
 
     def __init__(
         self,
@@ -153,8 +157,9 @@ class RetNet(Recurrent, Mixer):
         half_life_min: Annotated[float, Bounds(0.5, 1e6)] = 2.0,
         half_life_max: Annotated[float, Bounds(0.5, 1e9)] = 355.0,
         state_heads: Literal["kv", "query"] = "kv",
-        feature_map: Literal["identity", "elu", "relu", "hedgehog"] = "relu",
+        feature_map: Literal["identity", "elu", "relu", "plain_relu", "hedgehog"] = "relu",
         norm: Literal["head", "none"] = "head",
+        output_gate: bool = False,
         rope: Rope = "auto",
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
@@ -165,6 +170,7 @@ class RetNet(Recurrent, Mixer):
         self.rope = place
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.decay = decay
+        self.output_gate = OutputGate(site.hidden, site.heads, site.value_dim) if output_gate else None
 
     def log_decay(self, device: torch.device) -> Tensor:
         """log gamma [E] in fp32. Made anew: a buffer would have to be saved."""
@@ -185,4 +191,5 @@ class RetNet(Recurrent, Mixer):
                 q, k, scale = self.features(q, "query"), self.features(k, "key"), 1.0
         q, k = self.turn(q, layout), self.turn(k, layout)
         o, state = self.recur(retnet, layout, state, read_gate, write_gate, q, k, v, log_decay=log_decay, scale=scale)
-        return o.to(dtype), state
+        o = o.to(dtype)
+        return o if self.output_gate is None else self.output_gate.apply_to(o, x), state

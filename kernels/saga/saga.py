@@ -54,6 +54,8 @@ class Maps(NamedTuple):
         return query, featured(k, self.phi, self.scale, self.key_map, self.key_bias)
 
 
+# A gate before the sigmoid that is exactly 1 behind it, in every dtype.
+OPEN = 100.0
 # q and k are features.
 GIVEN = Maps()
 
@@ -222,6 +224,8 @@ class SelectiveGates(Mixer):
     about = {
         "norm": "divide by the sum of weights (mean), norm each head (head), or neither (none)",
         "gate_rank": "rank of the maps from hidden states to gates (0: full)",
+        "gates": "which of keys and values have gates",
+        "output_gate": "multiply the output by W x + b",
         "gate_bias": "bias of the key and value gates before the sigmoid, at the start",
     }
     published = {"feature_map": "identity", "norm": "none", "gate_bias": 0.0}
@@ -235,6 +239,8 @@ class SelectiveGates(Mixer):
         dwc: Annotated[int, Bounds(0, 15)] = 5,
         gate_rank: Annotated[int, Bounds(0, 1024)] = 0,
         gate_bias: Annotated[float, Bounds(-10.0, 10.0)] = 4.0,
+        gates: Literal["both", "key", "value", "none"] = "both",
+        output_gate: bool = True,
         rope: bool = True,
     ) -> None:
         super().__init__(site, rope=rope)
@@ -245,9 +251,10 @@ class SelectiveGates(Mixer):
             self.features = Features(feature_map, site.heads, E, site.key_dim, site.scale, site.causal)
         self.width = width = site.key_dim if feature_map == "identity" else self.features.size
         # Enough of a difference to tell tokens apart, and for gradients.
-        self.key_gate = Gate(site.hidden, E * width, gate_rank, gate_bias, 0.1)
-        self.value_gate = Gate(site.hidden, E * Dv, gate_rank, gate_bias, 0.1)
-        self.output_gate = Gate(site.hidden, site.heads * Dv, gate_rank, 1.0, 0.0)
+        key, value = (Gate(site.hidden, E * n, gate_rank, gate_bias, 0.1) for n in (width, Dv))
+        self.key_gate = key if gates in ("both", "key") else None
+        self.value_gate = value if gates in ("both", "value") else None
+        self.output_gate = Gate(site.hidden, site.heads * Dv, gate_rank, 1.0, 0.0) if output_gate else None
         if norm == "head":
             self.head_norm = HeadNorm(site.heads, Dv)
         if dwc:
@@ -262,7 +269,9 @@ class SelectiveGates(Mixer):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, None]:
         if layout.causal:
             raise ValueError(f"{self.site.path}: SAGA sees both sides, and was called as causal")
-        gates = [layer(x) for layer in (self.key_gate, self.value_gate, self.output_gate)]
+        E, H, Dv = self.site.kv_heads, self.site.heads, v.shape[-1]
+        layers = (self.key_gate, E * self.width, OPEN), (self.value_gate, E * Dv, OPEN), (self.output_gate, H * Dv, 1.0)
+        gates = [x.new_full((*x.shape[:2], n), one) if gate is None else gate(x) for gate, n, one in layers]
         with torch.autocast(q.device.type, enabled=False):
             names = "query_map", "key_map", "query_bias", "key_bias"
             weights = (getattr(getattr(self, "features", None), name, None) for name in names)

@@ -75,8 +75,9 @@ def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def resolve_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """All options of mechanism `name`: its defaults, or as published with `faithful`, overridden by `given`.
+def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[str, Any]:
+    """All options of mechanism `name`: its defaults, or with `faithful` as published (for `site`, where papers differ
+    between kinds of sites), overridden by `given`.
 
     Values may be strings, as from `--set slots=64`. Raises LinearizeError (exit 2) naming the option and its range.
     """
@@ -89,7 +90,7 @@ def resolve_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
         kinds = option_types(mixer, base)
     options = {option: default for option, (_, _, default) in kinds.items()}
     if _parse("faithful", given.pop("faithful", False), bool, None):
-        options |= published_options(mixer, base)
+        options |= published_options(mixer, base, site)
     for option, value in given.items():
         if option not in kinds:
             raise LinearizeError(_unknown(option, name, mixer, [*kinds, "faithful"], base))

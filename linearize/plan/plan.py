@@ -286,7 +286,7 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
     for name, value in given.items():  # also without sites
         resolve_options(mechanism, {**own_options(given, {}, None), name.partition("@")[0]: value})
     for site in sites:
-        options = resolve_options(mechanism, own_options(given, owners, site.layer))
+        options = resolve_options(mechanism, own_options(given, owners, site.layer), site)
         reason = misfit(site, mechanism)
         if reason:
             raise LinearizeError(f"{site.path} {reason}", Exit.INCOMPATIBLE)

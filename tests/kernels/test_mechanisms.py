@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"window": 48, "sink": 3},
 }
 # What an option asks for beside it.
-NEEDS = {"sink": {"window": 48}}
+NEEDS: dict[Any, dict[str, Any]] = {"sink": {"window": 48}, ("mhla", "rope"): {"normalise": False}}
 # A mechanism with each variant for which it has the options; of those that decode, which keep a state.
 CASES = [
     (n, v)
@@ -162,7 +162,7 @@ def test_no_option_is_stored_and_never_read(name: str) -> None:
     default = [behaviour(make(name, site)) for site in sites]
     for option, (kind, bounds, value) in option_types(load_mechanism(name)).items():
         for other in other_values(kind, bounds, value):
-            needed = NEEDS.get(option, {})
+            needed = NEEDS.get((name, option), NEEDS.get(option, {}))
             for site, plain in zip(sites[: 1 if option in ("window", "sink") else None], default, strict=False):
                 before = behaviour(make(name, site, **needed)) if needed else plain
                 changed = behaviour(make(name, site, **needed, **{option: other}))

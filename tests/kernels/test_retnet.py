@@ -99,7 +99,7 @@ def mixer(**options: Any) -> Any:
 
 def test_decays_are_the_papers_or_spread_by_half_life() -> None:
     device = torch.device("cpu")
-    paper = 1 - mixer(faithful=True).log_decay(device).exp()
+    paper = 1 - mixer(faithful=True, state_heads="query").log_decay(device).exp()
     assert torch.allclose(paper, 2.0 ** -torch.arange(5.0, 9.0), rtol=1e-4)
     spread = mixer(half_life_min=10, half_life_max=1000, state_heads="query").log_decay(device)
     assert torch.allclose(0.5 ** (1 / torch.tensor([10.0, 46.42, 215.44, 1000.0])), spread.exp(), rtol=1e-5)
