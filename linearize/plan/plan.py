@@ -216,14 +216,17 @@ def settle_rotation(found: Found, steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
-    """Raise LinearizeError (exit 3) where mixers without rotary embedding were asked for and would get it."""
+    """Raise LinearizeError (exit 3) where mixers without rotary embedding were asked for and would get it, or with one
+    behind their features and would get none."""
     taken = (False, "off", "after")
     wrong = [s for s in steps if s.site.path in found.fixed_rotation and s.options.get("rope") in taken]
+    wrong += [s for s in steps if s.site.path in found.numbered and s.options.get("rope") == "after"]
     if wrong:
         asked, sites = f"rope={str(wrong[0].options['rope']).lower()}", [step.site for step in wrong]
+        use, what = ("true", "taken away") if wrong[0].options["rope"] is False else ("before", "taken away or moved")
         raise LinearizeError(
             f"{asked}: {sites[0].kind} at layers {ranges([site.layer for site in sites])} is not given its rotation by "
-            f"an argument position_embeddings, so it cannot be taken away. Leave out {asked}",
+            f"an argument position_embeddings, so it cannot be {what}. Set rope={use}",
             Exit.INCOMPATIBLE,
         )
 

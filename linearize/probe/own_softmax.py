@@ -146,6 +146,7 @@ class Watch(Capture):
                 "queries": q.shape[2],
                 "routed": False,
                 "rotation": bool({"position_embeddings", "position_ids"} & _given(arguments)),
+                "numbered": "position_embeddings" not in _given(arguments),
                 **where,
             }
         )

@@ -50,7 +50,7 @@ class Found:
     """What the probe saw: `sites` can become linear, `others` cannot.
 
     `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away,
-    `rotated` of those that are given theirs as an argument of its own.
+    `rotated` of those that are given theirs as an argument of its own, `numbered` of those that make it from positions.
     `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
     `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone. `cached_tokens` is how
     many tokens the cache holds of sites that forget the others, by path.
@@ -61,6 +61,7 @@ class Found:
     reads_masks: bool = False
     fixed_rotation: tuple[str, ...] = ()
     rotated: tuple[str, ...] = ()
+    numbered: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
     cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -99,6 +100,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     slots = _cache_slots(config)
     free = {record["path"] for record in run.records if record.pop("rotation")}
     rotated = tuple(record["path"] for record in run.records if record["path"] in free and record["routed"])
+    numbered = {record["path"] for record in run.records if record.pop("numbered", False)}
     flat = tuple(record["path"] for record in run.records if record.pop("flat"))
     calls -= _shared(run.records)
     sharing = _sharing(run)
@@ -117,8 +119,17 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
         sites = [dataclasses.replace(site, layer=number) for number, site in enumerate(sites)]
     if not sites:
         raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
-    fixed = {site.path for site in sites} - free if run.model and rotates(run.model) else set()
-    return Found(tuple(sites), (*unfit, *others), run.reads_masks, tuple(sorted(fixed)), rotated, flat, cached_tokens)
+    turned = {site.path for site in sites} if run.model and rotates(run.model) else set()
+    return Found(
+        tuple(sites),
+        (*unfit, *others),
+        run.reads_masks,
+        fixed_rotation=tuple(sorted(turned - free)),
+        rotated=rotated,
+        numbered=tuple(sorted(turned & free & numbered)),
+        flat=flat,
+        cached_tokens=cached_tokens,
+    )
 
 
 def _run(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from models import save_source, small_config
 from torch import nn
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, GPTJConfig, GPTJForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from linearize import convert as story
@@ -55,6 +55,20 @@ def test_a_rotation_under_another_name_is_refused() -> None:
 @pytest.mark.parametrize(("name", "model"), [("llama", LlamaForCausalLM), ("gpt2", GPT2LMHeadModel)])
 def test_a_rotation_by_its_usual_name_can_be_taken_away_and_none_need_not(name: str, model: Any) -> None:
     assert not probe(small_config(name), model).fixed_rotation
+
+
+@pytest.mark.parametrize("name", ["retnet", "mhla"])
+def test_a_rotation_that_is_made_from_positions_is_not_moved(name: str) -> None:
+    """It can be taken away; behind the features of the published form there would be none."""
+    found = probe(GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), GPTJForCausalLM)
+    assert not found.fixed_rotation
+    steps = make_steps(list(found.sites), name, {"faithful": True})
+    with pytest.raises(LinearizeError, match=r"rope=after: GPTJAttention .* taken away or moved. Set rope=before"):
+        check_rotation(found, steps)
+    for rope in ("before", "off"):
+        check_rotation(found, make_steps(list(found.sites), name, {"faithful": True, "rope": rope}))
+    found = probe(small_config("gpt2"), GPT2LMHeadModel)  # which has no rotation to lose
+    check_rotation(found, make_steps(list(found.sites), name, {"faithful": True}))
 
 
 def test_a_conversion_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
