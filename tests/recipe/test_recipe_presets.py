@@ -185,7 +185,17 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[2:] if line[0] != " "] == [preset.name for preset in PRESETS]
     code, out, _ = linearize("recipes", "ls", "--json")
-    every = {"demo", "gsa", "gsa-t2r", "gsa-window", "hybrid", "lolcats-style", "radlads-style"}
+    every = {
+        "demo",
+        "gsa",
+        "gsa-t2r",
+        "gla-t2r",
+        "retnet-t2r",
+        "gsa-window",
+        "hybrid",
+        "lolcats-style",
+        "radlads-style",
+    }
     assert PRESETS[0].name == "hybrid"
     assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla"}
     assert all(row["result"] for row in json.loads(out))
