@@ -408,9 +408,13 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
         attach(self, config.linearize, self.mechanisms, self.capture)
 
     def initialize_weights(self) -> None:
-        """Initialise mixers first; the native initialiser of the inner model does not know them."""
+        """Initialise mixers first; the native initialiser of the inner model does not know them.
+
+        Weights of integers were quantized while they were loaded, so they need no initial value, and take none.
+        """
         for mixer in mixers_of(self).values():
-            mixer.reset_parameters()
+            if all(p.is_floating_point() for p in mixer.parameters()):
+                mixer.reset_parameters()
             parts: list[Any] = list(mixer.modules())
             for part in parts:
                 part._is_hf_initialized = True
