@@ -51,28 +51,42 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size."""
+    """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size; of models of images
+    or masked text accuracy, agreement and KL."""
     from ..errors import LinearizeError, writing
-    from ..recipe.data import DemoSource
+    from ..recipe.data import DemoSource, holds_images
     from ..recipe.recipe import load_recipe
 
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
     text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
+    from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_text, compare, parse_lengths
-    from ..measure.generate import load
-    from ..terminal.tables import comparison_table
+    from ..measure.generate import load_any, with_tokenizer
+    from ..terminal.tables import answers_table, comparison_table
+    from ..verify.child.inputs import writes_text
 
-    check_text(text)
+    if text.data.eval is None or not holds_images(text.data.eval):
+        check_text(text)
     if not recipe and isinstance(text.data.eval, DemoSource):
         say(NO_RECIPE)
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    ours, theirs = (load(name, None, teacher=False, **options) for name in (student, teacher))
-    result = {"student": student, "teacher": teacher, "seed": seed, **compare(ours, theirs, text, request)}
-    comparison_table(result)
-    if result["positions"]["warning"]:
-        say(result["positions"]["warning"])
+    ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
+    result: dict[str, Any] = {"student": student, "teacher": teacher, "seed": seed}
+    if writes_text(ours.model):
+        check_text(text)
+        models = [
+            with_tokenizer(opened, name, False, trust_remote_code)
+            for opened, name in ((ours, student), (theirs, teacher))
+        ]
+        result |= compare(models[0], models[1], text, request)
+        comparison_table(result)
+        if result["positions"]["warning"]:
+            say(result["positions"]["warning"])
+    else:
+        result |= compare_answers(ours, theirs, text, batch_tokens, say)
+        answers_table(result)
     if output is not None:
         with writing(output):
             output.parent.mkdir(parents=True, exist_ok=True)

@@ -96,6 +96,22 @@ def load(
     A linearized folder's code runs when it is what this version writes. Raises LinearizeError: 2 for an option, 3 for
     what cannot be loaded or needs trust, 4 for a device that is not there, 5 for the Hub.
     """
+    opened = load_any(model, revision, device=device, dtype=dtype, teacher=teacher, trust_remote_code=trust_remote_code)
+    return with_tokenizer(opened, model, teacher, trust_remote_code)
+
+
+class Opened(NamedTuple):
+    """A model of any kind in eval mode, its folder, and whether that is linearized."""
+
+    model: Any
+    folder: Path
+    linearized: bool
+
+
+def load_any(
+    model: str, revision: str | None, *, device: str, dtype: str, teacher: bool, trust_remote_code: bool
+) -> Opened:
+    """`load` for models of any kind, without a tokenizer."""
     where, kind = _device(device), _dtype(dtype)
     source = open_source(model, revision)
     linearized = (source.folder / MANIFEST).exists() or saved_again(source.folder) is not None
@@ -106,11 +122,18 @@ def load(
     else:
         load_config(source, trust_remote_code)  # refuses code of its own without trust
         loaded = _load_native(source, kind, trust_remote_code)
-    if not writes_text(loaded):
-        message = f"{model} is a {type(loaded).__name__}, which writes no text. Load it in Python, see its README.md"
+    return Opened(loaded.to(where).eval(), source.folder, linearized)
+
+
+def with_tokenizer(opened: Opened, name: str, teacher: bool, trust_remote_code: bool) -> Loaded:
+    """A model that writes text, and its tokenizer. Raises LinearizeError (exit 3) for another."""
+    if not writes_text(opened.model):
+        message = (
+            f"{name} is a {type(opened.model).__name__}, which writes no text. Load it in Python, see its README.md"
+        )
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    tokenizer = load_tokenizer(source.folder, linearized or trust_remote_code)
-    return Loaded(loaded.to(where).eval(), tokenizer, teacher)
+    tokenizer = load_tokenizer(opened.folder, opened.linearized or trust_remote_code)
+    return Loaded(opened.model, tokenizer, teacher)
 
 
 def _device(name: str) -> str:

@@ -315,6 +315,25 @@ def comparison_table(result: dict[str, Any]) -> None:
     positions_table(result["positions"])
 
 
+def answers_table(result: dict[str, Any]) -> None:
+    """What `linearize eval` measured of images or masked text."""
+    images = result["kind"] == "images"
+    one, many = ("image", "images") if images else ("hidden token", "hidden tokens")
+    rows: list[tuple[str, ...]] = []
+    if result["labelled"]:
+        labels = "" if result["labelled"] == result["asked"] else f", {result['labelled']:,} with a label"
+        rows = [
+            (f"accuracy{labels}", percent(result["student_accuracy"]), percent(result["teacher_accuracy"])),
+            ("perplexity of the labels", f"{result['student_ppl']:.3f}", f"{result['teacher_ppl']:.3f}"),
+        ]
+    rows += [
+        (f"same {'class' if images else 'token'}", percent(result["top1_agreement"]), ""),
+        (f"KL from the teacher, nats per {one}", f"{result['kl']:.4f}", ""),
+    ]
+    columns = {"": "text", "student": "number", "teacher": "number"}
+    console().print(table(columns, rows, f"{result['asked']:,} {many} of {result['data']}"))
+
+
 def checks_table(title: str, checks: list[Check]) -> None:
     """What `linearize verify` found."""
     columns = {"check": "short", "result": "short", "difference": "number", "limit": "number", "detail": "text"}

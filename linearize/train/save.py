@@ -54,7 +54,8 @@ def load_converted(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
 
 
 def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
-    """`from_pretrained` of its Auto class, which fills in what is missing at random and only reports it.
+    """`from_pretrained` of its Auto class, or of the class of transformers that its config names where that writes no
+    text. It fills in what is missing at random and only reports it.
 
     Raises LinearizeError (exit 3) for a config that describes another model, naming the weights that are missing or
     have another shape.
@@ -62,7 +63,11 @@ def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-            loaded: Any = getattr(transformers, auto_class(config)).from_pretrained(
+            named = None if getattr(config, "auto_map", None) else (config.architectures or [""])[0]
+            loader: Any = getattr(transformers, named or "", None)
+            if loader is None or loader.can_generate():
+                loader = getattr(transformers, auto_class(config))
+            loaded: Any = loader.from_pretrained(
                 folder,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,8 +15,10 @@ from conftest import Command
 from models import small_model
 from training import BASES, T, byte_tokenizer, make_recipe, metrics, stage, train, write_data
 from training import base as converted
+from transformers import ViTConfig, ViTForImageClassification
 
 from linearize.errors import Exit, LinearizeError
+from linearize.recipe.data import holds_images
 from linearize.recipe.presets import Preset, copy, presets, recipe_path
 from linearize.recipe.recipe import load_recipe, recipe_schema
 from linearize.recipe.yaml import Document
@@ -44,7 +47,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_model("llama", **BASES["llama"]).save_pretrained(folder / "source")
     byte_tokenizer().save_pretrained(folder / "source")
     write_data(folder)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4)).save_pretrained(folder / "vit")
+    random = np.random.default_rng(0)
+    np.savez(folder / "images", images=random.normal(size=(8, 3, 16, 16)).astype(np.float32), labels=np.arange(8) % 2)
     return folder
+
+
+def of_images(preset: Preset) -> bool:
+    return holds_images(load_recipe(preset.path, ["model.base=demo"]).data.train)
+
+
+def source_of(preset: Preset) -> str:
+    """The folder of the small model that a preset runs on."""
+    return "vit" if of_images(preset) else "source"
 
 
 def tiny(preset: Preset, folder: Path) -> list[str]:
@@ -54,14 +70,15 @@ def tiny(preset: Preset, folder: Path) -> list[str]:
     small = ["convert.options.slots=8"] if recipe.convert.mechanism == "gsa" else []
     small += ["convert.options.clock=6"] if recipe.convert.options.get("clock", 0) > 8 else []
     stages = recipe.stages
+    text = ["data.train={files: [train.jsonl]}", "data.eval={files: [heldout.txt]}", f"data.pack.seq_len={T}"]
+    images = ["data.train={arrays: images.npz}", "data.eval={arrays: images.npz}"]
+    images += [f"stages.{s.name}.batch.per_device=4" for s in stages]
     return [
-        f"model.base={folder / 'source'}",
+        f"model.base={folder / source_of(preset)}",
         "model.dtype=null",
         f"output_dir={folder / preset.name}",
-        "data.train={files: [train.jsonl]}",
-        "data.eval={files: [heldout.txt]}",
+        *(images if of_images(preset) else text),
         "eval.max_tokens=128",
-        f"data.pack.seq_len={T}",
         *small,
         "runtime.device=cpu",
         *(f"stages.{s.name}.batch.accumulate=1" for s in stages),
@@ -86,6 +103,7 @@ def test_a_preset_is_planned_and_trains(
     assert not (place / preset.name).exists()
     # The conversion is planned above; made once for all, since each ends with a clean process.
     ready = ("convert=null", f"model.base={converted(place, 'llama')}", "finish.verify=false")
+    ready = ("finish.verify=false",) if of_images(preset) else ready
     code, out, err = linearize(*command, *ready)
     assert code == 0, err
     trained = [row["name"] for row in json.loads(out)["stages"]]
@@ -188,14 +206,15 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
     every = {
         "demo",
         "gsa",
-        "gsa-t2r",
-        "gla-t2r",
-        "retnet-t2r",
         "gsa-window",
         "hybrid",
         "lolcats-style",
         "radlads-style",
+        "gsa-t2r",
+        "gla-t2r",
+        "retnet-t2r",
     }
+    every |= {"vit-la", "vit-mhla", "vit-saga"}
     assert PRESETS[0].name == "hybrid"
     assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla"}
     assert all(row["result"] for row in json.loads(out))

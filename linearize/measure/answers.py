@@ -1,0 +1,103 @@
+"""`linearize eval` of models that write no text: classes of images, and hidden tokens of masked text."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linearize_kernels.hf.seam import evaluating
+
+from ..data.batches import (
+    check_source,
+    check_vocabulary,
+    collate,
+    forward,
+    has_head,
+    kind_of,
+    open_processor,
+    open_samples,
+    targets,
+)
+from ..data.images import Images
+from ..errors import Exit, LinearizeError
+from ..recipe.recipe import Recipe
+from ..train.losses import IGNORED, cross_entropy, logit_kl
+from .evaluate import sample_count
+from .generate import Opened, device_memory
+
+IMAGES = 64  # in one forward pass
+
+
+@device_memory()
+def compare_answers(
+    student: Opened, teacher: Opened, recipe: Recipe, batch_tokens: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Accuracies, agreement and KL on the images or the masked text of a recipe's data.eval, up to eval.max_tokens
+    images or tokens; what `--json` prints. Hidden tokens follow from the recipe's seed.
+
+    Raises LinearizeError: 2 for data that is not there, 3 for models that do not belong together or answer nothing.
+    """
+    ours, theirs, kind = student.model, teacher.model, kind_of(student.model)
+    if kind_of(theirs) != kind or not (has_head(ours) and has_head(theirs)):
+        raise LinearizeError(
+            f"{type(ours).__name__} and {type(theirs).__name__} answer no question that both can be asked. Give models "
+            "with heads, and the one that the student was converted from",
+            Exit.INCOMPATIBLE,
+        )
+    source = recipe.data.eval
+    if source is None:
+        raise LinearizeError("the recipe has no data.eval; set it, for example data.eval='{images: FOLDER}'")
+    check_source(source, ours, recipe.folder, "data.eval")
+    processor = open_processor(student.folder, kind)
+    with tempfile.TemporaryDirectory() as cache:
+        limit = recipe.eval.max_tokens
+        samples = open_samples(source, recipe.data.pack, ours, processor, Path(cache), start=recipe.folder, sft=False,
+                               seed=recipe.seed, max_tokens=limit, say=say)  # fmt: skip
+        if kind == "masked":
+            check_vocabulary(processor, ours, [samples])
+        result = _answers(ours, theirs, samples, limit, IMAGES if kind == "images" else batch_tokens)
+        where = samples.found.where if isinstance(samples, Images) else str(source)
+    return {"kind": kind, "data": where, **result}
+
+
+@torch.no_grad()
+def _answers(student: Any, teacher: Any, samples: Any, limit: int, at_once: int) -> dict[str, Any]:
+    """The measures, over every image or hidden token; accuracy and perplexity over those with a label."""
+    sums, labelled, asked = torch.zeros(6, dtype=torch.float64), 0, 0
+    number, size = sample_count(samples, limit), max(1, at_once // samples.seq_len)
+    with evaluating(student), evaluating(teacher):
+        for start in range(0, number, size):
+            batch = collate([samples[i] for i in range(start, min(start + size, number))], student.device)
+            wanted = targets(batch)
+            known = wanted != IGNORED
+            counted = batch["valid"] if "pixel_values" in batch else known
+            both = [forward(model, batch) for model in (student, teacher)]
+            if both[0].shape != both[1].shape:
+                raise LinearizeError(
+                    f"the student has {both[0].shape[-1]} answers, the teacher {both[1].shape[-1]}. Give the model "
+                    "that the student was converted from",
+                    Exit.INCOMPATIBLE,
+                )
+            first = [logits.argmax(-1) for logits in both]
+            hits = [((answer == wanted) & known).sum() for answer in first]
+            losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in both]
+            same = ((first[0] == first[1]) & counted).sum()
+            kl = logit_kl(both[0], both[1], counted, num_tokens=1.0)
+            sums += torch.stack([*hits, *losses, kl, same]).double().cpu()
+            labelled, asked = labelled + int(known.sum()), asked + int(counted.sum())
+    accuracy, loss = ((sums[i : i + 2] / max(labelled, 1)).tolist() for i in (0, 2))
+    kl, same = (sums[4:] / max(asked, 1)).tolist()
+    names = [f"{who}_{what}" for what in ("accuracy", "ppl") for who in ("student", "teacher")]
+    found = [*accuracy, *(math.exp(min(x, 700.0)) for x in loss)] if labelled else [None] * 4
+    return {
+        "asked": asked,
+        "labelled": labelled,
+        **dict(zip(names, found, strict=True)),
+        "top1_agreement": same,
+        "kl": kl,
+    }

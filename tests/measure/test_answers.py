@@ -1,0 +1,108 @@
+"""`linearize eval` of models of images and of masked text, against what their logits say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Command
+from PIL import Image
+from training import VOCAB, byte_tokenizer, text
+from transformers import (
+    AutoModelForImageClassification,
+    BertConfig,
+    BertForMaskedLM,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+
+from linearize.convert import convert, plan_conversion
+from linearize.errors import Exit, LinearizeError
+from linearize.page.record import read_evaluation
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ViT and a BERT with sharp attention, both converted, with images in folders of classes, and text."""
+    folder = tmp_path_factory.mktemp("answers")
+    torch.manual_seed(0)
+    names = {0: "cat", 1: "dog"}
+    config = ViTConfig(**SMALL, image_size=16, patch_size=4, initializer_range=0.3, id2label=names)
+    ViTForImageClassification(config).save_pretrained(folder / "vit")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder / "vit")
+    BertForMaskedLM(BertConfig(**SMALL, vocab_size=VOCAB + 1, initializer_range=0.3)).save_pretrained(folder / "bert")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(folder / "bert")
+    random = np.random.default_rng(0)
+    for number in range(10):
+        path = folder / "pictures" / names[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
+    (folder / "heldout.txt").write_text(text(300, 99))
+    for name in ("vit", "bert"):
+        plan = plan_conversion(str(folder / name), "la", options={"feature_map": "hedgehog"})
+        convert(*plan, folder / f"{name}-la", level="none", say=lambda line: None)
+    return folder
+
+
+def test_images_are_counted_as_images_and_accuracy_comes_first(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    given = ("data.eval={images: pictures}", "--device", "cpu")
+    code, out, err = linearize("eval", "vit-la", "--teacher", "vit", *given, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["kind"], found["asked"], found["labelled"]) == ("images", 10, 10)
+    assert "10 images of" in err
+    assert err.index("accuracy") < err.index("same class") < err.index("nats per image")
+    files = sorted((place / "pictures").rglob("*.png"))
+    processor = ViTImageProcessor.from_pretrained(place / "vit")
+    pixels = processor([Image.open(file).convert("RGB") for file in files], return_tensors="pt")["pixel_values"]
+    labels = torch.tensor([file.parent.name == "dog" for file in files]).long()
+    logits = {}
+    for who, name in (("student", "vit-la"), ("teacher", "vit")):
+        model = AutoModelForImageClassification.from_pretrained(place / name, trust_remote_code=True).eval()
+        with torch.no_grad():
+            logits[who] = model(pixel_values=pixels).logits.double()
+        accuracy = (logits[who].argmax(-1) == labels).double().mean()
+        assert found[f"{who}_accuracy"] == pytest.approx(float(accuracy))
+    ours, theirs = (y.log_softmax(-1) for y in logits.values())
+    assert found["kl"] == pytest.approx(float((theirs.exp() * (theirs - ours)).sum(-1).mean()), rel=1e-3)
+    assert found["top1_agreement"] == pytest.approx(float((ours.argmax(-1) == theirs.argmax(-1)).double().mean()))
+
+
+def test_hidden_tokens_of_masked_text(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    given = ("data.eval={files: [heldout.txt]}", "data.pack.seq_len=32", "--device", "cpu")
+    code, out, err = linearize("eval", "bert-la", "--teacher", "bert", *given, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["kind"] == "masked"
+    assert found["labelled"] == found["asked"] > 50
+    assert "hidden tokens of" in err
+    assert found["kl"] > 0
+    again = json.loads(linearize("eval", "bert", "--teacher", "bert", *given, "--json")[1])
+    written = place / "eval.json"
+    assert linearize("eval", "bert-la", "--teacher", "bert", *given, "-o", written)[0] == 0
+    with pytest.raises(LinearizeError, match="a report has no page for them"):
+        read_evaluation(place, written)
+    assert (again["kl"], again["top1_agreement"]) == (pytest.approx(0.0, abs=1e-6), 1.0)
+    assert again["student_accuracy"] == again["teacher_accuracy"] == found["teacher_accuracy"]
+
+
+def test_what_cannot_be_compared_is_refused(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    code, _, err = linearize("eval", "vit-la", "--teacher", "bert", "data.eval={images: pictures}")
+    assert (code, "answer no question that both can be asked" in err) == (Exit.INCOMPATIBLE, True), err
+    code, _, err = linearize("eval", "vit-la", "--teacher", "vit", "data.eval={files: [heldout.txt]}")
+    assert (code, "data.eval holds text, and" in err) == (Exit.INCOMPATIBLE, True), err
+    code, _, err = linearize("eval", "vit-la", "--teacher", "vit", "data.eval={images: nowhere}")
+    assert (code, "nowhere" in err) == (Exit.USAGE, True), err
