@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 def plan(
     model: str | Path,
-    mechanism: str,
+    mechanism: str | None,
     *,
     layers: str = "all",
     keep_softmax: str = "",
@@ -48,13 +48,15 @@ def plan(
     dtype: str = "keep",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    restore: str = "",
 ) -> Plan:
     """What `convert` would do; writes nothing, and reads weights only where `keep_softmax` asks for a choice.
 
     Args:
         model: A local folder or a Hub id.
-        mechanism: What replaces softmax, such as `gsa`; `linearize mechanisms` lists them.
-        layers: Layers to convert: `all`, `0-3,7` or `every:2`.
+        mechanism: What replaces softmax, such as `gsa`; `linearize mechanisms` lists them. None, for a model that is
+            converted already: its own, with its options.
+        layers: Layers to convert: `all`, `0-3,7` or `every:2`; of a model that is converted already, further ones.
         keep_softmax: Layers that stay as they are: `7,15`, `every:4`, or `auto:2` to let linearize choose, by the
             sources of Python packages as text.
         options: The mechanism's own options by name.
@@ -62,9 +64,10 @@ def plan(
         dtype: Of the result: `keep`, `float32`, `bfloat16`, `float16` or `float64`.
         revision: Branch, tag or commit of a model on the Hub.
         trust_remote_code: Allow Python code that the model ships to run.
+        restore: Layers of a model that is converted already that get softmax back.
 
     Returns:
-        The plan: `steps` (layers that change, with `new_parameters` and `state_bytes`), `kept`, `notes`, and
+        The plan: `steps` (linear layers, with `new_parameters` and `state_bytes`), `kept`, `notes`, and
         `cache_bytes(tokens)`.
 
     Raises:
@@ -73,7 +76,7 @@ def plan(
     from .convert import plan_conversion
 
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
-    asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision}
+    asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "restore": restore}
     choice = _choice(keep_softmax, _stderr)
     trust = trust_remote_code
     return plan_conversion(str(model), mechanism, trust_remote_code=trust, weights=bool(choice), **asked, **choice)[0]
@@ -81,7 +84,7 @@ def plan(
 
 def convert(
     model: str | Path,
-    mechanism: str,
+    mechanism: str | None,
     output: str | Path,
     *,
     layers: str = "all",
@@ -96,6 +99,7 @@ def convert(
     verify: Literal["auto", "full", "keys", "none"] = "auto",
     seed: int = 0,
     say: Say | None = None,
+    restore: str = "",
 ) -> Path:
     """Replace softmax attention, and write a model folder that transformers loads.
 
@@ -116,6 +120,7 @@ def convert(
             where memory allows.
         seed: Of the new parameters.
         say: Gets messages for a person; None: they go to stderr.
+        restore: As for `plan`.
 
     Returns:
         `output`.
@@ -129,7 +134,7 @@ def convert(
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"verify={verify}: choose auto, full, keys or none")
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
-    asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "copy": copy}
+    asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "copy": copy, "restore": restore}
     asked |= _choice(keep_softmax, say or _stderr)
     planned = plan_conversion(str(model), mechanism, trust_remote_code=trust_remote_code, **asked)
     how: dict[str, Any] = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from .checkpoint.again import as_source, is_converted, mixer_prefixes, plan_converted, write_again
 from .checkpoint.atomic import check_output, output_folder
 from .checkpoint.carried import carried_files, left_behind
 from .checkpoint.code import SourceClasses
@@ -27,7 +27,7 @@ from .plan.plan import Plan, some
 from .plan.request import Request
 from .probe.meta_run import quiet
 from .probe.probe import model_class_of, probe
-from .terminal.output import ranges, size
+from .terminal.output import size
 from .verify.reload import Level, verify
 
 Say = Callable[[str], None]
@@ -39,8 +39,9 @@ UNREAD = "not copied, because loading the model does not need it: {}"
 
 def plan_conversion(
     model: str,
-    mechanism: str,
+    mechanism: str | None,
     *,
+    restore: str = "",
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
@@ -49,15 +50,31 @@ def plan_conversion(
 ) -> tuple[Plan, Source, SourceClasses]:
     """Decide everything and touch nothing. With `weights` False the shards need not be there.
 
+    A model that is converted is converted again: `layers` of its softmax ones become linear (without `mechanism` as its
+    linear ones are), and the layers `restore` get softmax back.
+
     `asked` are the other fields of a `Request`. Where its `keep_softmax` is `auto:2`, `choose` finds the layers;
     without weights and `choose` a stand-in is planned (`Choice.unscored`). Raises LinearizeError with the exit code of
     the obstacle.
     """
-    request = Request(mechanism, **asked)
+    if mechanism is not None:
+        Request(mechanism, **asked)
+    elif not restore and asked.get("layers", "all") == "all":
+        raise LinearizeError(
+            f"--to is missing: name the mechanism that {model} gets, such as --to gsa. Of a model that is converted "
+            "already, name layers: --layers 3 or --restore 3"
+        )
     source = open_source(model, revision, weights=weights)
     check_adapter(source)
     check_secrets(source)
     carried_files(source.folder)  # raises for links that lead elsewhere
+    if is_converted(source):
+        return plan_converted(source, mechanism, restore, weights=weights, trust_remote_code=trust_remote_code, **asked)
+    if restore:
+        raise LinearizeError(f"--restore {restore}: {source.name} has softmax everywhere; it is not converted")
+    if mechanism is None:
+        raise LinearizeError(f"--to is missing: name the mechanism that {source.name} gets, such as --to gsa")
+    request = Request(mechanism, **asked)
     config = load_config(source, trust_remote_code)
     natives = SourceClasses(config, load_model_class(source, config, trust_remote_code))
     found = probe(config, natives.head)  # first: it says what is wrong with a config
@@ -101,8 +118,13 @@ def convert(
         check_weights(source, natives)
         check_disk(plan, source, output)
     with output_folder(output, overwrite) as folder:
-        write_checkpoint(folder, source, plan, natives, seed)
-        message = verify(folder, level, source, plan, trust_remote_code)
+        if is_converted(source):
+            write_again(folder, source, plan, natives, seed)
+            with as_source(source, natives) as before:
+                message = verify(folder, level, before, plan, trust_remote_code)
+        else:
+            write_checkpoint(folder, source, plan, natives, seed)
+            message = verify(folder, level, source, plan, trust_remote_code)
     say(message)
     return message
 
@@ -113,9 +135,7 @@ def unread(source: Source, *_: Any) -> list[str]:
 
 
 def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
-    """The source's config object. Raises LinearizeError (exit 3) for code, converted models and wrong values."""
-    if source.config["model_type"].startswith("linearized_"):
-        raise _already(source)
+    """The source's config object. Raises LinearizeError (exit 3) for code and wrong values."""
     if source.config.get("auto_map") and not trust_remote_code:
         files = ", ".join(sorted(f.name for f in source.folder.glob("*.py"))) or "its auto_map"
         raise own_code(source, files)
@@ -167,20 +187,6 @@ def check_secrets(source: Source) -> None:
             )
 
 
-def _already(source: Source) -> LinearizeError:
-    """What to say of a folder that this tool wrote."""
-    found = "some layers are already linear"
-    with contextlib.suppress(KeyError, TypeError):  # a config by hand may lack the plan
-        layers = source.config["linearize"]["layers"]
-        done = " and ".join(sorted({repr(layer["mechanism"]) for layer in layers}))
-        found = f"layers {ranges([layer['site']['layer'] for layer in layers])} are already {done}"
-    return LinearizeError(
-        f"{source.name}: {found}. Continue with linearize finetune and convert=null, or convert its source again with "
-        "other --layers",
-        Exit.INCOMPATIBLE,
-    )
-
-
 def load_model_class(source: Source, config: PretrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
     """The native class with a head, from transformers or from the code that the source carries."""
     entries = getattr(config, "auto_map", None)
@@ -229,6 +235,8 @@ def check_weights(source: Source, natives: SourceClasses) -> None:
     weights: dict[str, torch.Tensor] = {} if source.pickled else float_tensors(source)
     for shard in source.shards if source.pickled else ():
         weights |= meta_pickle(shard)
+    if is_converted(source):
+        weights = {name: value for name, value in weights.items() if not name.startswith(mixer_prefixes(source))}
     try:
         with quiet():
             # Not the folder: even onto the meta device, transformers would read every weight in it.

@@ -22,9 +22,9 @@ CONVERSION = (
     "layers='all', keep_softmax='', options=None, allow_drop=(), dtype='keep', revision=None, trust_remote_code=False"
 )
 PROMISED = {
-    "plan": f"(model, mechanism, *, {CONVERSION})",
+    "plan": f"(model, mechanism, *, {CONVERSION}, restore='')",
     "convert": f"(model, mechanism, output, *, {CONVERSION}, copy=False, overwrite=False, verify='auto', seed=0, "
-    "say=None)",
+    "say=None, restore='')",
     "finetune": "(recipe, overrides=(), *, resume='auto', stage=None, max_steps=None, say=None)",
     "evaluate": "(student, teacher, *, recipe='demo', overrides=(), lengths=(256, 512, 1024), trials=32, seed=0, "
     "batch_tokens=8192, device='auto', dtype='keep', trust_remote_code=False)",

@@ -97,9 +97,16 @@ def sized(step: Step, item: int) -> Step:
 
 def native_config(config: dict[str, Any], plan: Plan) -> Any:
     """The source's config object, out of the linearized config.json."""
-    rest = {name: value for name, value in config.items() if name not in ADDED}
+    rest = {name: plain(value) for name, value in config.items() if name not in ADDED}
     with quiet():
         return AutoConfig.for_model(plan.model_type, **rest, architectures=[plan.architecture])
+
+
+def plain(value: Any) -> Any:
+    """A value of a linearized config.json as the source had it: parts of it do not refuse its classes."""
+    if not isinstance(value, dict):
+        return value
+    return {name: plain(item) for name, item in value.items() if name != "transformers_weights"}
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def model_card(
         layers=ranges([step.site.layer for step in plan.steps]),
         kept=f"; layers {ranges(kept)} keep softmax" if kept else "",
         version=__version__,
-        training=UNTRAINED if recipe is None else trained(recipe),
+        training=untrained(plan) if recipe is None else trained(recipe),
         place=PLACE,
         revision=f" at `{plan.revision}`" if plan.revision else "",
         architecture=plan.architecture,
@@ -120,6 +120,19 @@ def model_card(
         else measured(recipe, report) + pictured(pictures) + recipe_text(recipe),
     )
     return redact(text)
+
+
+def untrained(plan: Plan) -> str:
+    """What of a model is untrained; of one that was converted again, what was trained before."""
+    if not plan.again:
+        return UNTRAINED
+    last = plan.again[-1]
+    new = [step.site.layer for step in plan.steps if step.site.path in last.untrained]
+    back = [site.layer for site in plan.kept if site.path in last.restored]
+    changes = [f"layers {ranges(back)} have softmax again"] if back else []
+    changes += [f"the new parameters of layers {ranges(new)} are untrained: distil before use"] if new else []
+    by = f", trained with the recipe {last.recipe.get('name')}," if last.recipe else ""
+    return f"Converted again from `{last.folder}`{by} whose other weights it has: {'; '.join(changes)}."
 
 
 def options_text(plan: Plan) -> str:

@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoConfig
 from transformers.utils import HF_MODULES_CACHE
 
+from linearize_kernels.hf.seam import TRAINED
 from linearize_kernels.mixer import Site
 
 from .. import __version__
 from ..errors import MALFORMED, Exit, LinearizeError
-from ..plan.mechanisms import check_name, mechanism_names, present_options
+from ..plan.mechanisms import build_mixer, check_name, mechanism_names, present_options, renamed_options
 from ..plan.plan import DIFFUSERS, Plan, Step, some
 from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
@@ -27,7 +29,7 @@ from .code import MODELING_FILE, SourceClasses, auto_map, modeling
 from .flatten import imported
 from .known_code import known_files, sha256_of
 from .shards import in_parallel, known_sha256
-from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_json
+from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_header, read_json
 
 
 class Origin(NamedTuple):
@@ -130,6 +132,34 @@ def read_plan(folder: Path) -> Plan:
         ) from error
 
 
+def with_present_options(plan: Plan) -> tuple[Plan, dict[str, str]]:
+    """A plan with its options under their present names, and those that had another one: old -> new."""
+    renamed: dict[str, str] = {}
+    steps = []
+    for step in plan.steps:
+        renamed |= renamed_options(step.mechanism, step.options)
+        steps.append(dataclasses.replace(step, options=present_options(step.mechanism, step.options)))
+    return dataclasses.replace(plan, steps=tuple(steps)), renamed
+
+
+def check_mixers(folder: Path, plan: Plan) -> None:
+    """Raise LinearizeError (exit 3) where this version's mixers have other parameters than the folder has."""
+    stored = {name: entry.shape for path in folder.glob("*.safetensors") for name, entry in read_header(path).items()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for step in plan.steps:
+        with torch.device("meta"):
+            state = build_mixer(step.mechanism, step.site, step.options).state_dict()
+        wanted |= {f"{step.site.path}.mixer.{name}": tuple(value.shape) for name, value in state.items()}
+    for name in sorted(wanted):
+        if stored.get(name) != wanted[name]:
+            found = f"{list(stored[name])} in {folder}" if name in stored else f"not in {folder}"
+            raise LinearizeError(
+                f"{name} is {found}, and {list(wanted[name])} in linearize {__version__}: its mixers are others. "
+                "Convert the source again, or use the version that wrote the folder",
+                Exit.INCOMPATIBLE,
+            )
+
+
 def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
     """Hashes of the files that a folder's linearize.json lists, by name; the card is for people, and left out.
 
@@ -143,20 +173,50 @@ def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
 
 
 def trained_before(folder: Path) -> str:
-    """What to note of a base whose source weights an earlier run trained, or whose LoRA it left apart; else empty."""
+    """What to note of a base whose source weights earlier runs trained, or whose LoRA one left apart; else empty."""
     notes = []
+    recipe: dict[str, Any] | None = None
     with contextlib.suppress(OSError, *MALFORMED):
-        recipe = json.loads((folder / checkpoint.MANIFEST).read_text("utf-8"))["recipe"]
-        merged = recipe["finish"]["merge_lora"]
-        parts = {"mixer", "all", *(["lora"] if merged else [])}
-        stages = [stage["name"] for stage in recipe["stages"] if parts & set(stage["train"])]
-        if stages:
-            how = f"as {', '.join(stages)} trained them, and the teacher is softmax on those"
+        recipe = read_json(folder / checkpoint.MANIFEST).get("recipe")
+        stages = [name for one in recipes_of(folder) for name in drifting_stages(one)]
+        trained = read_json(folder / "config.json").get(TRAINED)
+        if stages or trained:
+            how = f"as {', '.join(stages)} trained them" if stages else "as an earlier training left them"
             instead = "To distil further towards the source itself, put all stages into one recipe"
-            notes.append(f"note: {folder} has the source's weights {how}. {instead}")
-        if not merged and any(stage["lora"] for stage in recipe["stages"]):
+            notes.append(
+                f"note: {folder} has the source's weights {how}, and the teacher is softmax on those. {instead}"
+            )
+    with contextlib.suppress(*MALFORMED):
+        if recipe is not None and has_lora_apart(recipe):
             notes.append(f"note: the LoRA in {folder / 'adapter'} was not merged, and this run begins without it")
     return "\n".join(notes)
+
+
+def recipes_of(folder: Path) -> list[dict[str, Any]]:
+    """The recipes by which a folder, and those that it was converted again from, were trained; the earliest first."""
+    last = read_json(folder / checkpoint.MANIFEST).get("recipe")
+    return [one for one in [*(past.recipe for past in read_plan(folder).again), last] if one is not None]
+
+
+def drifting_stages(recipe: dict[str, Any]) -> list[str]:
+    """Names of the stages of a resolved recipe that train weights of the source."""
+    parts = {"mixer", "all", *(["lora"] if recipe["finish"]["merge_lora"] else [])}
+    return [stage["name"] for stage in recipe["stages"] if parts & set(stage["train"])]
+
+
+def has_lora_apart(recipe: dict[str, Any]) -> bool:
+    """Whether a resolved recipe trains LoRA and leaves it apart."""
+    return not recipe["finish"]["merge_lora"] and any(stage["lora"] for stage in recipe["stages"])
+
+
+def untrained_mixers(folder: Path, plan: Plan) -> set[str]:
+    """Paths of the attention modules whose mixer nothing has trained, in a folder of that `plan`."""
+    if "recipe" in read_json(folder / checkpoint.MANIFEST):
+        return set()
+    if plan.again:
+        return set(plan.again[-1].untrained)
+    trained = read_json(folder / "config.json").get(TRAINED)
+    return set() if trained else {step.site.path for step in plan.steps}
 
 
 def saved_again(folder: Path) -> Plan | None:

@@ -9,22 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .. import __version__
 from ..convert import check_paths
 from ..diffusion.convert import holds_diffusers
 from ..errors import Exit, LinearizeError, absent
-from ..plan.mechanisms import build_mixer, present_options, renamed_options
 from ..plan.plan import Plan
 from ..verify.reload import check_keys, check_steps, compare, fits_twice, reload_logits
 from . import write as checkpoint
 from .atomic import output_folder
 from .code import MODELING_FILE, code_files
 from .known_code import known_files
-from .provenance import Origin, check_code, natives_of, origin_of, read_plan
+from .provenance import Origin, check_code, check_mixers, natives_of, origin_of, read_plan, with_present_options
 from .shards import link_or_copy
-from .source import open_source, read_header, read_json
+from .source import open_source, read_json
 
 WEIGHTS = ".safetensors"
 
@@ -87,34 +84,6 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
         present &= set(read_json(folder / checkpoint.MANIFEST)["files"])
     carried = tuple(sorted(present - replaced))
     return Upgrade(folder, output or folder, origin.version, plan, renamed, code, config, carried)
-
-
-def with_present_options(plan: Plan) -> tuple[Plan, dict[str, str]]:
-    """A plan with its options under their present names, and those that had another one: old -> new."""
-    renamed: dict[str, str] = {}
-    steps = []
-    for step in plan.steps:
-        renamed |= renamed_options(step.mechanism, step.options)
-        steps.append(dataclasses.replace(step, options=present_options(step.mechanism, step.options)))
-    return dataclasses.replace(plan, steps=tuple(steps)), renamed
-
-
-def check_mixers(folder: Path, plan: Plan) -> None:
-    """Raise LinearizeError (exit 3) where this version's mixers have other parameters than the folder has."""
-    stored = {name: entry.shape for path in folder.glob(f"*{WEIGHTS}") for name, entry in read_header(path).items()}
-    wanted: dict[str, tuple[int, ...]] = {}
-    for step in plan.steps:
-        with torch.device("meta"):
-            state = build_mixer(step.mechanism, step.site, step.options).state_dict()
-        wanted |= {f"{step.site.path}.mixer.{name}": tuple(value.shape) for name, value in state.items()}
-    for name in sorted(wanted):
-        if stored.get(name) != wanted[name]:
-            found = f"{list(stored[name])} in {folder}" if name in stored else f"not in {folder}"
-            raise LinearizeError(
-                f"{name} is {found}, and {list(wanted[name])} in linearize {__version__}: its mixers are others. "
-                "Convert the source again, or use the version that wrote the folder",
-                Exit.INCOMPATIBLE,
-            )
 
 
 def upgrade(planned: Upgrade) -> str:

@@ -6,9 +6,10 @@ import dataclasses
 import json
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -264,8 +265,13 @@ def _independent(tensors: dict[str, torch.Tensor], tied: set[str]) -> list[str]:
     return kept
 
 
-def write_mixers(path: Path, plan: Plan, seed: int) -> dict[str, str]:
-    """Initialise every mixer, reproducibly, and save them as one shard, one at a time; returns the tensors' hashes."""
+def write_mixers(
+    path: Path, plan: Plan, seed: int, kept: Mapping[str, tuple[Path, Entry]] = MappingProxyType({})
+) -> dict[str, str]:
+    """Initialise every mixer, reproducibly, and save them as one shard, one at a time; returns the tensors' hashes.
+
+    Tensors that are `kept` are copied from the file and place that are given with their names.
+    """
     dtype = getattr(torch, plan.dtype)
     steps = {f"{step.site.path}.mixer.": step for step in plan.steps}
     entries: dict[str, Entry] = {}
@@ -273,9 +279,13 @@ def write_mixers(path: Path, plan: Plan, seed: int) -> dict[str, str]:
         with torch.device("meta"):
             state = build_mixer(step.mechanism, step.site, step.options).state_dict()
         entries |= {prefix + name: described(name, value, dtype) for name, value in state.items()}
+    entries |= {name: Entry(entry.dtype, entry.shape) for name, (_, entry) in kept.items() if name in entries}
     built: dict[str, dict[str, torch.Tensor]] = {}
 
     def values(name: str) -> Iterator[torch.Tensor]:
+        if name in kept:
+            yield from read_tensor(*kept[name])
+            return
         start = name.rindex(".mixer.") + len(".mixer.")
         prefix, own = name[:start], name[start:]
         if prefix not in built:

@@ -13,11 +13,22 @@ from ..terminal.output import Json, print_json, say
 
 def convert(
     model: Annotated[str, typer.Argument(help="Model: a local folder or a Hub id.")],
-    to: Annotated[str, typer.Option("--to", help="Mechanism that replaces softmax (list: linearize mechanisms).")],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            help="Mechanism that replaces softmax (list: linearize mechanisms). Default, for a converted MODEL: its "
+            "own, with its options.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder to write. Default: ./NAME-MECHANISM.")
     ] = None,
-    layers: Annotated[str, typer.Option(help="Layers to convert: all, 0-3,7 or every:2.")] = "all",
+    layers: Annotated[
+        str,
+        typer.Option(help="Layers to convert: all, 0-3,7 or every:2. Of a converted MODEL: further ones."),
+    ] = "all",
+    restore: Annotated[str, typer.Option(help="Layers of a converted MODEL that get softmax back: 3 or 0-3,7.")] = "",
     keep_softmax: Annotated[
         str,
         typer.Option(help="Layers that keep softmax: 7,15, every:4, or auto:2 (auto:25%) to let linearize choose."),
@@ -76,7 +87,12 @@ def convert(
         raise LinearizeError("--push: a pipeline of diffusers is uploaded with hf upload REPO DIR")
     if push is not None:
         hub.check_name(push) if dry_run else hub.check_access(push)
+    if restore and story is of_diffusers:
+        raise LinearizeError("--restore: of models of diffusers, convert the source again with other --layers")
+    if to is None and story is of_diffusers:
+        raise LinearizeError("--to is missing: name the mechanism, such as --to gsa")
     asked = of_scoring(score_by, score_text) if is_auto(keep_softmax) and story is of_transformers else {}
+    asked |= {"restore": restore} if story is of_transformers else {}
     planned = story.plan_conversion(
         model,
         to,
@@ -88,7 +104,7 @@ def convert(
         copy=copy,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        weights=not dry_run or bool(asked),
+        weights=not dry_run or "choose" in asked,
         **asked,
     )
     plan = planned[0]
@@ -98,7 +114,7 @@ def convert(
         say(of_transformers.UNREAD.format(", ".join(left)))
     result: dict[str, Any] = {"plan": plan.to_json(), "not_carried": left}
     if not dry_run:
-        target = output or Path(f"{Path(plan.source).name}-{to}")
+        target = output or Path(name_of(plan))
         how = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
         checked = story.convert(*planned, target, **how, say=say)
         say(f"saved {target}. Next: {story.NEXT}")
@@ -107,6 +123,15 @@ def convert(
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)
     if as_json:
         print_json(result)
+
+
+def name_of(plan: Any) -> str:
+    """The folder that a conversion writes where none is named: that of the model, and what its new layers are."""
+    if not plan.again:
+        return f"{Path(plan.source).name}-{plan.steps[0].mechanism}"
+    done = plan.again[-1]
+    new = {step.mechanism for step in plan.steps if step.site.path in done.added}
+    return f"{Path(done.folder).name}-{min(new, default='restored')}"
 
 
 def of_scoring(method: str, text: Path | None) -> dict[str, Any]:

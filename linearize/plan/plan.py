@@ -18,7 +18,7 @@ from .keep import Choice, is_auto
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 
 LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
-KEEP = "0-3,7 or every:4 or auto:2"  # and --keep-softmax
+FORMS = {"--layers": LAYERS, "--keep-softmax": "0-3,7 or every:4 or auto:2", "--restore": "0-3,7"}
 DIFFUSERS = "diffusers"  # the model type of plans for pipelines of diffusers
 
 
@@ -35,6 +35,27 @@ class Step:
     options: dict[str, Any]
     new_parameters: int
     state_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A conversion of what was converted before: of the folder of that name, in which `added` modules became linear
+    and `restored` ones got softmax back, by path. `untrained` are the linear ones that nothing had trained then;
+    `recipe` is the resolved one by which the folder was trained, if it was."""
+
+    folder: str
+    added: tuple[str, ...]
+    restored: tuple[str, ...]
+    untrained: tuple[str, ...]
+    recipe: dict[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Pass:
+        """The inverse of `dataclasses.asdict` and JSON."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +85,7 @@ class Plan:
     cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     copy: bool = False
     choice: Choice | None = None  # where linearize chose the layers that are kept
+    again: tuple[Pass, ...] = ()  # conversions of the result, the last one last; `source` stays the first one's
 
     @property
     def new_parameters(self) -> int:
@@ -118,6 +140,7 @@ class Plan:
         fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
         fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
         fields["others"] = tuple(data.get("others", ()))
+        fields["again"] = tuple(Pass.from_json(one) for one in data.get("again", ()))
         fields["choice"] = Choice.from_json(data["choice"]) if data.get("choice") else None
         return cls(**fields)
 
@@ -142,16 +165,17 @@ def choose_layers(
             Exit.INCOMPATIBLE,
         )
     known = [site.layer for site in found.sites]
-    chosen = set(known) if layers == "all" else _layer_set(layers, "--layers", found, model)
-    chosen -= _layer_set(keep_softmax, "--keep-softmax", found, model)
+    chosen = set(known) if layers == "all" else layer_set(layers, "--layers", found, model)
+    chosen -= layer_set(keep_softmax, "--keep-softmax", found, model)
     if not chosen:
         raise LinearizeError(f"--layers {layers} with --keep-softmax {keep_softmax} leaves no layer to convert")
     return [s for s in found.sites if s.layer in chosen], [s for s in found.sites if s.layer not in chosen]
 
 
-def _layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
+def layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
+    """The layers among those `found` that an option names, such as `0-3,7` or `every:2`. Raises as `choose_layers`."""
     known = [site.layer for site in found.sites]
-    form = LAYERS if flag == "--layers" else KEEP
+    form = FORMS[flag]
     if text.startswith("every:"):
         step = _number(text.removeprefix("every:"), f"{flag} {text}", form)
         if step < 1:

@@ -71,17 +71,24 @@ def plan_table(plan: Plan) -> None:
     columns = {"layers": "short", "module": "text", "from": "text", "to": "short"}
     columns |= {"new params": "number", "state": "number"}
     rows: list[tuple[int, tuple[str, ...]]] = []
+    last = plan.again[-1] if plan.again else None
     for step in plan.steps:
         site = step.site
+        stays = "\n(as it is)" if last and site.path not in last.added else ""
         heads = f"{site.kind}\n{site.heads}/{site.kv_heads}x{site.key_dim}"
         cost = (f"{step.new_parameters:,}", size(step.state_bytes) if site.causal else "none")
-        rows.append((site.layer, (site.path, heads, step.mechanism, *cost)))
+        rows.append((site.layer, (site.path, heads, step.mechanism + stays, *cost)))
     for site in plan.kept:
-        rows.append((site.layer, (site.path, site.kind, "softmax\n(kept)", "", "KV cache" if site.causal else "none")))
+        how = "restored" if last and site.path in last.restored else "kept"
+        rows.append(
+            (site.layer, (site.path, site.kind, f"softmax\n({how})", "", "KV cache" if site.causal else "none"))
+        )
     out.print(table(columns, alike(rows), title))
     for tokens, label in () if not plan.cache_bytes(1)["source"] else ((4096, "4k"), (131072, "128k")):
         cache = plan.cache_bytes(tokens)
         out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
+    if last:
+        out.print(again_text(plan))
     rewritten = "source weights are copied as they are" if plan.copy else "source weights stay as they are"
     if plan.cast:
         rewritten = f"source weights are cast to {plan.dtype} shard by shard"
@@ -106,6 +113,16 @@ def plan_table(plan: Plan) -> None:
         out.print(f"stays as it is: {other}")
     for note in plan.notes:
         out.print(Text("dropped", "yellow"), note)
+
+
+def again_text(plan: Plan) -> str:
+    """What the last conversion changes in a model that was converted before."""
+    last = plan.again[-1]
+    new = [step for step in plan.steps if step.site.path in last.added]
+    back = [site.layer for site in plan.kept if site.path in last.restored]
+    changes = [f"layers {ranges([s.site.layer for s in new])} become {new[0].mechanism}"] if new else []
+    changes += [f"layers {ranges(back)} get softmax back, and their mixers are dropped"] if back else []
+    return f"{last.folder} is converted already: {'; '.join(changes)}; all other weights stay as they are"
 
 
 def choice_table(choice: Choice) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from linearize_kernels.hf.seam import evaluating
 
-from ..checkpoint.provenance import trained_before
+from ..checkpoint.provenance import read_plan, trained_before, untrained_mixers
 from ..data.batches import (
     Samples,
     check_source,
@@ -228,14 +228,18 @@ class Finetuner:
 
     def calibrate(self) -> None:
         """Before anything is measured or trained: from a few blocks, gates and norms start where each layer's output is
-        nearest to the teacher's, and windows with their share, the same in every process."""
+        nearest to the teacher's, and windows with their share, the same in every process. Mixers that an earlier run
+        trained stay as they are."""
+        untrained = untrained_mixers(self.base, read_plan(self.base))
+        if not untrained:
+            return
         blocks = self.blocks(self.recipe.stages[0], "train")
         assert blocks is not None
         order = BlockOrder(len(blocks), self.recipe.seed)
         count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
         batch = collate([blocks[order.block(k)] for k in range(count)], self.device)
         with self.accelerator.autocast():
-            listen(self.student, Calibration(self.student), batch)
+            listen(self.student, Calibration(self.student, untrained), batch)
         for name, parameter in self.student.named_parameters():
             if ".mixer." in name:
                 parameter.data.copy_(broadcast(parameter.data))

@@ -84,10 +84,17 @@ class Transfer(Listener):
 
 
 class Calibration(Listener):
-    """Lets each mixer set its norms, and its window's share, from the teacher's outputs of one batch."""
+    """Lets mixers set their norms, and their window's share, from the teacher's outputs of one batch; those in modules
+    of the paths `untrained` alone, where given, for others would lose what they learned."""
+
+    def __init__(self, student: Student, untrained: set[str] | None = None) -> None:
+        super().__init__(student)
+        self.untrained = untrained
 
     @torch.no_grad()
     def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
+        if self.untrained is not None and mixer.site.path not in self.untrained:
+            return
         mixer.calibrate(*inputs, o, target, layout)
         mixer.calibrate_window(*inputs, target, layout)
 

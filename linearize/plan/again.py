@@ -1,0 +1,150 @@
+"""Plan a conversion of what is converted: softmax layers become linear, and linear ones get softmax back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import Exit, LinearizeError
+from ..probe.probe import Found
+from ..terminal.output import ranges
+from .dropped_features import check_dropped_features
+from .keep import is_auto
+from .plan import (
+    Pass,
+    Plan,
+    check_idle,
+    check_rotation,
+    grouped,
+    item_bytes,
+    layer_set,
+    make_steps,
+    misfit,
+    settle_rotation,
+)
+from .request import Request
+
+
+def same_again(old: Plan, options: dict[str, Any], name: str) -> tuple[str, dict[str, Any]]:
+    """Mechanism and options of new linear layers where none is named: those of the linear ones of `old`, and `options`.
+
+    Raises LinearizeError (exit 2) where its layers are not all alike.
+    """
+    kinds = {step.mechanism for step in old.steps}
+    if len(kinds) > 1:
+        message = (
+            f"{name} has layers of {' and '.join(sorted(kinds))}. Say which the new ones become: --to {min(kinds)}"
+        )
+        raise LinearizeError(message)
+    first = old.steps[0]
+    if any(step.options != first.options for step in old.steps):
+        raise LinearizeError(
+            f"the {first.mechanism} layers of {name} have several options. Say which the new ones have: "
+            f"--to {first.mechanism} --set key=value"
+        )
+    return first.mechanism, first.options | options
+
+
+def check_unused(mechanism: str | None, options: dict[str, Any], restore: str) -> None:
+    """Raise LinearizeError (exit 2) for a mechanism or options beside `restore`, where no layer becomes linear."""
+    if restore and (mechanism is not None or options):
+        given = f"--to {mechanism}" if mechanism is not None else f"--set {next(iter(options))}"
+        raise LinearizeError(
+            f"{given} says what layers become, and --restore {restore} alone makes none linear. Leave it out, or name "
+            "some with --layers"
+        )
+
+
+def plan_again(
+    request: Request,
+    restore: str,
+    given: dict[str, Any],
+    old: Plan,
+    found: Found,
+    folder: str,
+    untrained: set[str],
+    recipe: dict[str, Any] | None,
+) -> Plan:
+    """The plan of a model in `folder`, converted by `old`, whose source has the attention `found`: `request.layers`
+    become linear, and the layers `restore` get softmax back.
+
+    `given` are the options that a person gave; `untrained` and `recipe` are as in `Pass`. Raises LinearizeError: 2
+    for layers that are what they shall become, 3 for what does not fit.
+    """
+    check_request(request, restore, old, found, folder)
+    linear = {step.site.path: step for step in old.steps}
+    back = chosen(restore, "--restore", found, folder, lambda path: path in linear, "softmax")
+    layers = "" if request.layers == "all" else request.layers
+    new = chosen(layers, "--layers", found, folder, lambda path: path not in linear, "linear")
+    sites = []
+    for layer in sorted(new):  # of two towers one may have no place for the mechanism
+        here = [site for site in found.sites if site.layer == layer and site.path not in linear]
+        sites += [site for site in here if not misfit(site, request.mechanism)] or here
+    check_dropped_features(sites, request.allow_drop)
+    steps = settle_rotation(found, make_steps(sites, request.mechanism, request.options or {}, item_bytes(old.dtype)))
+    check_rotation(found, steps)
+    check_idle(found, steps, given)
+    restored = [path for path, step in linear.items() if step.site.layer in back]
+    stay = {path: step for path, step in linear.items() if path not in restored}
+    known = stay | {step.site.path: step for step in steps}
+    if not known:
+        raise LinearizeError(
+            f"--restore {restore} leaves no linear layer in {folder}, and softmax everywhere is the model that it was "
+            f"converted from: use {old.source}"
+        )
+    order = [site.path for site in found.sites]
+    untrained = {path for path in untrained if path in stay} | {step.site.path for step in steps}
+    done = Pass(folder, tuple(s.site.path for s in steps), tuple(restored), tuple(sorted(untrained)), recipe)
+    numbers = sum(step.new_parameters for step in known.values())
+    return dataclasses.replace(
+        old,
+        cast=False,
+        pickled=False,
+        steps=tuple(known[path] for path in order if path in known),
+        kept=tuple(site for site in found.sites if site.path not in known),
+        others=grouped(found.others),
+        reads_masks=found.reads_masks,
+        cached_tokens=found.cached_tokens,
+        needed_bytes=numbers * item_bytes(old.dtype) + old.source_bytes * request.copy,
+        copy=request.copy,
+        choice=None,
+        again=(*old.again, done),
+    )
+
+
+def check_request(request: Request, restore: str, old: Plan, found: Found, folder: str) -> None:
+    """Raise LinearizeError (exit 2) for what means nothing for a converted model, and where no layer is named."""
+    if request.keep_softmax:
+        how = "compares layers of a source" if is_auto(request.keep_softmax) else "is for a source"
+        raise LinearizeError(
+            f"--keep-softmax {request.keep_softmax} {how}, and {folder} is converted already. Name the layers that "
+            "become linear (--layers 3), and those that get softmax back (--restore 3)"
+        )
+    if request.dtype not in ("keep", old.dtype):
+        raise LinearizeError(
+            f"--dtype {request.dtype}: {folder} is {old.dtype}, and its trained weights stay as they are. Leave it out"
+        )
+    if request.layers == "all" and not restore:
+        paths = {step.site.path for step in old.steps}
+        kinds = " and ".join(sorted({repr(step.mechanism) for step in old.steps}))
+        left = [site.layer for site in found.sites if site.path not in paths]
+        more = f"become linear (--layers {ranges(left)} for all that have softmax), or which " if left else ""
+        message = (
+            f"{folder}: layers {ranges([step.site.layer for step in old.steps])} are already {kinds}. To train it, use "
+            f"linearize finetune with convert=null. To convert it again, name the layers that {more}get softmax back "
+            "(--restore 3)"
+        )
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+
+
+def chosen(text: str, flag: str, found: Found, folder: str, fits: Callable[[str], bool], otherwise: str) -> set[int]:
+    """The layers that `flag` names. Raises LinearizeError (exit 2) for one without a module that `fits`."""
+    asked = layer_set(text, flag, found, folder)
+    there = {site.layer for site in found.sites if fits(site.path)}
+    wrong = sorted(asked - there)
+    if wrong:
+        instead = f"Choose among layers {ranges(sorted(there))}" if there else "No layer is left to choose"
+        one = "layer {} is" if len(wrong) == 1 else "layers {} are"
+        raise LinearizeError(f"{flag} {text}: {one.format(ranges(wrong))} {otherwise} in {folder} already. {instead}")
+    return asked
