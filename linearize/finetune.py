@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from .choose.choose import Scoring, chooser
 from .convert import UNREAD, convert, plan_conversion, unread
 from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
 from .data.documents import no_datasets
-from .demo import model_folder
 from .errors import Exit, LinearizeError, did_you_mean, os_error, undamaged
 from .estimate.advice import advise
 from .estimate.cards import Device, card, present
@@ -41,9 +41,10 @@ from .page.record import read_run
 from .page.report import PAGE, card_pictures, report_page, write_page
 from .plan.keep import is_auto
 from .recipe.data import DatasetSource, holds_images, parts_of
-from .recipe.models import Convert
+from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
 from .terminal.output import short, size
+from .train.random_model import named_base, write_random
 from .train.runs import Position, Run, processes, read_position
 from .train.runtime import Say, check_runtime, device_name, make_accelerator, on_cpu, stage_steps, to_source
 from .train.save import meta_model, save_final
@@ -130,8 +131,32 @@ def check_only(recipe: Recipe, only: str | None) -> None:
 
 
 def base_path(recipe: Recipe) -> str:
-    """`demo` stands for the model that the package ships."""
-    return str(model_folder()) if recipe.model.base == "demo" else recipe.model.base
+    """`demo` stands for the model that the package ships. The base is not a random one."""
+    assert isinstance(recipe.model.base, str)
+    return named_base(recipe.model.base)
+
+
+@contextlib.contextmanager
+def open_source_of(recipe: Recipe, weights: bool) -> Iterator[str]:
+    """Within: where the model is that a recipe starts from. A random one is made for as long: with `weights` on the
+    disk of the run, so that the conversion can link them, else its config alone."""
+    if not isinstance(recipe.model.base, Scratch):
+        yield base_path(recipe)
+        return
+    outside = Path(recipe.output_dir).absolute().parent
+    near = next(place for place in (outside, *outside.parents) if place.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".linearize-", dir=near if weights else None) as folder:
+        yield str(write_random(recipe, Path(folder), weights))
+
+
+@contextlib.contextmanager
+def from_configs(recipe: Recipe) -> Iterator[tuple[Any, Path | None]]:
+    """Within: the conversion as planned without weights, or the folder of a base that was converted before."""
+    if recipe.convert is None:
+        yield None, converted_base(recipe, weights=False).folder
+        return
+    with open_source_of(recipe, False) as base:
+        yield plan_base(recipe, base, weights=False), None
 
 
 def open_base(recipe: Recipe, run: Run, owner: bool, say: Say) -> Path:
@@ -198,12 +223,12 @@ def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool =
     return source
 
 
-def plan_base(recipe: Recipe, *, weights: bool = True, say: Say = print) -> Any:
-    """The conversion that the recipe asks for, as `plan_conversion` returns it; None when there is none."""
-    if recipe.convert is None:
-        return None
+def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, say: Say = print) -> Any:
+    """The conversion that the recipe asks for, as `plan_conversion` returns it, of the model at `base` (None: the one
+    that it names)."""
+    assert recipe.convert is not None
     return plan_conversion(
-        base_path(recipe),
+        base or base_path(recipe),
         recipe.convert.mechanism,
         layers=recipe.convert.layers,
         keep_softmax=recipe.convert.keep_softmax,
@@ -236,21 +261,23 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
         return
     assert recipe.convert is not None
     check_packages(recipe)
-    auto = is_auto(recipe.convert.keep_softmax)
-    if auto:  # to compare layers takes minutes: whether the run fits is known before
-        likely = plan_base(recipe, weights=False)
-        check_room(recipe, run, likely, None, likely[2].parameters())
-    plan, source, natives = plan_base(recipe, say=say)
-    trust = recipe.model.trust_remote_code
-    check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
-    if not auto:
-        check_room(recipe, run, (plan, source, natives), None, sum(p.numel() for p in model.parameters()))
-    if kind_of(model) != "images":
-        load_tokenizer(source.folder, trust)
-    if left := unread(source):
-        say(UNREAD.format(", ".join(left)))
-    begin(recipe, run, None, None, say)
-    convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
+    # To compare layers or to make weights takes minutes: whether the run fits is known before.
+    early = is_auto(recipe.convert.keep_softmax) or isinstance(recipe.model.base, Scratch)
+    if early:
+        with from_configs(recipe) as (likely, _):
+            check_room(recipe, run, likely, None, likely[2].parameters())
+    with open_source_of(recipe, True) as base:
+        plan, source, natives = plan_base(recipe, base, say=say)
+        trust = recipe.model.trust_remote_code
+        check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
+        if not early:
+            check_room(recipe, run, (plan, source, natives), None, sum(p.numel() for p in model.parameters()))
+        if kind_of(model) != "images":
+            load_tokenizer(source.folder, trust)
+        if left := unread(source):
+            say(UNREAD.format(", ".join(left)))
+        begin(recipe, run, None, None, say)
+        convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
     run.note_base(run.converted)
 
 
@@ -272,33 +299,32 @@ def dry_run(
     check_only(recipe, only)
     device, precision = target(recipe, gpu)
     check_packages(recipe)
-    planned = plan_base(recipe, weights=False)
-    folder = converted_base(recipe, weights=False).folder if planned is None else None
-    recipe = chosen(recipe, planned, folder, device, precision, say)
-    rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda")
-    check_model(rehearsal.model, recipe)
-    if folder is not None and (note := trained_before(folder)):
-        say(note)
-    cost = estimate(rehearsal, device, max_steps)
-    cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
-    for one in cost.stages:
-        if note := small_batch(rehearsal.model, one.stage, one.stage.batch.blocks * processes()):
+    with from_configs(recipe) as (planned, folder):
+        recipe = chosen(recipe, planned, folder, device, precision, say)
+        rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda")
+        check_model(rehearsal.model, recipe)
+        if folder is not None and (note := trained_before(folder)):
             say(note)
-    if planned is not None:
-        plan = planned[0]
-        say(f"{plan.source}: {len(plan.steps)} layers become {plan.steps[0].mechanism}")
-        if plan.choice is not None:
-            of = len(plan.steps) + len(plan.kept)
-            say(f"softmax stays in {len(plan.kept)} of {of} layers ({plan.choice.asked}); the run measures which")
-    if cost.too_large:
-        say(f"note: {refusal(cost, advise(rehearsal, device, cost)).message}")
-    rows = [one.row(device) for one in cost.stages]
-    if measure:
-        if gpu is not None:
-            raise LinearizeError("--measure runs on the device that is here: leave out --gpu")
-        for row, found in zip(rows, measure_stages(rehearsal, [one.stage for one in cost.stages]), strict=True):
-            row["measured"] = found
-    return {"stages": rows, **cost.summary(price)}
+        cost = estimate(rehearsal, device, max_steps)
+        cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
+        for one in cost.stages:
+            if note := small_batch(rehearsal.model, one.stage, one.stage.batch.blocks * processes()):
+                say(note)
+        if planned is not None:
+            plan = planned[0]
+            say(f"{plan.source}: {len(plan.steps)} layers become {plan.steps[0].mechanism}")
+            if plan.choice is not None:
+                of = len(plan.steps) + len(plan.kept)
+                say(f"softmax stays in {len(plan.kept)} of {of} layers ({plan.choice.asked}); the run measures which")
+        if cost.too_large:
+            say(f"note: {refusal(cost, advise(rehearsal, device, cost)).message}")
+        rows = [one.row(device) for one in cost.stages]
+        if measure:
+            if gpu is not None:
+                raise LinearizeError("--measure runs on the device that is here: leave out --gpu")
+            for row, found in zip(rows, measure_stages(rehearsal, [one.stage for one in cost.stages]), strict=True):
+                row["measured"] = found
+        return {"stages": rows, **cost.summary(price)}
 
 
 def settle(recipe: Recipe, resume: str, say: Say) -> Recipe:
@@ -312,9 +338,8 @@ def settle(recipe: Recipe, resume: str, say: Say) -> Recipe:
     if int(os.environ.get("RANK", "0")):  # of several processes the first one speaks
         say = no_one
     device, precision = target(recipe, None)
-    planned = plan_base(recipe, weights=False)
-    folder = converted_base(recipe, weights=False).folder if planned is None else None
-    return chosen(recipe, planned, folder, device, precision, say)
+    with from_configs(recipe) as (planned, folder):
+        return chosen(recipe, planned, folder, device, precision, say)
 
 
 def no_one(text: str) -> None:

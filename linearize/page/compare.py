@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..checkpoint.card import portable
 from ..errors import LinearizeError
 from ..terminal.output import percent, ranges, size
 from ..terminal.tables import short
@@ -66,7 +65,7 @@ def figures(run: RunRecord) -> dict[str, Any]:
         "run": str(run.folder),
         "name": run.name,
         "finished": run.finished,
-        "base": portable(run.values.get("model", {}).get("base", "")),
+        "base": run.base,
         "mechanisms": sorted({step.mechanism for step in run.plan.steps}) if run.plan else [],
         "kept": [site.layer for site in run.plan.kept] if run.plan else [],
         "tokens": run.tokens,

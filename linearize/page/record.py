@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..checkpoint.card import portable
 from ..checkpoint.provenance import read_plan
 from ..errors import MALFORMED, LinearizeError, absent, check_file, did_you_mean, undamaged
 from ..plan.plan import Plan
@@ -40,6 +41,15 @@ class RunRecord:
     def values(self) -> dict[str, Any]:
         """The resolved recipe; empty where run.json was cut short."""
         return dict(self.settings.get("recipe") or {})
+
+    @property
+    def base(self) -> str:
+        """The model that the run started from, without a path of this machine; empty where run.json was cut short."""
+        base = portable(self.values.get("model", {}).get("base", ""))
+        if not isinstance(base, dict):
+            return str(base)
+        config = base["config"]
+        return f"random {config['model_type'] if isinstance(config, dict) else config}"
 
     @property
     def finished(self) -> bool:
@@ -145,8 +155,8 @@ def find_runs(folder: Path) -> list[Path]:
 
 def find_plan(folder: Path, settings: dict[str, Any]) -> Plan | None:
     """By what a run's model was converted: as its own folders say, or its base's where that is a folder."""
-    base = Path((settings.get("recipe") or {}).get("model", {}).get("base", ""))
-    for place in (folder / "converted", folder / "final", base):
+    base = (settings.get("recipe") or {}).get("model", {}).get("base", "")
+    for place in (folder / "converted", folder / "final", *([Path(base)] if isinstance(base, str) else [])):
         with contextlib.suppress(LinearizeError, OSError, *MALFORMED):
             return read_plan(place)
     return None

@@ -113,7 +113,7 @@ def summary(run: RunRecord) -> str:
     if plan is not None:
         kept = f"; layers {ranges([site.layer for site in plan.kept])} keep softmax" if plan.kept else ""
         layers = f"{len(plan.steps)} of {len(plan.steps) + len(plan.kept)} softmax layers"
-        source = portable(run.values.get("model", {}).get("base") or plan.source)
+        source = run.base or portable(plan.source)
         parts.append(f"{source}: {layers} became {mechanisms(plan)}{kept}.")
     ratio = run.ratio()
     if ratio is not None:
@@ -328,7 +328,7 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
 def not_measured(run: RunRecord) -> str:
     """What to run so that a page has what `linearize eval` measures."""
     final, teacher = run.folder / "final", run.values.get("model", {}).get("base", "MODEL")
-    teacher = model_folder() if teacher == "demo" else teacher
+    teacher = model_folder() if teacher == "demo" else teacher if isinstance(teacher, str) else "MODEL"
     command = f"linearize eval {final} --teacher {teacher} -o {run.folder / EVAL}\nlinearize report {run.folder}"
     return html.missing("Not measured. These commands measure it and write this page again:", command)
 

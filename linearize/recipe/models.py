@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator
 
 from ..plan.keep import Method
 from .data import Data, Pack, StageData
@@ -25,10 +25,26 @@ from .types import (
     Weight,
 )
 
+# What tells the two kinds of `model.base` apart in pydantic's paths.
+NAMED, RANDOM = "a model's name", "a random model"
+
+
+class Scratch(Strict):
+    """A model with random weights, of any architecture and size."""
+
+    config: Text | dict[str, Any]
+    """A folder or Hub repository of which it has the architecture and size, or its `model_type` and what differs from
+    that type's defaults."""
+    tokenizer: Text | None = None
+    """A folder, a Hub repository or `demo`; null: that of `config`, where it is one."""
+
 
 class Model(Strict):
-    base: Text
-    """A folder, a Hub repository, or `demo`, the model that the tool ships."""
+    base: Annotated[
+        Annotated[Text, Tag(NAMED)] | Annotated[Scratch, Tag(RANDOM)],
+        Discriminator(lambda value: RANDOM if isinstance(value, dict | Scratch) else NAMED),
+    ]
+    """A folder, a Hub repository, `demo`, the model that the tool ships, or `{config: ...}` for random weights."""
     revision: Text | None = None
     """Branch, tag or commit of a Hub repository; null: its main branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -20,7 +20,18 @@ from pydantic import ValidationError
 from ..errors import LinearizeError, did_you_mean, redact
 from ..plan.mechanisms import check_name
 from .data import SOURCES
-from .models import SFT, AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
+from .models import (
+    NAMED,
+    RANDOM,
+    SFT,
+    AttentionTransfer,
+    FeatureCosine,
+    LogitKL,
+    OnPolicyKL,
+    Recipe,
+    Scratch,
+    Stage,
+)
 from .presets import recipe_path, recipes_folder
 from .types import ParentError, Strict
 from .yaml import Document, Keys, dotted, shown
@@ -178,6 +189,8 @@ def _stage_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
 def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     """A mechanism that there is, and its options one by one."""
     if recipe.convert is None:
+        if isinstance(recipe.model.base, Scratch):
+            yield ("model", "base"), "a random model has no linear layers yet: add convert"
         return
     mechanism = recipe.convert.mechanism
     try:
@@ -220,6 +233,8 @@ def _place(path: Sequence[str | int]) -> tuple[Keys, Collection[str]]:
     holder: type[Strict] | None = None
     tagged: dict[str | int, type[Strict]] = {}
     for part in path:
+        if part in (NAMED, RANDOM):
+            continue
         if part in tagged:
             model, tagged = tagged[part], {}
             continue

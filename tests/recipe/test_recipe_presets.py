@@ -214,7 +214,7 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         "gla-t2r",
         "retnet-t2r",
     }
-    every |= {"vit-la", "vit-mhla", "vit-saga"}
+    every |= {"vit-la", "vit-mhla", "vit-saga", "gsa-pretrain", "mhla-pretrain", "sla-pretrain"}
     assert PRESETS[0].name == "hybrid"
     assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla"}
     assert all(row["result"] for row in json.loads(out))
