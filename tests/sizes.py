@@ -75,12 +75,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 def site_and_options(
     name: str, options: dict[str, Any], heads: Heads, hidden: int = 64
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The Mixer subclass of a mechanism, a site of such heads, and what its `__init__` takes beside it."""
+    """The Mixer subclass of a mechanism, a site of such heads, and what its `__init__` takes beside it.
+
+    Imports what a converted model with these options would: window.py where there is a window.
+    """
     from linearize_kernels.mixer import Site, own_mixer, published_options
 
     kind, options = own_mixer(importlib.import_module(f"linearize_kernels.{name}.{name}")), dict(options)
     causal = options.pop("causal", True)
     if options.pop("faithful", False):
         options = published_options(kind, options.get("base")) | options
+    if options.get("window"):
+        importlib.import_module("linearize_kernels.window.window")
     site = Site(0, "a", "self", hidden, heads.H, heads.Hkv, heads.D, heads.D, heads.D**-0.5, causal=causal)
     return kind, site, options

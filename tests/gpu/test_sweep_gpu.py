@@ -3,6 +3,7 @@ float64, which the PyTorch path takes, and no worse than the PyTorch path in bf1
 
 Skipped without a GPU, but for a run of the checks themselves. `PYTHONPATH=tests python tests/gpu/test_sweep_gpu.py gla`
 needs no pytest; `gla 1 3` runs the second third, so that processes compile side by side. Each may take 25 GB.
+`gla cpu` checks the script itself: every option of the mechanism, with few heads, by PyTorch on the CPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ALLOWED, FACTOR = 1e-2, 1.5
 # 1.8e-2 both ways, 32/8 heads of 128, on one H100 (docs/measurements/kernel-notes.md).
 ALLOWED_OF = {"slope_logit": 2.5e-2}
 FEW = HEADS[1], HEADS[6]
+SMALL = Heads(4, 2, 16)
 HIDDEN = 256
 
 
@@ -186,23 +188,36 @@ def rows(name: str, options: dict[str, Any], heads: Heads, device: str) -> Itera
         yield False, f"BAD {title} {type(error).__name__} {str(error)[:400]!r}"
 
 
-def main(name: str, part: int = 0, parts: int = 1) -> int:
-    """Print a row for each check; the number of those that are bad."""
-    sizes = [(o, heads) for o in OPTIONS[name] for heads in (HEADS if o in OPTIONS[name][:2] else FEW)]
+def main(name: str, *part: str) -> int:
+    """Print a row for each check; the number of those that are bad. `part` is empty, its number and how many there are,
+    or `cpu`."""
+    device = "cpu" if part == ("cpu",) else "cuda"
+    if device == "cpu":
+        sizes = [(options, SMALL) for options in OPTIONS[name]]
+    else:
+        number, parts = map(int, part or ("0", "1"))
+        sizes = [(o, heads) for o in OPTIONS[name] for heads in (HEADS if o in OPTIONS[name][:2] else FEW)]
+        sizes = sizes[number::parts]
     bad = 0
-    for options, heads in sizes[part::parts]:
-        for good, line in rows(name, options, heads, "cuda"):
+    for options, heads in sizes:
+        for good, line in rows(name, options, heads, device):
             print(line, flush=True)
             bad += not good
-        torch.cuda.empty_cache()
+        if device == "cuda":
+            torch.cuda.empty_cache()
     print("shared memory", needs(), flush=True)
     return bad
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *(int(x) for x in sys.argv[2:])) > 0)
+    sys.exit(main(*sys.argv[1:]) > 0)
 
-import pytest  # noqa: E402  (the script needs none)
+import os  # noqa: E402  (the script needs none of these)
+import subprocess  # noqa: E402
+
+import pytest  # noqa: E402
+
+from linearize_kernels.mixer import option_types  # noqa: E402
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -212,7 +227,20 @@ def test_every_size_runs_and_is_near_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_checks_themselves_run(name: str) -> None:
-    found = list(rows(name, OPTIONS[name][0], Heads(4, 2, 16), "cpu"))
-    assert [line for good, line in found if not good] == []
-    assert len(found) == (2 if name == "saga" else 5)
+def test_the_checks_themselves_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With every option of the sweep, a window among them where the mechanism can have one."""
+    assert main(name, "cpu") == 0, capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    both_ways = sum(options.get("causal") is False for options in OPTIONS[name])
+    assert len(lines) == 2 * both_ways + 5 * (len(OPTIONS[name]) - both_ways) + 1
+    kind, _, _ = site_and_options(name, {}, SMALL)
+    assert any(options.get("window") for options in OPTIONS[name]) == ("window" in option_types(kind))
+
+
+def test_the_script_imports_what_a_window_needs() -> None:
+    """In a process of its own: other tests import that, too."""
+    tests = os.path.dirname(os.path.dirname(__file__))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, __file__, "retnet", "cpu"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "'window': 64" in done.stdout
