@@ -52,6 +52,20 @@ def this_thread() -> int:
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
+def check_thread(owner: int | None) -> None:
+    """`owner` is the thread in which a model runs as its teacher; None: no thread. Raises RuntimeError in another one,
+    whose layers would be switched, too. Autograd may compute checkpointed layers again in any thread, and a compiled
+    pass does not look.
+    """
+    if torch.compiler.is_compiling() or owner in (None, threading.get_ident()):
+        return
+    if torch._C._current_graph_task_id() == -1:  # no backward pass runs here
+        raise RuntimeError(
+            "another thread is inside teacher() of this model, which switches its layers for all threads. Call the "
+            "model when that is over, or load it a second time"
+        )
+
+
 class Grid(NamedTuple):
     """Where the T tokens of a row lie: `prefix` tokens without a place (a class token, registers), then those of a
     grid of `size` (T,), (h, w) or (t, h, w) in raster order, then `suffix` more without a place.
@@ -120,12 +134,14 @@ def token_layout(
     Documents follow `cu_seq_lens_q` (B=1), else the restarts of `position_ids`. With a 2D mask or a cache those
     restarts mean nothing and transformers ignores them; a 4D mask may come from packing or from padding. One that the
     caller made (`kwargs["own_mask"]`) is all that counts, as for softmax; `read_mask` says which there can be.
+    Raises ValueError for a 2D mask of another length (`check_columns`).
     """
     B, T = shape
     if kwargs.get("own_mask") and isinstance(mask, Tensor) and mask.ndim == 4:
         given = mask
         told = causal, seen or 0, kwargs.get("sliding_window")
         return once(given, ("own mask", B, T, *told), lambda: read_mask(given, (B, T), *told))
+    check_columns(mask, T, seen)
     padding = None if mask is None or hasattr(mask, "hides_none") else token_padding(mask, B, T, seen or 0)
     cu, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
     if cu is not None and B == 1:
@@ -230,6 +246,20 @@ def token_padding(mask: Tensor, B: int, T: int, seen: int) -> Tensor:
     # Some hide by -10000, others by the lowest number.
     real = diagonal > -5000.0 if diagonal.is_floating_point() else diagonal.bool()
     return real.expand(B, T)
+
+
+def check_columns(mask: Any, T: int, seen: int | None) -> None:
+    """Raise ValueError for a 2D padding mask with another number of columns than tokens: those of the call, or those
+    `seen` by a cache and the call's. With a cache the columns of its first tokens may be left out, as flash attention
+    does under a sliding window.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or T <= mask.shape[-1] <= T + (seen or 0):
+        return
+    held = f" after {seen} in the cache" if seen else ", and no cache holds tokens before them"
+    raise ValueError(
+        f"attention_mask {[*mask.shape]} has {mask.shape[-1]} columns for {T} tokens{held}. Pass one column for each "
+        "token: of the cache, if there is one, and of the call"
+    )
 
 
 def is_own_mask(mask: Any) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layout import TokenLayout, call_grid, this_thread, watch_patches
+from ..layout import TokenLayout, call_grid, check_thread, this_thread, watch_patches
 from ..mixer import Mixer, Site
 
 # The functions through which processors compute softmax: on [B,T,H,D], and on [B,H,T,D] as a member of F.
@@ -41,7 +42,8 @@ class Processor(nn.Module):
     def __init__(self, native: Any, mixer: Any, reader: Any = None) -> None:
         super().__init__()
         self.native, self.mixer, self.reader = native, mixer, reader or type(native)
-        self.teaching = False
+        # The thread that is inside teacher(), None: there is none.
+        self.teaching: int | None = None
         # Hidden states of a call that has not reached the mixer yet, by thread.
         self.calls: dict[int, Tensor] = {}
         self._lead()
@@ -66,7 +68,8 @@ class Processor(nn.Module):
 
         Raises RuntimeError when its code did not call softmax exactly once.
         """
-        if self.teaching:
+        if self.teaching is not None:
+            check_thread(self.teaching)
             return self.native(attn, *args, **kwargs)
         bound = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if self.mixer.drop_rope and ROTATION in bound:
@@ -129,15 +132,20 @@ class Linearized:
 
     @contextmanager
     def teacher(self) -> Iterator[None]:
-        """Within: the attention processors of the source, and so the source bit for bit, on the same weights."""
+        """Within: the attention processors of the source, and so the source bit for bit, on the same weights.
+
+        A call in another thread meanwhile raises RuntimeError, and so does `teacher()` there.
+        """
         processors = [module for module in self.modules() if isinstance(module, Processor)]
+        outer = next(processor.teaching for processor in processors)
+        check_thread(outer)
         for processor in processors:
-            processor.teaching = True
+            processor.teaching = threading.get_ident()
         try:
             yield
         finally:
             for processor in processors:
-                processor.teaching = False
+                processor.teaching = outer
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """As any model of diffusers, which would leave the code behind."""

@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
-from ..layout import seen_through
+from ..layout import check_columns, seen_through
 
 # linearize_sdpa: some layers keep softmax, through sdpa. linearize_all_sdpa: none does, so no T x T mask is built.
 # linearize_transfer_sdpa: softmax runs everywhere, and each mixer is compared with it on the same input.
@@ -100,6 +100,7 @@ def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     """The registered mask function: the backend's mask, or just the 2D padding mask when no layer needs more.
 
     Warns where the architecture lets tokens of a decoder see later ones (those of one image, say): mixers do not.
+    Raises ValueError for a padding mask of another length than its tokens.
     """
     if sees_later(**kwargs):
         warnings.warn(
@@ -107,6 +108,10 @@ def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
             "look back only. `with model.teacher():` computes what the source does",
             stacklevel=2,
         )
+    seen = kwargs.get("q_offset", 0)
+    # Masks of attention to both sides may be of another sequence, in cross attention; then mixers look at their own.
+    if isinstance(seen, int) and "q_length" in kwargs and "allow_is_bidirectional_skip" not in kwargs:
+        check_columns(kwargs.get("attention_mask"), kwargs["q_length"], seen)
     if prefix == ALL:
         return seen_through(kwargs.get("attention_mask"), kwargs.get("q_length"))
     mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)

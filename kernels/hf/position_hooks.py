@@ -7,12 +7,15 @@ position_ids end at the model, or at its layers. Hooks of the model note them fo
 from __future__ import annotations
 
 import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layout import LAST, is_own_mask, this_thread
+from ..layout import LAST, check_thread, is_own_mask, this_thread
 
 # Arguments that say where tokens and documents are.
 PLACE_NAMES = ("position_ids", "cu_seq_lens_q")
@@ -25,8 +28,21 @@ class PositionHooks:
         self.passes: dict[int, dict[str, Any]] = {}
         # Whether the mask of a call is its caller's own, which compiled passes note as well.
         self.own_masks: dict[int, bool] = {}
-        # Whether the model runs as its softmax teacher.
+        # Whether the model runs as its softmax teacher, and the thread that switched it, to that or to transfer.
         self.teacher = False
+        self.owner: int | None = None
+
+    @contextmanager
+    def switched(self, teacher: bool) -> Iterator[None]:
+        """Within: the model is switched, and calls of this thread alone are allowed. Raises RuntimeError where another
+        thread has switched it."""
+        check_thread(self.owner)
+        outer = self.teacher, self.owner
+        self.teacher, self.owner = teacher, threading.get_ident()
+        try:
+            yield
+        finally:
+            self.teacher, self.owner = outer
 
     def watch(self, model: Any) -> None:
         """Note what each call of `model`, or of a model in it, is told."""

@@ -28,6 +28,7 @@ from ..layout import (
     Geometry,
     call_geometry,
     call_layout,
+    check_thread,
     is_causal,
     is_own_mask,
     reduce_keys,
@@ -75,6 +76,7 @@ class Call:
 def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook: keep the hidden states, swap the cache slot for a state, take rotary embedding away if asked."""
     mixer = module.mixer
+    check_thread(mixer.position_hooks.owner)
     prefix, backend = split_name(mixer.switch._attn_implementation)
     if not prefix and not mixer.position_hooks.teacher:
         # Someone wrote a backend's name into the config; as `set_attn_implementation`, that chooses the softmax of
@@ -453,17 +455,14 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
         """Within: the softmax model on the same weights, with dropout off.
 
         It is the original, bit for bit, as long as the source's weights are. Where `linearize finetune` has trained
-        them, this warns: the config says so. It holds for every thread that runs this model meanwhile.
+        them, this warns: the config says so. The switch is in the model, so a call of it in another thread meanwhile
+        raises RuntimeError, and so does `teacher()` there.
         """
         if getattr(self.config, TRAINED, False):
             warnings.warn(NO_TEACHER, stacklevel=3)
         hooks: Any = self.linearize_position_hooks
-        outer, hooks.teacher = hooks.teacher, True
-        try:
-            with evaluating(self), renamed(self, lambda name: split_name(name)[1]):
-                yield
-        finally:
-            hooks.teacher = outer
+        with hooks.switched(True), evaluating(self), renamed(self, lambda name: split_name(name)[1]):
+            yield
 
     @contextmanager
     def transferring(self, listener: Any) -> Iterator[None]:
@@ -475,15 +474,17 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
         `listener.student(module)`. It also happens where the mixer drops the rotary embedding. At its end
         `listener.compare(mixer, y, y_teacher)` gets both outputs of the module, [B,T,hidden].
         """
-        for mixer in mixers_of(self).values():
-            mixer.transfer = listener
-        try:
-            with evaluating(self), renamed(self, lambda name: TRANSFER + split_name(name)[1]):
-                yield
-        finally:
+        hooks: Any = self.linearize_position_hooks
+        with hooks.switched(hooks.teacher), evaluating(self):
             for mixer in mixers_of(self).values():
-                mixer.calls.clear()
-                mixer.transfer = None
+                mixer.transfer = listener
+            try:
+                with renamed(self, lambda name: TRANSFER + split_name(name)[1]):
+                    yield
+            finally:
+                for mixer in mixers_of(self).values():
+                    mixer.calls.clear()
+                    mixer.transfer = None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,22 @@ def test_convert_and_verify_by_command(sources: dict[str, Path], tmp_path: Path,
     assert rows["transformer: softmax teacher"]["difference"] == 0.0
     assert {row["status"] for row in rows.values()} == {"passed"}
     assert {"trust", "untouched weights"} < rows.keys()
+
+
+def test_teacher_belongs_to_one_thread(sources: dict[str, Path], tmp_path: Path) -> None:
+    converted(sources[DIT], tmp_path / "linear", "la")
+    model = load(tmp_path / "linear/transformer")
+    inputs = make_latents(model)
+    with ThreadPoolExecutor(1) as pool, model.teacher():
+        teacher = denoised(model, inputs)
+        with model.teacher():
+            pass
+        assert torch.equal(denoised(model, inputs), teacher)  # the outer one goes on
+        with pytest.raises(RuntimeError, match=r"another thread is inside teacher\(\)"):
+            pool.submit(denoised, model, inputs).result()
+        with pytest.raises(RuntimeError, match=r"another thread is inside teacher\(\)"):
+            pool.submit(model.teacher().__enter__).result()
+    assert relative_error(denoised(model, inputs), teacher) > 1e-2
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

@@ -559,6 +559,64 @@ def test_threads_keep_apart(zoo: Zoo) -> None:
     assert torch.equal(alone, logits(model, other))
 
 
+@pytest.mark.parametrize("layers", ["all", HYBRID])
+def test_no_thread_runs_a_model_that_another_has_switched(zoo: Zoo, layers: str) -> None:
+    model, ids = zoo.model("llama", layers), tokens(2, 12)
+    expected, source = logits(model, ids), logits(small_model("llama"), ids)
+
+    def as_teacher() -> Tensor:
+        with model.teacher():
+            return logits(model, ids)
+
+    with ThreadPoolExecutor(1) as pool:
+        with model.teacher():
+            for other in (lambda: logits(model, ids), as_teacher):
+                with pytest.raises(RuntimeError, match=r"another thread is inside teacher\(\)"):
+                    pool.submit(other).result()
+            with model.teacher():  # one inside the other
+                assert torch.equal(logits(model, ids), source)
+            assert torch.equal(logits(model, ids), source)
+        assert torch.equal(pool.submit(logits, model, ids).result(), expected)
+        assert torch.equal(pool.submit(as_teacher).result(), source)
+
+
+def test_a_pass_that_another_thread_would_switch_half_way_ends(zoo: Zoo) -> None:
+    model, ids = zoo.model("gpt2"), tokens(2, 12)
+    expected, inside, go_on = logits(model, ids), threading.Event(), threading.Event()
+
+    def pause(module: Any, args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert go_on.wait(60)
+
+    handle = model.transformer.h[2].ln_1.register_forward_pre_hook(pause)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(logits, model, ids)
+        assert inside.wait(60)
+        with model.teacher():
+            go_on.set()
+            with pytest.raises(RuntimeError, match=r"another thread is inside teacher\(\)"):
+                slow.result()
+    handle.remove()
+    assert torch.equal(logits(model, ids), expected)
+
+
+def test_autograd_may_compute_layers_of_a_teacher_again_in_another_thread(zoo: Zoo) -> None:
+    """As it does on a GPU."""
+    found = []
+    for checkpointing in (False, True):
+        model, ids = zoo.model("llama", HYBRID), tokens(2, 12)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with model.teacher(), ThreadPoolExecutor(1) as pool:
+            for layer in model.model.layers:
+                layer.train(checkpointing)  # else transformers checkpoints nothing
+            loss = model(ids, labels=ids, use_cache=False).loss
+            pool.submit(loss.backward).result()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_are_complete_and_apart(zoo: Zoo, way: str) -> None:
     model, ids = zoo.model("llama", HYBRID, rope=False), tokens(2, 12)

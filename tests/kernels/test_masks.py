@@ -145,14 +145,19 @@ def test_attention_with_softmax_of_its_own_follows_them(tmp_path: Path, name: st
         logits(model, ids, attention_mask=prefix(12, 4), **places)
 
 
-def test_documents_of_an_encoder(tmp_path: Path) -> None:
+def encoder(folder: Path) -> Any:
+    """A small BERT, converted to linear attention."""
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
     torch.manual_seed(3)
     config = BertConfig(**sizes, intermediate_size=48, initializer_range=0.3, max_position_embeddings=64)
-    BertModel(config).eval().save_pretrained(tmp_path / "source")
-    plan = plan_conversion(str(tmp_path / "source"), "la")
-    convert(*plan, tmp_path / "linear", level="none", say=lambda text: None)
-    model = AutoModel.from_pretrained(tmp_path / "linear", trust_remote_code=True).eval()
+    BertModel(config).eval().save_pretrained(folder / "source")
+    plan = plan_conversion(str(folder / "source"), "la")
+    convert(*plan, folder / "linear", level="none", say=lambda text: None)
+    return AutoModel.from_pretrained(folder / "linear", trust_remote_code=True).eval()
+
+
+def test_documents_of_an_encoder(tmp_path: Path) -> None:
+    model = encoder(tmp_path)
     ids, places = tokens(2, 12), torch.tensor([[*range(5), *range(7)]])
     with torch.no_grad():
         expected = torch.cat([model(part).last_hidden_state for part in ids.split((5, 7), 1)], 1)
@@ -256,6 +261,49 @@ def test_a_mask_is_read_as_what_it_says() -> None:
     assert segments is not None
     assert padding.tolist() == [[True, True, True, True, False]]
     assert segments[0, :4].tolist() == [0, 0, 1, 1]
+
+
+# ---------------------------------------------------------------- padding masks of another length
+
+
+@pytest.mark.parametrize("columns", [1, 11, 13, 20])
+@pytest.mark.parametrize("layers", ["all", HYBRID])
+def test_a_padding_mask_has_a_column_for_each_token(zoo: Zoo, layers: str, columns: int) -> None:
+    """Softmax reads the first columns, and linear layers would read the last ones."""
+    model, ids = zoo.model("llama", layers), tokens(2, 12)
+    for hidden in (0, 1):
+        mask = torch.ones(2, columns, dtype=torch.long)
+        mask[1, :hidden] = 0
+        with pytest.raises(ValueError, match=rf"attention_mask \[2, {columns}\].* for 12 tokens, and no cache holds"):
+            logits(model, ids, attention_mask=mask, position_ids=torch.arange(12)[None].expand(2, -1))
+
+
+def test_a_padding_mask_of_an_encoder_has_one_too(tmp_path: Path) -> None:
+    model = encoder(tmp_path)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, 2:4] = 0
+    for ids in (tokens(2, 7), tokens(2, 11)):
+        with pytest.raises(ValueError, match=rf"9 columns for {ids.shape[1]} tokens"), torch.no_grad():
+            model(ids, attention_mask=mask)
+
+
+def test_with_a_cache_a_padding_mask_has_columns_of_its_tokens_too(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama"), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    whole = logits(model, ids, attention_mask=mask)
+
+    def last(columns: Tensor) -> Tensor:
+        with torch.no_grad():
+            cache = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values
+            places = torch.stack([torch.arange(8, 12), torch.arange(5, 9)])
+            return model(ids[:, 8:], attention_mask=columns, past_key_values=cache, position_ids=places).logits
+
+    for columns in (mask, mask[:, 8:]):
+        assert relative_error(last(columns), whole[:, 8:]) < EXACT
+    for columns in (torch.cat([mask, mask[:, :1]], 1), mask[:, 9:]):
+        with pytest.raises(ValueError, match="columns for 4 tokens after 8 in the cache"):
+            last(columns)
 
 
 # ---------------------------------------------------------------- padding without positions
