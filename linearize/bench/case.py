@@ -30,7 +30,8 @@ class Shape(NamedTuple):
     """B sequences of T tokens, H query heads over Hkv key heads of D channels, M slots, blocks or tokens of a window
     where there are any.
 
-    `dtype` is of q, k, v and the output, `gates` of whatever else goes in; `base` is what lies under SLA.
+    `dtype` is of q, k, v and the output, `gates` of whatever else goes in; `base` is what lies under SLA. `memories`
+    are those of GSA, where they are not one for each key head.
     """
 
     B: int
@@ -43,12 +44,13 @@ class Shape(NamedTuple):
     gates: str = "float32"
     causal: bool = True
     base: str = ""
+    memories: int = 0
 
     def __str__(self) -> str:
         heads = f"{self.H}/{self.Hkv}" if self.Hkv < self.H else str(self.H)
         parts = [f"B{self.B} T{self.T} H{heads} D{self.D}", f"m{self.M}" * bool(self.M), short(self.dtype)]
         parts += ["gates " + short(self.gates)] * (self.gates != "float32") + ["both ways"] * (not self.causal)
-        parts += [f"over {self.base}"] * bool(self.base)
+        parts += [f"over {self.base}"] * bool(self.base) + [f"{self.memories} memories"] * bool(self.memories)
         return " ".join(filter(None, parts))
 
 
@@ -73,7 +75,7 @@ class Case:
     # The PyTorch path keeps its intermediates in fp32: with more tokens it would measure the allocator.
     torch_tokens: ClassVar[int] = 16384
     # Those of the op, on a GPU.
-    backends: ClassVar[tuple[str, ...]] = ("triton", "torch")
+    backends: tuple[str, ...] = ("triton", "torch")
     # What the kernels' products of fp32 are, where they have less than fp32.
     precision: ClassVar[str] = ""
 

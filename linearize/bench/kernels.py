@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,37 +26,60 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from .case import COMPILED, OURS, PYTORCH, Case, Run, Shape, case_names, load_case, softmax, softmax_flops
+from .layer import FIRST, Layer
+from .report import first_line, line
 from .timing import allocated, captured_us, here, machine, measure_ceilings, peak_mib, queued, wait
 
 
 def bench_kernels(
-    mechanisms: str = "all", tokens: int | None = None, tell: Callable[[str, dict[str, Any]], None] = lambda *_: None
+    mechanisms: str = "",
+    tokens: int | None = None,
+    tell: Callable[[str, dict[str, Any]], None] = lambda *_: None,
+    *,
+    presets: str = "",
 ) -> dict[str, Any]:
-    """Measure all mechanisms or those named (`la,gla`, in that order), every shape cut to at most `tokens` tokens;
-    return everything as plain data: `machine`, `ceilings`, and in `mechanisms` by name `cold_start`, `errors`, `runs`,
-    `steps`. `tell` hears after each shape what was measured, and the result so far.
+    """Measure the layers of recipe presets by name (`gsa-window,gla`), then mechanisms by name (`la,gla`) or `all`, in
+    that order, every shape cut to at most `tokens` tokens. Without any name: the preset FIRST, then all mechanisms.
 
-    What cannot run has `failed`, the reason, in place of its numbers. Raises LinearizeError (exit 2) for a mechanism
-    without a case.
+    Returns everything as plain data: `machine`, `ceilings`, and in `mechanisms` by name `cold_start`, `errors`, `runs`,
+    `steps`, of a preset also its `options`. `tell` gets each row as a line of text when it is measured, and the result
+    so far. What cannot run has `failed`, the reason, in place of its numbers. Raises LinearizeError (exit 2) for an
+    unknown preset, and for a mechanism without a case.
     """
-    names = case_names() if mechanisms == "all" else [name.strip() for name in mechanisms.split(",")]
+    if not mechanisms and not presets:
+        presets, mechanisms = FIRST, "all"
+    names = case_names() if mechanisms == "all" else _split(mechanisms)
+    layers = {f"preset {name}": Layer(name) for name in _split(presets)}
     cases = {name: load_case(name) for name in names}
-    ceilings = measure_ceilings()
-    result: dict[str, Any] = {"machine": machine(), "ceilings": ceilings, "mechanisms": {}}
-    for name, case in cases.items():
+    result: dict[str, Any] = {"machine": machine(), "ceilings": None, "mechanisms": {}}
+    tell("; ".join(f"{key} {value}" for key, value in result["machine"].items()), result)
+    result["ceilings"] = ceilings = measure_ceilings()
+    for name, case in (layers | cases).items():
         measured: dict[str, Any] = {"cold_start": None, "runs": [], "steps": [], "errors": []}
         result["mechanisms"][name] = measured
+        if name in layers:
+            measured["options"] = layers[name].about
+
+        def keep(table: str, records: Iterable[dict[str, Any]], name: str = name) -> None:
+            rows = result["mechanisms"][name][table]
+            for record in records:
+                rows.append(record)
+                tell(f"{name} {line(record, rows)}", result)
+
         for shape in cut(case, case.shapes, tokens):
-            measured["runs"] += measure_shape(case, shape, ceilings)
-            tell(f"{name} {shape}", result)
+            keep("runs", measure_shape(case, shape, ceilings))
         for shape in cut(case, case.steps, tokens):
-            measured["steps"] += [measure_step(case, shape)]
+            keep("steps", [measure_step(case, shape)])
         for shape in cut(case, case.errors, tokens):
-            measured["errors"] += measure_errors(case, shape)
-        if here() == "cuda":
+            keep("errors", measure_errors(case, shape))
+        if here() == "cuda" and name in cases:
             measured["cold_start"] = attempt(partial(cold_start, name))
-        tell(f"{name}: decode steps, errors, first call", result)
+            tell(f"{name} {first_line(measured['cold_start'])}", result)
     return result
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def failures(result: dict[str, Any]) -> list[str]:
@@ -118,19 +141,18 @@ def _raise(error: Exception) -> Tensor:
     raise error
 
 
-def measure_shape(case: Case, shape: Shape, ceilings: dict[str, float]) -> list[dict[str, Any]]:
-    """One record per contender: forward, forward + backward, peak memory, rates as shares of the ceilings."""
+def measure_shape(case: Case, shape: Shape, ceilings: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """One record per contender, ours first, each when it is measured: forward, forward + backward, peak memory, rates
+    as shares of the ceilings."""
     before = allocated()
     inputs = [x.requires_grad_() for x in case.inputs(shape, here())]
-    records = []
     for name, forward in contenders(case, inputs, shape).items():
         record: dict[str, Any] = {"name": name, "shape": str(shape)}
         # Part by part: some peers compute forward and refuse backward.
         record |= attempt(partial(_forward, forward, before))
         if "failed" not in record:
             record |= attempt(partial(_both, name, forward, inputs, shape, before, ceilings))
-        records.append(record)
-    return records
+        yield record
 
 
 @torch.no_grad()
@@ -147,6 +169,12 @@ def _both(
     def both() -> None:
         torch.autograd.grad(forward(), inputs, do, allow_unused=True)
 
+    def counted() -> None:
+        # The counter follows the tensors that modules take, and then leaves cannot be given to autograd.grad.
+        forward().backward(do)
+        for x in inputs:
+            x.grad = None
+
     both()
     record: dict[str, Any] = {"both": queued(both), "both_mib": peak_mib(both, before)}
     # Each input read once, each output written once; backward reads them again with do and writes gradients.
@@ -157,7 +185,7 @@ def _both(
     elif name.startswith("fla") or name.endswith(COMPILED):  # nor others' kernels, nor all of what inductor makes
         flops = {"forward": 0, "both": 0}
     else:
-        flops = {"forward": _flops(torch.no_grad()(forward)), "both": _flops(both)}
+        flops = {"forward": _flops(torch.no_grad()(forward)), "both": _flops(counted)}
     products = "bf16" if shape.dtype != "float32" else "tf32" if name.endswith("tf32") else "fp32"
     fastest = ceilings[f"{products}_tflop_s"]
     record["tflop_s"], record["tb_s"] = (x["both"] / record["both"]["ms"] / 1e9 for x in (flops, moved))
@@ -204,7 +232,7 @@ def first_call(name: str) -> float:
 # ---------------------------------------------------------------- errors
 
 
-def measure_errors(case: Case, shape: Shape) -> list[dict[str, Any]]:
+def measure_errors(case: Case, shape: Shape) -> Iterator[dict[str, Any]]:
     """Relative error |x - ref| / |ref| of the output and each gradient against the PyTorch path in float64: of our op,
     and of its variants among the peers."""
     ops: dict[str, Callable[[list[Tensor]], Tensor]] = {}
@@ -212,9 +240,8 @@ def measure_errors(case: Case, shape: Shape) -> list[dict[str, Any]]:
         ops[name] = partial(case.op, shape=shape, backend=backend)
         variants = [n for n in case.peers(case.inputs(shape, here()), shape, backend) if n.startswith(OURS)]
         ops |= {variant: partial(_variant, case, shape, backend, variant) for variant in variants}
-    return [
-        {"shape": str(shape), "name": name} | attempt(partial(_errors, case, shape, op)) for name, op in ops.items()
-    ]
+    for name, op in ops.items():
+        yield {"shape": str(shape), "name": name} | attempt(partial(_errors, case, shape, op))
 
 
 def _variant(case: Case, shape: Shape, backend: str, name: str, inputs: list[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from ..errors import Exit, LinearizeError, writing
 
 # Of a run: forward alone; forward and backward.
 PARTS = ("forward", "both")
+TITLES = ("forward", "forward + backward")
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -22,8 +23,11 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def tables(measured: dict[str, Any]) -> Iterator[str]:
-    """Of one mechanism: the first call, times, errors, decode steps."""
-    yield from _first_call(measured["cold_start"])
+    """Of one mechanism or preset: its options, the first call, times, errors, decode steps."""
+    if "options" in measured:
+        yield from ("", f"One layer with its gates, window and norm: {measured['options']}.")
+    if measured["cold_start"] is not None:
+        yield from ("", f"{first_line(measured['cold_start'])}.")
     yield from _runs(measured["runs"])
     yield from _errors(measured["errors"])
     yield from _steps(measured["steps"])
@@ -39,10 +43,27 @@ def overview(result: dict[str, Any]) -> Iterator[str]:
     yield from _beside_fla(result["mechanisms"])
 
 
-def _first_call(record: dict[str, Any] | None) -> Iterator[str]:
-    if record is not None:
-        told = record.get("failed") or f"{record['seconds']:.1f} s"
-        yield from ("", f"First forward + backward, empty cache: {told}.")
+def first_line(record: dict[str, Any]) -> str:
+    """What the first call took."""
+    took = record["failed"] if "failed" in record else f"{record['seconds']:.1f} s"
+    return f"First forward + backward, empty cache: {took}"
+
+
+def line(record: dict[str, Any], before: list[dict[str, Any]]) -> str:
+    """One row as a line of text, for a person who waits; `before` has the rows of its table so far, itself included."""
+    told = [f"{title} {_with_host(record[part])}" for part, title in zip(PARTS, TITLES, strict=True) if part in record]
+    if "us" in record:
+        told += [f"decode step {record['us']:.1f} µs, {record['share_of_copy']:.0%} of the speed of a copy"]
+    told += [f"error of {name} {value:.1e}" for name, value in record.get("errors", {}).items()]
+    told += [record["failed"]] if "failed" in record else []
+    if PARTS[0] in record and (ours := _ours(before, record)) is not record:
+        told += [f"{', '.join(filter(None, _ratios(ours, record)))} times the time of {ours['name']}"]
+    return f"{record['shape']}, {record['name']}: {'; '.join(told)}"
+
+
+def _with_host(record: dict[str, float]) -> str:
+    """A time, on a GPU that of the device and what the CPU takes to ask for it."""
+    return f"{record['ms']:.3f} ms" + (f" (CPU {record['host']:.3f})" if "host" in record else "")
 
 
 def _table(*columns: str) -> Iterator[str]:

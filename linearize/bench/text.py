@@ -3,21 +3,23 @@
 Training is forward and backward of the next-token loss, without an optimizer. Prefill is one pass over a prompt that
 fills the cache. Decode is `generate()`, greedy: the median time from one token to the next, past the first ones; the
 cache before it is filled with random numbers rather than computed. Softmax is the same model under `teacher()`, through
-SDPA, with transformers' dynamic cache.
+SDPA: with transformers' dynamic cache, and in decode also with its static cache, where transformers compiles the step
+on a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache
+from torch.profiler import ProfilerActivity, profile
+from transformers import Cache, CompileConfig, DynamicCache, StaticCache
 
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
@@ -29,17 +31,30 @@ from ..train.save import meta_model
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import most_tokens
 from .kernels import attempt
-from .timing import allocated, here, peak_mib, timed
+from .timing import allocated, beside_device, device_ms, faster, here, peak_mib, timed, wait, working_ms
 
-# What config.json of Llama 3.2 1B says.
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 128256,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
+# What config.json of Llama 3.2 1B and 3B and of Llama 3.1 8B says.
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 128256,
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "tie_word_embeddings": True,
+        **LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "3b": {
+        **LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "head_dim": 128, "tie_word_embeddings": True,
+    },
+    "8b": {
+        **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "head_dim": 128, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-SOFTMAX = "softmax, SDPA"
+SOFTMAX, STATIC = "softmax, SDPA", "softmax, SDPA, static cache"
+# Gets the name of a table, and a row of it.
+Tell = Callable[[str, dict[str, Any]], None]
 # Tokens of one training step.
 STEP_TOKENS = 16384
 # New tokens of a call of generate(), and how many of them come before the measurement.
@@ -56,35 +71,41 @@ def bench_text(
     contexts: Sequence[int] = (2048, 8192, 32768, 131072),
     batches: Sequence[int] = (1, 16),
     compiled: bool = False,
+    tell: Tell = lambda *_: None,
 ) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
     """The model, and its tables: `train` by length, `prefill` by context, `decode` by context and batch, also by a
-    compiled step.
+    compiled step. `tell` gets a table's name and each row when it is measured; rows of the model called `mechanism`
+    come before those of its peers.
     """
     built = meta_model(None, planned, None, False, here()).eval()
     check_positions(built, [*train, *(context + TOKENS for context in contexts)])
     built.generation_config.eos_token_id = None  # no text ends early
     if compiled:
         check_compiles(built)
-    sides = {SOFTMAX: True, mechanism: False}
-    result: dict[str, Any] = {"train": [], "prefill": [], "decode": []}
+    result: dict[str, list[dict[str, Any]]] = {"train": [], "prefill": [], "decode": []}
 
-    def measure(table: str, what: dict[str, Any], work: Any, *arguments: Any) -> None:
-        for name, teacher in sides.items():
-            with built.teacher() if teacher else contextlib.nullcontext():
-                result[table].append({"name": name, **what, **attempt(partial(work, built, *arguments))})
+    def measure(table: str, what: dict[str, Any], rows: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
+        ours: dict[str, Any] = {}
+        for name, work in rows.items():
+            with built.teacher() if name in (SOFTMAX, STATIC) else contextlib.nullcontext():
+                record = {"name": name, **what, **attempt(work)}
+            ours = ours or record
+            result[table].append(record | faster(ours, record))
+            tell(table, result[table][-1])
 
     for length in train:
         for checkpointing in (False, True):
-            measure("train", {"tokens": length, "checkpointing": checkpointing}, training, length, checkpointing)
+            step = partial(training, built, length, checkpointing)
+            measure("train", {"tokens": length, "checkpointing": checkpointing}, {mechanism: step, SOFTMAX: step})
     for context in contexts:
-        measure("prefill", {"context": context}, prefill, context)
+        prompt = partial(prefill, built, context)
+        measure("prefill", {"context": context}, {mechanism: prompt, SOFTMAX: prompt})
     for context in contexts:
         for batch in batches:
-            what = {"context": context, "batch": batch}
-            measure("decode", what, decode, context, batch)
-            if compiled:
-                steps = attempt(partial(decode, built, context, batch, compiled))
-                result["decode"].append({"name": f"{mechanism}, compiled", **what, **steps})
+            steps = partial(decode, built, context, batch)
+            recorded = {f"{mechanism}, compiled": partial(steps, compiled=True)} if compiled else {}
+            rows = {mechanism: steps, **recorded, SOFTMAX: steps, STATIC: partial(steps, static=True)}
+            measure("decode", {"context": context, "batch": batch}, rows)
     return built, result
 
 
@@ -115,7 +136,7 @@ def training(model: Any, length: int, checkpointing: bool) -> dict[str, Any]:
         model.zero_grad(set_to_none=True)
 
     try:
-        took = timed(step, warm=2, least=3)
+        took = beside_device(timed(step, warm=2, least=3), device_ms(step))
         peak = peak_mib(step, 0)
     finally:
         model.zero_grad(set_to_none=True)
@@ -136,19 +157,25 @@ def prefill(model: Any, context: int) -> dict[str, Any]:
         model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
 
     before = allocated()
-    took = timed(run, warm=1, least=3)
+    took = beside_device(timed(run, warm=1, least=3), device_ms(run))
     return {**took, "peak_mib": peak_mib(run, before)}
 
 
 @torch.no_grad()
-def decode(model: Any, context: int, batch: int, compiled: bool = False) -> dict[str, Any]:
+def decode(model: Any, context: int, batch: int, compiled: bool = False, static: bool = False) -> dict[str, Any]:
     """Time per token after `context` tokens, the size of the cache then, and the peak beside the weights."""
-    before, run = allocated(), partial(generate, model, context, batch, compiled=compiled)
-    peak = peak_mib(lambda: run(FIRST), before)  # kernels are compiled, algorithms chosen
-    times, cache = run(TOKENS)
-    steps = sorted(1e3 * (end - start) for start, end in pairwise(times[FIRST:]))
+    if static:
+        torch.compiler.reset()  # earlier ones count: past a limit torch runs what it has not compiled
+    before, run = allocated(), partial(generate, model, context, batch, compiled=compiled, static=static)
+    peak = peak_mib(lambda: run(FIRST, Clock()), before)  # kernels are compiled, algorithms chosen
+    clock, profiled = Clock(), ProfiledClock()
+    cache = run(TOKENS, clock)
+    if here() == "cuda":
+        run(TOKENS, profiled)
+    steps = sorted(1e3 * (end - start) for start, end in pairwise(clock.times[FIRST:]))
     middle = {"ms": steps[len(steps) // 2], "low": steps[len(steps) // 4], "high": steps[3 * len(steps) // 4]}
-    return {**middle, "tokens_s": 1e3 * batch / middle["ms"], "cache_mib": cache, "peak_mib": peak}
+    took = beside_device(middle, profiled.device_ms())
+    return {**took, "tokens_s": 1e3 * batch / middle["ms"], "cache_mib": cache, "peak_mib": peak}
 
 
 class Clock:
@@ -164,21 +191,50 @@ class Clock:
         """Nothing is left to print."""
 
 
-def generate(model: Any, context: int, batch: int, tokens: int, compiled: bool = False) -> tuple[list[float], float]:
-    """When each of `tokens` tokens after `context` was there, in seconds, and MiB of the cache before."""
-    cache, clock = filled_cache(model, batch, context), Clock()
+class ProfiledClock(Clock):
+    """One that has the device watched from token FIRST on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.profile = profile(activities=[ProfilerActivity.CUDA])
+
+    def put(self, tokens: Tensor) -> None:
+        super().put(tokens)
+        if len(self.times) == FIRST + 1:
+            self.profile.start()
+
+    def end(self) -> None:
+        wait()
+        self.profile.stop()
+
+    def device_ms(self) -> float | None:
+        """ms in which the device works for a token; None where it was not watched."""
+        steps = len(self.times) - FIRST - 1
+        working = working_ms(self.profile.events()) if steps > 0 else None
+        return None if working is None else working / steps
+
+
+def generate(
+    model: Any, context: int, batch: int, tokens: int, clock: Clock, compiled: bool = False, static: bool = False
+) -> float:
+    """`tokens` tokens after `context`, with `clock` for a streamer; returns MiB of the cache before."""
+    cache = filled_cache(model, batch, context, static)
     ids = some_tokens(model, batch, context + 1)
     mib = sum(held_bytes(vars(layer)) for layer in cache.layers) / 2**20
     settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     if compiled:
         settings["compile_config"] = CompileConfig()
     model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=clock, **settings)
-    return clock.times, mib
+    return mib
 
 
-def filled_cache(model: Any, batch: int, context: int) -> DynamicCache:
-    """A cache after `context` tokens: a state of one size, keys and values of so many."""
-    cache = DynamicCache(config=model.config)
+def filled_cache(model: Any, batch: int, context: int, static: bool = False) -> Cache:
+    """A cache after `context` tokens: a state of one size, keys and values of so many. A static one has room for TOKENS
+    more, whatever is asked for: a step is compiled for the size of its cache."""
+    if static:
+        cache: Cache = StaticCache(config=model.config.get_text_config(), max_cache_len=context + 1 + TOKENS)
+    else:
+        cache = DynamicCache(config=model.config)
     model(some_tokens(model, batch, PROMPT), past_key_values=cache, use_cache=True, logits_to_keep=1)
     layers: list[Any] = cache.layers
     for layer in layers:

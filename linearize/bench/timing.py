@@ -6,13 +6,15 @@ import gc
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 # Of repeated runs, for each number.
 SECONDS = 0.4
@@ -81,6 +83,44 @@ def queued(run: Callable[[], Any]) -> dict[str, float]:
     torch.cuda._sleep(round(2e9 * min(AHEAD, count * once)))  # cycles
     times, hosts = _on_gpu(run, count)
     return _middle(times) | {"host": sorted(hosts[:5])[2]}
+
+
+def device_ms(run: Callable[[], Any]) -> float | None:
+    """ms in which the device works for one run, however long Python takes to ask for it: kernels and copies as torch's
+    profiler sees them, overlapping ones once. None on a CPU, and where the profiler sees no device."""
+    if here() == "cpu":
+        return None
+    wait()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        wait()
+    return working_ms(profiled.events())
+
+
+def working_ms(events: Iterable[Any] | None) -> float | None:
+    """ms that a profile's device events cover; None where there is none."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events or ()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    )
+    covered, until = 0.0, 0.0
+    for start, end in spans:  # in us
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered / 1e3 if spans else None
+
+
+def beside_device(took: dict[str, float], device: float | None) -> dict[str, Any]:
+    """A measured time with the device's part of it, ms, and the share in which the device waits for Python."""
+    waits = None if device is None else max(0.0, 1 - device / took["ms"])
+    return {**took, "device_ms": device, "device_waits": waits}
+
+
+def faster(ours: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """`faster`: how many times as fast ours is as the other; nothing for ours itself, and where one failed."""
+    both = "ms" in ours and "ms" in other and ours["name"] != other["name"]
+    return {"faster": other["ms"] / ours["ms"]} if both else {}
 
 
 def _middle(times: list[float]) -> dict[str, float]:

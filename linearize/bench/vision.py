@@ -26,16 +26,31 @@ from ..plan.plan import Plan
 from ..train.save import meta_model
 from ..verify.child.inputs import make_inputs
 from .kernels import attempt
-from .timing import allocated, here, peak_mib, timed
+from .text import Tell
+from .timing import allocated, beside_device, device_ms, faster, here, peak_mib, timed
 
-# What config.json says of the smallest Pyramid Vision Transformer (arXiv 2102.12122) and of DeiT-S (arXiv 2012.12877).
-SHAPES: dict[str, dict[str, Any]] = {
-    "pvt-t": {"model_type": "pvt", "architectures": ["PvtForImageClassification"], "dtype": "bfloat16"},
-    "deit-s": {
-        "model_type": "deit", "architectures": ["DeiTForImageClassification"], "dtype": "bfloat16", "hidden_size": 384,
-        "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 6, "patch_size": 16,
-    },
+DEIT: dict[str, Any] = {
+    "model_type": "deit", "architectures": ["DeiTForImageClassification"], "dtype": "bfloat16", "num_hidden_layers": 12,
+    "patch_size": 16,
 }  # fmt: skip
+PVT: dict[str, Any] = {"model_type": "pvt", "architectures": ["PvtForImageClassification"], "dtype": "bfloat16"}
+PVT2: dict[str, Any] = {"model_type": "pvt_v2", "architectures": ["PvtV2ForImageClassification"], "dtype": "bfloat16"}
+SWIN: dict[str, Any] = {"model_type": "swin", "architectures": ["SwinForImageClassification"], "dtype": "bfloat16"}
+# What config.json says of the classifiers in the papers of SAGA and MHLA that transformers has: DeiT (2012.12877 on
+# arXiv), Pyramid Vision Transformer (2102.12122) and its second version (2106.13797), Swin (2103.14030).
+SHAPES: dict[str, dict[str, Any]] = {
+    "deit-t": {**DEIT, "hidden_size": 192, "intermediate_size": 768, "num_attention_heads": 3},
+    "deit-s": {**DEIT, "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6},
+    "pvt-t": PVT,
+    "pvt-s": {**PVT, "depths": [3, 4, 6, 3]},
+    "pvtv2-b0": {**PVT2, "hidden_sizes": [32, 64, 160, 256]},
+    "pvtv2-b1": {**PVT2, "hidden_sizes": [64, 128, 320, 512]},
+    "swin-t": SWIN,
+    "swin-s": {**SWIN, "depths": [2, 2, 18, 2]},
+    "swin-b": {**SWIN, "depths": [2, 2, 18, 2], "embed_dim": 128, "num_heads": [4, 8, 16, 32]},
+}
+# What the linear layers of a shape lack (--allow-drop), by type; a benchmark saves nothing.
+DROPPED = {"swin": ("score_bias",)}
 # The main input of models of images.
 IMAGES = "pixel_values"
 SIZES = (224, 384, 512, 1024, 1280)
@@ -52,11 +67,14 @@ def bench_images(
     compiled: bool = False,
     sizes: Sequence[int] = SIZES,
     batches: Sequence[int] = (),
+    tell: Tell = lambda *_: None,
 ) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
     """The model of the last size, and its tables `inference` and `training` by size and batch.
 
     `again(**changes)` plans the conversion `planned` for a changed config, for many architectures take one size of
     image alone. Without `batches` they follow from the size. With `compiled` inference is measured compiled as well.
+    `tell` gets a table's name and each row when it is measured; rows of the model called `mechanism` come before those
+    of its peers.
     """
     works = [("inference", "", inference), ("inference", ", compiled", compiled_inference), ("training", "", training)]
     tables: dict[str, list[dict[str, Any]]] = {"inference": [], "training": []}
@@ -67,10 +85,14 @@ def bench_images(
         for batch in batches or [batch_for(size)]:
             images = make_inputs(built, batch)[IMAGES].to(here(), built.dtype)
             for table, how, work in works if compiled else works[::2]:
+                ours: dict[str, Any] = {}
                 for name, within in contenders(built, mechanism).items():
                     with within():
                         found = attempt(partial(work, built, images))
-                    tables[table].append({"name": name + how, "size": images.shape[-1], "batch": batch, **found})
+                    record = {"name": name + how, "size": images.shape[-1], "batch": batch, **found}
+                    ours = ours or record
+                    tables[table].append(record | faster(ours, record))
+                    tell(table, tables[table][-1])
     return built, tables
 
 
@@ -87,12 +109,12 @@ def batch_for(size: int) -> int:
 
 
 def contenders(built: Any, mechanism: str) -> dict[str, Callable[[], Any]]:
-    """Name -> context in which the model is that."""
-    ours = {mechanism: contextlib.nullcontext}
+    """Name -> context in which the model is that, ours first."""
+    ours: dict[str, Callable[[], Any]] = {mechanism: contextlib.nullcontext}
     if built.capture is None:
-        return {SDPA: built.teacher, **ours}
+        return {**ours, SDPA: built.teacher}
     fits = not any(mixer.site.extras for mixer in mixers_of(built).values())
-    return {OWN: built.teacher, **({SDPA: partial(fused, built)} if fits else {}), **ours}
+    return {**ours, OWN: built.teacher, **({SDPA: partial(fused, built)} if fits else {})}
 
 
 @contextlib.contextmanager
@@ -149,5 +171,5 @@ def training(model: Any, images: Tensor) -> dict[str, Any]:
 
 
 def measured(run: Callable[[], Any], images: Tensor, before: int) -> dict[str, Any]:
-    took = timed(run, warm=2, least=3)
+    took = beside_device(timed(run, warm=2, least=3), device_ms(run))
     return {**took, "images_s": 1e3 * len(images) / took["ms"], "peak_mib": peak_mib(run, before)}

@@ -15,22 +15,32 @@ bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
 @bench.command("kernels")
 def bench_kernels(
-    mechanism: Annotated[str, typer.Option(help="Measure only these mechanisms, for example la,gla.")] = "all",
+    preset: Annotated[
+        str,
+        typer.Option(
+            help="Measure one layer with the options of these recipe presets, for example gsa-window,gla. Without "
+            "--preset and --mechanism: gsa-window, then all mechanisms."
+        ),
+    ] = "",
+    mechanism: Annotated[str, typer.Option(help="Measure these mechanisms, for example la,gla, or all.")] = "",
     tokens: Annotated[int | None, typer.Option(min=1, help="Shorten every shape to this many tokens.")] = None,
     save: Annotated[Path | None, typer.Option(help="JSON file for the results. It is written after every row.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the times into this PNG.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the kernels of each mechanism beside PyTorch, SDPA and, where it is installed, flash-linear-attention."""
+    """Time the kernels of each mechanism beside PyTorch, SDPA and, where it is installed, flash-linear-attention.
+
+    Each row is printed on stderr when it is measured, and the tables on stdout at the end.
+    """
     from ..bench.kernels import bench_kernels as measure
     from ..bench.kernels import failures
     from ..bench.report import check_plot, markdown, plot
     from ..checkpoint.atomic import write_atomically
     from ..errors import Exit, LinearizeError, absent
 
-    def tell(measured: str, result: dict[str, Any]) -> None:
-        say(measured)
-        if save is not None:
+    def tell(row: str, result: dict[str, Any]) -> None:
+        say(row)
+        if save is not None and result["mechanisms"]:
             write_atomically(save, json.dumps(finite(result)))
 
     for path in (save, picture):  # it takes an hour to get there
@@ -38,7 +48,7 @@ def bench_kernels(
             raise absent(path.absolute().parent, "no such folder:")
     if picture is not None:
         check_plot()
-    result = measure(mechanism, tokens, tell)
+    result = measure(mechanism, tokens, tell, presets=preset)
     if as_json:
         print_json(result)
     else:
@@ -55,11 +65,25 @@ def bench_model(
         str | None, typer.Argument(help="Model: a local folder or a Hub id. Only its config is read.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Shape in place of a model: 1b (Llama 3.2 1B), pvt-t or deit-s.")
+        str | None,
+        typer.Option(
+            help="Shape in place of a model: 1b, 3b (Llama 3.2), 8b (Llama 3.1), deit-t, deit-s, pvt-t, pvt-s, "
+            "pvtv2-b0, pvtv2-b1, swin-t, swin-s or swin-b."
+        ),
     ] = None,
-    to: Annotated[str, typer.Option("--to", help="Mechanism that replaces softmax.")] = "gsa",
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Recipe preset whose mechanism, options and choice of layers are measured. "
+            "Default: gsa-window, unless --to is given."
+        ),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="Mechanism that replaces softmax, in place of a preset.")
+    ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Mechanism option as key=value. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", help="Mechanism option as key=value; it overrides the preset's. Repeatable."),
     ] = None,
     train: Annotated[str | None, typer.Option(help="Text: row lengths for training, for example 2048,8192.")] = None,
     contexts: Annotated[
@@ -70,7 +94,10 @@ def bench_model(
     compiled: Annotated[bool, typer.Option("--compile", help="Also measure torch.compile.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Time a converted model beside its softmax original, on random weights: training, prefill, decode, images."""
+    """Time a converted model beside its softmax original, on random weights: training, prefill, decode, images.
+
+    Each row is printed on stderr when it is measured, and the tables on stdout at the end.
+    """
     from ..bench.model import bench_model as measure
     from ..bench.model import markdown
     from ..measure.compare import parse_lengths
@@ -78,7 +105,8 @@ def bench_model(
 
     given = {"train": train, "contexts": contexts, "sizes": sizes, "batches": batches}
     numbers = {n: parse_lengths(text, f"--{n}") if text else () for n, text in given.items() if text is not None}
-    result = measure(model, shape, to, options=parse_settings(settings or []), compiled=compiled, **numbers)
+    options = parse_settings(settings or [])
+    result = measure(model, shape, to, preset=preset, options=options, compiled=compiled, tell=say, **numbers)
     if as_json:
         print_json(result)
     else:

@@ -16,15 +16,19 @@ import torch
 import transformers
 from conftest import TOLERANCE, Command, relative_error
 from models import Zoo
+from torch.autograd import DeviceType
 
 from benchmarks import kernel_tables
 from linearize.bench import kernels as bench
 from linearize.bench import model as bench_model
 from linearize.bench import report as bench_report
+from linearize.bench import text as bench_text
 from linearize.bench import timing as bench_measure
 from linearize.bench import vision as bench_vision
 from linearize.bench.case import case_names, load_case
-from linearize.errors import Exit
+from linearize.bench.layer import Layer
+from linearize.errors import Exit, LinearizeError
+from linearize.recipe.presets import presets
 from linearize.train.save import meta_model
 from linearize.verify.child.inputs import make_inputs
 
@@ -62,7 +66,8 @@ def test_a_case_is_measured(linearize: Command, name: str) -> None:
 def test_all_are_measured_and_drawn(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(bench, "case_names", lambda: ["gsa", "la"])
-    code, out, err = linearize("bench", "kernels", "--tokens", 8, "--plot", tmp_path / "times.png")
+    every = ("--mechanism", "all")
+    code, out, err = linearize("bench", "kernels", *every, "--tokens", 8, "--plot", tmp_path / "times.png")
     assert code == 0, err
     assert "### gsa" in out
     assert "### la" in out
@@ -70,10 +75,68 @@ def test_all_are_measured_and_drawn(linearize: Command, tmp_path: Path, monkeypa
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_layers_of_presets_are_measured(linearize: Command) -> None:
+    code, out, err = linearize("bench", "kernels", "--preset", "gsa-window, gla", "--tokens", 8, "--json")
+    assert code == 0, err
+    measured = json.loads(out)["mechanisms"]
+    assert list(measured) == ["preset gsa-window", "preset gla"]
+    assert measured["preset gsa-window"]["options"].startswith(
+        "gsa slots=128 state_heads=query window=64 sink=1 clock=0"
+    )
+    for name, table in measured.items():
+        ours = [run for run in table["runs"] if run["name"] == "linearize, PyTorch path"]
+        assert [run["shape"].split()[2:] for run in ours] == [["H32/8", "D128", "bf16"], ["H32/8", "D64", "bf16"]]
+        assert all(run["both"]["ms"] > 0 and run["tflop_s"] > 0 for run in ours)
+        assert [
+            row for row in err.splitlines() if row.startswith(f"{name} {ours[0]['shape']}, softmax, SDPA: forward ")
+        ]
+
+
+def test_a_preset_is_measured_first(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "case_names", lambda: ["la"])
+    monkeypatch.setattr(bench, "measure_shape", lambda case, shape, ceilings: iter(()))
+    monkeypatch.setattr(bench, "measure_errors", lambda case, shape: iter(()))
+    for arguments, names in (
+        ((), ["preset gsa-window", "la"]),
+        (("--mechanism", "all"), ["la"]),
+        (("--preset", "sla", "--mechanism", "la"), ["preset sla", "la"]),
+    ):
+        code, out, err = linearize("bench", "kernels", *arguments, "--tokens", 4, "--json")
+        assert code == 0, err
+        assert list(json.loads(out)["mechanisms"]) == names
+
+
+def test_memories_of_query_heads_are_measured_first() -> None:
+    """What the presets of GSA have, at the attention of an 8B model."""
+    case = load_case("gsa")
+    assert str(case.shapes[0]) == "B4 T2048 H32/8 D128 m128 bf16 32 memories"
+    shape = case.shapes[0]._replace(B=2, T=3)
+    assert [tuple(x.shape[:3]) for x in case.inputs(shape, "cpu")] == [(2, 3, 32), (2, 3, 8), (2, 3, 8), (2, 3, 32)]
+    assert case.state(shape, "cpu").keys.shape == (2, 32, 128, 128)
+
+
+def test_fla_gets_keys_for_each_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, ...]] = []
+
+    def peer(*tensors: Any) -> tuple[Any]:
+        given.append(tuple(x.shape[2] for x in tensors[:5]))
+        return (tensors[0],)
+
+    fake_fla(monkeypatch, **{"ops.gsa": {"chunk_gsa": peer}})
+    case = load_case("gsa")
+    for shape in (case.shapes[0]._replace(B=1, T=2), case.shapes[2]._replace(B=1, T=2)):
+        case.fla(case.inputs(shape, "cpu"), shape)["fla chunk_gsa"]()
+    assert given == [(32, 32, 32, 32, 32), (16, 4, 4, 4, 4)]
+
+
 def test_an_unknown_mechanism_is_told_the_nearest(linearize: Command) -> None:
     code, out, err = linearize("bench", "kernels", "--mechanism", "gsaa")
     assert (code, out) == (Exit.USAGE, "")
     assert "Did you mean 'gsa'?" in err
+    for command in (("kernels",), ("model", "--shape", "1b")):
+        code, out, err = linearize("bench", *command, "--preset", "gsa-windw")
+        assert (code, out) == (Exit.USAGE, "")
+        assert "no preset 'gsa-windw'. Did you mean 'gsa-window'?" in err
 
 
 def test_a_picture_needs_matplotlib(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +223,10 @@ def test_contenders_are_compared() -> None:
     assert "| 2.0, 2.0 | 0.10, 0.10 |  |\n" in told  # twice the roofline, ours beside itself
     assert "S, its time beside gla alone: +25.0%, +25.0%." in told
     assert "| S | fla other | 4.000 (4.000-4.000) | refused |  |  |  |  |  | 4.00 |" in told
+    assert [bench_report.line(record, runs) for record in (runs[0], runs[3])] == [
+        "S, linearize: forward 1.000 ms (CPU 0.100); forward + backward 2.000 ms (CPU 0.100)",
+        "S, fla other: forward 4.000 ms (CPU 0.100); refused; 4.00 times the time of linearize",
+    ]
     assert "relative error" not in told  # a result that was cut before its errors
 
 
@@ -265,21 +332,159 @@ def test_a_model_is_measured_beside_its_original(linearize: Command, zoo: Zoo) -
     assert [(one["tokens"], one["checkpointing"]) for one in result["train"]] == [
         (8, on) for on in (False, False, True, True)
     ]
+    for table in ("train", "prefill", "decode"):
+        ours = {}
+        for one in result[table]:
+            ours = one if one["name"] == "la" else ours
+            assert ("faster" in one) == (one is not ours)
+            assert one.get("faster", 1.0) == pytest.approx(one["ms"] / ours["ms"])
     cache = {(one["name"], one["context"], one["batch"]): one["cache_mib"] for one in result["decode"]}
     grows = cache["softmax, SDPA", 12, 1] / cache["softmax, SDPA", 6, 1]
     assert grows == pytest.approx(2)
     assert cache["la", 12, 1] == cache["la", 6, 1] == cache["la", 6, 2] / 2
+    assert cache["softmax, SDPA, static cache", 12, 1] > cache["softmax, SDPA", 12, 1]
+    assert "decode, softmax, SDPA, static cache: context 12, batch 2, ms/token " in err
+
+
+def test_each_row_is_printed_when_it_is_measured(linearize: Command, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_text, "decode", stop)
+    code, out, err = linearize("bench", "model", zoo.folders("llama")[0], "--train", "4", "--contexts", "6")
+    assert (code, out) == (Exit.INTERRUPTED, "")
+    rows = [row.split(":")[0] for row in err.splitlines() if ": tokens 4, " in row or ": context 6, " in row]
+    assert rows == ["train, gsa-window", "train, softmax, SDPA"] * 2 + ["prefill, gsa-window", "prefill, softmax, SDPA"]
+    assert err.index("building ") < err.index("train, gsa-window")
+
+
+def test_a_preset_decides_mechanism_options_and_layers(linearize: Command, zoo: Zoo) -> None:
+    brief = (zoo.folders("llama")[0], "--train", "", "--contexts", "")
+    told = {}
+    for name, arguments in {
+        "gsa-window": (),
+        "hybrid": ("--preset", "hybrid", "--set", "slots=16"),
+        "la": ("--to", "la"),
+    }.items():
+        code, out, err = linearize("bench", "model", *brief, *arguments, "--json")
+        assert code == 0, err
+        told[name] = json.loads(out)["model"]
+    assert [one["preset"] for one in told.values()] == ["gsa-window", "hybrid", None]
+    assert [one["mechanism"] for one in told.values()] == ["gsa", "gsa", "la"]
+    assert [(told[name]["options"]["slots"], told[name]["options"]["window"]) for name in ("gsa-window", "hybrid")] == [
+        (128, 64),
+        (16, 64),
+    ]
+    assert told["hybrid"]["layers"] == told["gsa-window"]["layers"] - 1
+
+
+def test_every_preset_can_be_measured() -> None:
+    for one in presets():
+        asked, images = bench_model.settle(None, one.name, {}), one.name.startswith("vit-")
+        shape = "deit-s" if images else "1b"
+        plan = bench_model.plan_for(None, shape, asked.mechanism, asked.options, asked.layers)[0]
+        assert (asked.name, plan.steps[0].mechanism) == (one.name, asked.mechanism)
+        if images:
+            with pytest.raises(LinearizeError, match=f"bench model --preset {one.name} --shape deit-s"):
+                Layer(one.name)
+        else:
+            assert Layer(one.name).mechanism == asked.mechanism
+
+
+def test_softmax_with_a_static_cache_is_compiled_where_transformers_does(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU transformers compiles the step by itself; here it is asked to, and the graph is run as it is."""
+    planned = bench_model.plan_for(str(zoo.folders("llama")[0]), None, "gsa", {})
+    model = meta_model(None, planned, None, False, "cpu").eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.compile_config = compile_config = transformers.CompileConfig(backend="eager", mode=None)
+    compile_config._compile_all_devices = True
+    graphs, clocks = torch._dynamo.utils.counters["stats"], []
+    monkeypatch.setattr(bench_text.Clock, "end", lambda clock: clocks.append(len(clock.times)))
+    monkeypatch.setattr(bench_text, "peak_mib", lambda run, before: run())  # as on a GPU
+    with model.teacher(), torch.no_grad():
+        graphs.clear()
+        assert bench_text.decode(model, 6, 2)["ms"] > 0
+        assert graphs["unique_graphs"] == 0
+        assert bench_text.decode(model, 6, 2, static=True)["ms"] > 0
+    assert clocks == [bench_text.FIRST + 1, bench_text.TOKENS + 1] * 2  # the prompt is put, too
+    assert graphs["unique_graphs"] == 1  # for both calls of generate()
+
+
+def test_the_device_is_told_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 10 ms in which kernels of 2 and 3 ms overlap by one."""
+
+    def event(start: float, end: float, kind: Any = DeviceType.CUDA, note: bool = False) -> Any:
+        span = types.SimpleNamespace(start=start, end=end)
+        return types.SimpleNamespace(device_type=kind, is_user_annotation=note, time_range=span)
+
+    class Profile:
+        def __init__(self, activities: Any) -> None:
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self) -> Profile:
+            return self
+
+        start = stop = __exit__ = lambda *_: None
+
+        def events(self) -> list[Any]:
+            kernels = [event(4000, 7000), event(1000, 3000), event(3000, 5000)]
+            return [*kernels, event(0, 9000, DeviceType.CPU), event(0, 9000, note=True)]
+
+    monkeypatch.setattr(bench_measure, "profile", Profile)
+    monkeypatch.setattr(bench_text, "profile", Profile)
+    assert bench_measure.device_ms(lambda: None) is None  # on a CPU
+    for module in (bench_measure, bench_text):
+        monkeypatch.setattr(module, "here", lambda: "cuda")
+        monkeypatch.setattr(module, "wait", lambda: None)
+    took = bench_measure.beside_device({"ms": 10.0}, bench_measure.device_ms(lambda: None))
+    assert took == {"ms": 10.0, "device_ms": 6.0, "device_waits": pytest.approx(0.4)}
+    assert bench_measure.working_ms([event(0, 9000, DeviceType.CPU)]) is None
+    clock = bench_text.ProfiledClock()
+    for _ in range(bench_text.FIRST + 4):
+        clock.put(torch.zeros(1))
+    clock.end()
+    assert clock.device_ms() == pytest.approx(6.0 / 3)
+    row = bench_model.line("prefill", {"name": "gsa", "context": 2048, **took, "faster": 2.0, "peak_mib": 1024.0})
+    assert row == "prefill, gsa: context 2,048, ms 10.00, device ms 6.00, device waits 40%, " + (
+        "speed of ours / of this 2.00, peak GiB 1.00"
+    )
+    failed = bench_model.line("decode", {"name": "gsa", "context": 8, "batch": 1, "failed": "why"})
+    assert failed == "decode, gsa: context 8, batch 1, why"
+
+
+@pytest.mark.parametrize(
+    ("shape", "mechanism", "millions"),
+    [
+        ("1b", "gsa", 1235.8), ("3b", "gsa", 3212.7), ("8b", "gsa", 8030.3), ("deit-t", "saga", 5.7),
+        ("deit-s", "mhla", 22), ("pvt-t", "saga", 13.2), ("pvt-s", "la", 24.5), ("pvtv2-b0", "saga", 3.7),
+        ("pvtv2-b1", "mhla", 14.0), ("swin-t", "saga", 28.3), ("swin-s", "la", 49.6), ("swin-b", "saga", 87.8),
+    ],
+)  # fmt: skip
+def test_shapes_are_those_of_their_models(shape: str, mechanism: str, millions: float) -> None:
+    """The papers' numbers of parameters; a head here has two classes, theirs a thousand."""
+    config = bench_model.SHAPES[shape]
+    kind = getattr(transformers, config["architectures"][0])
+    with torch.device("meta"):
+        model = kind(transformers.AutoConfig.for_model(**config))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
+        millions, rel=0.08 if millions < 100 else 1e-4
+    )
+    plan = bench_model.plan_for(None, shape, mechanism, {})[0]
+    assert {step.mechanism for step in plan.steps} == {mechanism}
 
 
 def test_a_shape_is_measured(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"hidden_size": 32, "head_dim": 8, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 64}
     tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(bench_model.SHAPES, "tiny", bench_model.SHAPES["1b"] | tiny)
-    sizes = ("--train", "", "--contexts", "8", "--batches", "1")
+    sizes = ("--to", "gsa", "--train", "", "--contexts", "8", "--batches", "1")
     code, out, err = linearize("bench", "model", "--shape", "tiny", *sizes)
     assert code == 0, err
     assert "tiny: LlamaForCausalLM, 0.0 M random parameters in bfloat16; 2 layers to gsa (slots=64" in out
-    assert len([line for line in out.splitlines() if line.startswith(("| softmax, SDPA | 8", "| gsa | 8"))]) == 4
+    rows = [row.split(" | ")[0] for row in out.splitlines() if " | 8 | " in row]
+    assert rows == ["| gsa", "| softmax, SDPA", "| gsa", "| softmax, SDPA", "| softmax, SDPA, static cache"]
 
 
 def test_no_more_tokens_than_the_model_takes(linearize: Command, zoo: Zoo) -> None:
@@ -302,7 +507,9 @@ def test_steps_are_compiled_where_they_can_be(linearize: Command, zoo: Zoo) -> N
         (("--shape", "1bb"), "Did you mean '1b'?"),
         (("--shape", "1b", "--contexts", "2k"), "--contexts 2k: give whole numbers"),
         (("--shape", "1b", "--to", "gsaa"), "Did you mean 'gsa'?"),
-        (("--shape", "1b", "--sizes", "224"), "--sizes means nothing to a model of text"),
+        (("--shape", "1b", "--to", "gsa", "--preset", "gsa"), "--to gsa: --preset gsa says what replaces softmax"),
+        (("--shape", "1b", "--set", "slotz=3"), "Did you mean 'slots'?"),
+        (("--shape", "3b", "--sizes", "224"), "--sizes means nothing to a model of text"),
         (("--shape", "pvt-t", "--to", "saga", "--train", "8"), "--train means nothing to a model of images"),
     ],
 )
@@ -332,8 +539,8 @@ def vision_folder(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("vit", ["softmax, SDPA", "saga"]),
-        ("pvt", ["softmax, the architecture's own", "softmax, SDPA", "saga"]),
+        ("vit", ["saga", "softmax, SDPA"]),
+        ("pvt", ["saga", "softmax, the architecture's own", "softmax, SDPA"]),
     ],
 )
 def test_a_model_of_images_is_measured_at_each_size(
@@ -358,7 +565,7 @@ def test_compiled_inference_is_measured_on_demand(
     code, out, err = linearize("bench", "model", vision_folder(tmp_path, "vit"), *arguments)
     assert code == 0, err
     tables = {name: [one["name"] for one in json.loads(out)[name] if one["ms"] > 0] for name in TABLES}
-    plain = ["softmax, SDPA", "saga"]
+    plain = ["saga", "softmax, SDPA"]
     assert tables == {"inference": plain + [f"{name}, compiled" for name in plain], "training": plain}
 
 
@@ -370,7 +577,7 @@ def test_a_shape_of_images_is_measured(linearize: Command, monkeypatch: pytest.M
     assert "deit-s: DeiTForImageClassification, " in out
     assert f" M random parameters in bfloat16; 2 layers to {mechanism}" in out
     rows = [line.split(" | ") for line in out.splitlines() if " | 32 | 1 | " in line]
-    assert [row[0] for row in rows] == ["| softmax, SDPA", f"| {mechanism}"] * 2
+    assert [row[0] for row in rows] == [f"| {mechanism}", "| softmax, SDPA"] * 2
     assert all(float(row[3].replace(",", "")) > 0 for row in rows)
 
 
@@ -381,7 +588,7 @@ def test_sdpa_in_the_place_of_an_architectures_own_code_is_the_same_model(tmp_pa
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)
         images, sides = make_inputs(model), bench_vision.contenders(model, "saga")
-        own, fused, saga = (_logits(model, images, within) for within in sides.values())
+        saga, own, fused = (_logits(model, images, within) for within in sides.values())
     assert relative_error(fused, own) < TOLERANCE[torch.float32]
     assert relative_error(saga, own) > 1e-2
     assert torch.equal(_logits(model, images, contextlib.nullcontext), saga)  # nothing of SDPA stays behind
