@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from .checkpoint.again import as_source, is_converted, mixer_prefixes, plan_converted, write_again
+from .checkpoint.again import as_source, mixer_prefixes, plan_converted, write_again
 from .checkpoint.atomic import check_output, output_folder
 from .checkpoint.carried import carried_files, left_behind
 from .checkpoint.code import SourceClasses
@@ -68,7 +68,7 @@ def plan_conversion(
     check_adapter(source)
     check_secrets(source)
     carried_files(source.folder)  # raises for links that lead elsewhere
-    if is_converted(source):
+    if source.converted:
         return plan_converted(source, mechanism, restore, weights=weights, trust_remote_code=trust_remote_code, **asked)
     if restore:
         raise LinearizeError(f"--restore {restore}: {source.name} has softmax everywhere; it is not converted")
@@ -118,7 +118,7 @@ def convert(
         check_weights(source, natives)
         check_disk(plan, source, output)
     with output_folder(output, overwrite) as folder:
-        if is_converted(source):
+        if source.converted:
             write_again(folder, source, plan, natives, seed)
             with as_source(source, natives) as before:
                 message = verify(folder, level, before, plan, trust_remote_code)
@@ -235,7 +235,7 @@ def check_weights(source: Source, natives: SourceClasses) -> None:
     weights: dict[str, torch.Tensor] = {} if source.pickled else float_tensors(source)
     for shard in source.shards if source.pickled else ():
         weights |= meta_pickle(shard)
-    if is_converted(source):
+    if source.converted:
         weights = {name: value for name, value in weights.items() if not name.startswith(mixer_prefixes(source))}
     try:
         with quiet():

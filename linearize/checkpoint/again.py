@@ -39,11 +39,6 @@ from .source import Entry, Source, read_header, read_json
 Places = dict[str, tuple[Path, Entry]]  # of tensors, by name
 
 
-def is_converted(source: Source) -> bool:
-    """Whether a folder's config is that of a model that linearize wrote."""
-    return str(source.config["model_type"]).startswith("linearized_")
-
-
 def mixer_prefixes(source: Source) -> tuple[str, ...]:
     """How names of tensors of mixers begin in a converted model; its source may have modules called `mixer`, too."""
     return tuple(f"{layer['site']['path']}.mixer." for layer in source.config["linearize"]["layers"])

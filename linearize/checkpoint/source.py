@@ -73,6 +73,11 @@ class Source:
     def bytes(self) -> int:
         return sum(shard.stat().st_size for shard in self.shards)
 
+    @property
+    def converted(self) -> bool:
+        """Whether the config is that of a model that linearize wrote."""
+        return str(self.config["model_type"]).startswith("linearized_")
+
 
 def open_source(model: str, revision: str | None, *, weights: bool = True) -> Source:
     """The checkpoint in folder `model`, else the Hub repo of that name (downloaded; only its config if not `weights`).

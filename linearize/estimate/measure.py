@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..data.batches import Batch, tokens_per_sample
+from ..data.batches import tokens_per_sample
 from ..recipe.recipe import Stage
 from ..train.progress import memory_bytes
 from ..train.runtime import make_optimizer, on_cpu
@@ -51,14 +51,14 @@ def measure_steps(step: Step, device: torch.device) -> dict[str, float]:
     for _ in range(2):
         began = time.perf_counter()
         for _ in range(stage.batch.accumulate):
-            step.micro_batch(random_tokens(step))
+            step.micro_batch(step.batch())
         torch.nn.utils.clip_grad_norm_(step.parameters, stage.optimizer.clip)
         optimizer.step()
         optimizer.zero_grad()
         if gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-    step.evaluate(random_tokens(step))
+    step.evaluate(step.batch())
     tokens = stage.batch.blocks * tokens_per_sample(step.recipe.data_for(stage))
     peak = memory_bytes()
     return {
@@ -66,12 +66,3 @@ def measure_steps(step: Step, device: torch.device) -> dict[str, float]:
         "peak": peak,
         "reserved": torch.cuda.max_memory_reserved() if gpu else peak,
     }
-
-
-def random_tokens(step: Step) -> Batch:
-    """A batch of the step, with tokens of the model's vocabulary where it has one."""
-    batch = step.batch()
-    if "input_ids" in batch:
-        words = step.student.model.config.get_text_config().vocab_size
-        batch["input_ids"] = torch.randint_like(batch["input_ids"], words)
-    return batch

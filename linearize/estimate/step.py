@@ -43,7 +43,8 @@ class Step:
         set_checkpointing(self.student.model, self.recipe.runtime.gradient_checkpointing and not self.transfers)
 
     def batch(self) -> Batch:
-        """One micro batch of the recipe's size on the model's device: zeros, where every token counts."""
+        """One micro batch of the recipe's size on the model's device: random tokens, all of which count, or black
+        images."""
         model, rows = self.student.model, self.stage.batch.per_device
         device = next(model.parameters()).device
         kind, length = kind_of(model), self.recipe.data_for(self.stage).pack.seq_len
@@ -52,7 +53,7 @@ class Step:
             inputs = {"pixel_values": torch.zeros(pixels.shape)}
             length = 1
         else:
-            inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
+            inputs = {"input_ids": torch.randint(model.config.get_text_config().vocab_size, (rows, length))}
             place = torch.arange(length).expand(rows, -1)
             inputs |= {"position_ids": place} if kind == "text" else {"attention_mask": torch.ones_like(place)}
         made = {"labels": torch.zeros(rows, length, dtype=torch.long), "valid": torch.ones(rows, length).bool()}

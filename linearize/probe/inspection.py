@@ -67,7 +67,7 @@ def inspect_model(
     Raises LinearizeError: 3 when no softmax attention is found or the config is unusable, 5 for the Hub.
     """
     source = open_source(model, revision, weights=False)
-    if str(source.config["model_type"]).startswith("linearized_"):
+    if source.converted:
         return Converted(source.name, saved_again(source.folder) or read_plan(source.folder))
     config = load_config(source, trust_remote_code)
     head = load_model_class(source, config, trust_remote_code)

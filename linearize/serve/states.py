@@ -189,10 +189,10 @@ def run_call(
     """
     q, k, v, x = (tensor[call.tokens] for tensor in inputs)
     state = None if call.fresh else layout.read(pool, call.rows)
-    places = token_layout(mixer, call.padding)
+    told = token_layout(mixer, call.padding)
     if rotation is not None:
-        places = places._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
-    o, state = mixer(q, k, v, x, places, state)
+        told = told._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
+    o, state = mixer(q, k, v, x, told, state)
     layout.write(pool, call.rows, state)
     o, places = o.flatten(0, 1), call.tokens.flatten()
     if call.real is not None:
