@@ -35,6 +35,7 @@ from ..layers.arguments import Backend, use_kernels
 from ..layout import TokenLayout, once
 from ..mixer import Mixer
 from ..layers.scan import numbered
+from .blend import blend
 from .launch import runs_on, window_op
 
 # From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
@@ -307,8 +308,7 @@ class Window(nn.Module):
         near, own_mass, ring = self._near(q, k, v, layout, state)
         logit = self.far_logit.float() + F.linear(x, self.far_gate.to(x.dtype)).float()
         logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass.log() - own_mass
-        w = torch.sigmoid(logit)[..., None]
-        return (w * far + (1.0 - w) * near).to(far.dtype), ring
+        return blend(far, near, torch.sigmoid(logit)), ring
 
     def _near(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None

@@ -94,12 +94,60 @@ def relative_mse(student: Tensor, teacher: Tensor, valid: Tensor | None = None, 
 
     student and teacher [B, T, H, D]; valid [B, T] bool, or None for all. The teacher gets no gradient.
     """
-    s, t = _widened(student), _widened(teacher.detach())
-    if valid is not None:
-        # Selected before any arithmetic: what padding holds may be NaN, and NaN * 0 is NaN.
-        mask = valid[..., None, None]
-        s, t = torch.where(mask, s, 0.0), torch.where(mask, t, 0.0)
-    return (s - t).square().sum() / (t.square().sum() + eps)
+    return square_error(student, teacher, valid) / (square_sum(teacher.detach(), valid) + eps)
+
+
+def square_error(student: Tensor, teacher: Tensor, valid: Tensor | None = None) -> Tensor:
+    """sum ||s - t||^2 over valid tokens, in float32 (float64 stays): a scalar.
+
+    student and teacher [B, T, H, D]; valid [B, T] bool, or None for all; others may hold NaN. The teacher gets no
+    gradient. Like KL it holds some tokens in float32 at a time.
+    """
+    if losses_triton.fits(student):
+        fused: Tensor = _FusedSquareError.apply(student, teacher.detach(), valid)
+        return fused
+    error: Tensor = _SquareError.apply(student, teacher.detach(), valid)
+    return error
+
+
+def square_sum(o: Tensor, valid: Tensor | None) -> Tensor:
+    """sum ||o||^2 over valid tokens, in float32 (float64 stays); o [B, T, H, D], valid [B, T] bool or None for all."""
+    return _widened(o if valid is None else torch.where(valid[..., None, None], o, 0.0)).square().sum()
+
+
+class _FusedSquareError(torch.autograd.Function):
+    """`_SquareError` by the kernels of losses_triton.py."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, valid: Tensor | None) -> Tensor:
+        student, teacher = student.contiguous(), teacher.contiguous()
+        valid = None if valid is None else valid.contiguous().view(torch.uint8)
+        ctx.save_for_backward(student, teacher, valid)
+        return losses_triton.error_rows(student, teacher, valid).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return losses_triton.error_gradient(*ctx.saved_tensors, 2.0 * grad_output), None, None
+
+
+class _SquareError(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, valid: Tensor | None) -> Tensor:
+        ctx.save_for_backward(student, teacher, valid)
+        total = student.new_zeros((), dtype=torch.promote_types(student.dtype, torch.float32))
+        for part in _token_chunks(student):
+            total += _differences(student, teacher, valid, part).square_().sum()
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        student, teacher, valid = ctx.saved_tensors
+        grad = torch.empty_like(student)
+        for part in _token_chunks(student):
+            grad[:, part] = _differences(student, teacher, valid, part).mul_(2.0 * grad_output)
+        return grad, None, None
 
 
 class _FusedKL(torch.autograd.Function):
@@ -209,6 +257,18 @@ def _weight(valid: Tensor, num_tokens: Tensor | float | None, logits: Tensor) ->
 
 def _weighted_sum(loss: Tensor, weight: Tensor) -> Tensor:
     return (loss.masked_fill(weight == 0, 0.0) * weight).sum()  # NaN at invalid tokens stays there
+
+
+def _token_chunks(x: Tensor) -> Iterator[slice]:
+    """Parts of the tokens of x [B, T, H, D]."""
+    tokens = max(1, _CHUNK_ELEMENTS * x.shape[1] // max(1, x.numel()))
+    return (slice(i, i + tokens) for i in range(0, x.shape[1], tokens))
+
+
+def _differences(student: Tensor, teacher: Tensor, valid: Tensor | None, part: slice) -> Tensor:
+    """s - t of some tokens, a new tensor in the working precision; 0 where a token is not valid, whatever it holds."""
+    difference = _widened(student[:, part]) - _widened(teacher[:, part])
+    return difference if valid is None else difference.masked_fill_(~valid[:, part, None, None], 0.0)
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels of logit KL and cross entropy. They read logits once a pass, and write gradients once.
+"""Triton kernels of logit KL, cross entropy and square errors. They read inputs once a pass, and write gradients once.
 
 A program owns one token. KL reads its two rows twice, for log-normalisers and then for the divergence; the second time
 they are in the cache. `losses.py` has the formulas; here R tokens, V vocabulary, c = 1 / temperature.
@@ -118,6 +118,35 @@ def nll_gradient_kernel(logits, targets, factor, lse, grad, V, BLOCK: tl.constex
         tl.store(grad + row * V + place, tl.zeros([BLOCK], grad.dtype.element_ty), mask=own)
 
 
+@jit
+def error_kernel(student, teacher, valid, error, E, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """error [R] fp32: sum (s - t)^2 of student and teacher [R,E]; 0 where `valid` [R] uint8 is, and
+    the token may hold anything."""
+    row = tl.program_id(0).to(tl.int64)
+    total, end = tl.zeros([BLOCK], tl.float32), E
+    if MASKED:
+        end = E * tl.load(valid + row).to(tl.int32)
+    for start in range(0, E, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        own = place < end
+        s = tl.load(student + row * E + place, mask=own, other=0.0).to(tl.float32)
+        t = tl.load(teacher + row * E + place, mask=own, other=0.0).to(tl.float32)
+        total += (s - t) * (s - t)
+    tl.store(error + row, tl.sum(total, 0))
+
+
+@jit
+def error_gradient_kernel(student, teacher, valid, factor, grad, E, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """grad = factor (s - t), [R,E] in the student's dtype, of one number `factor`; 0 where `valid` [R] is."""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    end = E
+    if MASKED:
+        end = E * tl.load(valid + row).to(tl.int32)
+    s = tl.load(student + row * E + place, mask=place < end, other=0.0).to(tl.float32)
+    t = tl.load(teacher + row * E + place, mask=place < end, other=0.0).to(tl.float32)
+    tl.store(grad + row * E + place, (tl.load(factor) * (s - t)).to(grad.dtype.element_ty), mask=place < E)
+
+
 def _block(V: int) -> int:
     return int(min(4096, triton.next_power_of_2(V)))
 
@@ -162,5 +191,26 @@ def nll_gradient(logits: Tensor, targets: Tensor, factor: Tensor, lse: Tensor) -
     with torch.cuda.device_of(logits):
         nll_gradient_kernel[(factor.numel(), triton.cdiv(V, block))](
             logits, targets, factor, lse, grad, V, BLOCK=block, num_warps=WARPS
+        )
+    return grad
+
+
+def error_rows(student: Tensor, teacher: Tensor, valid: Tensor | None) -> Tensor:
+    """sum (s - t)^2 [B,T] fp32 of each token, of contiguous [B,T,H,D]; 0 where `valid` [B,T] uint8 is."""
+    E, error = student[0, 0].numel(), student.new_empty(student.shape[:2], dtype=torch.float32)
+    with torch.cuda.device_of(student):
+        error_kernel[(error.numel(),)](
+            student, teacher, valid, error, E, MASKED=valid is not None, BLOCK=_block(E), num_warps=WARPS
+        )
+    return error
+
+
+def error_gradient(student: Tensor, teacher: Tensor, valid: Tensor | None, factor: Tensor) -> Tensor:
+    """factor (s - t), [B,T,H,D]; factor one number in fp32."""
+    E, grad = student[0, 0].numel(), torch.empty_like(student)
+    block = _block(E)
+    with torch.cuda.device_of(student):
+        error_gradient_kernel[(grad.shape[0] * grad.shape[1], triton.cdiv(E, block))](
+            student, teacher, valid, factor, grad, E, MASKED=valid is not None, BLOCK=block, num_warps=WARPS
         )
     return grad

@@ -23,7 +23,7 @@ from ..data.batches import Batch, forward, real_tokens, run, targets
 from ..measure.write import continued
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Stage
 from .chunked_head import chunked_loss
-from .losses import IGNORED, cosine_distance, cross_entropy, logit_kl, relative_mse
+from .losses import IGNORED, cosine_distance, cross_entropy, logit_kl, square_error, square_sum
 from .student import Student
 
 Inputs = tuple[Tensor, ...]
@@ -75,8 +75,7 @@ class Transfer(Listener):
 
     def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         layer = mixer.site.layer
-        share = square_sum(target, self.real) / (self.power[layer] * self.tokens).clamp_min(1e-12)
-        loss = relative_mse(o, target, self.real) * share
+        loss = square_error(o, target, self.real) / (self.power[layer] * self.tokens).clamp_min(1e-12)
         # This is inside the forward pass, where autocast may be on; a backward pass must not be under it.
         with torch.autocast(loss.device.type, enabled=False):
             self.backward(loss)
@@ -113,11 +112,6 @@ class Power(Listener):
         elements = square_sum(torch.ones_like(target), self.real)
         found = torch.stack([square_sum(target, self.real), elements, self.count])
         self.sums[mixer.site.layer] = self.sums.get(mixer.site.layer, 0) + found
-
-
-def square_sum(o: Tensor, real: Tensor | None) -> Tensor:
-    """sum ||o||^2 over real tokens, in float32; o [B,T,H,Dv]."""
-    return (o if real is None else torch.where(real[..., None, None], o, 0.0)).float().square().sum()
 
 
 def error_scale(stage: AttentionTransfer, student: Student, batches: Iterable[Batch]) -> dict[int, Tensor]:

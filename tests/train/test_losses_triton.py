@@ -1,4 +1,4 @@
-"""Logit KL and cross entropy by their Triton kernels against the formulas in float64, in Triton's interpreter.
+"""Logit KL, cross entropy and square errors by Triton kernels against the formulas in float64, in Triton's interpreter.
 
 On a GPU: `python tests/train/test_losses_triton.py gpu` prints errors in bf16 and times of kernels and of PyTorch.
 """
@@ -40,6 +40,15 @@ def test_kernels_give_the_loss_and_gradient_of_the_formula() -> None:
         assert gradient <= most, case
 
 
+def test_square_errors_are_those_of_the_formula() -> None:
+    for dtype in ("float32", "float16", "bfloat16"):
+        for masked in (False, True):
+            found = interpreted(square_errors, dtype, masked, "cpu", (2, 3, 3, 40))
+            assert max(found) <= TOLERANCE[dtype], (dtype, masked)
+    # More numbers a token than a program takes at once.
+    assert max(interpreted(square_errors, "float32", True, "cpu", (1, 2, 9, 512))) <= TOLERANCE["float32"]
+
+
 def test_what_is_not_finite_shows() -> None:
     assert interpreted(strange) == ["inf", "nan", "nan", "nan"]
 
@@ -48,6 +57,8 @@ def test_kernels_compile_for_a_gpu() -> None:
     from linearize.train.losses_triton import (
         LOWEST,
         WARPS,
+        error_gradient_kernel,
+        error_kernel,
         gradient_kernel,
         nll_gradient_kernel,
         nll_kernel,
@@ -58,6 +69,34 @@ def test_kernels_compile_for_a_gpu() -> None:
     kinds |= dict.fromkeys(("student", "teacher", "logits", "grad"), "*bf16") | {"targets": "*i64"}
     for kernel in (rows_kernel, gradient_kernel, nll_kernel, nll_gradient_kernel):
         assert compile_kernel(kernel, 90, {"LOW": LOWEST, "BLOCK": 4096}, kinds, WARPS).asm["ptx"]
+
+    kinds |= {"valid": "*u8", "error": "*fp32", "factor": "*fp32"}
+    for kernel in (error_kernel, error_gradient_kernel):
+        assert compile_kernel(kernel, 90, {"MASKED": True, "BLOCK": 4096}, kinds, WARPS).asm["ptx"]
+
+
+def square_errors(dtype: str, masked: bool, device: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Of the sum, and of the gradient over its largest entry; student and teacher lie in memory as [B,H,T,D]."""
+    from linearize.train.losses import square_error
+
+    torch.manual_seed(0)
+    student, teacher = (torch.randn(*shape).transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2))
+    valid = None
+    if masked:
+        valid = torch.rand(shape[:2]) > 0.3
+        valid[0, 0] = False
+        student[~valid], teacher[~valid] = torch.nan, torch.inf
+    found = []
+    student, teacher = (y.to(device, getattr(torch, dtype)) for y in (student, teacher))
+    valid = None if valid is None else valid.to(device)
+    for wide in (False, True):
+        inputs = [y.double() if wide else y for y in (student, teacher)]
+        inputs[0].requires_grad_()
+        total = square_error(*inputs, valid)
+        (gradient,) = torch.autograd.grad(3 * total, inputs[0])
+        found.append((total.detach().double(), gradient.double()))
+    (total, gradient), (expected, slope) = found
+    return relative(total, expected), relative(gradient, slope)
 
 
 def errors(case: dict[str, Any], device: str, shape: tuple[int, int] = (2, 3)) -> tuple[float, float]:
@@ -113,6 +152,11 @@ def on_gpu() -> None:
         ok = all(error <= TOLERANCE["bfloat16"] for error in found)  # nan is not
         bad += not ok
         print("ok " if ok else "BAD", case, *(f"{x:.1e}" for x in found), flush=True)
+    for masked in (False, True):
+        found = square_errors("bfloat16", masked, "cuda", (2, 100, 32, 128))
+        ok = max(found) <= TOLERANCE["bfloat16"]
+        bad += not ok
+        print("ok " if ok else "BAD", "square error", masked, *(f"{x:.1e}" for x in found), flush=True)
     for tokens, V in ((16384, 8192), (4096, 128256)):
         compare_times(tokens, V, max(1, (1 << 24) // tokens))
     sys.exit(f"{bad} of {len(CASES)} BAD" if bad else 0)
