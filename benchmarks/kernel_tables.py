@@ -1,6 +1,9 @@
-"""Tables of `linearize bench kernels --save RESULT`, put into a page: python -m benchmarks.kernel_tables RESULT PAGE
+"""Tables of `linearize bench kernels --save RESULT`, or of `bench paper`, put into a page.
 
-The page has a pair of comments for each, `<!-- kernels la -->` and `<!-- end -->`; what is between them is replaced.
+python -m benchmarks.kernel_tables RESULT PAGE
+
+The page has a pair of comments for each, `<!-- kernels la -->` or `<!-- paper la -->`, and `<!-- end -->`; what is
+between them is replaced.
 `all` stands for the machine and the comparison with flash-linear-attention. Mechanisms that the result has not, stay.
 """
 
@@ -12,15 +15,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+from linearize.bench.paper import markdown
 from linearize.bench.report import overview, tables
 
-PLACE = re.compile(r"(<!-- kernels (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (\w+ \w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
-    """The page with the result's tables."""
-    found = {"all": overview(result)} | {name: tables(one) for name, one in result["mechanisms"].items()}
-    text = {name: "\n".join(lines).strip("\n") for name, lines in found.items()}
+    """The page with the result's tables: of `bench kernels`, or of `bench paper`."""
+    if "paper" in result:
+        text = {f"paper {result['paper']}": markdown(result)}
+    else:
+        found = {"all": overview(result)} | {name: tables(one) for name, one in result["mechanisms"].items()}
+        text = {f"kernels {name}": "\n".join(lines).strip("\n") for name, lines in found.items()}
 
     def put(place: re.Match[str]) -> str:
         return f"{place[1]}\n{text[place[2]]}\n\n{place[3]}" if place[2] in text else place[0]
@@ -33,8 +40,8 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("page", type=Path)
     arguments = parser.parse_args()
-    page = arguments.page.read_text()
-    arguments.page.write_text(fill(page, json.loads(arguments.result.read_text())))
+    page = arguments.page.read_text("utf-8")
+    arguments.page.write_text(fill(page, json.loads(arguments.result.read_text("utf-8"))), "utf-8")
 
 
 if __name__ == "__main__":

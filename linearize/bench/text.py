@@ -37,7 +37,13 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 128256,
     "num_key_value_heads": 8, "max_position_embeddings": 131072,
 }  # fmt: skip
-# What config.json of Llama 3.2 1B and 3B and of Llama 3.1 8B says.
+# A model from scratch as papers have it, in the form of a Llama; their heads are fewer and wider.
+SCRATCH: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 32000,
+    "num_hidden_layers": 24, "max_position_embeddings": 131072, "head_dim": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+# What config.json of Llama 3.2 1B and 3B and of Llama 3.1 8B says; the models that the papers of GSA and SLA train;
+# Pythia 1.4B, for the 8,192 tokens that the paper of LA trains it with.
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
         **LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -50,6 +56,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "head_dim": 128, "tie_word_embeddings": False,
+    },
+    "llama-1.3b": {
+        **SCRATCH, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 8, "num_key_value_heads": 8,
+    },
+    "llama-340m": {
+        **SCRATCH, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 4, "num_key_value_heads": 4,
+    },
+    "pythia-1.4b": {
+        "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "dtype": "bfloat16", "vocab_size": 50304,
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "max_position_embeddings": 8192, "rotary_pct": 0.25,
     },
 }  # fmt: skip
 SOFTMAX, STATIC = "softmax, SDPA", "softmax, SDPA, static cache"

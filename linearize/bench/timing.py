@@ -153,8 +153,10 @@ def _on_cpu(run: Callable[[], Any], count: int) -> list[float]:
 
 def allocated() -> int:
     """Bytes of GPU memory held by tensors; 0 on a CPU."""
+    if here() == "cpu":
+        return 0
     gc.collect()  # or cycles of compiled code give back later what is counted now
-    return torch.cuda.memory_allocated() if here() == "cuda" else 0
+    return torch.cuda.memory_allocated()
 
 
 def peak_mib(run: Callable[[], Any], before: int) -> float | None:

@@ -67,8 +67,8 @@ def bench_model(
     shape: Annotated[
         str | None,
         typer.Option(
-            help="Shape in place of a model: 1b, 3b (Llama 3.2), 8b (Llama 3.1), deit-t, deit-s, pvt-t, pvt-s, "
-            "pvtv2-b0, pvtv2-b1, swin-t, swin-s or swin-b."
+            help="Shape in place of a model: 1b, 3b (Llama 3.2), 8b (Llama 3.1), llama-1.3b, llama-340m, pythia-1.4b, "
+            "deit-t, deit-s, pvt-t, pvt-s, pvtv2-b0, pvtv2-b1, swin-t, swin-s or swin-b."
         ),
     ] = None,
     preset: Annotated[
@@ -111,3 +111,44 @@ def bench_model(
         print_json(result)
     else:
         show(markdown(result))
+
+
+@bench.command("paper")
+def bench_paper(
+    paper: Annotated[str, typer.Argument(help="Paper: gsa, la, mhla, saga or sla.")],
+    claims: Annotated[
+        str, typer.Option(help="Measure these rows of its table, for example speed,memory. Default: all.")
+    ] = "",
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Begin no measurement after so many seconds; later rows say so.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="JSON file for the results. It is written after every row.")] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Small sizes, to try every row on a CPU. The numbers are not compared.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what a paper claims of speed and memory: claim, same measurement here, ratio, and what needs data sets.
+
+    Within 5 percent of the published number a claim is reproduced. Where a paper prints no number, the table has our
+    reading of it (at least ...). Each row is printed on stderr when it is measured, and the table on stdout at the end.
+    """
+    from ..bench.paper import bench_paper as measure
+    from ..bench.paper import failures, markdown
+    from ..checkpoint.atomic import write_atomically
+    from ..errors import Exit, LinearizeError, absent
+
+    def tell(row: str, result: dict[str, Any]) -> None:
+        say(row)
+        if save is not None:
+            write_atomically(save, json.dumps(finite(result)))
+
+    if save is not None and not save.absolute().parent.is_dir():
+        raise absent(save.absolute().parent, "no such folder:")
+    result = measure(paper, claims, seconds=seconds, tiny=tiny, tell=tell)
+    if as_json:
+        print_json(result)
+    else:
+        show(markdown(result))
+    if failed := failures(result):
+        raise LinearizeError("; ".join(failed), Exit.CHECK_FAILED)

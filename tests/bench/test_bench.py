@@ -457,7 +457,9 @@ def test_the_device_is_told_from_python(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("shape", "mechanism", "millions"),
     [
-        ("1b", "gsa", 1235.8), ("3b", "gsa", 3212.7), ("8b", "gsa", 8030.3), ("deit-t", "saga", 5.7),
+        ("1b", "gsa", 1235.8), ("3b", "gsa", 3212.7), ("8b", "gsa", 8030.3),
+        ("llama-1.3b", "gsa", 1364.30), ("llama-340m", "sla", 373.87), ("pythia-1.4b", "la", 1414.65),
+        ("deit-t", "saga", 5.7),
         ("deit-s", "mhla", 22), ("pvt-t", "saga", 13.2), ("pvt-s", "la", 24.5), ("pvtv2-b0", "saga", 3.7),
         ("pvtv2-b1", "mhla", 14.0), ("swin-t", "saga", 28.3), ("swin-s", "la", 49.6), ("swin-b", "saga", 87.8),
     ],

@@ -1,0 +1,146 @@
+"""`linearize bench paper`, on the CPU: every row at tiny sizes, and what is told of a claim."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Command
+
+from benchmarks import kernel_tables
+from linearize.bench import measured, paper
+from linearize.bench import timing as bench_measure
+from linearize.bench.paper import Claim, load_claims, paper_names
+from linearize.errors import Exit
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time is spent on good numbers."""
+    monkeypatch.setattr(bench_measure, "SECONDS", 0.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("name", paper_names())
+def test_every_row_of_a_paper_is_tried(linearize: Command, tmp_path: Path, name: str) -> None:
+    kept = tmp_path / "rows.json"
+    code, out, err = linearize("bench", "paper", name, "--tiny", "--save", kept)
+    assert code == 0, err
+    claims, rows = load_claims(name), json.loads(kept.read_text())["rows"]
+    assert [row["claim"] for row in rows] == [claim.name for claim in claims]
+    for claim, row in zip(claims, rows, strict=True):
+        assert f"| `{claim.name}` | {claim.where} | " in out
+        assert f"{claim.name} ({claim.where}): " in err
+        if claim.needs:
+            assert (row["status"], row["of"]) == (f"needs {claim.needs}", None)
+            continue
+        assert row["of"]["ms"] > 0
+        if claim.quantity == "memory":
+            assert row["status"] == ("not measured: memory is counted on a GPU" if not claim.name.startswith("fla") else
+                                     "not measured: no flash-linear-attention here")  # fmt: skip
+        elif claim.over is not None and getattr(claim.over, "whose", "") == "fla":
+            assert row["status"] == "not measured: no flash-linear-attention here"
+        else:
+            assert row["value"] > 0
+            assert row["status"] == "tried"
+
+
+@pytest.mark.parametrize("name", paper_names())
+def test_claims_are_whole(name: str) -> None:
+    claims = load_claims(name)
+    assert len({claim.name for claim in claims}) == len(claims)
+    for claim in claims:
+        asked = claim.published is not None, claim.at_least is not None, bool(claim.needs)
+        assert sum(asked) == 1, claim.name
+        assert bool(claim.needs) == (claim.of is None) == (not claim.quantity)
+        assert claim.where.split()[0] in ("table", "figure", "section", "footnote")
+
+
+def took(ms: float, device: float | None = None, peak: float | None = None, name: str = "ours") -> dict[str, Any]:
+    return {"what": name, "ms": ms, "device_ms": device, "tokens_s": 1000.0 / ms, "peak_mib": peak}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "published", "at_least", "value", "device", "status"),
+    [
+        ("speed", 2.0, None, 2.0, 4.0, "reproduced"),
+        ("speed", 1.95, None, 2.0, 4.0, "reproduced"),
+        ("speed", 1.0, None, 2.0, 4.0, "beaten by 100%"),
+        ("speed", 4.0, None, 2.0, 4.0, "missed by 50%"),
+        ("speed", None, 1.5, 2.0, 4.0, "reproduced"),
+        ("speed", None, 2.5, 2.0, 4.0, "missed by 20%"),
+        ("rate", 2.0, None, 2.0, 4.0, "reproduced"),
+        ("memory", 3.0, None, 3.0, None, "reproduced"),
+        ("tokens/s", 400.0, None, 500.0, 1000.0, "beaten by 25%"),
+    ],
+)
+def test_a_claim_is_judged(
+    quantity: Any, published: float | None, at_least: float | None, value: float, device: float | None, status: str
+) -> None:
+    """Ours takes 2 ms, the device 1 of them, and 100 MiB; the peer 4, 4 and 300."""
+    claim = Claim("c", "table 1", "what", quantity, published=published, at_least=at_least)
+    peer = None if quantity == "tokens/s" else took(4.0, 4.0, 300.0)
+    row = paper.judged(claim, took(2.0, 1.0, 100.0), peer, False)
+    assert (row["value"], row["device"], row["status"]) == (value, device, status)
+    assert row["share"] == pytest.approx(value / (published or at_least or 0.0))
+
+
+def test_time_is_up_for_later_rows(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = linearize("bench", "paper", "la", "--tiny", "--seconds", 0, "--claims", "speed,loss", "--json")
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    assert [row["status"] for row in rows] == [
+        "not measured: not reached: --seconds was over",
+        "needs Wiki-40B, 8 GPUs",
+    ]
+
+
+def test_what_of_ours_fails_is_told_and_a_peer_may(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any) -> dict[str, Any]:
+        if self.whose == "softmax" or not peer:
+            raise RuntimeError("out of memory")
+        return took(1.0)
+
+    monkeypatch.setattr(measured.Operator, "measure", broken)
+    arguments = ("bench", "paper", "la", "--tiny", "--claims", "softmax")
+    peer = True
+    code, out, _ = linearize(*arguments)
+    assert code == 0
+    assert "| not measured: RuntimeError: out of memory |" in out
+    peer = False
+    code, _, err = linearize(*arguments)
+    assert code == Exit.CHECK_FAILED
+    assert "softmax, la B1 T16 H2 D64 bf16, linearize, forward: RuntimeError: out of memory" in err
+
+
+def test_a_result_fills_its_place_in_a_page() -> None:
+    rows = [paper.judged(load_claims("la")[0], took(1.0, 1.0), took(3.3, 3.3), False)]
+    result = {"paper": "la", "machine": {"device": "a GPU"}, "tiny": False, "rows": rows}
+    page = "A\n<!-- paper la -->\nold\n<!-- end -->\nB\n<!-- paper gsa -->\nkept\n<!-- end -->\n"
+    filled = kernel_tables.fill(page, result)
+    assert "device a GPU\n" in filled
+    assert (
+        "| `speed` | table 1 | forward, 10,000 tokens, over Gated LA | 3.30 | 3.30 | 3.30 | 1.00 | reproduced |"
+        in filled
+    )
+    assert "old" not in filled
+    assert "kept" in filled
+    assert kernel_tables.fill(filled, result) == filled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("gsaa",), Exit.USAGE, "Did you mean 'gsa'?"),
+        (("la", "--tiny", "--claims", "sped"), Exit.USAGE, "Did you mean 'speed'?"),
+        (("la",), Exit.RESOURCE, "need a GPU, and there is none. --tiny tries every row on a CPU"),
+        (("la", "--tiny", "--save", "/nowhere/at/all.json"), Exit.USAGE, "no such folder: /nowhere/at"),
+    ],
+)
+def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], code: int, said: str) -> None:
+    found, out, err = linearize("bench", "paper", *arguments)
+    assert (found, out) == (code, "")
+    assert said in err
