@@ -213,15 +213,20 @@ def stored_dtype(source: Source) -> str:
 
 def check_paths(source: Source, output: Path, overwrite: bool) -> None:
     """Refuse an output that is the source, inside it, or around it, and one that is not empty (exit 2)."""
-    target, folder = Path(os.path.realpath(output)), Path(os.path.realpath(source.folder))
-    files = [Path(os.path.realpath(f)) for f in source.folder.iterdir() if f.is_symlink()]
-    for path in (folder, target):
+    for path in (Path(os.path.realpath(source.folder)), Path(os.path.realpath(output))):
         if os.fsencode(path).decode("utf-8", "replace") != str(path):
             message = f"{path} is not valid UTF-8, and safetensors opens no such path. Rename it"
             raise LinearizeError(message, Exit.INCOMPATIBLE)
-    if _holds(folder, target) or any(_holds(target, path) for path in (folder, *files)):
+    if not separate(source.folder, output):
         raise LinearizeError(f"-o {output} and the source {source.folder} must be separate folders")
     check_output(output, overwrite)
+
+
+def separate(folder: Path, output: Path) -> bool:
+    """Whether `output` is not in a model's folder, and neither the folder nor what its links lead to is in `output`."""
+    target, place = Path(os.path.realpath(output)), Path(os.path.realpath(folder))
+    files = [Path(os.path.realpath(f)) for f in folder.iterdir() if f.is_symlink()]
+    return not (_holds(place, target) or any(_holds(target, path) for path in (place, *files)))
 
 
 def _holds(folder: Path, path: Path) -> bool:

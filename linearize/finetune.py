@@ -24,7 +24,7 @@ from .checkpoint.provenance import behind, check_code, read_plan, saved_again, t
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, chooser
-from .convert import UNREAD, convert, plan_conversion, unread
+from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
 from .data.documents import no_datasets
 from .errors import Exit, LinearizeError, did_you_mean, os_error, undamaged
@@ -65,11 +65,13 @@ def finetune(
     not fit, 4 for resources, 5 for the Hub, 6 for NaN or a failed verification, 130 when interrupted (state saved).
     """
     check_only(recipe, only)
+    check_apart(recipe)
     recipe = settle(recipe, resume, say)
     run = Run(recipe, resume, max_steps)
     if run.finished:
         say(f"{run.final} is finished already; --resume never starts over")
         return run.read_report()
+    check_order(recipe, run, only)
     tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say)
     accelerator = tuner.accelerator
     if run.resume_from is not None:
@@ -128,6 +130,27 @@ def check_only(recipe: Recipe, only: str | None) -> None:
     names = [stage.name for stage in recipe.stages]
     if only is not None and only not in names:
         raise LinearizeError(f"--stage {only}: the recipe has {', '.join(names)}.{did_you_mean(only, names)}")
+
+
+def check_order(recipe: Recipe, run: Run, only: str | None) -> None:
+    """Raise LinearizeError (exit 2) where a stage before `only` is not finished in the run."""
+    position = read_position(run.resume_from) if run.resume_from else Position(-1, 0, 0, True)
+    names = [stage.name for stage in recipe.stages]
+    first = position.stage + position.done
+    if only is not None and names.index(only) > first:
+        raise LinearizeError(
+            f"--stage {only} needs {names[first]}, which is not finished in {run.folder}. Run --stage {names[first]} "
+            "first, or all without --stage"
+        )
+
+
+def check_apart(recipe: Recipe) -> None:
+    """Raise LinearizeError (exit 2) for a run in the folder of its base or around it: a run replaces what it wrote."""
+    base = Path(os.path.expanduser(base_path(recipe)))
+    if base.is_dir() and not separate(base, Path(recipe.output_dir)):
+        raise LinearizeError(
+            f"output_dir {recipe.output_dir} and model.base {base} must be separate folders: neither inside the other"
+        )
 
 
 def base_path(recipe: Recipe) -> str:
@@ -297,6 +320,7 @@ def dry_run(
     `stages` have parameters, steps, tokens, memory, time; beside them `device`, `hours`, `kwh`, `price` and `disk`.
     """
     check_only(recipe, only)
+    check_apart(recipe)
     device, precision = target(recipe, gpu)
     check_packages(recipe)
     with from_configs(recipe) as (planned, folder):

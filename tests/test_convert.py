@@ -181,12 +181,15 @@ def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[in
         ("0-9", "", r"--layers 0-9 but the model has 4 layers \(0-3\)"),
         ("0-999999999", "", r"--layers 0-999999999 but the model has 4 layers"),
         ("9" * 5000, "", "is no layer number"),
-        ("", "", "leaves no layer to convert"),
+        ("", "", "--layers is empty: it names no layer to convert. Write 0-3,7 or every:2 or all"),
+        (" , ", "", "--layers is empty"),
         ("all", "0-3", "leaves no layer to convert"),
         ("all", "4", "--keep-softmax 4 but the model has 4 layers"),
         ("3-1", "", "3-1 runs backwards"),
         ("one", "", "'one' is no layer number"),
-        ("-1", "", "'' is no layer number"),
+        ("-1", "", "--layers -1: layers count from 0, and -1 is below"),
+        ("0--2", "", "layers count from 0, and 0--2 is below"),
+        ("all", "-1", "--keep-softmax -1: layers count from 0"),
         ("every:0", "", "every:N needs N >= 1"),
         ("every:x", "", "'x' is no layer number"),
         ("all", "every:0", "--keep-softmax every:0: every:N needs N >= 1"),
@@ -197,6 +200,12 @@ def test_layers_that_are_not_there_are_refused(shared: Path, layers: str, keep: 
     steps = plan_conversion(str(shared), "gsa")[0].steps
     with pytest.raises(LinearizeError, match=message) as caught:
         choose_layers(Found(tuple(step.site for step in steps), ()), layers, keep)
+    assert caught.value.code == Exit.USAGE
+
+
+def test_an_empty_name_is_no_model() -> None:
+    with pytest.raises(LinearizeError, match="the name of the model is empty") as caught:
+        plan_conversion(" ", "gsa")
     assert caught.value.code == Exit.USAGE
 
 

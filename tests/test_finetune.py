@@ -394,7 +394,7 @@ def test_a_base_is_opened_once_and_may_be_the_working_directory(
 
     monkeypatch.setattr("linearize.finetune.open_source", once)
     monkeypatch.chdir(folder)
-    report = train(make_recipe(tmp_path, Path(), stage("logit_kl", steps=1), output_dir="runs/x"))
+    report = train(make_recipe(tmp_path, Path(), stage("logit_kl", steps=1), output_dir="../runs/x"))
     final = {path.name for path in Path(report["output"]).iterdir()} - {"pictures"}
     assert (final, len(opened)) == ({path.name for path in base(root, "llama").iterdir()}, 1)
 

@@ -82,9 +82,11 @@ class Source:
 def open_source(model: str, revision: str | None, *, weights: bool = True) -> Source:
     """The checkpoint in folder `model`, else the Hub repo of that name (downloaded; only its config if not `weights`).
 
-    Raises LinearizeError: 2 for a revision of a folder, 3 for what is no usable checkpoint, 4 for unreadable files, 5
-    for the Hub.
+    Raises LinearizeError: 2 for a revision of a folder and for an empty name, 3 for what is no usable checkpoint, 4 for
+    unreadable files, 5 for the Hub.
     """
+    if not model.strip():
+        raise LinearizeError("the name of the model is empty. Give a folder, or the Hub's user/repo")
     folder = Path(os.path.expanduser(model))
     try:
         if os.path.isfile(folder):

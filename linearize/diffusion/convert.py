@@ -35,6 +35,8 @@ def holds_diffusers(model: str) -> bool:
     """Whether `model` is a folder here with a pipeline or a model of diffusers."""
     folder = Path(os.path.expanduser(model))
     try:
+        if not model.strip():  # which is no name of the working directory
+            return False
         if (folder / INDEX_FILE).is_file():
             return True
         return "_class_name" in read_json(folder / "config.json")

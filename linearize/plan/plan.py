@@ -165,6 +165,8 @@ def choose_layers(
             Exit.INCOMPATIBLE,
         )
     known = [site.layer for site in found.sites]
+    if not layers.strip(" ,"):
+        raise LinearizeError(f"--layers is empty: it names no layer to convert. Write {FORMS['--layers']}")
     chosen = set(known) if layers == "all" else layer_set(layers, "--layers", found, model)
     chosen -= layer_set(keep_softmax, "--keep-softmax", found, model)
     if not chosen:
@@ -200,6 +202,8 @@ def _numbers(text: str, where: str, form: str, largest: int) -> set[int]:
     chosen: set[int] = set()
     for part in filter(None, (p.strip() for p in text.split(","))):
         low, dash, high = part.partition("-")
+        if part.startswith("-") or high.startswith("-"):
+            raise LinearizeError(f"{where}: layers count from 0, and {part} is below. Write {form}")
         first = _number(low, where, form)
         last = _number(high, where, form) if dash else first
         if last < first:

@@ -11,19 +11,25 @@ from ..plan.keep import Method
 from .data import Data, Pack, StageData
 from .types import (
     Count,
+    Decay,
+    Factor,
     Layers,
     Listed,
     Names,
+    OptionalFactor,
     ParentError,
     Parts,
     Positive,
+    Rate,
     Ratio,
     Strict,
+    Temperature,
     Text,
     Tokens,
     TransferParts,
     Weight,
 )
+from .yaml import shown
 
 # What tells the two kinds of `model.base` apart in pydantic's paths.
 NAMED, RANDOM = "a model's name", "a random model"
@@ -73,19 +79,29 @@ class Convert(Strict):
 class Optimizer(Strict):
     """AdamW; `clip` bounds the norm of the gradient."""
 
-    lr: Positive
+    lr: Rate
     """Learning rate at its peak: AdamW's step size."""
-    new_lr: Positive | None = None
+    new_lr: Rate | None = None
     """Learning rate of the mechanism's new parameters; null: lr."""
     weight_decay: Weight = 0.0
     """Decoupled decay: the share of a weight that a step of lr 1 would take away."""
-    betas: Annotated[tuple[Ratio, Ratio], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """Decay of the gradient's mean and of its mean square, each the share that a step keeps."""
-    clip: Positive = 1.0
+    clip: Annotated[float, Field(ge=1e-6)] = 1.0
     """Largest L2 norm of the gradient over all trained parameters; larger ones are scaled down to it."""
     memory: Literal["full", "small", "auto"] = "full"
     """full: weights that train, gradients and moments in float32; small: source weights and their gradients stay in
     the model's dtype, moments take 8 bits; auto: small where full does not fit the device."""
+
+    @field_validator("weight_decay")
+    @classmethod
+    def _keeps_weights(cls, decay: float, info: ValidationInfo) -> float:
+        rate = max(info.data.get("lr", 0), info.data.get("new_lr") or 0)
+        if decay * rate >= 1:
+            raise ValueError(
+                f"must be < {1 / rate:g}, not {shown(decay)}: at lr {rate:g} a step takes away all of a weight"
+            )
+        return decay
 
 
 class Schedule(Strict):
@@ -128,7 +144,7 @@ class Batch(Strict):
 class Lora(Strict):
     r: Count
     """Rank: columns of the added matrices."""
-    alpha: Positive
+    alpha: Factor
     """The added product is multiplied by the factor alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is set to zero in training."""
@@ -183,7 +199,7 @@ class Stage(Strict):
 class TransferLoss(Strict):
     error: Literal["relative", "mse"] = "relative"
     """relative: squared error over the mean square of the layer's softmax output; mse: mean over heads and dims."""
-    weight: Positive = 1.0
+    weight: Factor = 1.0
     """Factor of each layer's error. Gradients of layers add up; the loss that is logged is their mean."""
 
 
@@ -199,11 +215,11 @@ class AttentionTransfer(Stage):
 
 
 class LogitLoss(Strict):
-    kl: Weight = 1.0
+    kl: OptionalFactor = 1.0
     """Factor of the divergence, which is in nats a token."""
-    ce: Weight = Field(default=0.0, validate_default=True)
+    ce: OptionalFactor = Field(default=0.0, validate_default=True)
     """Factor of the cross entropy with the text itself, in nats a token."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Divides the logits of both before the divergence."""
     tokens_at_once: Count | None = None
     """Tokens of each row whose logits are computed at a time, for long rows and large vocabularies; null: all."""
@@ -230,9 +246,9 @@ class LogitKL(Stage):
 class OnPolicyLoss(Strict):
     prompt: Count
     """Tokens at the beginning of each row that the student goes on from; the rest of the row is what it writes."""
-    sampling: Positive = 1.0
+    sampling: Temperature = 1.0
     """Temperature at which it writes."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Of the divergence, as for logit_kl."""
 
 

@@ -40,6 +40,12 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _not_tiny(value: float) -> float:
+    if 0 < value < 1e-6:
+        raise ValueError(f"must be 0 or >= 1e-06, not {shown(value)}")
+    return value
+
+
 def as_list(value: Any) -> Any:
     """A list of one where there is only its entry."""
     return [value] if isinstance(value, str) else value
@@ -55,6 +61,15 @@ Count = Annotated[int, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+# Of AdamW, which moves a weight by about so much a step; 1 is more than weights are.
+Rate = Annotated[float, Field(gt=0, le=1)]
+# What a moving average keeps at each step; one that kept all would never see a gradient.
+Decay = Annotated[float, Field(ge=0, lt=1)]
+# Of softmax: in float32 a KL at a higher one is lost in rounding, and a lower one is a maximum.
+Temperature = Annotated[float, Field(ge=0.01, le=100)]
+# Of a loss or an adapter: beyond, float32 or AdamW's eps of 1e-8 would lose the gradient.
+Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
+OptionalFactor = Annotated[float, Field(ge=0, le=1e6), AfterValidator(_not_tiny)]
 Tokens = Annotated[Count | None, BeforeValidator(_tokens, json_schema_input_type=int | str | None)]
 Layers = Annotated[str, BeforeValidator(_layers, json_schema_input_type=int | str | list[int | str])]
 Part = Literal["new", "mixer", "lora", "all"]

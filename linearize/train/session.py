@@ -176,7 +176,8 @@ class Finetuner:
     # ------------------------------------------------------------ stages
 
     def train(self, only: str | None = None) -> bool:
-        """All stages from the resume point on, or `only` the one of that name; True when the last one is done."""
+        """All stages from the resume point on, or `only` the one of that name, for which `check_order` has found those
+        before it done; True when the last one is done."""
         resume = self.run.resume_from
         position = read_position(resume) if resume else Position(-1, 0, 0, True)
         if resume:
@@ -187,9 +188,6 @@ class Finetuner:
         for number, stage in enumerate(self.recipe.stages):
             within = number == position.stage and not position.done
             if number > position.stage or within:
-                if only not in (None, stage.name):
-                    message = f"--stage {only} needs {stage.name}, which is not finished in {self.run.folder}"
-                    raise LinearizeError(f"{message}. Run --stage {stage.name} first, or all without --stage")
                 self.train_stage(number, stage, position.step if within else 0, resume if within else None)
             if stage.name == only:
                 return number == len(self.recipe.stages) - 1

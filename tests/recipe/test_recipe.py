@@ -184,6 +184,57 @@ MISTAKES = [
         edited("lr: 1e-3", "lr: 1e-3, betas: [0.9, 0.95, 1]"),
         "r.yaml:10:34 stages[0].optimizer.betas: must be a list of 2, not one of 3",
     ),
+    (edited("lr: 1e-3", "lr: 1e-3, betas: [0.9, 1]"), "r.yaml:10:40 stages[0].optimizer.betas[1]: must be < 1, not 1"),
+    (
+        edited("lr: 1e-3", "lr: 1e-3, betas: [1.0, 0]"),
+        "r.yaml:10:35 stages[0].optimizer.betas[0]: must be < 1, not 1.0",
+    ),
+    (edited("lr: 1e-3", "lr: 30"), "r.yaml:10:21 stages[0].optimizer.lr: must be <= 1, not 30"),
+    (
+        edited("lr: 1e-3", "lr: 1e-3, new_lr: 1.5"),
+        "r.yaml:10:35 stages[0].optimizer.new_lr: must be <= 1, not 1.5",
+    ),
+    (
+        edited("lr: 1e-3", "lr: 1e-3, clip: 1e-20"),
+        "r.yaml:10:33 stages[0].optimizer.clip: must be >= 1e-06, not 1e-20",
+    ),
+    (
+        edited("lr: 1e-3", "lr: 1e-3, weight_decay: -1"),
+        "r.yaml:10:41 stages[0].optimizer.weight_decay: must be >= 0, not -1",
+    ),
+    (
+        edited("lr: 1e-3", "lr: 1e-3, new_lr: 1e-2, weight_decay: 100"),
+        "r.yaml:10:55 stages[0].optimizer.weight_decay: must be < 100, not 100.0: at lr 0.01 a step takes away all "
+        "of a weight",
+    ),
+    (
+        edited("kind: logit_kl", "kind: logit_kl\n    loss: {temperature: 1e30}"),
+        "r.yaml:13:25 stages[1].loss.temperature: must be <= 100, not 1e+30",
+    ),
+    (
+        edited("kind: logit_kl", "kind: logit_kl\n    loss: {temperature: 1e-30}"),
+        "r.yaml:13:25 stages[1].loss.temperature: must be >= 0.01, not 1e-30",
+    ),
+    (
+        edited("kind: logit_kl", "kind: logit_kl\n    loss: {kl: 1e300}"),
+        "r.yaml:13:16 stages[1].loss.kl: must be <= 1e+06, not 1e+300",
+    ),
+    (
+        edited("kind: logit_kl", "kind: logit_kl\n    loss: {ce: 1e-30}"),
+        "r.yaml:13:16 stages[1].loss.ce: must be 0 or >= 1e-06, not 1e-30",
+    ),
+    (
+        edited("kind: logit_kl", "kind: on_policy_kl\n    loss: {prompt: 3, sampling: 0.001}"),
+        "r.yaml:13:33 stages[1].loss.sampling: must be >= 0.01, not 0.001",
+    ),
+    (
+        edited("train: [new]", "train: [new]\n    loss: {weight: 1e20}"),
+        "r.yaml:10:20 stages[0].loss.weight: must be <= 1e+06, not 1e+20",
+    ),
+    (
+        edited("train: all", "train: lora\n    lora: {r: 8, alpha: 1e30}"),
+        "r.yaml:14:25 stages[1].lora.alpha: must be <= 1e+06, not 1e+30",
+    ),
     (
         edited("kind: logit_kl", "kind: logit-kl"),
         "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | on_policy_kl | feature_cosine | sft, "
@@ -563,6 +614,8 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exc
 COUNT = st.integers(1, 2**40)
 RATIO = st.floats(0, 1)
 POSITIVE = st.floats(0, 1e30, exclude_min=True)
+RATE = st.floats(1e-12, 1)
+FACTOR = st.floats(1e-6, 1e6)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**50), 2**50) | st.floats(-1e30, 1e30) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -580,7 +633,7 @@ SCHEDULES = st.one_of(
     optional({"name": st.just("cosine_with_min_lr"), "min_lr_ratio": RATIO}, {"warmup_steps": COUNT}),
 )
 LORA = optional(
-    {"r": COUNT, "alpha": POSITIVE},
+    {"r": COUNT, "alpha": FACTOR},
     {"dropout": st.floats(0, 0.9), "target": st.lists(TEXT, min_size=1, max_size=3)},
 )
 
@@ -591,8 +644,12 @@ def stages(draw: st.DrawFn) -> dict[str, Any]:
     parts = ["new", "lora"] if kind == "attention_transfer" else ["new", "mixer", "lora"]
     train = draw(st.lists(st.sampled_from(parts), min_size=1, unique=True))
     optimizer = optional(
-        {"lr": POSITIVE},
-        {"weight_decay": POSITIVE, "betas": st.tuples(RATIO, RATIO).map(list), "clip": POSITIVE},
+        {"lr": RATE},
+        {
+            "weight_decay": st.floats(0, 1, exclude_max=True),
+            "betas": st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
+            "clip": st.floats(1e-6, 1e30),
+        },
     )
     stage = draw(
         optional(
@@ -611,9 +668,9 @@ def stages(draw: st.DrawFn) -> dict[str, Any]:
     stage[budget] = draw(budgets[budget])
     if kind == "attention_transfer":
         errors = st.sampled_from(["relative", "mse"])
-        stage["loss"] = draw(optional({}, {"error": errors, "weight": POSITIVE}))
+        stage["loss"] = draw(optional({}, {"error": errors, "weight": FACTOR}))
     if kind == "logit_kl":
-        stage["loss"] = draw(optional({"kl": POSITIVE}, {"ce": POSITIVE, "temperature": POSITIVE}))
+        stage["loss"] = draw(optional({"kl": FACTOR}, {"ce": FACTOR, "temperature": st.floats(0.01, 100)}))
     return stage
 
 

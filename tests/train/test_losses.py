@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -245,3 +246,22 @@ def test_relative_mse_ignores_padding_and_survives_its_absence_of_tokens() -> No
 def test_relative_mse_accumulates_in_float32() -> None:
     student = torch.full((1, 4096, 2, 8), 1.0, dtype=torch.bfloat16)
     assert relative_mse(student, student * 2).item() == pytest.approx(0.25, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.01, 100.0])
+def test_at_the_temperatures_that_a_recipe_may_have_nothing_overflows(temperature: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    student, teacher = (30 * torch.randn(2, 5, 50, dtype=torch.float64) for _ in range(2))
+    student.requires_grad_()
+    valid = torch.ones(2, 5, dtype=torch.bool)
+    exact = logit_kl(student, teacher, valid, temperature=temperature)
+    (wanted,) = torch.autograd.grad(exact, student)
+    ours = student.detach().to(dtype).requires_grad_()
+    loss = logit_kl(ours, teacher.to(dtype), valid, temperature=temperature)
+    loss.backward()
+    assert ours.grad is not None
+    assert loss.isfinite()
+    if dtype == torch.float32:  # logits in bf16 are others
+        assert abs(loss.item() - exact.item()) < 1e-3 * exact.item()
+        assert relative_error(ours.grad, wanted) < 1e-3

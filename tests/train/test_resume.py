@@ -16,9 +16,11 @@ from forks import Done, Forks
 from training import AT, LORA, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
 
 from linearize.errors import Exit, LinearizeError
-from linearize.finetune import finetune
+from linearize.finetune import dry_run, finetune
+from linearize.train import session
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
+from linearize.train.runtime import make_optimizer
 
 STEPS = 5
 
@@ -415,10 +417,27 @@ def test_a_foreign_folder_is_left_alone(root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "final" / "thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_a_run_lies_apart_from_its_base(root: Path, tmp_path: Path, where: str) -> None:
+    """A run replaces what it wrote, and final/ of an earlier one may be the base."""
+    folder = tmp_path / "models" / "base"
+    shutil.copytree(base(root, "llama"), folder)
+    output = folder / "run" if where == "inside" else folder.parent
+    before = sorted(path for path in tmp_path.rglob("*") if "recipe" not in path.name)
+    recipe = make_recipe(tmp_path / "data", folder, stage("attention_transfer"), output_dir=str(output))
+    for act in (train, lambda given: dry_run(given, lambda line: None)):
+        with pytest.raises(LinearizeError, match="must be separate folders: neither inside the other") as caught:
+            act(recipe)
+        assert caught.value.code == Exit.USAGE
+    left = sorted(path for path in tmp_path.rglob("*") if (tmp_path / "data") not in (path, *path.parents))
+    assert left == before
+
+
 def test_stages_one_by_one_are_the_whole_run(root: Path, whole: Path, tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, root)
     with pytest.raises(LinearizeError, match="--stage sft needs attention_transfer, which is not finished"):
         train(recipe, only="sft")
+    assert not (tmp_path / "run").exists()
     with pytest.raises(LinearizeError, match="the recipe has attention_transfer, logit_kl, sft"):
         train(recipe, only="kl")
     for name in ("attention_transfer", "logit_kl"):
@@ -440,14 +459,20 @@ def test_max_steps_bounds_every_stage_and_is_part_of_the_run(root: Path, tmp_pat
 # ---------------------------------------------------------------- NaN
 
 
-def test_nan_names_the_last_good_checkpoint(root: Path, tmp_path: Path) -> None:
-    wild = stage("logit_kl", "new", "gpt2", steps=6, name="wild", optimizer={"lr": 1e30, "clip": 1e30})
+def test_nan_names_the_last_good_checkpoint(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wilder(groups: list[dict[str, Any]], stage: Any, *arguments: Any) -> Any:
+        """At a learning rate that no recipe may have."""
+        faster = 1e30 if stage.name == "wild" else 1.0
+        return make_optimizer([{**group, "factor": faster} for group in groups], stage, *arguments)
+
+    monkeypatch.setattr(session, "make_optimizer", wilder)
+    wild = stage("logit_kl", "new", "gpt2", steps=6, name="wild", optimizer={"lr": 1.0, "clip": 1e30})
     calm = stage("attention_transfer", "new", "gpt2", steps=2)
     recipe = make_recipe(tmp_path, base(root, "gpt2"), calm, wild, checkpoint={"every_steps": 1, "keep": 4})
     with pytest.raises(LinearizeError, match=r"last good checkpoint: .*(wild-|transfer-2-end)") as caught:
         train(recipe)
     assert caught.value.code == Exit.CHECK_FAILED
-    assert "stages[1].optimizer.lr (now 1e+30)" in caught.value.message
+    assert "stages[1].optimizer.lr (now 1)" in caught.value.message
     assert_finite_checkpoints(tmp_path)
     named = caught.value.message.partition("--resume ")[2]
     wild["optimizer"] = {"lr": 1e-3}
