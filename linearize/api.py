@@ -214,12 +214,12 @@ def evaluate(
     Raises:
         LinearizeError: 2 for text or lengths, 3 for models that do not belong together, 4 for resources.
     """
-    from .measure.compare import EvalRequest, check_text, compare
+    from .measure.compare import EvalRequest, check_eval, compare
     from .measure.generate import load as load_for_text
     from .recipe.recipe import load_recipe
 
     text = load_recipe(recipe, [f"model.base={json.dumps(str(teacher))}", *_overrides(overrides)])
-    check_text(text)
+    check_eval(text)
     request = EvalRequest(tuple(lengths), trials, seed, batch_tokens)
     how: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     ours, theirs = (load_for_text(str(name), None, teacher=False, **how) for name in (student, teacher))

@@ -20,6 +20,7 @@ import torch
 
 from . import __version__
 from .checkpoint.adopt import adopt
+from .checkpoint.atomic import write_result
 from .checkpoint.provenance import behind, check_code, read_plan, saved_again, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
@@ -38,7 +39,7 @@ from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
 from .measure.positions import warning_of
 from .page.record import read_run
-from .page.report import PAGE, card_pictures, report_page, write_page
+from .page.report import PAGE, card_pictures, report_page
 from .plan.keep import is_auto
 from .recipe.data import DatasetSource, holds_images, parts_of
 from .recipe.models import Convert, Scratch
@@ -99,7 +100,7 @@ def finetune(
             with failed_check(tuner):
                 save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say, pictures)
             run.finish()
-            write_page(report_page(read_run(run.folder)), run.folder / PAGE)
+            write_result(run.folder / PAGE, report_page(read_run(run.folder)))
             say(f"wrote {run.folder / PAGE}")
             if recipe.finish.push is not None:
                 report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
@@ -149,7 +150,8 @@ def check_apart(recipe: Recipe) -> None:
     base = Path(os.path.expanduser(base_path(recipe)))
     if base.is_dir() and not separate(base, Path(recipe.output_dir)):
         raise LinearizeError(
-            f"output_dir {recipe.output_dir} and model.base {base} must be separate folders: neither inside the other"
+            f"output_dir {recipe.output_dir} and model.base {base} must be separate folders: neither inside the other. "
+            "Set output_dir to another folder"
         )
 
 

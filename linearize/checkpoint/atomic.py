@@ -6,6 +6,7 @@ Everything goes to a temporary sibling, is synced there, and renamed into place 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,7 +15,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ..errors import LinearizeError, writing
+from ..errors import LinearizeError, check_file, writing
 from ..plan.plan import some
 
 ATTEMPTS = 100  # to lock a folder that others make and remove meanwhile; each fails only when another one was done
@@ -177,15 +178,51 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def check_result(path: Path, begins: str, command: str) -> None:
+    """Before `command` computes what it will write: refuse (exit 2) a folder, a pipe, and a file that does not begin as
+    its results do, which is somebody's; and (exit 4) a folder that lets nobody write."""
+    if path.is_dir():
+        raise LinearizeError(f"{path} is a folder. Name a file in it")
+    nearest = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    with writing(path):
+        if path.exists():
+            check_file(path)
+            with path.open("rb") as file:
+                found = file.read(len(begins.encode()))
+            if found not in (b"", begins.encode()):
+                raise LinearizeError(
+                    f"{path} is there already, and linearize {command} did not write it. Choose another file, or move "
+                    "that one away"
+                )
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(nearest))
+
+
+def write_result(path: Path, text: str) -> int:
+    """Write a file, and its folder, whole or not at all, also beside others who write the same one; returns its bytes.
+    Raises LinearizeError (exit 4) where that is refused."""
+    data = text.encode("utf-8", "replace")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(_beside(path, f"{os.getpid()}.tmp"), path, data)
+    return len(data)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write beside and rename, so that the file is old or new, never half."""
-    work = path.with_name(path.name + ".tmp")
     with writing(path):
-        try:
-            with work.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            work.rename(path)
-        finally:
-            work.unlink(missing_ok=True)
+        _replace(path.with_name(path.name + ".tmp"), path, text.encode())
+
+
+def _replace(work: Path, path: Path, data: bytes) -> None:
+    try:
+        work.unlink(missing_ok=True)  # a killed process left it, or it is a link to elsewhere
+        with work.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        work.rename(path)
+    finally:
+        work.unlink(missing_ok=True)

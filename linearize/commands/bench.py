@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal.arguments import path
 from ..terminal.output import Json, finite, print_json, say, show
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
@@ -24,8 +25,10 @@ def bench_kernels(
     ] = "",
     mechanism: Annotated[str, typer.Option(help="Measure these mechanisms, for example la,gla, or all.")] = "",
     tokens: Annotated[int | None, typer.Option(min=1, help="Shorten every shape to this many tokens.")] = None,
-    save: Annotated[Path | None, typer.Option(help="JSON file for the results. It is written after every row.")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the times into this PNG.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="JSON file for the results. It is written after every row.", parser=path)
+    ] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the times into this PNG.", parser=path)] = None,
     as_json: Json = False,
 ) -> None:
     """Time the kernels of each mechanism beside PyTorch, SDPA and, where it is installed, flash-linear-attention.
@@ -35,17 +38,19 @@ def bench_kernels(
     from ..bench.kernels import bench_kernels as measure
     from ..bench.kernels import failures
     from ..bench.report import check_plot, markdown, plot
-    from ..checkpoint.atomic import write_atomically
+    from ..checkpoint.atomic import check_result, write_result
     from ..errors import Exit, LinearizeError, absent
 
     def tell(row: str, result: dict[str, Any]) -> None:
         say(row)
         if save is not None and result["mechanisms"]:
-            write_atomically(save, json.dumps(finite(result)))
+            write_result(save, json.dumps(finite(result)))
 
-    for path in (save, picture):  # it takes an hour to get there
-        if path is not None and not path.absolute().parent.is_dir():
-            raise absent(path.absolute().parent, "no such folder:")
+    for output in (save, picture):  # it takes an hour to get there
+        if output is not None and not output.absolute().parent.is_dir():
+            raise absent(output.absolute().parent, "no such folder:")
+    if save is not None:
+        check_result(save, '{"machine": ', "bench kernels")
     if picture is not None:
         check_plot()
     result = measure(mechanism, tokens, tell, presets=preset)

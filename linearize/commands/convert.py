@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import LinearizeError
+from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 
 
@@ -22,7 +23,7 @@ def convert(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write. Default: ./NAME-MECHANISM.")
+        Path | None, typer.Option("--output", "-o", help="Folder to write. Default: ./NAME-MECHANISM.", parser=path)
     ] = None,
     layers: Annotated[
         str,
@@ -37,7 +38,8 @@ def convert(
         str, typer.Option(help="How auto compares layers: restore (one after the other), swaps (fastest) or gates.")
     ] = "restore",
     score_text: Annotated[
-        Path | None, typer.Option(help="Text on which auto compares layers, .txt or .jsonl. Default: Python sources.")
+        Path | None,
+        typer.Option(help="Text on which auto compares layers, .txt or .jsonl. Default: Python sources.", parser=path),
     ] = None,
     settings: Annotated[
         list[str] | None,

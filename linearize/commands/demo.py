@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 
 
 def demo(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder that keeps the run. Default: a temporary folder.")
+        Path | None,
+        typer.Option("--output", "-o", help="Folder that keeps the run. Default: a temporary folder.", parser=path),
     ] = None,
     prompt: Annotated[str, typer.Option(help="Text that teacher and student continue.")] = "def read_lines(path):\n",
     as_json: Json = False,

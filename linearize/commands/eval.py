@@ -8,12 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal.arguments import path
 from ..terminal.output import Json, finite, print_json, say
 
 NO_RECIPE = (
     "no --recipe: measured on the held-out part of Python's standard library. For a model of other text, give a "
     "recipe, or data.eval='{files: [heldout.jsonl]}'"
 )
+
+# By which a result of this command is known.
+BEGINS = '{"student": "'
 
 
 def evaluate(
@@ -47,27 +51,30 @@ def evaluate(
         bool, typer.Option("--trust-remote-code", help="Allow the models' own Python code to run.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File for the result as JSON, which linearize report reads.")
+        Path | None,
+        typer.Option("--output", "-o", help="File for the result as JSON, which linearize report reads.", parser=path),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size; of models of images
     or masked text accuracy, agreement and KL."""
-    from ..errors import LinearizeError, writing
-    from ..recipe.data import DemoSource, holds_images
+    from ..checkpoint.atomic import check_result, write_result
+    from ..errors import LinearizeError
+    from ..recipe.data import DemoSource
     from ..recipe.recipe import load_recipe
 
+    if output is not None:
+        check_result(output, BEGINS, "eval")
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
     text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
     from ..measure.answers import compare_answers
-    from ..measure.compare import EvalRequest, check_text, compare, parse_lengths
+    from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths
     from ..measure.generate import load_any, with_tokenizer
     from ..terminal.tables import answers_table, comparison_table
     from ..verify.child.inputs import writes_text
 
-    if text.data.eval is None or not holds_images(text.data.eval):
-        check_text(text)
+    check_eval(text)
     if not recipe and isinstance(text.data.eval, DemoSource):
         say(NO_RECIPE)
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
@@ -75,7 +82,6 @@ def evaluate(
     ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
     result: dict[str, Any] = {"student": student, "teacher": teacher, "seed": seed}
     if writes_text(ours.model):
-        check_text(text)
         models = [
             with_tokenizer(opened, name, False, trust_remote_code)
             for opened, name in ((ours, student), (theirs, teacher))
@@ -88,9 +94,7 @@ def evaluate(
         result |= compare_answers(ours, theirs, text, batch_tokens, say)
         answers_table(result)
     if output is not None:
-        with writing(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(finite(result)) + "\n", "utf-8")
+        write_result(output, json.dumps(finite(result)) + "\n")
         say(f"wrote {output}")
     if as_json:
         print_json(result)

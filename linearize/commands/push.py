@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 
 
 def push(
     folder: Annotated[
-        Path, typer.Argument(help="A folder that linearize convert or finetune wrote, or transformers saved.")
+        Path,
+        typer.Argument(help="A folder that linearize convert or finetune wrote, or transformers saved.", parser=path),
     ],
     repo: Annotated[str, typer.Argument(help="Hub repository as user/repo. It is created if it does not exist.")],
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import Exit, LinearizeError
+from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 
 recipes = typer.Typer(no_args_is_help=True, help="List, copy and check recipes.")
@@ -39,7 +40,9 @@ def show(name: Name) -> None:
 @recipes.command("cp")
 def cp(
     name: Name,
-    to: Annotated[Path | None, typer.Argument(help="File or folder to write. Default: ./NAME.yaml.")] = None,
+    to: Annotated[
+        Path | None, typer.Argument(help="File or folder to write. Default: ./NAME.yaml.", parser=path)
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
     """Copy a preset, so that you can change it, and the schema by which editors complete and check it."""

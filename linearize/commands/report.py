@@ -7,28 +7,34 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of linearize finetune, finished or not.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run of linearize finetune, finished or not.", parser=path)],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write. Default: RUN/report.html.")
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: RUN/report.html.", parser=path)
     ] = None,
     evaluation: Annotated[
         Path | None,
-        typer.Option("--eval", help="File that linearize eval -o wrote. Default: RUN/eval.json where there is one."),
+        typer.Option(
+            "--eval", help="File that linearize eval -o wrote. Default: RUN/eval.json where there is one.", parser=path
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write one HTML page about a run: layers, losses, fidelity, needles, memory, samples, cost, recipe."""
+    from ..checkpoint.atomic import check_result, write_result
+    from ..page.html import BEGINS
     from ..page.record import read_run
-    from ..page.report import PAGE, report_page, write_page
+    from ..page.report import PAGE, report_page
     from ..terminal.output import size
 
     record = read_run(run, evaluation)
-    path = output or run / PAGE
-    written = write_page(report_page(record), path)
-    say(f"wrote {path} ({size(written)})")
+    page = output or run / PAGE
+    check_result(page, BEGINS, "report")
+    written = write_result(page, report_page(record))
+    say(f"wrote {page} ({size(written)})")
     if as_json:
-        print_json({"page": str(path), "bytes": written, "finished": record.finished, "ppl_ratio": record.ratio()})
+        print_json({"page": str(page), "bytes": written, "finished": record.finished, "ppl_ratio": record.ratio()})

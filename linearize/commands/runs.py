@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Folder that holds runs, or one run.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder that holds runs, or one run.", parser=path)] = Path("runs"),
     as_json: Json = False,
 ) -> None:
     """List runs of finetune, the newest first: how far each is, and how near its teacher."""
@@ -26,15 +27,17 @@ def runs(
 
 
 def compare(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of runs; linearize runs lists them.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs; linearize runs lists them.", parser=path)],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="HTML page to write, with the runs' curves in one picture.")
+        Path | None,
+        typer.Option("--output", "-o", help="HTML page to write, with the runs' curves in one picture.", parser=path),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare runs: perplexity, KL, needles and state of each beside its teacher's."""
+    from ..checkpoint.atomic import check_result, write_result
     from ..page.compare import COLUMNS, cells, compare_page, figures, labels, notes, read_runs
-    from ..page.report import write_page
+    from ..page.html import BEGINS
     from ..terminal.output import size
     from ..terminal.tables import results, table
 
@@ -42,7 +45,8 @@ def compare(
     for note in notes(found):
         say(f"note: {note}")
     if output is not None:
-        say(f"wrote {output} ({size(write_page(compare_page(found), output))})")
+        check_result(output, BEGINS, "compare")
+        say(f"wrote {output} ({size(write_result(output, compare_page(found)))})")
     if as_json:
         print_json([figures(run) for run in found])
         return

@@ -7,13 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 
 
 def upgrade(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that convert or finetune wrote.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder that convert or finetune wrote.", parser=path)
+    ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the result here. Default: replace DIR.")
+        Path | None, typer.Option("--output", "-o", help="Write the result here. Default: replace DIR.", parser=path)
     ] = None,
     trust_remote_code: Annotated[
         bool,

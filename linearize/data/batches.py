@@ -212,11 +212,17 @@ def check_source(source: Any, model: Any, start: Path, where: str) -> None:
         raise LinearizeError(
             f"{where} holds {found}, and {type(model).__name__} learns from {due}: give {instead}", Exit.INCOMPATIBLE
         )
-    what = "no folder" if isinstance(source, ImageSource) else "no such file:"
-    for path in local_paths(source, start):
-        if not path.exists():
-            raise absent(path, what)
-        check_file(path)
+    check_there(source, start)
+
+
+def check_there(source: Any, start: Path) -> None:
+    """Raise LinearizeError (exit 2) unless the files or the folder that a source names are there."""
+    for part, _ in parts_of(source):
+        what = "no folder" if isinstance(part, ImageSource) else "no such file:"
+        for path in local_paths(part, start):
+            if not path.exists():
+                raise absent(path, what)
+            check_file(path)
 
 
 def source_hash(source: Any, start: Path) -> str:

@@ -50,8 +50,6 @@ def compare_answers(
             Exit.INCOMPATIBLE,
         )
     source = recipe.data.eval
-    if source is None:
-        raise LinearizeError("the recipe has no data.eval; set it, for example data.eval='{images: FOLDER}'")
     check_source(source, ours, recipe.folder, "data.eval")
     processor = open_processor(student.folder, kind)
     with tempfile.TemporaryDirectory() as cache:

@@ -13,12 +13,12 @@ import torch
 
 from linearize_kernels.hf.seam import evaluating
 
-from ..data.batches import collate, forward, targets
+from ..data.batches import check_there, collate, forward, targets
 from ..data.cache_key import fingerprint
 from ..data.documents import TextSource
 from ..data.packing import Blocks, build_blocks
-from ..errors import Exit, LinearizeError, absent, check_file
-from ..recipe.data import holds_images, local_paths
+from ..errors import Exit, LinearizeError
+from ..recipe.data import holds_images
 from ..recipe.recipe import Recipe
 from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl
@@ -32,6 +32,7 @@ from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_
 from .recall import Writer, rows_of, score
 
 TASKS = ("recall", "needle")
+SET_EVAL = "set it, for example data.eval='{files: [heldout.jsonl]}'"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalReque
 
     Raises LinearizeError: 2 for text or lengths that do not suffice, 3 for models that do not belong together.
     """
+    if holds_images(recipe.data.eval):
+        raise LinearizeError(f"the recipe's data.eval holds images, and these models are compared on text; {SET_EVAL}")
     check_pair(student, teacher)
     check_lengths(student, teacher, recipe, request)
     with tempfile.TemporaryDirectory() as cache:
@@ -127,22 +130,16 @@ def far(student: Loaded, teacher: Loaded, source: TextSource, recipe: Recipe, re
     return found | {"recorded": recorded is not None, "warning": warning_of(found)}
 
 
-def check_text(recipe: Recipe) -> None:
-    """Raise LinearizeError (exit 2) for a recipe without evaluation text, or whose files are not there."""
-    source, instead = recipe.data.eval, "set it, for example data.eval='{files: [heldout.jsonl]}'"
-    if source is None:
-        raise LinearizeError(f"the recipe has no data.eval; {instead}")
-    if holds_images(source):
-        raise LinearizeError(f"the recipe's data.eval holds images, and models are compared on text; {instead}")
-    for path in local_paths(source, recipe.folder):
-        if not path.exists():
-            raise absent(path)
-        check_file(path)
+def check_eval(recipe: Recipe) -> None:
+    """Before models are loaded: raise LinearizeError (exit 2) for a recipe without data.eval, or whose files are not
+    there."""
+    if recipe.data.eval is None:
+        raise LinearizeError(f"the recipe has no data.eval; {SET_EVAL}")
+    check_there(recipe.data.eval, recipe.folder)
 
 
 def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
-    """The evaluation text of a recipe, packed. Raises LinearizeError as `check_text`."""
-    check_text(recipe)
+    """The evaluation text of a recipe, packed."""
     data = recipe.data
     source = to_source(data.eval, data.pack.text_key, recipe.folder)
     return build_blocks(source, tokenizer, data.pack.seq_len, cache, sft=False, max_tokens=recipe.eval.max_tokens)

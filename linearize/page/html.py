@@ -12,6 +12,11 @@ from .drawing import COLOURS
 
 # The page asks the browser to load nothing at all.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+# By which a page of linearize is known.
+BEGINS = (
+    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+)
 STYLE = """
 :root { color-scheme: light dark; %(light)s }
 @media (prefers-color-scheme: dark) { :root { %(dark)s } }
@@ -68,10 +73,7 @@ def page(title: str, about: str, tiles: Iterable[tuple[str, str]], sections: Seq
     links = "".join(f'<a href="#{one.name}">{text(one.title)}</a>' for one in sections)
     parts = "".join(f'<section id="{one.name}"><h2>{text(one.title)}</h2>{one.body}</section>\n' for one in sections)
     return redact(
-        f"<!DOCTYPE html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{text(title)}</title><style>{style}</style></head>\n"
+        f"{BEGINS}<title>{text(title)}</title><style>{style}</style></head>\n"
         f'<body><header><h1>{text(title)}</h1><p class="soft">{text(about)}</p><div class="tiles">{boxes}</div>'
         f"<nav>{links}</nav></header>\n<main>{parts}</main>\n<footer>{text(foot)}</footer></body></html>\n"
     )

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .. import __version__
-from ..checkpoint.atomic import write_atomically
 from ..checkpoint.card import portable
 from ..demo import model_folder
-from ..errors import writing
 from ..plan.plan import Plan
 from ..terminal.output import percent, ranges, size
 from ..terminal.tables import alike, chosen_options, short
@@ -60,15 +57,6 @@ def report_page(run: RunRecord) -> str:
     return html.page(
         run.name, summary(run), _tiles(run), sections, f"Written by linearize {__version__}: linearize report."
     )
-
-
-def write_page(text: str, path: Path) -> int:
-    """Write a page whole or not at all; returns its bytes. Raises LinearizeError (exit 4) where that is refused."""
-    data = text.encode("utf-8", "replace")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, data.decode("utf-8"))
-    return len(data)
 
 
 def pictures(run: RunRecord) -> dict[str, Drawing]:

@@ -61,10 +61,12 @@ def preset(name: str) -> Preset:
 def recipe_path(recipe: str | Path) -> Path:
     """The file that a person means by a path or a preset's name; an existing file comes first.
 
-    A word without a folder or an ending that is neither raises LinearizeError (exit 2); what looks like a path is
-    returned as it is.
+    A word without a folder or an ending that is neither, and an empty one, raise LinearizeError (exit 2); what looks
+    like a path is returned as it is.
     """
     path = Path(recipe)
+    if not str(recipe).strip():
+        raise LinearizeError("the name of the recipe is empty. Give a file, or a preset: linearize recipes ls")
     if path.exists() or path.suffix or path.name != str(recipe):
         return path
     known = {found.name: found.path for found in presets()}

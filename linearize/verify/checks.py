@@ -48,7 +48,7 @@ def verify_folder(
     `trust_remote_code`; 2, 4 and 5 as `open_source`.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() and model.strip():
         check_revision(model, revision)
     else:
         folder = open_source(model, revision).folder

@@ -74,6 +74,40 @@ def test_wrong_usage_is_told_on_stderr(linearize: Command, arguments: list[str],
     assert said in err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", "demo", "--to", "la", "-o", ""],
+        ["convert", "", "--to", "la"],
+        ["convert", "demo", "--to", "la", "--keep-softmax", "auto:1", "--score-text", ""],
+        ["verify", ""],
+        ["upgrade", ""],
+        ["upgrade", "x", "-o", " "],
+        ["push", "", "user/repo"],
+        ["runs", ""],
+        ["report", ""],
+        ["report", ".", "--eval", ""],
+        ["compare", "x", ""],
+        ["eval", "x", "--teacher", "y", "-o", ""],
+        ["demo", "-o", ""],
+        ["recipes", "cp", "gsa", ""],
+        ["recipes", "validate", ""],
+        ["finetune", ""],
+        ["bench", "kernels", "--save", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_name_is_not_this_folder(
+    linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """A variable of the shell without a value becomes one, and Path reads it as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = linearize(*arguments)
+    assert (code, out) == (Exit.USAGE, "")
+    assert " is empty. Give a " in err
+    assert not list(tmp_path.iterdir())
+
+
 # ---------------------------------------------------------------- exit codes
 
 

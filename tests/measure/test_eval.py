@@ -261,7 +261,7 @@ def test_layers_that_were_linear_before_count_too() -> None:
         (("--lengths", "64,x"), Exit.USAGE, "--lengths 64,x: give whole numbers"),
         (("--lengths", "64"), Exit.USAGE, "--lengths 64: 8 entries and as many questions do not fit"),
         (("--lengths", "4000"), Exit.USAGE, "the text has"),
-        (("data.eval={images: .}",), Exit.USAGE, "data.eval holds images, and models are compared on text"),
+        (("data.eval={images: .}",), Exit.USAGE, "data.eval holds images, and these models are compared on text"),
         (("data.eval={files: hedlout.txt}",), Exit.USAGE, "Did you mean 'heldout.txt'?"),
         (("--device", "tpu"), Exit.USAGE, "choose auto, cpu, cuda"),
         (("--dtype", "int8"), Exit.USAGE, "choose keep"),
@@ -272,6 +272,30 @@ def test_mistakes_are_told(linearize: Command, folder: Path, options: tuple[str,
     found, out, err = linearize("eval", folder, *given)
     assert (found, out) == (code, "")
     assert words in err
+
+
+def test_a_result_takes_no_place_but_that_of_a_result(
+    linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before models are loaded, and what is there stays."""
+    student = shutil.copytree(folder, tmp_path / "student")
+    notes = tmp_path / "notes.json"
+    notes.write_text('{"students": ["mine"]}')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr("linearize.measure.generate.load_any", lambda *arguments, **named: pytest.fail("loaded"))
+    for place, code, said in (
+        (student / "config.json", Exit.USAGE, "is there already, and linearize eval did not write it"),
+        (student / "model.safetensors.index.json", Exit.USAGE, "is there already"),
+        (notes, Exit.USAGE, "Choose another file, or move that one away"),
+        (student, Exit.USAGE, "is a folder. Name a file in it"),
+        (Path("/dev/null"), Exit.USAGE, "not a file"),
+        (notes / "eval.json", Exit.RESOURCE, "Not a directory"),
+    ):
+        given = ("--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL)
+        found, out, err = linearize("eval", student, *given, "-o", place)
+        assert (found, out) == (code, ""), (place, err)
+        assert said in err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(

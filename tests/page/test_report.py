@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from pages import Page, eval_result, made_up_run
 from training import base, make_recipe, stage, train
 from typer.testing import CliRunner
 
+from linearize.checkpoint.atomic import write_result
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
 from linearize.page import charts
@@ -147,6 +149,52 @@ def test_the_command_writes_the_page_where_it_is_told(run: Path, tmp_path: Path)
     assert told["bytes"] == where.stat().st_size
     assert "0.123" in Page(where.read_text()).words
     assert not (run / "report.html").exists()
+
+
+def test_a_page_takes_no_place_but_that_of_a_page(run: Path, root: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(base(root, "llama"), tmp_path / "model"))
+    notes, empty, pipe = tmp_path / "notes.html", tmp_path / "empty.html", tmp_path / "pipe.html"
+    notes.write_text("<!DOCTYPE html>\n<html><p>mine</p></html>\n")
+    os.mkfifo(pipe)
+    (tmp_path / "link.html").symlink_to(notes)
+    for command in (["report", str(run)], ["compare", str(run)]):
+        for place, said in (
+            (model / "config.json", "is there already, and linearize"),
+            (model / "model-mixers.safetensors", "is there already, and linearize"),
+            (notes, f"linearize {command[0]} did not write it. Choose another file, or move that one away"),
+            (tmp_path / "link.html", "is there already"),
+            (model, "model is a folder. Name a file in it"),
+            (pipe, "not a file"),
+            (notes / "page.html", "notes.html"),
+        ):
+            before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+            result = CliRunner().invoke(app, [*command, "-o", str(place)])
+            assert isinstance(result.exception, LinearizeError), place
+            assert said in result.exception.message
+            assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        empty.write_text("")
+        for _ in range(2):  # a page of its own is replaced
+            assert CliRunner().invoke(app, [*command, "-o", str(empty)]).exit_code == 0
+        assert len(empty.read_text()) > 1000
+
+
+def test_two_who_write_one_page_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a temporary file of its own; it is never reached through a link."""
+    page, rename = tmp_path / "page.html", Path.rename
+
+    def overtaken(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        monkeypatch.setattr(os, "getpid", lambda: 1)  # another process
+        write_result(page, "second")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", overtaken)
+    write_result(page, "first")
+    assert page.read_text() == "first"
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / ".page.html.linearize.1.tmp").symlink_to("theirs")
+    write_result(page, "third")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"page.html": "third", "theirs": "theirs"}
 
 
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
