@@ -245,7 +245,7 @@ def check_weights(source: Source, natives: SourceClasses) -> None:
     try:
         with quiet():
             # Not the folder: even onto the meta device, transformers would read every weight in it.
-            _, report = natives.head.from_pretrained(
+            model, report = natives.head.from_pretrained(
                 None,
                 config=natives.source_config,
                 state_dict=weights,
@@ -262,6 +262,11 @@ def check_weights(source: Source, natives: SourceClasses) -> None:
         names = sorted(map(str, report[f"{kind}_keys"]))
         if names:
             raise disagree(source.name, f"{kind} {some(names)}")
+    for name, parameter in model.named_parameters():
+        if name in weights and parameter.is_floating_point() and not weights[name].is_floating_point():
+            dtype = str(weights[name].dtype).removeprefix("torch.")
+            message = f"{source.name}: {name} holds {dtype}: surgery needs float weights; use the model's float version"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
 
 
 def disagree(what: object, how: str) -> LinearizeError:

@@ -281,6 +281,17 @@ def shard_up(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def of_dtype(part: str, dtype: torch.dtype) -> Callable[[Path], None]:
+    """The tensors of that name as another kind of numbers."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        save_file({n: t.to(dtype) if part in n else t for n, t in tensors.items()}, path, {"format": "pt"})
+
+    return damage
+
+
 def truncate(folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-100])
@@ -433,6 +444,8 @@ BAD_SOURCES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "header points beyond": (lie(beyond), r"tensor lm_head\.weight ends at byte"),
     "header overlaps": (lie(overlapping), "overlap or leave gaps"),
     "header without numbers": (lie(not_numbers), "damaged or cut short"),
+    "weights are whole numbers": (of_dtype("", torch.int8), r"embed_tokens\.weight holds int8: surgery needs float"),
+    "a weight is true or false": (of_dtype("1.mlp.up", torch.bool), r"layers\.1\.mlp\.up_proj\.weight holds bool"),
     "weights miss a tensor": (lose_tensor, r"disagree: missing model\.layers\.1\.self_attn\.q_proj\.weight"),
     "config has other shapes": (
         config(intermediate_size=40),

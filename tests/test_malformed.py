@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import Command
 from models import convert_folder, save_source
+from safetensors.torch import load_file, save_file
 from training import BASES, byte_tokenizer, make_recipe, stage, train, write_recipe
 
 from linearize.convert import convert, plan_conversion
@@ -145,6 +147,78 @@ def test_an_option_of_a_mechanism_that_is_no_number(
     (place / "ours" / "linearize.json").unlink()  # as save_pretrained leaves a folder: nothing to compare with
     code, message = told(linearize, place, monkeypatch, "generate")
     assert (code, "ours cannot be loaded" in message) == (Exit.INCOMPATIBLE, True), message
+
+
+def other_class(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", lambda config: config.update(tokenizer_class="BertTokenizer"))
+
+
+def no_vocabulary(folder: Path) -> None:
+    change(folder / "tokenizer.json", lambda tokenizer: tokenizer["model"].update(vocab={}))
+
+
+@pytest.mark.parametrize(
+    ("command", "damage", "code", "said"),
+    [
+        ("generate", other_class, Exit.INCOMPATIBLE, "cannot cut text into tokens: WordPiece error"),
+        ("finetune", other_class, Exit.INCOMPATIBLE, "Copy the source's tokenizer files there"),
+        ("generate", no_vocabulary, Exit.USAGE, "the prompt has no token"),
+        ("finetune", no_vocabulary, Exit.INCOMPATIBLE, "its vocabulary is empty or cut short"),
+    ],
+)
+def test_a_tokenizer_that_makes_no_tokens(
+    linearize: Command,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    damage: Damage,
+    code: Exit,
+    said: str,
+) -> None:
+    damage(place / "ours")
+    found, message = told(linearize, place, monkeypatch, command)
+    assert (found, said in message) == (code, True), message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"eos_token_id": "<eos>"}, {"bad_words_ids": [[10**9]]}, {"eos_token_id": [{}]}],
+    ids=["text", "beyond", "mapping"],
+)
+def test_settings_of_generation_that_transformers_refuses(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, settings: Any
+) -> None:
+    (place / "ours" / "generation_config.json").write_text(json.dumps(settings))
+    code, message = told(linearize, place, monkeypatch, "generate")
+    assert (code, f"generation_config.json sets ({next(iter(settings))})" in message) == (Exit.INCOMPATIBLE, True), (
+        message
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("more", [[], ["--temperature", "1"]], ids=["greedy", "sampled"])
+def test_nothing_is_written_from_weights_that_are_no_numbers(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, value: float, more: list[str]
+) -> None:
+    """The likeliest of NaN is the first token, and sampling among them is an error of torch."""
+    path = place / "ours" / "model-mixers.safetensors"
+    tensors = load_file(path)
+    save_file({name: torch.full_like(tensor, value) for name, tensor in tensors.items()}, path, {"format": "pt"})
+    code, message = told(linearize, place, monkeypatch, "generate", *more)
+    assert (code, "logits are not finite. linearize verify DIR --strict" in message) == (Exit.CHECK_FAILED, True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 / 0 }}", "{% for i in range(10**9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"],
+)
+def test_a_chat_template_that_fails(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    (place / "ours" / "chat_template.jinja").write_text(template)
+    chats = ["data.train={files: [chat.jsonl]}", "stages=[{kind: sft, train: new, optimizer: {lr: 1e-3}, steps: 1}]"]
+    code, message = told(linearize, place, monkeypatch, "finetune", *chats)
+    assert (code, "chat.jsonl:1: the chat template refuses" in message) == (Exit.USAGE, True), message
 
 
 DEEP = '{"a":' * 10**5

@@ -27,14 +27,16 @@ def report(
     """Write one HTML page about a run: layers, losses, fidelity, needles, memory, samples, cost, recipe."""
     from ..checkpoint.atomic import check_result, write_result
     from ..page.html import BEGINS
-    from ..page.record import read_run
+    from ..page.record import read_run, whole
     from ..page.report import PAGE, report_page
     from ..terminal.output import size
 
     record = read_run(run, evaluation)
     page = output or run / PAGE
     check_result(page, BEGINS, "report")
-    written = write_result(page, report_page(record))
+    with whole(run):
+        text, ratio = report_page(record), record.ratio()
+    written = write_result(page, text)
     say(f"wrote {page} ({size(written)})")
     if as_json:
-        print_json({"page": str(page), "bytes": written, "finished": record.finished, "ppl_ratio": record.ratio()})
+        print_json({"page": str(page), "bytes": written, "finished": record.finished, "ppl_ratio": ratio})

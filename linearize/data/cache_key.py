@@ -14,7 +14,7 @@ from .documents import TextSource, rows_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PROBE = "a B1, 2\n\u00e9  <s>"  # how a tokenizer cuts this stands in for what its vocabulary does not say
+PROBE = "a B1, 2\n\u00e9  <s>"  # how a tokenizer cuts this stands in for what its vocabulary does not say
 
 
 def identity(source: TextSource) -> list[Any]:
@@ -42,7 +42,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> str:
         rules |= {"truncation": None, "padding": None}  # left behind by whoever called it last
     else:
         rules = sorted(tokenizer.get_vocab().items())
-    facts = [type(tokenizer).__name__, tokenizer.eos_token_id, tokenizer(_PROBE)["input_ids"], rules]
+    facts = [type(tokenizer).__name__, tokenizer.eos_token_id, tokenizer(PROBE)["input_ids"], rules]
     return hashlib.sha256(json.dumps([*facts, tokenizer.chat_template if sft else None]).encode()).hexdigest()
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..errors import Exit, LinearizeError, did_you_mean, reason_of
+from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,6 +92,9 @@ class _Encoder:
         template = tokenizer.chat_template
         self.template: str | None = template.get("default") if isinstance(template, dict) else template
         (plain,), full = self._ids(["a"]), tokenizer("a")["input_ids"]
+        if not plain:
+            message = "the tokenizer makes no token of the letter a: its vocabulary is empty or cut short"
+            raise LinearizeError(f"{message}. Put the model's own tokenizer into its folder", Exit.INCOMPATIBLE)
         self.prefix: list[int] = next(full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain)
 
     def pieces(self, rows: Iterable[_Row]) -> Iterator[Piece]:
@@ -166,7 +169,7 @@ class _Encoder:
                 messages, return_dict=True, return_assistant_tokens_mask=True
             )
             return chat["input_ids"], chat["assistant_masks"]
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, ArithmeticError, *MALFORMED) as error:
             raise LinearizeError(f"{where}: the chat template refuses this conversation: {error}") from error
 
     def _turns(self, where: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:

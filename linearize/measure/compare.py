@@ -152,12 +152,18 @@ def measure(
     number = sample_count(blocks, max_tokens)
     total = 2 * (number * blocks.seq_len + len(TASKS) * request.trials * sum(request.lengths))
     with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
-        result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
         text = [token for i in range(number) for token in blocks[i]["input_ids"].tolist()]
+        # Needles first: a text that is too short for them is refused before anything is written or measured.
+        made = {
+            (task, length): rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
+            for task in reversed(TASKS)
+            for length in request.lengths
+        }
+        result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
         for task in TASKS:
             result[task] = []
             for length in request.lengths:
-                rows = rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
+                rows = made[task, length]
                 size = max(1, request.batch_tokens // length)
                 models = {"student": student, "teacher": teacher}
                 scores = {who: score(model, rows, size, advance) for who, model in models.items()}

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, CompileConfig, TextStreamer
+from transformers import AutoTokenizer, CompileConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from ..checkpoint.provenance import saved_again
 from ..checkpoint.source import Source, open_source, read_header
 from ..checkpoint.write import MANIFEST, meta_pickle
 from ..convert import load_config
+from ..data.cache_key import PROBE
 from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, os_error, reason_of
 from ..probe.meta_run import quiet
 from ..train.save import load_converted, load_whole
@@ -159,10 +160,11 @@ def _load_native(source: Source, dtype: Any, trust_remote_code: bool) -> Any:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer of a model folder. Raises LinearizeError (exit 3) when there is none, or only by untrusted code."""
+    """The tokenizer of a model folder. Raises LinearizeError (exit 3) when there is none, or only by untrusted code, or
+    one that fails on a text."""
     try:
         with quiet():
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, *MALFORMED) as error:
         if not trust_remote_code and "trust_remote_code=True" in str(error):
             message = f"the tokenizer of {folder} has code of its own. Read it, then pass --trust-remote-code"
@@ -173,6 +175,16 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
             f"no tokenizer can be loaded from {folder}: {reason_of(error)}. Copy the source's tokenizer files there",
             Exit.INCOMPATIBLE,
         ) from error
+    try:
+        with quiet():
+            tokenizer(PROBE)
+    except Exception as error:  # what tokenizers raises has no class of its own
+        raise LinearizeError(
+            f"the tokenizer of {folder} cannot cut text into tokens: {reason_of(error)}. Copy the source's tokenizer "
+            "files there",
+            Exit.INCOMPATIBLE,
+        ) from error
+    return tokenizer
 
 
 def check_compiles(model: Any) -> None:
@@ -205,6 +217,18 @@ def check_fits(model: Any, prompt: int, new: int) -> None:
         raise LinearizeError(f"--max-new-tokens {new}: {message}. {instead}")
 
 
+class Numbers(LogitsProcessor):
+    """Raises LinearizeError (exit 6) for logits of NaN, of which the likeliest token would be the first one."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not bool((scores < math.inf).all()):  # -inf stands for tokens that are not to be written
+            raise LinearizeError(
+                "the model's logits are not finite. linearize verify DIR --strict names the weights that are not",
+                Exit.CHECK_FAILED,
+            )
+        return scores
+
+
 @device_memory()
 def generate(
     loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[str], None], compiled: bool = False
@@ -213,7 +237,7 @@ def generate(
 
     `tokens_per_s` counts new tokens over the whole time, the prompt's pass included; with `compiled` torch.compile
     makes the decode step. Raises LinearizeError: 2 for a prompt without a token and more tokens than the model takes, 3
-    where no step can be compiled.
+    where no step can be compiled and for settings that transformers refuses, 6 for logits of NaN.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     if compiled:
@@ -234,8 +258,20 @@ def generate(
         style["compile_config"] = CompileConfig()
     torch.manual_seed(sampling.seed)
     began = time.monotonic()
-    with quiet(), loaded.model.teacher() if loaded.teacher else contextlib.nullcontext():
-        model.generate(**inputs, max_new_tokens=sampling.max_new_tokens, do_sample=sampled, streamer=stream, **style)
+    style["logits_processor"] = LogitsProcessorList([Numbers()])
+    try:
+        with quiet(), loaded.model.teacher() if loaded.teacher else contextlib.nullcontext():
+            model.generate(
+                **inputs, max_new_tokens=sampling.max_new_tokens, do_sample=sampled, streamer=stream, **style
+            )
+    except (TypeError, ValueError, LookupError) as error:
+        settings = model.generation_config.to_diff_dict()
+        settings.pop("transformers_version", None)
+        raise LinearizeError(
+            f"transformers cannot generate ({type(error).__name__}: {reason_of(error)}) with what the model's "
+            f"generation_config.json sets ({', '.join(settings) or 'nothing'}). Correct or remove that file",
+            Exit.INCOMPATIBLE,
+        ) from error
     seconds = time.monotonic() - began
     return {
         "text": stream.text,

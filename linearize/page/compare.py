@@ -15,7 +15,7 @@ from . import html
 from .charts import Axis, Series, binary, bytes_text, lines
 from .drawing import SERIES, Drawing
 from .html import Section
-from .record import RUN, RunRecord, find_runs, read_run
+from .record import RUN, RunRecord, find_runs, read_run, whole
 from .report import CONTEXTS, mechanisms
 
 MEMORY_AT = 32768  # tokens of a table's column
@@ -38,13 +38,17 @@ COLUMNS = {
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     """The runs in these folders, each under a name of its own.
 
-    Raises LinearizeError (exit 2) for a folder that is no run, and for one that is named twice.
+    Raises LinearizeError (exit 2) for a folder that is no run, for a damaged one, and for one that is named twice.
     """
     resolved = [folder.resolve() for folder in folders]
     twice = next((folder for place, folder in enumerate(folders) if resolved[place] in resolved[:place]), None)
     if twice is not None:
         raise LinearizeError(f"{twice} is named twice. Name each run once")
-    return [read_run(folder) for folder in folders]
+    found = [read_run(folder) for folder in folders]
+    for run in found:
+        with whole(run.folder):
+            compare_page([run])  # each alone, so that the damaged one is named
+    return found
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
@@ -183,12 +187,14 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
     for path in folders:
         try:
             run = read_run(path)
+            with whole(path):
+                row = {**figures(run), "at": progress(run)}
         except LinearizeError as error:
             rows.append({"run": str(path), "error": error.message})
             continue
         when = max((path / name).stat().st_mtime for name in (RUN, "metrics.jsonl") if (path / name).exists())
         changed = datetime.datetime.fromtimestamp(when, datetime.UTC).isoformat(timespec="seconds")
-        rows.append({**figures(run), "at": progress(run), "changed": changed})
+        rows.append({**row, "changed": changed})
     return rows
 
 

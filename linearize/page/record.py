@@ -132,6 +132,11 @@ def read_run(folder: Path, evaluation: Path | None = None, plan: Plan | None = N
     )
 
 
+def whole(run: Path) -> contextlib.AbstractContextManager[None]:
+    """Within: what the files of a run say is used, and they may say anything. Raises LinearizeError (exit 2)."""
+    return undamaged(run, f"Restore its {RUN}, metrics.jsonl, report.json and {EVAL}")
+
+
 def no_run(folder: Path) -> LinearizeError:
     """What to say of a folder that is no run: where it may be instead."""
     if not folder.exists():

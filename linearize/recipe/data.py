@@ -31,7 +31,7 @@ def _array_file(name: str) -> str:
 
 class FileSource(Strict):
     files: Annotated[
-        Listed[Annotated[str, AfterValidator(_data_file)]],
+        Listed[Annotated[Text, AfterValidator(_data_file)]],
         BeforeValidator(as_list, json_schema_input_type=str | list[str]),
     ]
     """.txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet; relative paths start at the recipe's folder."""
@@ -74,7 +74,7 @@ class ImageSource(Strict):
 
 
 class ArraySource(Strict):
-    arrays: Annotated[str, AfterValidator(_array_file)]
+    arrays: Annotated[Text, AfterValidator(_array_file)]
     """A .npz file: `images`, uint8 [N,height,width,3] or float pixel values [N,3,height,width], and `labels` [N]."""
 
 

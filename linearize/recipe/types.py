@@ -46,6 +46,12 @@ def _not_tiny(value: float) -> float:
     return value
 
 
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("must be text without the character NUL, which no file's name may have")
+    return text
+
+
 def as_list(value: Any) -> Any:
     """A list of one where there is only its entry."""
     return [value] if isinstance(value, str) else value
@@ -53,7 +59,7 @@ def as_list(value: Any) -> Any:
 
 T = TypeVar("T")
 Listed = Annotated[tuple[T, ...], Field(strict=False, min_length=1)]  # strict would refuse YAML's lists
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Names = Annotated[
     tuple[Text, ...], Field(strict=False), BeforeValidator(as_list, json_schema_input_type=str | list[str])
 ]

@@ -197,6 +197,30 @@ def test_two_who_write_one_page_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"page.html": "third", "theirs": "theirs"}
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.json", '{"recipe": {"model": {"base": "x"}, "stages": 3, "name": "n"}}'),
+        ("report.json", '{"layers": {"a": 1}}'),
+        ("eval.json", '{"student_ppl": 1.0, "teacher_ppl": 1.0, "kl": "x", "needle": 7, "positions": []}'),
+    ],
+)
+def test_files_of_a_run_that_say_anything(run: Path, root: Path, tmp_path: Path, name: str, text: str) -> None:
+    (run / name).write_text(text)
+    (tmp_path / "two").mkdir()
+    other = made_up_run(tmp_path / "two", root)
+    for command in (["report", str(run)], ["compare", str(other), str(run), "-o", str(tmp_path / "page.html")]):
+        result = CliRunner().invoke(app, command)
+        if name == "report.json" and command[0] == "compare":  # which shows nothing of it
+            continue
+        assert isinstance(result.exception, LinearizeError), (command, result.exception)
+        assert result.exception.code == Exit.USAGE
+        assert re.search(rf"{run} is damaged .*Restore its run.json", result.exception.message)
+    assert not (tmp_path / "page.html").exists() or name == "report.json"
+    listed = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"])
+    assert listed.exit_code == 0, listed.exception
+
+
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
     for folder, message in (
         (tmp_path / "nothing", "nothing"),

@@ -333,6 +333,18 @@ MISTAKES = [
         edited("[new]", "[new, lora]\n    lora: {r: 8, alpha: 8}").replace("all", "lora\n    lora: {r: 4, alpha: 8}"),
         "r.yaml:15:11 stages[1].lora: differs from an earlier stage's; a run has one set of adapters",
     ),
+    (
+        MINIMAL + 'output_dir: "run\\0"\n',
+        "r.yaml:16:13 output_dir: must be text without the character NUL, which no file's name may have",
+    ),
+    (
+        edited("{demo: train}", '{files: ["a\\0.jsonl"]}'),
+        "r.yaml:6:19 data.train.files[0]: must be text without the character NUL, which no file's name may have",
+    ),
+    (
+        edited("base: demo", 'base: "a/\\0"'),
+        "r.yaml:4:9 model.base: must be text without the character NUL, which no file's name may have",
+    ),
     (MINIMAL + "eval: {every_steps: 5}\n", "r.yaml:16:7 eval: every_steps is set, but data.eval is not"),
 ]
 
