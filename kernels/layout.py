@@ -87,7 +87,8 @@ class TokenLayout(NamedTuple):
     `padding` [B,T] bool is True at real tokens (None: all are). `segments` [B,T] int numbers packed documents (None:
     one a row); without `causal`, tokens of one number see each other wherever they are. `grid` is where tokens lie, for
     a mixer that asks (None: on a line). `rotation` is the rotary embedding that was taken away from q and k: rotary.py's
-    Rotation, for a mixer that puts it elsewhere.
+    Rotation, for a mixer that puts it elsewhere. `scores` is what the source's softmax does to its scores:
+    softmax_heads.py's Scores, where some heads keep it.
     """
 
     padding: Tensor | None = None
@@ -95,6 +96,7 @@ class TokenLayout(NamedTuple):
     causal: bool = True
     grid: Grid | None = None
     rotation: Any = None
+    scores: Any = None
 
 
 def part_of(layout: TokenLayout, start: int, stop: int) -> TokenLayout:
@@ -102,7 +104,7 @@ def part_of(layout: TokenLayout, start: int, stop: int) -> TokenLayout:
     padding, segments = (None if x is None else x[:, start:stop] for x in (layout.padding, layout.segments))
     grid = None if layout.grid is None else Grid((stop - start,))
     rotation = layout.rotation and type(layout.rotation)(*(part[:, start:stop] for part in layout.rotation))
-    return TokenLayout(padding, segments, layout.causal, grid, rotation)
+    return TokenLayout(padding, segments, layout.causal, grid, rotation, layout.scores)
 
 
 class Geometry(NamedTuple):

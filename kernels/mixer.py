@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .layout import TokenLayout, once
 from .layers.norm import HeadNorm
+from .layers.softmax_heads import SoftmaxHeads, SplitState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +52,19 @@ class Site:
     # Attributes of the module that make it compute fewer keys than queries, and whether it shall (`keep`, `drop`).
     reduction: tuple[str, ...] = ()
     sr: str = "keep"
+    # Key heads whose query heads keep softmax (layers/softmax_heads.py); `heads` and `kv_heads` count them, too.
+    softmax_groups: tuple[int, ...] = ()
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Site:
         """The inverse of `dataclasses.asdict`, also for a record that went through JSON."""
-        return cls(**{**record, **{name: tuple(record.get(name, ())) for name in ("extras", "reduction")}})
+        names = ("extras", "reduction", "softmax_groups")
+        return cls(**{**record, **{name: tuple(record.get(name, ())) for name in names}})
+
+    def linear_part(self) -> Site:
+        """The site of the heads that do not keep softmax: what a mechanism is built for."""
+        left = self.kv_heads - len(self.softmax_groups)
+        return dataclasses.replace(self, heads=self.heads // self.kv_heads * left, kv_heads=left, softmax_groups=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +161,8 @@ class Mixer(nn.Module):
             raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.site = site
         self.near: Any = None
+        # The heads that keep softmax, of which `site` tells nothing; set by `mixer_at`.
+        self.softmax: SoftmaxHeads | None = None
         if window:
             assert Mixer.window_type is not None, "window.py was not imported"
             self.near = Mixer.window_type(site.hidden, site.heads, window, sink, site.scale, self.normalised)
@@ -173,14 +184,28 @@ class Mixer(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any = None
     ) -> tuple[Tensor, Any]:
-        """`mix`, and the exact window beside it where there is one; same arguments and results.
+        """`mix`, the exact window beside it where there is one, and softmax in the heads that keep it; arguments and
+        results as for `mix`, of all heads.
 
         Raises ValueError when a causal mechanism or window is called as attention to both sides.
         """
-        if not layout.causal and q.shape[1] > 1 and not (self.bidirectional and self.near is None):
-            what = "its window" if self.bidirectional else self.title
+        alone = self.near is None and self.softmax is None
+        if not layout.causal and q.shape[1] > 1 and not (self.bidirectional and alone):
+            what = "what stands beside it" if self.bidirectional else self.title
             raise ValueError(f"{self.site.path}: called as attention to both sides, and {what} looks back only")
         q, k, v = as_autocast(q, k, v)
+        if self.softmax is None:
+            return self._linear(q, k, v, x, layout, state)
+        (q, own_q), (k, own_k), (v, own_v) = map(self.softmax.split, (q, k, v))
+        before, held = (None, None) if state is None else state
+        o, before = self._linear(q, k, v, x, layout, before)
+        kept, held = self.softmax.attend(own_q, own_k, own_v, layout, held)
+        return self.softmax.join(o, kept), SplitState(before, held)
+
+    def _linear(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
+    ) -> tuple[Tensor, Any]:
+        """`forward` of the heads that the mechanism computes."""
         far, near = (state, None) if self.near is None or state is None else state
         o, mass, far = self._far(q, k, v, x, layout, far)
         if self.near is None:
@@ -231,11 +256,11 @@ class Mixer(nn.Module):
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         """Bytes of decode state per sequence after `tokens` tokens, activations having `item` bytes.
 
-        A subclass adds its own to the window's.
+        A subclass adds its own to those of the window, and of the heads that keep softmax.
         """
-        site = self.site
-        row = site.kv_heads * (site.key_dim + site.value_dim) * item
-        return 0 if self.near is None else (self.near.sink + self.near.window) * row + 8
+        row = (self.site.key_dim + self.site.value_dim) * item
+        near = 0 if self.near is None else (self.near.sink + self.near.window) * self.site.kv_heads * row + 8
+        return near + (0 if self.softmax is None else tokens * len(self.softmax.groups) * row)
 
     def calibrate(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
@@ -245,6 +270,16 @@ class Mixer(nn.Module):
         for part in self.children():
             if isinstance(part, HeadNorm):
                 part.calibrate(o_teacher)
+
+    @torch.no_grad()
+    def calibrate_all(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, target: Tensor, layout: TokenLayout
+    ) -> None:
+        """`calibrate` and `calibrate_window`, from what `forward` got and gave, of all heads."""
+        if self.softmax is not None:
+            q, k, v, o, target = (self.softmax.split(y)[0] for y in (q, k, v, o, target))
+        self.calibrate(q, k, v, x, o, target, layout)
+        self.calibrate_window(q, k, v, x, target, layout)
 
     @torch.no_grad()
     def calibrate_window(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, target: Tensor, layout: TokenLayout) -> None:
@@ -280,6 +315,29 @@ def as_autocast(*inputs: Tensor) -> list[Tensor]:
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return [*inputs]
     return [x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in inputs]
+
+
+def mixer_at(kind: type[Mixer], site: Site, options: dict[str, Any]) -> Mixer:
+    """The mixer of a site: of all its heads, or of those beside `softmax_groups`, which keep softmax.
+
+    Raises ValueError for options that do not fit together, and for groups that are not there, all groups, attention to
+    both sides and mechanisms that get q and k without the rotary embedding.
+    """
+    groups = site.softmax_groups
+    if not groups:
+        return kind(site, **options)
+    if not site.causal:
+        raise ValueError("this attention sees both sides; heads keep softmax where it looks back only")
+    if not {*groups} < {*range(site.kv_heads)}:
+        raise ValueError(f"softmax in key heads {[*groups]} of {site.kv_heads}: they must exist, and leave others")
+    if options.get("rope") == "auto":
+        options = options | {"rope": "before"}  # softmax needs q and k as the softmax model has them
+    mixer: Mixer = kind(site.linear_part(), **options)
+    if mixer.drop_rope:
+        usual = "true" if isinstance(options.get("rope"), bool) else "before"
+        raise ValueError(f"heads that keep softmax need the rotary embedding in front of features; set rope={usual}")
+    mixer.softmax = SoftmaxHeads(site.heads, site.kv_heads, tuple(sorted(groups)), site.scale)
+    return mixer
 
 
 def own_mixer(module: Any) -> type[Mixer]:

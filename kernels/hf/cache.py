@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
+from ..layers.softmax_heads import earlier, restored
 from ..layout import TokenLayout, part_of
 
 # How many of the last tokens can be removed from a cache that records its past.
@@ -25,7 +26,7 @@ UNDO = 128
 
 
 class Recorded(NamedTuple):
-    """One call of a mixer: the state before it, and its inputs q, k, v and x, [B,T,...] each."""
+    """One call of a mixer: the state before it (as `earlier` has it), and its inputs q, k, v and x, [B,T,...] each."""
 
     before: Any
     inputs: tuple[Tensor, ...]
@@ -81,10 +82,11 @@ class StateLayer(CacheLayerMixin):
             o, self.state = mixer(*head, part_of(layout, 0, first), self.state)
             outputs.append(o)
             inputs, layout = tuple(x[:, first:].clone() for x in inputs), part_of(layout, first, T)
-        self.past.append(Recorded(self.state, inputs, layout))
+        before = self.state
+        o, self.state = mixer(*inputs, layout, before)
+        self.past.append(Recorded(earlier(before, self.state, inputs[0].shape[1]), inputs, layout))
         while sum(call.tokens for call in self.past[1:]) >= UNDO:
             del self.past[0]
-        o, self.state = mixer(*inputs, layout, self.state)
         return torch.cat([*outputs, o], 1) if outputs else o
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -156,12 +158,13 @@ class StateLayer(CacheLayerMixin):
         self.seen -= left
         while left:
             call = self.past.pop()
-            self.state, stay = call.before, call.tokens - left
+            before = restored(call.before, self.state)
+            self.state, stay = before, call.tokens - left
             left -= call.tokens
             if stay > 0:
-                inputs = tuple(x[:, :stay] for x in call.inputs)
-                self.past.append(Recorded(call.before, inputs, part_of(call.layout, 0, stay)))
-                _, self.state = self.mixer()(*inputs, self.past[-1].layout, call.before)
+                inputs, layout = tuple(x[:, :stay] for x in call.inputs), part_of(call.layout, 0, stay)
+                _, self.state = self.mixer()(*inputs, layout, before)
+                self.past.append(Recorded(earlier(before, self.state, stay), inputs, layout))
                 break
 
 

@@ -64,7 +64,8 @@ class Replayed:
         return Replay(self, None if compile_config is None else self.compiled(compile_config))
 
     def replays(self) -> bool:
-        """Whether all layers are linear, on one GPU, and nothing is hooked in that a recording would skip."""
+        """Whether all layers are linear, with all heads, on one GPU, and nothing is hooked in that a recording would
+        skip."""
         model: Any = self
         name = (model.linearize_switch or model.config)._attn_implementation
         if split_name(name)[0] != ALL or model.training or model.device.type not in DEVICES:
@@ -75,6 +76,7 @@ class Replayed:
             # Gradient checkpointing leaves a hook of transformers' behind, of no effect here.
             all(getattr(hook, "__module__", "").rpartition(".")[2] in OWN for hook in hooks)
             and not any(hasattr(module, "_hf_hook") for module in modules)
+            and not any(getattr(module, "softmax", None) for module in modules if hasattr(module, "site"))
             and all(p.device == model.device for p in model.parameters())
         )
 

@@ -35,8 +35,9 @@ from ..layout import (
     this_thread,
     watch_patches,
 )
-from ..mixer import Mixer, Site
+from ..mixer import Mixer, Site, mixer_at
 from ..layers.rotary import Rotation, rotation_of
+from ..layers.softmax_heads import scores_told
 from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
 from .cache import StateLayer, check_kind, check_rows, record_past, state_slot
@@ -180,7 +181,7 @@ def seam(
     seen = None if slot is None else slot.seen - q.shape[1]
     causal = is_causal(module, kwargs, mixer.site.causal)
     layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
-    layout = layout._replace(rotation=call.rotation)
+    layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and scores_told(kwargs))
     inputs = (q, k, v, call.x.to(q.device))
     o = mixer(*inputs, layout)[0] if slot is None else slot.absorb(mixer, inputs, layout)
     return o.to(query.dtype), None
@@ -219,7 +220,7 @@ def transfer(
     causal = is_causal(module, kwargs, mixer.site.causal)
     shape = query.shape[0], query.shape[2]
     layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
-    layout = layout._replace(rotation=call.rotation)
+    layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and scores_told(kwargs))
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         o, _ = mixer(*inputs, layout)
@@ -268,13 +269,14 @@ def attach(
     for layer in spec["layers"]:
         site = Site.from_dict(layer["site"])
         module = _module_of(model, site)
-        mixer = mechanisms[layer["mechanism"]](site, **layer["options"])
+        mixer = mixer_at(mechanisms[layer["mechanism"]], site, layer["options"])
         if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
         mixer.switch = switch or getattr(module, "config", model.config)
         mixer.seam, mixer.position_hooks, mixer.prefix = seam, position_hooks, prefix_for(spec)
         options = ", ".join(f"{name}={value}" for name, value in sorted(layer["options"].items()))
-        mixer.kind = f"{layer['mechanism']}({options})"
+        exact = f", softmax in key heads {[*site.softmax_groups]}" if site.softmax_groups else ""
+        mixer.kind = f"{layer['mechanism']}({options}){exact}"
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         mixer.reductions = {name: getattr(module, name) for name in site.reduction if site.sr == "drop"}
         if site.grid == "patches":

@@ -153,8 +153,10 @@ def parse_settings(settings: list[str]) -> dict[str, str]:
 
 def build_mixer(name: str, site: Any, options: dict[str, Any]) -> Any:
     """A mixer for one site; options that do not fit together become a LinearizeError (exit 2)."""
+    from linearize_kernels.mixer import mixer_at
+
     try:
-        return load_mechanism(name)(site, **options)
+        return mixer_at(load_mechanism(name), site, options)
     except ValueError as error:
         raise LinearizeError(f"{name} at layer {site.layer}: {error}") from error
 

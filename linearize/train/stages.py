@@ -94,8 +94,7 @@ class Calibration(Listener):
     def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         if self.untrained is not None and mixer.site.path not in self.untrained:
             return
-        mixer.calibrate(*inputs, o, target, layout)
-        mixer.calibrate_window(*inputs, target, layout)
+        mixer.calibrate_all(*inputs, o, target, layout)
 
 
 class Power(Listener):
