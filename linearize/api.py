@@ -49,8 +49,9 @@ def plan(
     revision: str | None = None,
     trust_remote_code: bool = False,
     restore: str = "",
+    keep_heads: str = "",
 ) -> Plan:
-    """What `convert` would do; writes nothing, and reads weights only where `keep_softmax` asks for a choice.
+    """What `convert` would do; writes nothing, and reads weights only where `keep_softmax` or `keep_heads` is `auto`.
 
     Args:
         model: A local folder or a Hub id.
@@ -65,6 +66,8 @@ def plan(
         revision: Branch, tag or commit of a model on the Hub.
         trust_remote_code: Allow Python code that the model ships to run.
         restore: Layers of a model that is converted already that get softmax back.
+        keep_heads: Heads of linear layers that keep softmax, by layer and key head: `3:0,1;7:2`, or `auto:2%` to let
+            linearize choose.
 
     Returns:
         The plan: `steps` (linear layers, with `new_parameters` and `state_bytes`), `kept`, `notes`, and
@@ -76,8 +79,14 @@ def plan(
     from .convert import plan_conversion
 
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
-    asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "restore": restore}
-    choice = _choice(keep_softmax, _stderr)
+    asked |= {
+        "allow_drop": tuple(allow_drop),
+        "dtype": dtype,
+        "revision": revision,
+        "restore": restore,
+        "keep_heads": keep_heads,
+    }
+    choice = _choice(_stderr, keep_softmax, keep_heads)
     trust = trust_remote_code
     return plan_conversion(str(model), mechanism, trust_remote_code=trust, weights=bool(choice), **asked, **choice)[0]
 
@@ -100,6 +109,7 @@ def convert(
     seed: int = 0,
     say: Say | None = None,
     restore: str = "",
+    keep_heads: str = "",
 ) -> Path:
     """Replace softmax attention, and write a model folder that transformers loads.
 
@@ -121,6 +131,7 @@ def convert(
         seed: Of the new parameters.
         say: Gets messages for a person; None: they go to stderr.
         restore: As for `plan`.
+        keep_heads: As for `plan`.
 
     Returns:
         `output`.
@@ -135,7 +146,7 @@ def convert(
         raise LinearizeError(f"verify={verify}: choose auto, full, keys or none")
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
     asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "copy": copy, "restore": restore}
-    asked |= _choice(keep_softmax, say or _stderr)
+    asked |= {"keep_heads": keep_heads, **_choice(say or _stderr, keep_softmax, keep_heads)}
     planned = plan_conversion(str(model), mechanism, trust_remote_code=trust_remote_code, **asked)
     how: dict[str, Any] = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
     carry_out(*planned, Path(output), **how, seed=seed, say=say or _stderr)
@@ -259,12 +270,12 @@ def load(
     return found.model, found.tokenizer
 
 
-def _choice(keep_softmax: str, say: Say) -> dict[str, Any]:
-    """What `plan_conversion` needs where linearize is to choose the layers that keep softmax."""
+def _choice(say: Say, *kept: str) -> dict[str, Any]:
+    """What `plan_conversion` needs where linearize is to choose the layers, or heads, that keep softmax."""
     from .choose.choose import Scoring, chooser
     from .plan.keep import is_auto
 
-    return {"choose": chooser(Scoring(say=say))} if is_auto(keep_softmax) else {}
+    return {"choose": chooser(Scoring(say=say))} if any(map(is_auto, kept)) else {}
 
 
 def _overrides(values: Mapping[str, Any] | Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from .checkpoint.provenance import check_code_cache
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, is_secret, reason_of
+from .plan.heads import heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, is_auto
 from .plan.mechanisms import present_options
 from .plan.plan import Plan, some
@@ -31,8 +32,8 @@ from .terminal.output import size
 from .verify.reload import Level, verify
 
 Say = Callable[[str], None]
-# Of a plan's linear layers, in a source, finds as many as asked for that had better keep softmax: choose/choose.py.
-Chooser = Callable[[Plan, Source, SourceClasses, str, int], Choice]
+# Finds as many layers of a plan, or of the heads given, as asked for that had better keep softmax: choose/choose.py.
+Chooser = Callable[..., Choice]
 NEXT = "distil it with linearize finetune"
 UNREAD = "not copied, because loading the model does not need it: {}"
 
@@ -53,9 +54,9 @@ def plan_conversion(
     A model that is converted is converted again: `layers` of its softmax ones become linear (without `mechanism` as its
     linear ones are), and the layers `restore` get softmax back.
 
-    `asked` are the other fields of a `Request`. Where its `keep_softmax` is `auto:2`, `choose` finds the layers;
-    without weights and `choose` a stand-in is planned (`Choice.unscored`). Raises LinearizeError with the exit code of
-    the obstacle.
+    `asked` are the other fields of a `Request`. Where its `keep_softmax` is `auto:2`, `choose` finds the layers, and
+    then the heads of the others, where `keep_heads` is; without weights and `choose` a stand-in is planned
+    (`Choice.unscored`). Raises LinearizeError with the exit code of the obstacle.
     """
     if mechanism is not None:
         Request(mechanism, **asked)
@@ -85,19 +86,35 @@ def plan_conversion(
         "numbers": natives.parameters(),
         "pickled": source.pickled,
     }
-    if not is_auto(request.keep_softmax):
-        return request.plan(source, found, **facts), source, natives
-    whole = dataclasses.replace(request, keep_softmax="").plan(source, found, **facts)
-    layers = [step.site.layer for step in whole.steps]
-    choice = Choice.unscored(request.keep_softmax, layers)  # raises for what cannot be asked for
-    if choose is not None:
-        check_weights(source, natives)
-        choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept))
-    elif weights:
-        raise TypeError(f"{request.keep_softmax} needs `choose`, such as that of linearize.choose.choose.chooser")
-    options = present_options(mechanism, request.options or {})  # old names were noted above
-    named = dataclasses.replace(request, keep_softmax=",".join(map(str, choice.kept)), options=options)
-    return dataclasses.replace(named.plan(source, found, **facts), choice=choice), source, natives
+    choice = heads = None
+    if is_auto(request.keep_softmax):
+        whole = dataclasses.replace(request, keep_softmax="", keep_heads="").plan(source, found, **facts)
+        layers = [step.site.layer for step in whole.steps]
+        choice = Choice.unscored(request.keep_softmax, layers)  # raises for what cannot be asked for
+        if choose is not None:
+            check_weights(source, natives)
+            choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept))
+        request = dataclasses.replace(noted(request), keep_softmax=",".join(map(str, choice.kept)))
+    if is_auto(request.keep_heads):
+        whole = dataclasses.replace(request, keep_heads="").plan(source, found, **facts)
+        groups = heads_available([step.site for step in whole.steps], found)
+        request, text = noted(request), request.keep_heads
+        heads = unscored_heads(text, groups)
+        likely = dataclasses.replace(request, keep_heads=regrouped(heads.kept))
+        likely.plan(source, found, **facts)  # raises for options under which no heads can keep softmax
+        if choose is not None:
+            check_weights(source, natives)
+            heads = choose(whole, source, natives, text, len(heads.kept), groups)
+        request = dataclasses.replace(request, keep_heads=regrouped(heads.kept))
+    if (choice or heads) and weights and choose is None:
+        raise TypeError("auto needs `choose`, such as that of linearize.choose.choose.chooser")
+    plan = request.plan(source, found, **facts)
+    return dataclasses.replace(plan, choice=choice, heads_choice=heads), source, natives
+
+
+def noted(request: Request) -> Request:
+    """A request that was planned once, which told old names of options: with present ones, not to tell them again."""
+    return dataclasses.replace(request, options=present_options(request.mechanism, request.options or {}))
 
 
 def convert(

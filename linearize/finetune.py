@@ -257,6 +257,7 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
         recipe.convert.mechanism,
         layers=recipe.convert.layers,
         keep_softmax=recipe.convert.keep_softmax,
+        keep_heads=recipe.convert.keep_heads,
         options=recipe.convert.options,
         allow_drop=recipe.convert.allow_drop,
         dtype=recipe.model.dtype or "keep",
@@ -269,7 +270,7 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
 
 
 def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
-    """How `keep_softmax: auto` compares layers: on the text of the first stage."""
+    """How `auto` compares layers and heads: on the text of the first stage."""
     data = recipe.data_for(recipe.stages[0])
     if holds_images(data.train):  # the plan says that it has no text to compare
         return Scoring(convert.score_by)
@@ -287,7 +288,8 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     assert recipe.convert is not None
     check_packages(recipe)
     # To compare layers or to make weights takes minutes: whether the run fits is known before.
-    early = is_auto(recipe.convert.keep_softmax) or isinstance(recipe.model.base, Scratch)
+    chosen_here = any(map(is_auto, (recipe.convert.keep_softmax, recipe.convert.keep_heads)))
+    early = chosen_here or isinstance(recipe.model.base, Scratch)
     if early:
         with from_configs(recipe) as (likely, _):
             check_room(recipe, run, likely, None, likely[2].parameters())
@@ -342,6 +344,9 @@ def dry_run(
             if plan.choice is not None:
                 of = len(plan.steps) + len(plan.kept)
                 say(f"softmax stays in {len(plan.kept)} of {of} layers ({plan.choice.asked}); the run measures which")
+            if plan.heads_choice is not None:
+                asked, count = plan.heads_choice.asked, len(plan.softmax_groups)
+                say(f"softmax stays in {count} key heads of linear layers ({asked}); the run measures which")
         if cost.too_large:
             say(f"note: {refusal(cost, advise(rehearsal, device, cost)).message}")
         rows = [one.row(device) for one in cost.stages]

@@ -22,9 +22,9 @@ CONVERSION = (
     "layers='all', keep_softmax='', options=None, allow_drop=(), dtype='keep', revision=None, trust_remote_code=False"
 )
 PROMISED = {
-    "plan": f"(model, mechanism, *, {CONVERSION}, restore='')",
+    "plan": f"(model, mechanism, *, {CONVERSION}, restore='', keep_heads='')",
     "convert": f"(model, mechanism, output, *, {CONVERSION}, copy=False, overwrite=False, verify='auto', seed=0, "
-    "say=None, restore='')",
+    "say=None, restore='', keep_heads='')",
     "finetune": "(recipe, overrides=(), *, resume='auto', stage=None, max_steps=None, say=None)",
     "evaluate": "(student, teacher, *, recipe='demo', overrides=(), lengths=(256, 512, 1024), trials=32, seed=0, "
     "batch_tokens=8192, device='auto', dtype='keep', trust_remote_code=False)",
@@ -65,6 +65,7 @@ def test_a_plan_writes_nothing_and_a_conversion_follows_it(linear: Path, tmp_pat
     source, told = linear.parent / "source", list[str]()
     planned = api.plan(source, "gsa", keep_softmax="1", options={"slots": 8})
     assert [step.site.layer for step in planned.steps] == [0]
+    assert api.plan(source, "gsa", keep_heads="1:0", options={"slots": 8}).softmax_groups == [(1, 0)]
     assert not list(tmp_path.iterdir())
     folder = api.convert(
         source, "gsa", tmp_path / "out", keep_softmax="1", options={"slots": 8}, verify="none", say=told.append

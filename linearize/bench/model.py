@@ -121,7 +121,12 @@ def settle(mechanism: str | None, preset: str | None, options: dict[str, Any]) -
         return Asked(None, mechanism, options, {})
     name = preset or FIRST
     convert = conversion(recipe_of(name))
-    layers = {"layers": convert.layers, "keep_softmax": convert.keep_softmax, "allow_drop": convert.allow_drop}
+    layers: dict[str, Any] = {
+        "layers": convert.layers,
+        "keep_softmax": convert.keep_softmax,
+        "keep_heads": convert.keep_heads,
+    }
+    layers["allow_drop"] = convert.allow_drop
     return Asked(name, convert.mechanism, convert.options | options, layers)
 
 

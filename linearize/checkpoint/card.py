@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load
 
 from .. import __version__
 from ..errors import redact
+from ..plan.heads import written
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, holds_images
 from ..recipe.recipe import Recipe
@@ -103,7 +104,7 @@ def model_card(
         name=plan.source.rpartition("/")[2],
         mechanisms=", ".join(m.upper() for m in mechanisms),
         layers=ranges([step.site.layer for step in plan.steps]),
-        kept=f"; layers {ranges(kept)} keep softmax" if kept else "",
+        kept=(f"; layers {ranges(kept)} keep softmax" if kept else "") + kept_heads(plan),
         version=__version__,
         training=untrained(plan) if recipe is None else trained(recipe),
         place=PLACE,
@@ -120,6 +121,13 @@ def model_card(
         else measured(recipe, report) + pictured(pictures) + recipe_text(recipe),
     )
     return redact(text)
+
+
+def kept_heads(plan: Plan) -> str:
+    """The heads of linear layers that keep softmax, as the end of a sentence; empty where none does."""
+    if not plan.softmax_groups:
+        return ""
+    return f", but for the key heads (layer:head) `{written(plan.softmax_groups)}`, which keep it"
 
 
 def untrained(plan: Plan) -> str:
@@ -149,7 +157,8 @@ def options_text(plan: Plan) -> str:
 def decoding(plan: Plan) -> str:
     """A row of the table on the decode state, where there is one."""
     state = sum(step.state_bytes for step in plan.steps)
-    kv = " (plus the KV cache of the softmax layers)" if plan.kept else ""
+    exact = [name for name, there in (("layers", plan.kept), ("heads", plan.softmax_groups)) if there]
+    kv = f" (plus the KV cache of the softmax {' and '.join(exact)})" if exact else ""
     return f"| decode state per sequence | {state:,} bytes, whatever the length{kv} |\n" if state else ""
 
 

@@ -1,4 +1,4 @@
-"""Choose which layers keep softmax: load the source, train its mixers a little, see what each layer is worth.
+"""Choose which layers, or heads, keep softmax: load the source, train its mixers a little, see what each is worth.
 
 The choice is a value that the plan stores; carrying the plan out scores nothing again.
 """
@@ -23,6 +23,7 @@ from ..data.packing import Blocks, TextSource, build_blocks
 from ..errors import Exit, LinearizeError, reason_of
 from ..measure.generate import device_memory, load_tokenizer
 from ..measure.recall import Row, Writer
+from ..plan.heads import Group, leaves_one, named
 from ..plan.keep import Choice, Method
 from ..plan.plan import Plan
 from ..probe.meta_run import quiet
@@ -30,8 +31,8 @@ from ..terminal.output import ranges
 from ..train.losses import logit_kl
 from ..train.runtime import Say
 from ..verify.child.inputs import most_tokens
-from .methods import Chosen, gates, restore, swaps
-from .mixture import Mixture
+from .methods import Chosen, any_fits, gates, restore, swaps
+from .mixture import Mixture, Units
 
 # What is read: steps of attention transfer, then text to compare predictions on, then texts that ask for a repetition.
 TRANSFER_STEPS, TRANSFER_TOKENS, TRANSFER_LR = 24, 1024, 1e-2
@@ -39,11 +40,13 @@ SCORE_TOKENS = 4096
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
 PACKAGES = TextSource(demo="packages")
+LAYERS, HEADS = "--keep-softmax auto", "--keep-heads auto"
+EXAMPLES = {LAYERS: "--keep-softmax 7,15", HEADS: "--keep-heads 3:0"}
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How `auto` scores layers. `text` in blocks of `seq_len` tokens; `device` is auto, cpu or cuda."""
+    """How `auto` scores layers and heads. `text` in blocks of `seq_len` tokens; `device` is auto, cpu or cuda."""
 
     method: Method = "restore"
     text: TextSource = PACKAGES
@@ -54,21 +57,24 @@ class Scoring:
 
 
 def chooser(scoring: Scoring) -> Chooser:
-    """What `plan_conversion` asks for layers."""
+    """What `plan_conversion` asks for layers, and for heads."""
     return functools.partial(choose, scoring)
 
 
 class Scorer:
-    """Compares a mixture with its source on fixed batches; `asked` [B,T] in each says which predictions count."""
+    """Compares a mixture with its source on fixed batches; `asked` [B,T] in each says which predictions count.
 
-    def __init__(self, mixture: Mixture, text: list[Batch], recall: list[Batch]) -> None:
-        self.mixture = mixture
+    `units` are what is compared: layers by number (None: all), or heads by layer and key head.
+    """
+
+    def __init__(self, mixture: Mixture, text: list[Batch], recall: list[Batch], units: Units | None = None) -> None:
+        self.mixture, self.units = mixture, units or mixture.layers
         self.batches = {"text": text} | ({"recall": recall} if recall else {})
         self.linear = self.kl([()])[0]
 
     @torch.no_grad()
-    def kl(self, sets: Sequence[Collection[int]]) -> list[dict[str, float]]:
-        """KL(source, mixture), the mean over what is asked, of each kind of batch; for each set of layers kept."""
+    def kl(self, sets: Sequence[Collection[Any]]) -> list[dict[str, float]]:
+        """KL(source, mixture), the mean over what is asked, of each kind of batch; for each set of units kept."""
         found: list[dict[str, float]] = [{} for _ in sets]
         for kind, batches in self.batches.items():
             sums = torch.zeros(len(sets), dtype=torch.float64)
@@ -82,8 +88,8 @@ class Scorer:
                 values[kind] = total
         return found
 
-    def lost(self, sets: Sequence[Collection[int]]) -> list[float]:
-        """The share that is lost with each set of layers kept, the mean of text and recall."""
+    def lost(self, sets: Sequence[Collection[Any]]) -> list[float]:
+        """The share that is lost with each set of units kept, the mean of text and recall."""
         return [self._share(values) for values in self.kl(sets)]
 
     def _share(self, values: dict[str, Any]) -> Any:
@@ -91,8 +97,8 @@ class Scorer:
         return sum(parts) / len(parts)
 
     def lost_at(self, opened: Tensor, step: int) -> Tensor:
-        """The share that is lost at these gates, one a layer, on the batches of one step; it has a gradient."""
-        gates = dict(zip(self.mixture.layers, opened.to(self.mixture.model.device).unbind(), strict=True))
+        """The share that is lost at these gates, one a unit, on the batches of one step; it has a gradient."""
+        gates = self.mixture.opened(self.units, opened)
         values = {}
         for kind, batches in self.batches.items():
             batch = batches[step % len(batches)]
@@ -103,15 +109,25 @@ class Scorer:
 
 
 @device_memory()
-def choose(scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses, asked: str, count: int) -> Choice:
-    """Which `count` of the plan's linear layers had better keep softmax; `asked` is what the user wrote.
+def choose(
+    scoring: Scoring,
+    plan: Plan,
+    source: Source,
+    natives: SourceClasses,
+    asked: str,
+    count: int,
+    heads: Sequence[Group] = (),
+) -> Choice:
+    """Which `count` of the plan's linear layers, or of these `heads` in them, had better keep softmax; `asked` is what
+    the user wrote.
 
     Raises LinearizeError: 3 for a model that writes no text and for mixers without softmax's q and k, 4 for memory and
     devices, and as reading the text does.
     """
-    check(plan, natives)
-    layers = [step.site.layer for step in plan.steps]
-    scoring.say(f"choosing {count} of layers {ranges(layers)} to keep softmax: {scoring.method} on {scoring.text}")
+    check(plan, natives, HEADS if heads else LAYERS)
+    units: list[Any] = [*heads] or [step.site.layer for step in plan.steps]
+    of = f"{len(heads)} key heads" if heads else f"layers {ranges([step.site.layer for step in plan.steps])}"
+    scoring.say(f"choosing {count} of {of} to keep softmax: {scoring.method} on {scoring.text}")
     model = load_source(source, natives, plan, scoring)
     tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
     seq_len = min(scoring.seq_len, most_tokens(model) or scoring.seq_len)
@@ -122,14 +138,14 @@ def choose(scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses,
         mixture = Mixture(model, plan)
         mixture.calibrate(train[0])
         mixture.train_mixers(train, TRANSFER_LR)
-    scorer = Scorer(mixture, text, recall)
+    scorer = Scorer(mixture, text, recall, units)
     chosen = by_method(scoring.method, scorer, count)
     kl = {"linear": scorer.linear, "kept": scorer.kl([chosen.kept])[0]}
     return Choice(
         asked=asked,
         method=scoring.method,
-        kept=tuple(chosen.kept),
-        scores={str(layer): chosen.scores[layer] for layer in layers},
+        kept=tuple(map(named, chosen.kept)) if heads else tuple(chosen.kept),
+        scores={named(unit) if heads else str(unit): chosen.scores[unit] for unit in units},
         text=str(scoring.text),
         tokens=sum(int(batch["asked"].sum()) for batch in text),
         recalls=sum(len(batch["input_ids"]) for batch in recall),
@@ -139,20 +155,21 @@ def choose(scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses,
 
 def by_method(method: Method, scorer: Scorer, count: int) -> Chosen:
     """The choice of one method."""
-    layers = scorer.mixture.layers
+    units: list[Any] = list(scorer.units)
+    fits = leaves_one(units) if isinstance(units[0], tuple) else any_fits
     if method == "gates":
-        return gates(layers, count, scorer.lost_at)
-    return (swaps if method == "swaps" else restore)(layers, count, scorer.lost)
+        return gates(units, count, scorer.lost_at, fits)
+    return (swaps if method == "swaps" else restore)(units, count, scorer.lost, fits)
 
 
-def check(plan: Plan, natives: SourceClasses) -> None:
+def check(plan: Plan, natives: SourceClasses, flag: str) -> None:
     """Raise LinearizeError (exit 3) where softmax and mixers cannot be compared on text, before weights are read."""
-    instead = "Name the layers, such as --keep-softmax 7,15"
+    instead = f"Name the {'heads' if 'heads' in flag else 'layers'}, such as {EXAMPLES[flag]}"
     if kind_of(natives.meta) != "text" or natives.meta.config.is_encoder_decoder:
-        message = f"--keep-softmax auto compares predictions of text, and {plan.architecture} writes none"
+        message = f"{flag} compares predictions of text, and {plan.architecture} writes none"
         raise LinearizeError(f"{message}. {instead}", Exit.INCOMPATIBLE)
     if any(step.options.get("rope") is False for step in plan.steps):
-        message = "--keep-softmax auto gives softmax and mixers the same q and k, and rope=false has others"
+        message = f"{flag} gives softmax and mixers the same q and k, and rope=false has others"
         raise LinearizeError(f"{message}. {instead}", Exit.INCOMPATIBLE)
 
 

@@ -1,17 +1,17 @@
-"""Which layers keep softmax, by three methods. Each asks how much is lost with some layers kept.
+"""Which layers, or heads, keep softmax, by three methods. Each asks how much is lost with some kept.
 
-restore   from all layers linear, give softmax back to the layer that helps most, then to the next one beside it
-swaps     make one layer linear at a time, and keep those that lose most: few passes, blind to interactions
-gates     train a gate in each layer between softmax and its mixer, with a penalty until as many as asked stay open
+restore   from all linear, give softmax back to the one that helps most, then to the next one beside it
+swaps     make one linear at a time, and keep those that lose most: few passes, blind to interactions
+gates     train a gate at each between softmax and its mixer, with a penalty until as many as asked stay open
           (arXiv 2606.30562)
 
-What is lost is a share: 0 as the source, 1 as with every layer linear.
+What is lost is a share: 0 as the source, 1 as with all linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,54 +19,72 @@ from torch import Tensor
 GATE_STEPS = 40
 GATE_LR = 0.15
 
-# What is lost with each of these sets of layers kept.
-Lost = Callable[[Sequence[Collection[int]]], list[float]]
-# What is lost at one gate a layer, on the batches of one step, with a gradient.
+# A layer by its number, or a group of heads by its layer and key head.
+Unit = Any
+# What is lost with each of these sets kept.
+Lost = Callable[[Sequence[Collection[Unit]]], list[float]]
+# What is lost at one gate a unit, on the batches of one step, with a gradient.
 LostAt = Callable[[Tensor, int], Tensor]
+# Whether one more may be kept beside others.
+Fits = Callable[[Collection[Unit], Unit], bool]
 
 
 class Chosen(NamedTuple):
-    """Layers to keep, and the score of every layer."""
+    """What is kept, and the score of all."""
 
-    kept: list[int]
-    scores: dict[int, float]
+    kept: list[Unit]
+    scores: dict[Unit, float]
 
 
-def restore(layers: list[int], count: int, lost: Lost) -> Chosen:
-    """One layer after the other: len(layers) * count evaluations at most."""
-    kept: list[int] = []
-    scores: dict[int, float] = {}
+def any_fits(kept: Collection[Unit], unit: Unit) -> bool:
+    """Nothing is in the way of one more."""
+    return True
+
+
+def best(scores: dict[Unit, float], count: int, fits: Fits) -> list[Unit]:
+    """Those of the highest scores that fit, sorted."""
+    kept: list[Unit] = []
+    for unit in sorted(scores, key=lambda unit: -scores[unit]):
+        if len(kept) < count and fits(kept, unit):
+            kept.append(unit)
+    return sorted(kept)
+
+
+def restore(units: list[Unit], count: int, lost: Lost, fits: Fits = any_fits) -> Chosen:
+    """One after the other: len(units) * count evaluations at most."""
+    kept: list[Unit] = []
+    scores: dict[Unit, float] = {}
     before = 1.0
     for _ in range(count):
-        rest = [layer for layer in layers if layer not in kept]
-        found = dict(zip(rest, lost([{*kept, layer} for layer in rest]), strict=True))
-        scores |= {layer: before - value for layer, value in found.items()}
-        best = min(rest, key=lambda layer: found[layer])
-        kept.append(best)
-        before = found[best]
+        rest = [unit for unit in units if unit not in kept and fits(kept, unit)]
+        found = dict(zip(rest, lost([{*kept, unit} for unit in rest]), strict=True))
+        scores |= {unit: before - value for unit, value in found.items()}
+        first = min(rest, key=lambda unit: found[unit])
+        kept.append(first)
+        before = found[first]
     return Chosen(sorted(kept), scores)
 
 
-def swaps(layers: list[int], count: int, lost: Lost) -> Chosen:
-    """One layer linear at a time: len(layers) evaluations."""
-    found = lost([{*layers} - {layer} for layer in layers])
-    scores = dict(zip(layers, found, strict=True))
-    return Chosen(sorted(sorted(layers, key=lambda layer: -scores[layer])[:count]), scores)
+def swaps(units: list[Unit], count: int, lost: Lost, fits: Fits = any_fits) -> Chosen:
+    """One linear at a time: len(units) evaluations."""
+    found = lost([{*units} - {unit} for unit in units])
+    scores = dict(zip(units, found, strict=True))
+    return Chosen(best(scores, count, fits), scores)
 
 
-def gates(layers: list[int], count: int, lost_at: LostAt) -> Chosen:
+def gates(units: list[Unit], count: int, lost_at: LostAt, fits: Fits = any_fits) -> Chosen:
     """All gates together, from half open: the loss asks them to open, a growing penalty on their sum to close."""
-    logits = torch.zeros(len(layers), requires_grad=True)
+    logits = torch.zeros(len(units), requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=GATE_LR, betas=(0.8, 0.95))
     weight = 0.0
     for step in range(GATE_STEPS):
         opened = logits.sigmoid()
         excess = float(opened.sum().detach()) - count
         # A multiplier that grows while more than `count` are open and falls while fewer are.
-        weight = max(0.0, weight + excess / len(layers) / 10)
+        weight = max(0.0, weight + excess / len(units) / 10)
         loss = lost_at(opened, step) + weight * opened.sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    scores = dict(zip(layers, logits.detach().sigmoid().tolist(), strict=True))
-    return Chosen(sorted(sorted(layers, key=lambda layer: -scores[layer])[:count]), scores)
+    scores = dict(zip(units, logits.detach().sigmoid().tolist(), strict=True))
+    return Chosen(best(scores, count, fits), scores)

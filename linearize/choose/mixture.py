@@ -1,15 +1,15 @@
 """A source model in which each layer computes softmax, its mixer, or a mixture of both.
 
 The mixers are attached to the source in memory; nothing is written. A pass runs under the seam's transfer mode, in
-which an attention module has softmax at hand and a mixer with the same q, k and v. A gate in each module says how
-much of softmax goes on: 1 softmax alone, 0 the mixer alone.
+which an attention module has softmax at hand and a mixer with the same q, k and v. A gate in each module, or one for
+each of its key heads and their query heads, says how much of softmax goes on: 1 softmax alone, 0 the mixer alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,15 @@ from linearize_kernels.mixer import Mixer
 
 from ..checkpoint.code import captured
 from ..data.batches import Batch, forward, run
+from ..plan.heads import Group
 from ..plan.mechanisms import load_mechanism
 from ..plan.plan import Plan
 from ..train.losses import relative_mse
 from ..train.stages import Calibration, Inputs, Listener
 from ..train.student import Student
 
-Gate = float | Tensor
+Gate = float | Tensor  # a tensor is one number, or one for each key head
+Units = Sequence[int] | Sequence[Group]  # layers, or heads by layer and key head
 
 
 class Transfer(Listener):
@@ -78,14 +80,29 @@ class Mixture:
             return forward(self.model, batch)
 
     def logits(self, batch: Batch, gates: Mapping[int, Gate]) -> Tensor:
-        """Logits [B,T,V] where `gates` has a number for each layer, or a tensor that gets a gradient."""
+        """Logits [B,T,V] where `gates` has a number for each layer, or a tensor that may get a gradient."""
         self.gates = gates
         with self._mixing(), self.autocast():
             return forward(self.model, batch)
 
-    def hybrid(self, kept: Collection[int]) -> dict[int, Gate]:
-        """The gates with which the layers `kept` compute softmax and the others their mixers."""
-        return {layer: float(layer in kept) for layer in self.layers}
+    def hybrid(self, kept: Collection[int] | Collection[Group]) -> dict[int, Gate]:
+        """The gates with which the layers, or heads, `kept` compute softmax and the others their mixers."""
+        gates: dict[int, Gate] = {}
+        for layer, mixer in self.mixers.items():
+            heads = [float((layer, head) in kept) for head in range(mixer.site.kv_heads)]
+            gates[layer] = torch.tensor(heads, device=self.model.device) if any(heads) else float(layer in kept)
+        return gates
+
+    def opened(self, units: Units, values: Tensor) -> dict[int, Gate]:
+        """The gates of layers, or heads, by `values` [len(units)] from 0 to 1; heads that no unit names are closed."""
+        found = dict(zip(units, values.to(self.model.device).unbind(), strict=True))
+        if not isinstance(units[0], tuple):
+            return {layer: found[layer] for layer in self.layers}
+        closed = values.new_zeros((), device=self.model.device)
+        return {
+            layer: torch.stack([found.get((layer, head), closed) for head in range(mixer.site.kv_heads)])
+            for layer, mixer in self.mixers.items()
+        }
 
     @contextlib.contextmanager
     def _mixing(self) -> Iterator[None]:
@@ -142,6 +159,8 @@ def mix(
 ) -> tuple[Tensor, None]:
     """In place of the seam: gate times softmax plus the rest of the mixer's output, [B,T,H,Dv]."""
     call, gate = mixer.calls[this_thread()], mixture.gates[mixer.site.layer]
+    if isinstance(gate, Tensor) and gate.ndim:  # a number for each key head
+        gate = gate.repeat_interleave(query.shape[1] // len(gate))[:, None]
     call.used = True
     parts: list[Tensor] = []
     if not isinstance(gate, float) or gate > 0:

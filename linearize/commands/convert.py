@@ -34,12 +34,22 @@ def convert(
         str,
         typer.Option(help="Layers that keep softmax: 7,15, every:4, or auto:2 (auto:25%) to let linearize choose."),
     ] = "",
+    keep_heads: Annotated[
+        str,
+        typer.Option(
+            help="Heads of converted layers that keep softmax, by layer and key head: '3:0,1;7:2', or auto:4 (auto:2%) "
+            "to let linearize choose."
+        ),
+    ] = "",
     score_by: Annotated[
-        str, typer.Option(help="How auto compares layers: restore (one after the other), swaps (fastest) or gates.")
+        str,
+        typer.Option(
+            help="How auto compares layers or heads: restore (one after the other), swaps (fastest) or gates."
+        ),
     ] = "restore",
     score_text: Annotated[
         Path | None,
-        typer.Option(help="Text on which auto compares layers, .txt or .jsonl. Default: Python sources.", parser=path),
+        typer.Option(help="Text on which auto compares them, .txt or .jsonl. Default: Python sources.", parser=path),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -93,8 +103,11 @@ def convert(
         raise LinearizeError("--restore: of models of diffusers, convert the source again with other --layers")
     if to is None and story is of_diffusers:
         raise LinearizeError("--to is missing: name the mechanism, such as --to gsa")
-    asked = of_scoring(score_by, score_text) if is_auto(keep_softmax) and story is of_transformers else {}
-    asked |= {"restore": restore} if story is of_transformers else {}
+    if keep_heads and story is of_diffusers:
+        raise LinearizeError("--keep-heads: attention of models of diffusers sees both sides; name layers to keep")
+    scored = is_auto(keep_softmax) or is_auto(keep_heads)
+    asked = of_scoring(score_by, score_text) if scored and story is of_transformers else {}
+    asked |= {"restore": restore, "keep_heads": keep_heads} if story is of_transformers else {}
     planned = story.plan_conversion(
         model,
         to,
@@ -137,7 +150,7 @@ def name_of(plan: Any) -> str:
 
 
 def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
-    """How `--keep-softmax auto` compares layers, as an argument. Raises LinearizeError (exit 2) for another method and
+    """How `auto` compares layers or heads, as an argument. Raises LinearizeError (exit 2) for another method and
     for text that is not there."""
     from ..choose.choose import Scoring, chooser
     from ..data.documents import TextSource

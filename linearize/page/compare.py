@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import LinearizeError
+from ..plan.heads import written
 from ..terminal.output import percent, ranges, size
 from ..terminal.tables import short
 from . import html
@@ -72,6 +73,7 @@ def figures(run: RunRecord) -> dict[str, Any]:
         "base": run.base,
         "mechanisms": sorted({step.mechanism for step in run.plan.steps}) if run.plan else [],
         "kept": [site.layer for site in run.plan.kept] if run.plan else [],
+        "kept_heads": written(run.plan.softmax_groups) if run.plan else "",
         "tokens": run.tokens,
         "ppl": curve[-1][1] if curve else None,
         "teacher_ppl": run.teacher_ppl,
@@ -95,7 +97,7 @@ def cells(run: RunRecord, label: str) -> tuple[str, ...]:
         label if run.finished else f"{label} (not finished)",
         row["base"],
         mechanisms(run.plan) if run.plan else "",
-        ranges(row["kept"]),
+        ", ".join(filter(None, (ranges(row["kept"]), row["kept_heads"]))),
         short(row["tokens"]),
         *(written(key, ".4g") for key in ("ppl", "teacher_ppl")),
         written("ppl_ratio", ".4f"),

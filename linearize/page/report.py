@@ -146,8 +146,11 @@ def _converted(run: RunRecord, drawn: Drawing | None) -> str:
         return html.paragraph("No converted model of this run is left in its folder, so its layers are not known.")
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step in plan.steps:
-        cost = (f"{step.new_parameters:,}", size(step.state_bytes) if step.site.causal else "none")
-        rows.append((step.site.layer, (step.site.path, step.mechanism, *cost, chosen_options(step))))
+        heads = step.site.softmax_groups
+        state = (size(step.state_bytes) if step.site.causal else "none") + (" and a cache" if heads else "")
+        attention = step.mechanism + (f", softmax in key heads {ranges([*heads])}" if heads else "")
+        cost = (f"{step.new_parameters:,}", state, chosen_options(step))
+        rows.append((step.site.layer, (step.site.path, attention, *cost)))
     for site in plan.kept:
         rows.append((site.layer, (site.path, "softmax (kept)", "", "cache" if site.causal else "none", "")))
     columns = {"layers": "text", "module": "text", "attention": "text", "new parameters": "number", "state": "number"}

@@ -10,6 +10,7 @@ from ..errors import Exit, LinearizeError
 from ..probe.probe import Found
 from ..terminal.output import ranges
 from .dropped_features import check_dropped_features
+from .heads import keep_heads
 from .keep import is_auto
 from .plan import (
     Pass,
@@ -82,6 +83,7 @@ def plan_again(
         here = [site for site in found.sites if site.layer == layer and site.path not in linear]
         sites += [site for site in here if not misfit(site, request.mechanism)] or here
     check_dropped_features(sites, request.allow_drop)
+    sites = keep_heads(request.keep_heads, sites, found, folder)
     steps = settle_rotation(found, make_steps(sites, request.mechanism, request.options or {}, item_bytes(old.dtype)))
     check_rotation(found, steps)
     check_idle(found, steps, given)
@@ -109,6 +111,7 @@ def plan_again(
         needed_bytes=numbers * item_bytes(old.dtype) + old.source_bytes * request.copy,
         copy=request.copy,
         choice=None,
+        heads_choice=None,
         again=(*old.again, done),
     )
 
@@ -120,6 +123,16 @@ def check_request(request: Request, restore: str, old: Plan, found: Found, folde
         raise LinearizeError(
             f"--keep-softmax {request.keep_softmax} {how}, and {folder} is converted already. Name the layers that "
             "become linear (--layers 3), and those that get softmax back (--restore 3)"
+        )
+    if is_auto(request.keep_heads):
+        raise LinearizeError(
+            f"--keep-heads {request.keep_heads} compares heads of a source, and {folder} is converted already. Name "
+            "those of the layers that become linear: --layers 3 --keep-heads 3:0"
+        )
+    if request.keep_heads and request.layers == "all":
+        raise LinearizeError(
+            f"--keep-heads {request.keep_heads} is for layers that become linear, and none does: linear layers of "
+            f"{folder} stay as they are. Give a layer softmax back (--restore 3), then convert it with its heads"
         )
     if request.dtype not in ("keep", old.dtype):
         raise LinearizeError(

@@ -1,4 +1,4 @@
-"""How many layers `--keep-softmax auto:2` asks for, and the choice that a plan stores."""
+"""How many layers `--keep-softmax auto:2` asks for, or `--keep-heads` heads, and the choice that a plan stores."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MEANING = {
 class Choice:
     """Why a plan keeps softmax where it does.
 
-    `kept` are the chosen layers of those that `scores` names, by number; MEANING says what a score of the `method` is.
-    `text` names what was read: `tokens` tokens to compare predictions on, and `recalls` texts that ask for a
-    repetition. `kl` are mean divergences from the source, in nats a token, on the text and on what is asked for, with
-    no layer kept (`linear`) and with those `kept`.
+    `kept` are the chosen layers of those that `scores` names, by number, or the chosen heads, as `3:0`; MEANING says
+    what a score of the `method` is. `text` names what was read: `tokens` tokens to compare predictions on, and
+    `recalls` texts that ask for a repetition. `kl` are mean divergences from the source, in nats a token, on the text
+    and on what is asked for, with none kept (`linear`) and with those `kept`.
     """
 
     asked: str
     method: str
-    kept: tuple[int, ...]
+    kept: tuple[int, ...] | tuple[str, ...]
     scores: dict[str, float] = dataclasses.field(default_factory=dict)
     text: str = ""
     tokens: int = 0
@@ -50,25 +50,27 @@ class Choice:
         return cls(asked, UNSCORED, tuple(layers[(2 * n + 1) * len(layers) // (2 * count)] for n in range(count)))
 
 
-def is_auto(keep_softmax: str) -> bool:
-    """Whether the layers that keep softmax are left to linearize."""
-    return keep_softmax.strip().startswith("auto")
+def is_auto(asked: str) -> bool:
+    """Whether the layers, or heads, that keep softmax are left to linearize."""
+    return asked.strip().startswith("auto")
 
 
-def auto_count(keep_softmax: str, layers: int) -> int:
-    """How many of `layers` layers `auto:N` or `auto:P%` keeps: at least one, and not all.
+def auto_count(asked: str, number: int, flag: str = "--keep-softmax", what: str = "layer") -> int:
+    """How many of `number` layers `auto:N` or `auto:P%` keeps: at least one, and not all. Or of heads.
 
     Raises LinearizeError (exit 2) for anything else.
     """
-    where = f"--keep-softmax {keep_softmax}"
-    found = re.fullmatch(r"auto:(\d{1,9}(?:\.\d{1,9})?)(%?)", keep_softmax.strip())
+    where = f"{flag} {asked}"
+    found = re.fullmatch(r"auto:(\d{1,9}(?:\.\d{1,9})?)(%?)", asked.strip())
     if not found or (not found[2] and "." in found[1]):
-        raise LinearizeError(f"{where}: write auto:2 for two layers, or auto:25% for a quarter of them")
-    count = max(1, round(layers * float(found[1]) / 100)) if found[2] else int(found[1])
+        raise LinearizeError(f"{where}: write auto:2 for two {what}s, or auto:25% for a quarter of them")
+    count = max(1, round(number * float(found[1]) / 100)) if found[2] else int(found[1])
     if float(found[1]) == 0:
-        raise LinearizeError(f"{where} keeps no layer. Leave --keep-softmax out")
-    if count >= layers:
-        raise LinearizeError(f"{where} keeps {count} of {layers} layers and leaves no layer to convert. Ask for fewer")
+        raise LinearizeError(f"{where} keeps no {what}. Leave {flag} out")
+    if count >= number:
+        raise LinearizeError(
+            f"{where} keeps {count} of {number} {what}s and leaves no {what} to convert. Ask for fewer"
+        )
     return count
 
 

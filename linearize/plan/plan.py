@@ -14,6 +14,7 @@ from ..errors import Exit, LinearizeError
 from ..probe.probe import Found, Other
 from ..terminal.output import ranges
 from .dropped_features import dropped_features
+from .heads import Group
 from .keep import Choice, is_auto
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 
@@ -85,6 +86,7 @@ class Plan:
     cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     copy: bool = False
     choice: Choice | None = None  # where linearize chose the layers that are kept
+    heads_choice: Choice | None = None  # where it chose the heads of linear layers that keep softmax
     again: tuple[Pass, ...] = ()  # conversions of the result, the last one last; `source` stays the first one's
 
     @property
@@ -113,15 +115,21 @@ class Plan:
         """Decode memory per sequence after `tokens` tokens: of the source, and of the converted model."""
         item = item_bytes(self.dtype)
 
-        def kv(site: Site) -> int:
-            row = site.kv_heads * (site.key_dim + site.value_dim) * item * site.causal
+        def kv(site: Site, heads: int) -> int:
+            row = heads * (site.key_dim + site.value_dim) * item * site.causal
             return min(tokens, self.cached_tokens.get(site.path, tokens)) * row
 
-        kept = sum(kv(site) for site in self.kept)
+        kept, sites = sum(kv(site, site.kv_heads) for site in self.kept), [step.site for step in self.steps]
+        softmax = sum(kv(site, len(site.softmax_groups)) for site in sites)
         return {
-            "source": kept + sum(kv(step.site) for step in self.steps),
-            "converted": kept + sum(step.state_bytes for step in self.steps),
+            "source": kept + sum(kv(site, site.kv_heads) for site in sites),
+            "converted": kept + softmax + sum(step.state_bytes for step in self.steps),
         }
+
+    @property
+    def softmax_groups(self) -> list[Group]:
+        """The heads of linear layers that keep softmax, by layer and key head."""
+        return [(step.site.layer, head) for step in self.steps for head in step.site.softmax_groups]
 
     def to_json(self) -> dict[str, Any]:
         """Everything above as plain JSON values."""
@@ -141,7 +149,8 @@ class Plan:
         fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
         fields["others"] = tuple(data.get("others", ()))
         fields["again"] = tuple(Pass.from_json(one) for one in data.get("again", ()))
-        fields["choice"] = Choice.from_json(data["choice"]) if data.get("choice") else None
+        for name in ("choice", "heads_choice"):
+            fields[name] = Choice.from_json(data[name]) if data.get(name) else None
         return cls(**fields)
 
 
@@ -237,7 +246,8 @@ def settle_rotation(found: Found, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     settled_steps = []
     for step in steps:
         if step.options.get("rope") == "auto":
-            place = settled("auto", step.options.get("window", 0)) if step.site.path in found.rotated else "before"
+            exact = step.options.get("window", 0) or len(step.site.softmax_groups)  # which needs q and k rotated
+            place = settled("auto", exact) if step.site.path in found.rotated else "before"
             step = dataclasses.replace(step, options={**step.options, "rope": place})
         settled_steps.append(step)
     return tuple(settled_steps)

@@ -11,6 +11,7 @@ from ..errors import LinearizeError
 from ..probe.probe import Found
 from ..terminal.output import say
 from .dropped_features import check_dropped_features
+from .heads import keep_heads
 from .mechanisms import renamed_options
 from .plan import (
     Plan,
@@ -28,8 +29,9 @@ from .plan import (
 @dataclasses.dataclass(frozen=True)
 class Request:
     """`layers` and `keep_softmax` are as `choose_layers` reads them, or `keep_softmax` is `auto:2`, for which
-    `plan_conversion` puts what was chosen; `options` are the mechanism's; `allow_drop` consents, by name, to what the
-    linear layers will lack (dropped_features.py); `dtype` is the result's, or `keep`.
+    `plan_conversion` puts what was chosen, as it does for `keep_heads`, which `heads.keep_heads` reads. `options` are
+    the mechanism's; `allow_drop` consents, by name, to what the linear layers will lack (dropped_features.py); `dtype`
+    is the result's, or `keep`.
     `copy` asks for copies of the source's shards, which are hard links otherwise.
 
     Raises LinearizeError (exit 2) for what is wrong with every model: an unknown mechanism, option or dtype.
@@ -38,6 +40,7 @@ class Request:
     mechanism: str
     layers: str = "all"
     keep_softmax: str = ""
+    keep_heads: str = ""
     options: dict[str, Any] | None = None
     allow_drop: Sequence[str] = ()
     dtype: str = "keep"
@@ -68,6 +71,7 @@ class Request:
         found = fitting(found, self.mechanism, source.name)
         chosen, kept = choose_layers(found, self.layers, self.keep_softmax, source.name)
         check_dropped_features(chosen, self.allow_drop)
+        chosen = keep_heads(self.keep_heads, chosen, found, source.name)
         target = stored if self.dtype == "keep" else self.dtype
         steps = make_steps(chosen, self.mechanism, self.options or {}, item_bytes(target))
         steps = settle_rotation(found, steps)

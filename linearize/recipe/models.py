@@ -68,8 +68,10 @@ class Convert(Strict):
     """Layers to convert, by number from 0: "0-3,7", [0, 2], "every:2" or "all"."""
     keep_softmax: Layers = ""
     """Layers left as they are, such as "7,15", [7, 15] or every:4; auto:2 or auto:25% lets linearize choose."""
+    keep_heads: str = ""
+    """Heads of converted layers that keep softmax, by layer and key head: "3:0,1;7:2"; or auto:4, auto:2%."""
     score_by: Method = "restore"
-    """How auto compares layers, on the text of the first stage."""
+    """How auto compares layers, or heads, on the text of the first stage."""
     allow_drop: Names = ()
     """What the result may lack, as a refused plan names it: "alibi" or [alibi, sinks]."""
     copy_weights: bool = False

@@ -20,8 +20,8 @@ def is_converted(config: Any) -> bool:
 def layers_of(config: Any) -> Layers:
     """The layers of a converted decoder, by its config.
 
-    Raises ValueError, naming the model, for one that vLLM cannot run: an encoder, a model with several towers, or one
-    whose attention modules compute softmax in their own code.
+    Raises ValueError, naming the model, for one that vLLM cannot run: an encoder, a model with several towers, one
+    whose attention modules compute softmax in their own code, or one in which some heads of linear layers keep softmax.
     """
     sites = [layer["site"] for layer in config.linearize["layers"]]
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
@@ -36,6 +36,12 @@ def layers_of(config: Any) -> Layers:
         raise ValueError(
             f"{name}: {own[0]} computes softmax in its own code, which vLLM's Transformers backend cannot replace. "
             f"{_ELSEWHERE}"
+        )
+    exact = [site["path"] for site in sites if site.get("softmax_groups")]
+    if exact:
+        raise ValueError(
+            f"{name}: some heads of {exact[0]} keep softmax (--keep-heads), and linearize's plugin serves layers that "
+            f"are linear as a whole. {_ELSEWHERE}"
         )
     linear = {site["layer"]: site["path"] for site in sites}
     return Layers(linear, tuple(i for i in range(config.num_hidden_layers) if i not in linear))

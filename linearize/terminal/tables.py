@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..plan.heads import regrouped, written
 from ..plan.keep import MEANING
 from .output import percent, printable, ranges, short, size
 
@@ -76,8 +77,9 @@ def plan_table(plan: Plan) -> None:
         site = step.site
         stays = "\n(as it is)" if last and site.path not in last.added else ""
         heads = f"{site.kind}\n{site.heads}/{site.kv_heads}x{site.key_dim}"
-        cost = (f"{step.new_parameters:,}", size(step.state_bytes) if site.causal else "none")
-        rows.append((site.layer, (site.path, heads, step.mechanism + stays, *cost)))
+        exact = f"\nsoftmax in {len(site.softmax_groups)}/{site.kv_heads}" if site.softmax_groups else ""
+        state = (size(step.state_bytes) if site.causal else "none") + ("\n+ KV cache" if exact else "")
+        rows.append((site.layer, (site.path, heads, step.mechanism + exact + stays, f"{step.new_parameters:,}", state)))
     for site in plan.kept:
         how = "restored" if last and site.path in last.restored else "kept"
         rows.append(
@@ -105,10 +107,13 @@ def plan_table(plan: Plan) -> None:
             "the result's shards of source weights are hard links to the source's files where the disk allows: what is "
             "written into one of them, in place, is in both (--copy makes copies)"
         )
-    if plan.choice is not None and plan.choice.scores:
-        choice_table(plan.choice)
+    for choice, flag in ((plan.choice, "--keep-softmax"), (plan.heads_choice, "--keep-heads")):
+        if choice is not None and choice.scores:
+            choice_table(choice, flag)
     if plan.kept:
         out.print(f"softmax stays in layers {ranges([s.layer for s in plan.kept])}")
+    if plan.softmax_groups:
+        out.print(f"softmax stays in key heads (layer:head) {written(plan.softmax_groups)}")
     for other in plan.others:
         out.print(f"stays as it is: {other}")
     for note in plan.notes:
@@ -125,20 +130,21 @@ def again_text(plan: Plan) -> str:
     return f"{last.folder} is converted already: {'; '.join(changes)}; all other weights stay as they are"
 
 
-def choice_table(choice: Choice) -> None:
-    """The score of every layer, what was chosen, and how to have it again without scoring."""
+def choice_table(choice: Choice, flag: str) -> None:
+    """The score of every layer, or head, what was chosen, and how to have it again without scoring; `flag` asked."""
     out = console()
-    kept = [(layer, "softmax (kept)" if int(layer) in choice.kept else "") for layer in choice.scores]
-    rows = [(layer, f"{choice.scores[layer]:.3f}", what) for layer, what in kept]
-    out.print(table({"layer": "number", "score": "number", "attention": "short"}, rows))
+    what, names = ("head", [*choice.kept]) if flag == "--keep-heads" else ("layer", [*map(str, choice.kept)])
+    rows = [(name, f"{score:.3f}", "softmax (kept)" * (name in names)) for name, score in choice.scores.items()]
+    out.print(table({what: "number", "score": "number", "attention": "short"}, rows))
     out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
     recall = f" and {choice.recalls} texts that ask for a repetition" if choice.recalls else ""
     out.print(f"scored on {choice.tokens:,} tokens of {choice.text}{recall}, mixers trained for a moment")
     for kind, linear in choice.kl["linear"].items():
         out.print(
-            f"KL from the source, {kind}: {linear:.4f} with no layer kept, {choice.kl['kept'][kind]:.4f} with these"
+            f"KL from the source, {kind}: {linear:.4f} with no {what} kept, {choice.kl['kept'][kind]:.4f} with these"
         )
-    out.print(f"--keep-softmax {','.join(map(str, choice.kept))} repeats this without scoring")
+    again = f"'{regrouped(choice.kept)}'" if what == "head" else ",".join(names)
+    out.print(f"{flag} {again} repeats this without scoring")
 
 
 def alike(rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, ...]]:

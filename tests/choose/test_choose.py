@@ -25,6 +25,7 @@ from linearize.data.batches import run
 from linearize.data.packing import TextSource
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run, finetune
+from linearize.plan.heads import leaves_one, unscored_heads
 from linearize.plan.keep import METHODS
 from linearize.recipe.recipe import Recipe
 from linearize_kernels.hf.seam import mixers_of
@@ -216,6 +217,115 @@ def test_what_cannot_be_compared_is_refused(place: Path, tmp_path: Path) -> None
     error = refusal(tmp_path, mechanism="la")
     assert error.code == Exit.INCOMPATIBLE
     assert "ViTForImageClassification writes none" in error.message
+
+
+# ---------------------------------------------------------------- heads
+
+HEAD = (1, 0)  # the one of `heads_place` whose output reaches the residual stream
+
+
+@pytest.fixture(scope="module")
+def heads_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model in which the query heads of key head 0 of layer 1 alone matter, and text."""
+    folder, model = tmp_path_factory.mktemp("heads"), small_model("llama", **TRAINED)
+    for number, layer in enumerate(model.model.layers):
+        weight = layer.self_attn.o_proj.weight.data
+        half = weight.shape[1] // 2
+        weight[:, half if number == HEAD[0] else 0 :] *= 1e-3
+    model.save_pretrained(folder / "source")
+    byte_tokenizer().save_pretrained(folder / "source")
+    write_data(folder)
+    return folder
+
+
+def test_a_mixture_opens_heads_one_by_one(tmp_path: Path) -> None:
+    source = save_source(tmp_path)
+    mixture = Mixture(small_model("llama"), plan_conversion(str(source), "gsa", options=OPTIONS)[0])
+    batch = {"input_ids": torch.arange(48).view(2, 24) % 97, "position_ids": torch.arange(24).expand(2, 24)}
+    every = [(layer, head) for layer in range(4) for head in range(2)]
+    with torch.no_grad():
+        whole, linear = (mixture.logits(batch, mixture.hybrid(kept)) for kept in (every, ()))
+        assert relative_error(whole, mixture.teacher(batch)) < TOLERANCE[torch.float32]
+        one = mixture.logits(batch, mixture.hybrid([(2, 1)]))
+        weights = [layer.self_attn.o_proj.weight for layer in mixture.model.model.layers]
+        weights[2].data[:, 16:] = 0.0  # its query heads
+        closed, opened = (mixture.logits(batch, mixture.hybrid(kept)) for kept in ((), [(2, 1)]))
+    assert relative_error(one, linear) > 1e-3
+    assert relative_error(opened, closed) < TOLERANCE[torch.float32]
+    values = torch.full((7,), 0.5, requires_grad=True)
+    mixture.logits(batch, mixture.opened(every[:3] + every[4:], values)).square().mean().backward()
+    assert values.grad is not None
+    assert bool((values.grad != 0)[[0, 1, 2, 3, 5, 6]].all())
+    gates = mixture.opened(every[:3] + every[4:], values.detach())
+    assert [[float(gate) for gate in gates[layer]] for layer in (0, 1)] == [[0.5, 0.5], [0.5, 0.0]]  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("_less_text")
+@pytest.mark.parametrize("method", METHODS)
+def test_convert_chooses_the_head_that_matters(
+    heads_place: Path, tmp_path: Path, linearize: Command, method: str
+) -> None:
+    arguments = ["--keep-heads", "auto:1", "--score-by", method, "--score-text", heads_place / "train.jsonl"]
+    settings = [part for name, value in OPTIONS.items() for part in ("--set", f"{name}={value}")]
+    output = ("--dry-run",) if method != "restore" else ("-o", tmp_path / "heads", "--verify", "none")
+    code, out, err = linearize(
+        "convert", heads_place / "source", "--to", "gsa", *arguments, *settings, *output, "--json"
+    )
+    assert code == 0, err
+    plan = json.loads(out)["plan"]
+    choice = plan["heads_choice"]
+    assert choice["kept"] == ["1:0"] == [max(choice["scores"], key=choice["scores"].get)]
+    assert [step["site"]["softmax_groups"] for step in plan["steps"]] == [[], [0], [], []]
+    assert choice["scores"].keys() == {f"{layer}:{head}" for layer in range(4) for head in range(2)}
+    assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
+    for said in ("choosing 1 of 8 key heads", "--keep-heads '1:0' repeats this without scoring", "with no head kept"):
+        assert said in err
+    if method == "restore":
+        assert json.loads(json.dumps(read_plan(tmp_path / "heads").to_json())) == plan
+        assert load(tmp_path / "heads")(torch.arange(9)[None]).logits.isfinite().all()
+
+
+@pytest.mark.usefixtures("_less_text")
+def test_a_recipe_chooses_layers_then_heads_and_trains_the_rest(heads_place: Path) -> None:
+    convert = {"mechanism": "gsa", "options": OPTIONS, "keep_softmax": "auto:1", "keep_heads": "auto:20%"}
+    stages = [stage(kind, steps=2) for kind in ("attention_transfer", "logit_kl")]
+    values = recipe_values(heads_place, heads_place / "source", *stages, convert=convert | {"score_by": "swaps"})
+    recipe = Recipe.model_validate(values)
+    recipe._folder = heads_place
+    said: list[str] = []
+    dry_run(recipe, said.append)
+    assert said[-1] == "softmax stays in 1 key heads of linear layers (auto:20%); the run measures which"
+    finetune(recipe, say=said.append)
+    plan = read_plan(heads_place / "run" / "final")
+    assert [site.layer for site in plan.kept] == [HEAD[0]]
+    assert len(plan.softmax_groups) == 1
+    assert plan.choice is not None
+    assert plan.heads_choice is not None
+    assert len(plan.heads_choice.scores) == 6
+    assert "keep softmax" in (heads_place / "run" / "final" / "README.md").read_text()
+    ids = torch.arange(24)[None] % 90
+    model = load(heads_place / "run" / "final")
+    assert sum(bool(mixer.softmax) for mixer in mixers_of(model).values()) == 1
+    assert model(ids).logits.isfinite().all()
+
+
+def test_one_head_of_each_layer_is_left_to_its_mechanism() -> None:
+    groups = [(layer, head) for layer in (0, 3) for head in range(3)]
+    weights = dict(zip(groups, (0.3, 0.2, 0.1, 0.05, 0.04, 0.01), strict=True))
+
+    def lost(sets: Any) -> list[float]:
+        return [sum(weight for group, weight in weights.items() if group not in kept) for kept in sets]
+
+    def lost_at(opened: torch.Tensor, step: int) -> torch.Tensor:
+        return (torch.tensor([*weights.values()]) * (1 - opened)).sum()
+
+    wanted = [(0, 0), (0, 1), (3, 0)]
+    assert restore(groups, 3, lost, leaves_one(groups)).kept == wanted
+    assert swaps(groups, 3, lost, leaves_one(groups)).kept == wanted
+    assert gates(groups, 3, lost_at, leaves_one(groups)).kept == wanted
+    assert unscored_heads("auto:4", groups).kept == ("0:0", "0:2", "3:0", "3:2")
+    with pytest.raises(LinearizeError, match=r"keeps 5 heads, and 4 leave one in each layer"):
+        unscored_heads("auto:5", groups)
 
 
 # ---------------------------------------------------------------- what is read

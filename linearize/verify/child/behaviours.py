@@ -175,15 +175,20 @@ CHECKS: dict[str, Callable[[Any, Tensor], float | None]] = {
 
 
 def constant_state(model: Any, ids: Tensor) -> str:
-    """Why the decode state is not what the config promises, or nothing: one per linear layer, and it does not grow."""
-    held = []
+    """Why the decode state is not what the config promises, or nothing: one per linear layer, and it does not grow but
+    by the keys and values of heads that keep softmax."""
+    held: list[list[int]] = []
+    heads = [len(layer["site"].get("softmax_groups", ())) for layer in model.config.linearize["layers"]]
     for length in (8, ids.shape[1]):
         cache = call(model, ids[:, :length], use_cache=True).past_key_values
         layers = [layer for layer in cache.layers if hasattr(layer, "state")]
-        held.append([held_bytes(vars(layer)) for layer in layers])
-    wanted = len(model.config.linearize["layers"])
-    if len(held[0]) != wanted:
-        return f"{len(held[0])} layers keep a state, the config has {wanted}"
+        exact = [getattr(layer.state, "softmax", None) for layer in layers]
+        held.append([held_bytes(vars(layer)) - held_bytes(its) for layer, its in zip(layers, exact, strict=True)])
+        kept = [0 if its is None else its.keys.shape[2] for its in exact]
+    if len(held[0]) != len(heads):
+        return f"{len(held[0])} layers keep a state, the config has {len(heads)}"
+    if sorted(kept) != sorted(heads):  # layers of a config may be in another order
+        return f"{sum(kept)} key heads keep keys and values, the config has {sum(heads)}"
     return "" if held[0] == held[1] else f"the state grows from {sum(held[0])} to {sum(held[1])} bytes"
 
 
