@@ -3,7 +3,10 @@
 The mixers learn by attention transfer first; that does not depend on which layers are kept, so one run serves all
 pairs. Then each pair is compared with the source on text that is held out, and on texts that ask for a repetition.
 
+With --heads, sets of heads as --keep-heads names them are compared in place of pairs, and no method chooses.
+
 python -m benchmarks.pairs --set slots=64 --set state_heads=query
+python -m benchmarks.pairs --set window=64 --set sink=1 --heads "4:1" "4:1;5:0"
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import math
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +41,7 @@ from linearize.data.batches import targets
 from linearize.data.packing import TextSource, build_blocks
 from linearize.demo import model_folder
 from linearize.measure.generate import load_tokenizer
+from linearize.plan.heads import parse_groups, written
 from linearize.plan.keep import METHODS
 from linearize.plan.mechanisms import parse_settings
 from linearize.train.losses import cross_entropy
@@ -48,8 +53,8 @@ def source_of(name: str) -> TextSource:
 
 
 @torch.no_grad()
-def loss(mixture: Mixture, scorer: Scorer, kept: tuple[int, ...]) -> float:
-    """Mean cross entropy of the next token with these layers kept."""
+def loss(mixture: Mixture, scorer: Scorer, kept: Any) -> float:
+    """Mean cross entropy of the next token with these layers, or heads, kept."""
     gates = mixture.hybrid(kept)
     values: list[Tensor] = [cross_entropy(mixture.logits(b, gates), targets(b)) for b in scorer.batches["text"]]
     return float(torch.stack(values).mean())
@@ -66,6 +71,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--methods", nargs="*", default=METHODS)
+    parser.add_argument("--heads", nargs="*", default=[], help="sets of heads to compare in place of pairs of layers")
     arguments = parser.parse_args()
     options = parse_settings(arguments.settings)
     plan, source, natives = plan_conversion(arguments.model, arguments.mechanism, options=options)
@@ -79,7 +85,7 @@ def main() -> None:
     device = (whole := mixture()).model.device
     train, text = text_batches(scoring.text, tokenizer, arguments.length, device)
     recall = recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), scoring.seed, device)
-    for method in arguments.methods:
+    for method in () if arguments.heads else arguments.methods:
         began, fresh = time.process_time(), mixture()
         fresh.calibrate(train[0])
         fresh.train_mixers(train, TRANSFER_LR)
@@ -101,10 +107,13 @@ def main() -> None:
     whole.train_mixers(batches, TRANSFER_LR)
     scorer = Scorer(whole, compared, recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), 1, device))
     teacher = loss(whole, scorer, tuple(whole.layers))
-    sets = [(), *itertools.combinations(whole.layers, 2)]
+    sets: list[Any] = [(), *itertools.combinations(whole.layers, 2)]
+    if arguments.heads:
+        sets = [(), *map(parse_groups, arguments.heads)]
     for kept, values in zip(sets, scorer.kl(sets), strict=True):
         ratio = math.exp(loss(whole, scorer, kept) - teacher)
-        row = {"kept": kept, "ppl_ratio": round(ratio, 4), **{f"kl_{k}": round(v, 4) for k, v in values.items()}}
+        named = written(kept) if arguments.heads else kept
+        row = {"kept": named, "ppl_ratio": round(ratio, 4), **{f"kl_{k}": round(v, 4) for k, v in values.items()}}
         print(json.dumps(row), flush=True)
 
 
