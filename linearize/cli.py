@@ -25,6 +25,7 @@ from .commands import (
     finetune,
     generate,
     inspect,
+    logits,
     mechanisms,
     push,
     recipes,
@@ -110,6 +111,7 @@ def _global(
 app.command()(inspect.inspect)
 app.command()(convert.convert)
 app.command()(estimate.estimate)
+app.command()(logits.logits)
 app.command()(finetune.finetune)
 app.command("eval")(eval.evaluate)
 app.command()(report.report)

@@ -50,6 +50,7 @@ from .train.runs import Position, Run, processes, read_position
 from .train.runtime import Say, check_runtime, device_name, make_accelerator, on_cpu, stage_steps, to_source
 from .train.save import meta_model, save_final
 from .train.session import Finetuner, check_model
+from .train.teacher import Named, check_teacher, find_teacher, meta_teacher, teacher_line
 from .verify.reload import numbers
 
 # A parameter takes at most so much: float32 weight, gradient and two moments, and the teacher's copy. A model whose
@@ -82,8 +83,9 @@ def finetune(
     with memory_errors(tuner), contextlib.closing(run):
         with run.preparing(accelerator.is_main_process):
             with accelerator.main_process_first():
-                base = open_base(recipe, run, accelerator.is_main_process, say)
-            tuner.load(base)
+                named = find_teacher(recipe, run.teacher_commit())
+                base = open_base(recipe, run, named, accelerator.is_main_process, say)
+            tuner.load(base, named)
         accelerator.init_trackers(recipe.name)
         complete = tuner.train(only)
         if complete:
@@ -93,6 +95,7 @@ def finetune(
         report = run.report(layers, complete, positions)
         if complete and accelerator.is_main_process:
             report |= {"samples": tuner.samples(), "device": device_name(accelerator.device)}
+            report["teacher"] = run.teacher()
             if positions and (message := warning_of(positions)):
                 say(message)
             run.write_report(report)
@@ -184,27 +187,31 @@ def from_configs(recipe: Recipe) -> Iterator[tuple[Any, Path | None]]:
         yield plan_base(recipe, base, weights=False), None
 
 
-def open_base(recipe: Recipe, run: Run, owner: bool, say: Say) -> Path:
-    """The converted checkpoint that training starts from; the process that is `owner` opens the run's folder.
+def open_base(recipe: Recipe, run: Run, named: Named | None, owner: bool, say: Say) -> Path:
+    """The converted checkpoint that training starts from, `named` being the recipe's own teacher; the process that is
+    `owner` opens the run's folder.
 
     Of the Hub it is the commit that the run began with, whatever the branch has become.
     """
     if recipe.convert is not None:
         if owner:
-            prepare_base(recipe, run, say)
+            prepare_base(recipe, run, named, say)
             upgrade_base(recipe, run, run.converted, say)
         return run.converted
     source = converted_base(recipe, None if owner and run.resume == "never" else run.commit())
     if owner:
         check_packages(recipe)
+        if named is not None:
+            model = meta_model(source.folder, None, None, recipe.model.trust_remote_code)
+            check_teacher(named, recipe, model, run.max_steps, processes())
     if owner and saved_again(source.folder) is not None and not run.has_converted:
-        begin(recipe, run, None, source.revision, say)
+        begin(recipe, run, None, source.revision, named, say)
         adopt(source.folder, run.converted, trust_remote_code=recipe.model.trust_remote_code)
         run.note_base(run.converted)
         say(f"{source.folder} has no linearize.json, as transformers saved it: training starts from {run.converted}")
     elif owner:
         check_room(recipe, run, None, source.folder, numbers([source.folder]))
-        begin(recipe, run, run.converted if run.has_converted else source.folder, source.revision, say)
+        begin(recipe, run, run.converted if run.has_converted else source.folder, source.revision, named, say)
         upgrade_base(recipe, run, run.converted if run.converted.exists() else source.folder, say)
     return run.converted if run.converted.exists() else source.folder
 
@@ -224,8 +231,8 @@ def upgrade_base(recipe: Recipe, run: Run, base: Path, say: Say) -> None:
         say(f"{base} has the code of linearize {version}, this run that of {__version__}. {message}")
 
 
-def begin(recipe: Recipe, run: Run, base: Path | None, commit: str | None, say: Say) -> None:
-    """Open the run's folder, unless the data or the files of `base` are others than the run began with."""
+def begin(recipe: Recipe, run: Run, base: Path | None, commit: str | None, named: Named | None, say: Say) -> None:
+    """Open the run's folder, unless the data, the files of `base` or the teacher are others than the run began with."""
     data = {}
     for number, stage in enumerate(recipe.stages):
         for split in ("train", "eval"):
@@ -233,7 +240,7 @@ def begin(recipe: Recipe, run: Run, base: Path | None, commit: str | None, say: 
             if source is not None:
                 own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
                 data[f"{own}data.{split}"] = source_hash(source, recipe.folder)
-    for note in run.start(versions(), commit, data, base):
+    for note in run.start(versions(), commit, data, base, named.facts() if named else None):
         say(note)
 
 
@@ -280,10 +287,13 @@ def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
     return Scoring(convert.score_by, text, data.pack.seq_len, device, recipe.seed, say)
 
 
-def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
+def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> None:
     """Open the run's folder, and convert the base into it unless an earlier start of this run did."""
     if run.has_converted:
-        begin(recipe, run, run.converted, None, say)
+        if named is not None:
+            model = meta_model(run.converted, None, None, recipe.model.trust_remote_code)
+            check_teacher(named, recipe, model, run.max_steps, processes())
+        begin(recipe, run, run.converted, None, named, say)
         return
     assert recipe.convert is not None
     check_packages(recipe)
@@ -292,18 +302,22 @@ def prepare_base(recipe: Recipe, run: Run, say: Say) -> None:
     early = chosen_here or isinstance(recipe.model.base, Scratch)
     if early:
         with from_configs(recipe) as (likely, _):
+            if named is not None:
+                student = meta_model(None, likely, None, recipe.model.trust_remote_code)
+                check_teacher(named, recipe, student, run.max_steps, processes())
             check_room(recipe, run, likely, None, likely[2].parameters())
     with open_source_of(recipe, True) as base:
         plan, source, natives = plan_base(recipe, base, say=say)
         trust = recipe.model.trust_remote_code
         check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
         if not early:
+            check_teacher(named, recipe, model, run.max_steps, processes())
             check_room(recipe, run, (plan, source, natives), None, sum(p.numel() for p in model.parameters()))
         if kind_of(model) != "images":
             load_tokenizer(source.folder, trust)
         if left := unread(source):
             say(UNREAD.format(", ".join(left)))
-        begin(recipe, run, None, None, say)
+        begin(recipe, run, None, None, named, say)
         convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
     run.note_base(run.converted)
 
@@ -331,7 +345,9 @@ def dry_run(
         recipe = chosen(recipe, planned, folder, device, precision, say)
         rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda")
         check_model(rehearsal.model, recipe)
-        if folder is not None and (note := trained_before(folder)):
+        named = rehearsal.named
+        check_teacher(named, recipe, rehearsal.model, max_steps, processes())
+        if folder is not None and (note := trained_before(folder, named.name if named else None)):
             say(note)
         cost = estimate(rehearsal, device, max_steps)
         cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
@@ -347,6 +363,8 @@ def dry_run(
             if plan.heads_choice is not None:
                 asked, count = plan.heads_choice.asked, len(plan.softmax_groups)
                 say(f"softmax stays in {count} key heads of linear layers ({asked}); the run measures which")
+        if named is not None:
+            say(teacher_line(named, rehearsal.student.other))
         if cost.too_large:
             say(f"note: {refusal(cost, advise(rehearsal, device, cost)).message}")
         rows = [one.row(device) for one in cost.stages]
@@ -411,6 +429,9 @@ def check_room(recipe: Recipe, run: Run, planned: Any, folder: Path | None, para
     A model whose `parameters` are few beside the memory is let through: to rehearse its stages takes seconds.
     """
     device, precision = target(recipe, None)
+    named = find_teacher(recipe, weights=False)
+    if named is not None and named.stored is None:
+        parameters += sum(p.numel() for p in meta_teacher(named).parameters())
     if parameters * BYTES_AT_MOST < SMALL * device.memory:
         return
     rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda")

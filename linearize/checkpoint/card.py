@@ -106,7 +106,7 @@ def model_card(
         layers=ranges([step.site.layer for step in plan.steps]),
         kept=(f"; layers {ranges(kept)} keep softmax" if kept else "") + kept_heads(plan),
         version=__version__,
-        training=untrained(plan) if recipe is None else trained(recipe),
+        training=untrained(plan) if recipe is None else trained(recipe, report),
         place=PLACE,
         revision=f" at `{plan.revision}`" if plan.revision else "",
         architecture=plan.architecture,
@@ -235,10 +235,16 @@ def of_licence_file(folder: Path) -> dict[str, str]:
 # ---------------------------------------------------------------- after training
 
 
-def trained(recipe: Recipe) -> str:
-    """One sentence."""
+def trained(recipe: Recipe, report: dict[str, Any] | None = None) -> str:
+    """One sentence, and another on a teacher that is not the source."""
     stages = "; ".join(f"{stage.kind} of {', '.join(stage.train)}" for stage in recipe.stages)
-    return f"Trained with `linearize finetune` ({recipe.name}): {stages}."
+    text = f"Trained with `linearize finetune` ({recipe.name}): {stages}."
+    teacher = (report or {}).get("teacher")
+    if not teacher:
+        return text
+    at = f", commit `{teacher['commit']}`" if teacher["commit"] else ""
+    top = f", of whose predictions the {teacher['top']} likeliest tokens were kept" if "top" in teacher else ""
+    return f"{text} Logits are those of `{teacher['model']}`{at} (sha256 `{teacher['sha256'][:16]}`){top}."
 
 
 def measured(recipe: Recipe, report: dict[str, Any]) -> str:
@@ -251,7 +257,8 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     lines.append("|---|---|---|---|---|---|---|")
     if teacher is not None:
         top = percent(report.get("teacher_accuracy"))
-        lines.append(f"| teacher (softmax) | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | | {top} |")
+        who = f"teacher ({report['teacher']['model']})" if report.get("teacher") else "teacher (softmax)"
+        lines.append(f"| {who} | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | | {top} |")
     for row in rows:
         ratio = f"{row['ppl_ratio']:.4g}" if row["ppl_ratio"] is not None else ""
         held = _count(row["eval_tokens"])

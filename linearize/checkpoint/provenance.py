@@ -172,8 +172,9 @@ def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
     return dict(zip(names, hashes, strict=True))
 
 
-def trained_before(folder: Path) -> str:
-    """What to note of a base whose source weights earlier runs trained, or whose LoRA one left apart; else empty."""
+def trained_before(folder: Path, teacher: str | None = None) -> str:
+    """What to note of a base whose source weights earlier runs trained, or whose LoRA one left apart; else empty.
+    `teacher` is the name of another teacher of logits."""
     notes = []
     recipe: dict[str, Any] | None = None
     with contextlib.suppress(OSError, *MALFORMED):
@@ -182,10 +183,14 @@ def trained_before(folder: Path) -> str:
         trained = read_json(folder / "config.json").get(TRAINED)
         if stages or trained:
             how = f"as {', '.join(stages)} trained them" if stages else "as an earlier training left them"
-            instead = "To distil further towards the source itself, put all stages into one recipe"
-            notes.append(
-                f"note: {folder} has the source's weights {how}, and the teacher is softmax on those. {instead}"
+            what = (
+                "the teacher is softmax on those. To distil further towards the source itself, name it: teacher.model"
             )
+            if teacher is not None:
+                what = (
+                    f"logits are learned from {teacher}. Attention outputs are compared with softmax on those weights"
+                )
+            notes.append(f"note: {folder} has the source's weights {how}, and {what}")
     with contextlib.suppress(*MALFORMED):
         if recipe is not None and has_lora_apart(recipe):
             notes.append(f"note: the LoRA in {folder / 'adapter'} was not merged, and this run begins without it")

@@ -118,6 +118,12 @@ def manifest(folder: Path, plan: Plan, hashes: Hashes) -> dict[str, Any]:
     }
 
 
+def past(folder: Path) -> dict[str, Any]:
+    """What linearize.json of a converted `folder` tells of its earlier versions, for one that is made of it."""
+    old = json.loads((folder / MANIFEST).read_text("utf-8"))
+    return {key: old[key] for key in ("upgraded_from",) if key in old}
+
+
 def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
 

@@ -23,16 +23,18 @@ from transformers import AutoImageProcessor
 from ..errors import Exit, LinearizeError, absent, check_file
 from ..measure.generate import check_tokens, load_tokenizer
 from ..recipe.data import ArraySource, Data, ImageSource, MixSource, Pack, holds_images, local_paths, parts_of
+from ..recipe.recipe import Recipe, Stage
 from ..train.losses import IGNORED, next_token_targets
-from ..train.runtime import to_source
+from ..train.runtime import stage_steps, to_source
 from ..verify.child.inputs import make_inputs
 from .cache_key import digest, identity
 from .images import Images, find_images, image_files
+from .logits import WithLogits
 from .masked import MaskedBlocks
 from .packing import Blocks, MixedBlocks, build_blocks
 
 Batch = dict[str, Tensor]
-Samples = Blocks | MixedBlocks | MaskedBlocks | Images
+Samples = Blocks | MixedBlocks | MaskedBlocks | Images | WithLogits
 Kind = Literal["text", "masked", "images"]
 FEW_IMAGES = 16  # of a step; docs/vision.md has what one a step did
 INPUTS = ("input_ids", "position_ids", "attention_mask", "pixel_values")
@@ -195,6 +197,24 @@ def open_samples(
 def is_long(source: Any) -> bool:
     """Whether a source has far more text than a run may need, so that reading it has to end somewhere."""
     return getattr(source, "streaming", False) or getattr(source, "demo", None) == "packages"
+
+
+def token_limit(recipe: Recipe, stage: Stage, split: str, processes: int, max_steps: int | None = None) -> int | None:
+    """How many tokens of a stage's train or eval data are read at most; None: all.
+
+    Of sources with far more text than a run may need, as many as the stage that needs most: one limit for all stages,
+    so that they share one file of packed text.
+    """
+    data = recipe.data_for(stage)
+    if split == "eval":
+        return recipe.eval.max_tokens
+    if not any(is_long(part) for part, _ in parts_of(data.train)):
+        return None
+    budgets = []
+    for other in recipe.stages:
+        tokens = other.batch.blocks * processes * data.pack.seq_len
+        budgets.append((stage_steps(other, other.batch.blocks * processes, data.pack.seq_len, max_steps) or 0) * tokens)
+    return max(budgets) or None
 
 
 def check_source(source: Any, model: Any, start: Path, where: str) -> None:

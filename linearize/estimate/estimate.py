@@ -169,7 +169,7 @@ def disk(rehearsal: Rehearsal, costs: list[StageCost]) -> dict[str, int]:
     within = max(kept * (c.memory.checkpoint + c.memory.parts["optimizer"]) for c in costs)
     ends = sum(c.memory.checkpoint for c in costs)
     cached = max((c.tokens or 0) for c in costs) if not holds_images(recipe.data.train) else 0
-    changed = rehearsal.student.originals or (rehearsal.student.lora is not None and recipe.finish.merge_lora)
+    changed = rehearsal.student.drifted or (rehearsal.student.lora is not None and recipe.finish.merge_lora)
     return {
         "converted": 0 if planned is None else planned[0].needed_bytes,
         "checkpoints": within + ends,

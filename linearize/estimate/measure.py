@@ -13,6 +13,7 @@ from ..train.progress import memory_bytes
 from ..train.runtime import make_optimizer, on_cpu
 from ..train.save import meta_model
 from ..train.student import Student
+from ..train.teacher import give_teacher
 from .memory import Rehearsal
 from .step import Step
 
@@ -24,9 +25,11 @@ def measure_stages(rehearsal: Rehearsal, chosen: list[Stage]) -> list[dict[str, 
     model = meta_model(
         rehearsal.folder, rehearsal.planned, rehearsal.dtype, recipe.model.trust_remote_code, str(device)
     )
-    student, found = Student(model), []
+    student, found = Student(model, own_teacher=rehearsal.named is None), []
+    if rehearsal.named is not None:
+        give_teacher(rehearsal.named, student, str(device))
     for stage in recipe.stages:
-        step = Step(recipe, stage, student, rehearsal.precision)
+        step = Step(recipe, stage, student, rehearsal.precision, rehearsal.stored_logits)
         step.prepare()
         if stage in chosen:
             found.append(measure_steps(step, device))

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ..data.logits import StoredLogits
 from ..errors import LinearizeError, reason_of
 from ..recipe.recipe import Recipe
 from ..train.save import meta_model
 from ..train.small_adamw import fresh_state
 from ..train.student import Student, inject_lora, is_source
+from ..train.teacher import Named, find_teacher, give_teacher
 from .kernels import as_on_gpu
 from .step import Step
 from .tracker import Tracker
@@ -78,9 +80,17 @@ def divided(memory: Memory, processes: int, sharded: bool, transfers: bool) -> M
 class Rehearsal:
     """A recipe's model on fake tensors, and its stages in order."""
 
-    def __init__(self, recipe: Recipe, planned: Any, folder: Path | None, precision: str, gpu: bool) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        planned: Any,
+        folder: Path | None,
+        precision: str,
+        gpu: bool,
+        named: Named | None = None,
+    ) -> None:
         """Of a conversion that is `planned`, or a converted `folder`; `precision` is accelerate's name of it, and `gpu`
-        the kind of device."""
+        the kind of device. `named` is the recipe's own teacher, if it was found already."""
         self.recipe, self.precision, self.gpu = recipe, precision, gpu
         self.planned, self.folder = planned, folder
         self.mode = FakeTensorMode()
@@ -90,7 +100,10 @@ class Rehearsal:
         self.dtype = dtype
         with self.mode, Tracker():  # which answers what initialisers ask of values
             self.model = meta_model(folder, planned, dtype, recipe.model.trust_remote_code, device="cpu")
-            self.student = Student(self.model)
+            self.named = named or find_teacher(recipe, weights=False)
+            self.student = Student(self.model, own_teacher=self.named is None)
+            if self.named is not None:
+                give_teacher(self.named, self.student, "cpu")
         self.narrow = self.model.dtype != torch.float32
         item = self.model.dtype.itemsize if planned is None else getattr(torch, planned[0].dtype).itemsize
         sizes = {name: p.numel() * item for name, p in self.student.named_parameters()}
@@ -98,16 +111,21 @@ class Rehearsal:
         self.stored = sum(sizes.values())
         self.stored_new = sum(count for name, count in sizes.items() if ".mixer." in name)
 
+    @property
+    def stored_logits(self) -> StoredLogits | None:
+        """The predictions on disk that the recipe names instead of a teacher to load."""
+        return self.named.stored if self.named else None
+
     def changed(self, recipe: Recipe) -> Rehearsal:
         """The rehearsal of another recipe for the same base."""
-        return Rehearsal(recipe, self.planned, self.folder, self.precision, self.gpu)
+        return Rehearsal(recipe, self.planned, self.folder, self.precision, self.gpu, self.named)
 
     def stage(self, number: int) -> Memory:
         """The peak of stage `number`; the stages before it must have been asked for."""
         recipe, stage = self.recipe, self.recipe.stages[number]
-        step = Step(recipe, stage, self.student, self.precision)
-        config = self.model.config.get_text_config()
-        tracker = Tracker(getattr(config, "vocab_size", 0) or 0)
+        step = Step(recipe, stage, self.student, self.precision, self.stored_logits)
+        models = [model for model in (self.model, self.student.other) if model is not None]
+        tracker = Tracker({getattr(model.config.get_text_config(), "vocab_size", 0) or 0 for model in models})
         if stage.lora is not None and self.student.lora is None:
             self._adapt(stage.lora)
         with self.mode:
@@ -153,7 +171,8 @@ class Rehearsal:
                         )
 
     def _whole(self, step: Step) -> dict[str, int]:
-        """Bytes of the parts that each of several processes has whole whatever divides the rest: mixers, adapters."""
+        """Bytes of the parts that each of several processes has whole whatever divides the rest: mixers, adapters,
+        another teacher."""
         found: Counter[str] = Counter()
         trained = {id(p) for p in step.parameters}
         for name, parameter in self.student.named_parameters():
@@ -164,7 +183,13 @@ class Rehearsal:
             if id(parameter) in trained:
                 found["gradients"] += parameter.nbytes
                 found["optimizer"] += 2 * 4 * parameter.numel()
+        found["teacher"] = sum(tensor.nbytes for tensor in self._other())
         return dict(found)
+
+    def _other(self) -> list[Tensor]:
+        """Weights and buffers of another teacher than the model's own softmax."""
+        other = self.student.other
+        return [] if other is None else [*other.parameters(), *other.buffers()]
 
     def _gathered(self, step: Step) -> int:
         """What FSDP2 holds beside its shards: the outermost unit and two layers, gradients of one unit in fp32."""
@@ -186,7 +211,7 @@ class Rehearsal:
         for parameter in self.model.parameters():
             master = wide and parameter.dtype == torch.float32 and self.narrow
             tracker.label([parameter], "masters" if id(parameter) in trained and master else "weights")
-        tracker.label(self.student.originals.values(), "teacher")
+        tracker.label([*self.student.originals.values(), *self._other()], "teacher")
         small = step.stage.optimizer.memory == "small"
         kept = [x for p in step.parameters for x in moments(p, small)]
         tracker.label(kept, "optimizer")

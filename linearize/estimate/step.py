@@ -12,9 +12,11 @@ from torch import Tensor
 from linearize_kernels.hf.seam import evaluating
 
 from ..data.batches import Batch, forward, has_head, kind_of, targets
+from ..data.logits import StoredLogits, empty_rows
 from ..recipe.recipe import AttentionTransfer, Recipe, Stage
 from ..train.loop import set_checkpointing
-from ..train.losses import IGNORED, cross_entropy, logit_kl
+from ..train.losses import IGNORED, cross_entropy
+from ..train.predictions import divergence, predictions
 from ..train.runtime import caches_casts
 from ..train.stages import end_to_end_loss, transfer_loss
 from ..train.student import Student
@@ -24,11 +26,14 @@ from ..verify.child.inputs import make_inputs
 class Step:
     """Micro batches of one stage for a model whose weights mean nothing.
 
-    `precision` is accelerate's name of it. `prepare` comes before everything else.
+    `precision` is accelerate's name of it, `stored` the predictions that come with the data where there are any.
+    `prepare` comes before everything else.
     """
 
-    def __init__(self, recipe: Recipe, stage: Stage, student: Student, precision: str) -> None:
-        self.recipe, self.stage, self.student = recipe, stage, student
+    def __init__(
+        self, recipe: Recipe, stage: Stage, student: Student, precision: str, stored: StoredLogits | None = None
+    ) -> None:
+        self.recipe, self.stage, self.student, self.stored = recipe, stage, student, stored
         self.precision = precision
         self.transfers = isinstance(stage, AttentionTransfer)
         self.parameters: list[torch.nn.Parameter] = []
@@ -57,6 +62,8 @@ class Step:
             place = torch.arange(length).expand(rows, -1)
             inputs |= {"position_ids": place} if kind == "text" else {"attention_mask": torch.ones_like(place)}
         made = {"labels": torch.zeros(rows, length, dtype=torch.long), "valid": torch.ones(rows, length).bool()}
+        if self.stored is not None:
+            made |= empty_rows(self.stored.k, self.stored.vocabulary, rows, length)
         return {name: value.to(device) for name, value in (inputs | made).items()}
 
     def autocast(self, device: torch.device) -> Callable[[], Any]:
@@ -96,7 +103,6 @@ class Step:
             with autocast():
                 logits = forward(model, batch)
                 cross_entropy(logits, wanted)
-            with self.student.as_teacher(), autocast():
-                theirs = forward(model, batch)
-            logit_kl(logits, theirs, wanted != IGNORED, num_tokens=1.0)
+            theirs = predictions(self.student, batch, autocast)
+            divergence(self.student, logits, theirs, wanted != IGNORED, num_tokens=1.0)
             (logits.argmax(-1) == wanted).sum()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -31,12 +31,12 @@ class Tracker(TorchDispatchMode):
 
     `parts` are the bytes alive now, `peak` those at the moment with the largest sum since `restart`, `flops` the
     products counted twice, `launches` the operations that compute. New storages are `activations`, or `logits` where
-    the last of three or more dimensions is `vocabulary`; `label` says otherwise.
+    the last of three or more dimensions is one of `vocabularies`; `label` says otherwise.
     """
 
-    def __init__(self, vocabulary: int = 0) -> None:
+    def __init__(self, vocabularies: Collection[int] = ()) -> None:
         super().__init__()
-        self.vocabulary = vocabulary
+        self.vocabularies = vocabularies
         self.parts: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.flops = 0.0
@@ -89,7 +89,7 @@ class Tracker(TorchDispatchMode):
         before = len(self._known)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                logits = leaf.ndim >= 3 and leaf.shape[-1] == self.vocabulary
+                logits = leaf.ndim >= 3 and leaf.shape[-1] in self.vocabularies
                 self._add(leaf, "logits" if logits else "activations")
         self.launches += func._schema.is_mutable or len(self._known) > before  # a view is no launch
         return out

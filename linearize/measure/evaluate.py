@@ -13,7 +13,9 @@ from torch import Tensor
 from linearize_kernels.hf.seam import evaluating
 
 from ..data.batches import Batch, Samples, blank, collate, forward, real_tokens, targets
-from ..train.losses import IGNORED, cross_entropy, logit_kl
+from ..data.logits import INDICES, TARGET
+from ..train.losses import IGNORED, cross_entropy
+from ..train.predictions import divergence, predictions
 from ..train.stages import Listener, listen
 from ..train.student import Student
 
@@ -60,16 +62,31 @@ def score(model: Any, data: Iterator[Batch], accelerator: Accelerator, student: 
                 loss = cross_entropy(logits, wanted)
             kl = loss.new_zeros(())
             if student is not None:
-                # A context of its own: autocast keeps the weights that it cast, and these are the source's.
-                with student.as_teacher(), accelerator.autocast():
-                    theirs = forward(model, batch)
-                kl = logit_kl(logits, theirs, asked, num_tokens=1.0)
+                theirs = predictions(student, batch, accelerator.autocast)
+                kl = divergence(student, logits, theirs, asked, num_tokens=1.0)
             count, hits = asked.sum(), (logits.argmax(-1) == wanted).sum()
             sums += torch.stack([loss.double() * count, hits.double(), kl.double(), count.double()])
+    return _score_of(sums, accelerator, student is not None)
+
+
+def stored_score(data: Iterator[Batch], accelerator: Accelerator) -> Score | None:
+    """That of a teacher whose predictions came with the data."""
+    sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
+    for batch in data:
+        wanted = targets(batch)
+        asked = wanted != IGNORED
+        hits = (batch[INDICES][..., 0] == wanted)[asked].sum()
+        loss = -batch[TARGET][asked].double().sum()
+        sums += torch.stack([loss, hits.double(), loss.new_zeros(()), asked.sum().double()])
+    return _score_of(sums, accelerator, False)
+
+
+def _score_of(sums: Tensor, accelerator: Accelerator, compared: bool) -> Score | None:
+    """From a process's sums of losses, hits and KL, and its number of targets."""
     loss_sum, hits_sum, kl_sum, total = accelerator.reduce(sums, "sum").tolist()
     if not total:
         return None
-    return Score(math.exp(min(loss_sum / total, 700.0)), hits_sum / total, kl_sum / total if student else None)
+    return Score(math.exp(min(loss_sum / total, 700.0)), hits_sum / total, kl_sum / total if compared else None)
 
 
 class Fidelity(Listener):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..data.documents import TextSource, pieces
 from ..recipe.recipe import Recipe
-from ..train.losses import IGNORED, cross_entropy, logit_kl
+from ..train.losses import IGNORED, cross_entropy, logit_kl, shared
 from ..verify.child.inputs import most_tokens
 
 # Read so many times the trained length; where the ratio to the teacher grows by more than GROWTH, say so.
@@ -99,7 +99,7 @@ def by_position(student: Read, teacher: Read, rows: Tensor, edges: list[int], si
             ours, caches[0] = student(ids, caches[0])
             theirs, caches[1] = teacher(ids, caches[1])
             losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (ours, theirs)]
-            kl = logit_kl(ours, theirs, wanted != IGNORED, num_tokens=1.0)
+            kl = logit_kl(*shared(ours, theirs), wanted != IGNORED, num_tokens=1.0)
             sums[block] += torch.stack([*losses, kl]).double().cpu()
             counts[block] += int((wanted != IGNORED).sum())
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator
 
 from ..plan.keep import Method
 from .data import Data, Pack, StageData
@@ -57,6 +57,33 @@ class Model(Strict):
     """Of the weights; null keeps the stored one."""
     trust_remote_code: bool = False
     """Allow Python code that the base's repository holds to run."""
+
+
+class Teacher(Strict):
+    """A model other than the source, with its tokenizer, whose predictions `logit_kl` and `on_policy_kl` learn."""
+
+    model: Text | None = None
+    """A folder, a Hub repository or `demo`; null: `logits` alone."""
+    revision: Text | None = None
+    """Branch, tag or commit of a Hub repository; null: its main branch."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of its weights; null keeps the stored one."""
+    trust_remote_code: bool = False
+    """Allow Python code that the teacher's repository holds to run."""
+    logits: Text | None = Field(default=None, validate_default=True)
+    """A folder that `linearize logits` wrote: its predictions are read, and no teacher is loaded."""
+
+    @field_validator("logits")
+    @classmethod
+    def _not_nothing(cls, logits: str | None, info: ValidationInfo) -> str | None:
+        if logits is None and info.data.get("model", "") is None:
+            raise ParentError("names no teacher: give model, logits, or both")
+        return logits
+
+
+def _named_teacher(value: Any) -> Any:
+    """A mapping where there is only the model's name."""
+    return {"model": value} if isinstance(value, str) else value
 
 
 class Convert(Strict):
@@ -180,6 +207,11 @@ class Stage(Strict):
     epochs: Positive | None = Field(default=None, validate_default=True)
     """Budget in passes over the training data."""
 
+    @property
+    def learns_logits(self) -> bool:
+        """Whether it asks its teacher for logits."""
+        return False
+
     @field_validator("lora")
     @classmethod
     def _iff_trained(cls, lora: Lora | None, info: ValidationInfo) -> Lora | None:
@@ -244,6 +276,10 @@ class LogitKL(Stage):
     completion_only: bool = False
     """Learn the tokens of answers alone: the assistant's of `messages`, or those of `completion`; all of plain text."""
 
+    @property
+    def learns_logits(self) -> bool:
+        return self.loss.kl > 0
+
 
 class OnPolicyLoss(Strict):
     prompt: Count
@@ -261,6 +297,10 @@ class OnPolicyKL(Stage):
     """The model learns its teacher's predictions on what it writes itself."""
     loss: OnPolicyLoss
     """What it writes, and how it is compared."""
+
+    @property
+    def learns_logits(self) -> bool:
+        return True
 
 
 class FeatureCosine(Stage):
@@ -341,6 +381,10 @@ class Recipe(Strict):
     """What is distilled, and from what."""
     convert: Convert | None = None
     """The conversion; null when the base is converted already."""
+    teacher: Annotated[Teacher | None, BeforeValidator(_named_teacher, json_schema_input_type=str | Teacher | None)] = (
+        None
+    )
+    """Another teacher of logits, as a name or with its keys; null: the base with softmax."""
     data: Data
     """Text or images of all stages that have none of their own."""
     stages: Listed[AnyStage]

@@ -109,7 +109,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         _report(document, error)
     document.check()
     loaded = Recipe.model_validate(document.data)
-    for keys, text in (*_stage_rules(loaded), *_option_rules(loaded)):
+    for keys, text in (*_stage_rules(loaded), *_teacher_rules(loaded), *_option_rules(loaded)):
         document.problem(keys, text)
     document.check()
     # A preset names no files of its own: those of its overrides start where the person who gives them is.
@@ -184,6 +184,23 @@ def _stage_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         if lora is not None and stage.lora not in (None, lora):
             yield ("stages", i, "lora"), "differs from an earlier stage's; a run has one set of adapters"
         lora = stage.lora or lora
+
+
+def _teacher_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """Stages that a teacher other than the source cannot serve."""
+    if recipe.teacher is None:
+        return
+    if not any(stage.learns_logits for stage in recipe.stages):
+        yield ("teacher",), "no stage learns a teacher's logits: add logit_kl or on_policy_kl, or leave teacher out"
+    for i, stage in enumerate(recipe.stages):
+        if isinstance(stage, FeatureCosine):
+            yield ("stages", i), "compares hidden states with the source's own, so teacher has no use: leave it out"
+        if isinstance(stage, OnPolicyKL) and recipe.teacher.logits is not None:
+            yield (
+                ("stages", i),
+                "the teacher scores what the student writes, and teacher.logits has none of that. Name teacher.model "
+                "alone",
+            )
 
 
 def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:

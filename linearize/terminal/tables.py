@@ -270,7 +270,8 @@ def report_table(report: dict[str, Any]) -> None:
     if report["teacher_ppl"] is not None:
         columns = {"": "text"} | dict.fromkeys(("training tokens", "perplexity", "x teacher", "KL", "top-1"), "number")
         accuracy = percent(report.get("teacher_accuracy"))
-        rows: list[tuple[str, ...]] = [("teacher (softmax)", "", f"{report['teacher_ppl']:.3f}", "1.000", "", accuracy)]
+        who = f"teacher ({report['teacher']['model']})" if report.get("teacher") else "teacher (softmax)"
+        rows: list[tuple[str, ...]] = [(who, "", f"{report['teacher_ppl']:.3f}", "1.000", "", accuracy)]
         for row in report["stages"]:
             ppl, ratio = f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}"
             rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, nats(row), percent(row.get("accuracy"))))

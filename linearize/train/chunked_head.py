@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from ..data.batches import INPUTS, Batch, keeps_logits, kind_of, targets
 from ..recipe.recipe import LogitKL
-from .losses import cross_entropy, logit_kl
+from .losses import IGNORED, TopLogits, cross_entropy
+from .predictions import divergence, stored
 from .student import Student
 
 
@@ -35,10 +36,8 @@ def chunked_loss(
     """The loss of a logit_kl stage on one micro batch, and its terms; arguments as for `stages.end_to_end_loss`."""
     model, wanted, size = student.model, targets(batch), stage.loss.tokens_at_once
     assert size is not None
-    theirs: Tensor | None = None
-    if stage.loss.kl:
-        with student.as_teacher(), autocast():
-            theirs, _ = hidden_states(model, model, batch)
+    theirs = pieces(student, batch, autocast) if stage.learns_logits else None
+    asked, count = learned(stage, batch, tokens)
     with autocast():
         ours, kind = hidden_states(model, wrapped, batch)
 
@@ -47,10 +46,8 @@ def chunked_loss(
         with autocast():
             logits = head(model, hidden, kind)
         if theirs is not None:
-            with student.as_teacher(), autocast():
-                teacher = head(model, theirs[:, part], kind)
-            valid, tau = batch["valid"][:, part], stage.loss.temperature
-            found["kl"] = logit_kl(logits, teacher, valid, temperature=tau, num_tokens=tokens[0])
+            tau = stage.loss.temperature
+            found["kl"] = divergence(student, logits, theirs(part), asked[:, part], temperature=tau, num_tokens=count)
         if stage.loss.ce:
             found["ce"] = cross_entropy(logits, wanted[:, part], num_tokens=tokens[1])
         return found
@@ -60,6 +57,26 @@ def chunked_loss(
     loss, sums = _Chunks.apply(terms_of, weights, size, ours, trained, *trained)
     terms = dict(zip((name for name in weights if weights[name]), sums, strict=True))
     return loss, terms if len(terms) > 1 else {}
+
+
+def learned(stage: LogitKL, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Which places of a batch [B,T] a logit_kl stage learns, and how many the whole step has."""
+    return (targets(batch) != IGNORED, tokens[1]) if stage.completion_only else (batch["valid"], tokens[0])
+
+
+def pieces(student: Student, batch: Batch, autocast: Callable[[], Any]) -> Callable[[slice], Tensor | TopLogits]:
+    """What the teacher predicts of some tokens of each row: its body runs here, its head when it is asked."""
+    rows = stored(batch)
+    if rows is not None:
+        return lambda part: TopLogits(*(values[:, part] for values in rows))
+    with student.teacher() as model, autocast():
+        hidden, kind = hidden_states(model, model, batch)
+
+    def piece(part: slice) -> Tensor:
+        with student.teacher() as model, autocast():
+            return head(model, hidden[:, part], kind)[..., : student.vocabulary]
+
+    return piece
 
 
 class _Chunks(torch.autograd.Function):

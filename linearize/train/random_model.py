@@ -32,7 +32,7 @@ def write_random(recipe: Recipe, place: Path, weights: bool) -> Path:
     """
     base = recipe.model.base
     assert isinstance(base, Scratch)
-    config, trust = _config(base, recipe.model.trust_remote_code), recipe.model.trust_remote_code
+    config, trust = config_of(base, recipe.model.trust_remote_code), recipe.model.trust_remote_code
     kind = model_class_of(config)
     config.architectures = [kind.__name__]
     dtype = getattr(torch, recipe.model.dtype or "float32")
@@ -62,7 +62,7 @@ def write_random(recipe: Recipe, place: Path, weights: bool) -> Path:
     return folder
 
 
-def _config(base: Scratch, trust_remote_code: bool) -> Any:
+def config_of(base: Scratch, trust_remote_code: bool) -> Any:
     """The config of a random model."""
     if isinstance(base.config, str):
         return load_config(open_source(named_base(base.config), None, weights=False), trust_remote_code)

@@ -160,26 +160,38 @@ class Run:
         """The Hub's commit that this run's base is of, as its first start noted; None of a folder."""
         return self._read_record().get("commit")
 
+    def teacher(self) -> dict[str, Any] | None:
+        """The facts of the recipe's own teacher, as the run's start noted them; None without one."""
+        return self._read_record().get("teacher")
+
+    def teacher_commit(self) -> str | None:
+        """The Hub's commit of that teacher as the run began; None of a folder, and for a start from scratch."""
+        return None if self.resume == "never" else (self.teacher() or {}).get("commit")
+
     def start(
         self,
         versions: dict[str, str],
         commit: str | None = None,
         data: Mapping[str, str] | None = None,
         base: Path | None = None,
+        teacher: dict[str, Any] | None = None,
     ) -> list[str]:
         """Create the folder, and clear what lies beyond the resume point or was left by a kill. Returns notes to print.
 
         `data` has a hash of each source of the recipe by its name there; `base` is the folder of the model that
-        training starts from, None before it is converted. Raises LinearizeError (exit 2), before anything changes, when
-        they are not those that the run began with, when the checkpoint to resume from is damaged, and for files to be
-        removed that linearize did not write.
+        training starts from, None before it is converted; `teacher` has the facts of the recipe's own. Raises
+        LinearizeError (exit 2), before anything changes, when they are not those that the run began with, when the
+        checkpoint to resume from is damaged, and for files to be removed that linearize did not write.
         """
         old = {} if self.resume == "never" else self._read_record()
         known = old.get("data", {}) if data is None else data
-        inputs = {"data": dict(known), "base": {} if base is None else base_hashes(base)}
+        inputs: dict[str, Any] = {"data": dict(known), "base": {} if base is None else base_hashes(base)}
+        inputs["teacher"] = teacher
         changed = changes(old.get("data", {}), inputs["data"])
         if base is not None:
             changed += [str(base / name) for name in changes(old.get("base", {}), inputs["base"])]
+        if old.get("teacher") is not None and old["teacher"] != teacher:
+            changed.append(f"the teacher {old['teacher'].get('model')}")
         if changed:
             raise LinearizeError(
                 f"changed since this run began: {some(changed)}. {START_OVER}, or restore what was there"
@@ -384,7 +396,7 @@ class Run:
         with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
             found = json.loads(path.read_text("utf-8"))
             # Which runs of earlier versions did not write.
-            later = ("teacher_accuracy", "max_steps", "positions", "samples", "device")
+            later = ("teacher_accuracy", "max_steps", "positions", "samples", "device", "teacher")
             known = {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")}
             return known | {key: found.get(key) for key in later}
 

@@ -25,15 +25,16 @@ def write_samples(student: Student, tokenizer: Any, blocks: Blocks, device: torc
     block, and fewer tokens are written where a model takes no more.
     """
     prompt = min(PROMPT_TOKENS, blocks.seq_len // 2)
-    new = min(NEW_TOKENS, (most_tokens(student.model) or prompt + NEW_TOKENS) - prompt)
+    most = [most_tokens(model) or prompt + NEW_TOKENS for model in (student.model, student.other) if model is not None]
+    new = min(NEW_TOKENS, min(most) - prompt)
     chosen = [blocks[number * len(blocks) // PROMPTS]["input_ids"] for number in range(min(PROMPTS, len(blocks)))]
     ids = torch.stack([block[:prompt] for block in chosen]).to(device)
     style: dict[str, Any] = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": new}
     style |= {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
     texts: dict[str, list[str]] = {"prompt": list(tokenizer.batch_decode(ids, skip_special_tokens=True))}
     with quiet(), evaluating(student.model):
-        with student.as_teacher():
-            texts["teacher"] = _continued(student.model, tokenizer, ids, style)
+        with student.teacher() as model:
+            texts["teacher"] = _continued(model, tokenizer, ids, style)
         texts["student"] = _continued(student.model, tokenizer, ids, style)
     texts["text"] = [tokenizer.decode(block[prompt : prompt + new], skip_special_tokens=True) for block in chosen]
     return [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]

@@ -170,10 +170,10 @@ def save_final(
             (folder / card.PICTURES / name).write_bytes(data)
         shown = {name: about for name, (_, about) in pictures.items()}
         (folder / "README.md").write_text(card.model_card(plan, base, recipe, report, shown), "utf-8")
-        checkpoint.write_json(
-            folder / checkpoint.MANIFEST,
-            {**checkpoint.manifest(folder, plan, hashes), "recipe": card.portable(recipe.resolved())},
-        )
+        own = {"teacher": report["teacher"]} if report.get("teacher") else {}
+        own["recipe"] = card.portable(recipe.resolved())
+        manifest = checkpoint.manifest(folder, plan, hashes)
+        checkpoint.write_json(folder / checkpoint.MANIFEST, {**manifest, **checkpoint.past(base), **own})
         if recipe.finish.verify:
             say(verify_final(folder, plan, student, trained, recipe))
     apart = ", without its LoRA, which lies in its folder adapter (see its README.md)" if keep_adapter else ""
@@ -185,7 +185,7 @@ def finish_adapters(student: Student, folder: Path | None) -> set[str]:
 
     Returns the names of the source weights that training changed.
     """
-    changed = set(student.originals)
+    changed = student.drifted
     if student.lora is None:
         return changed
     if folder is None:

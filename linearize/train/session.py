@@ -21,17 +21,17 @@ from ..data.batches import (
     check_vocabulary,
     collate,
     has_head,
-    is_long,
     kind_of,
     open_processor,
     open_samples,
     small_batch,
+    token_limit,
 )
-from ..data.packing import BlockOrder, Blocks
+from ..data.logits import WithLogits, without_logits
+from ..data.packing import BlockOrder, Blocks, MixedBlocks
 from ..errors import Exit, LinearizeError, resource_error
-from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score
+from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score, stored_score
 from ..measure.positions import longest_text, positions, reader, trained_length
-from ..recipe.data import parts_of
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
 from ..verify.child.inputs import most_tokens
 from .chunked_head import obstacle
@@ -44,6 +44,7 @@ from .samples import write_samples
 from .save import load_converted
 from .stages import Calibration, error_scale, listen
 from .student import Student, check_targets
+from .teacher import Named, facts_of, load_teacher, teacher_line, vocabulary_of
 
 # Enough for two digits of a mean over tokens, and cheap beside a stage.
 FIDELITY_TOKENS = 16384
@@ -65,6 +66,7 @@ class Finetuner:
         self.last_checkpoint: Path | None = run.resume_from
         self.kept: Path | None = None  # the best weights, once they are taken
         self.interrupted = False  # by a signal, in this process
+        self.named: Named | None = None  # the recipe's own teacher
         self._blocks: dict[tuple[str, str], Samples | None] = {}
         self._said: set[str] = set()
         self.eval_tokens = 0  # of the last evaluation
@@ -72,14 +74,15 @@ class Finetuner:
         self.zero = read_config(recipe, accelerator.mixed_precision)
         self.sharded = self.zero is not None or accelerator.state.fsdp_plugin is not None
 
-    def load(self, folder: Path) -> None:
-        """Model, tokenizer and data, with every check that must not wait until a stage begins."""
-        self.base = folder
+    def load(self, folder: Path, named: Named | None = None) -> None:
+        """Model, tokenizer and data, with every check that must not wait until a stage begins; `named` is the recipe's
+        own teacher."""
+        self.base, self.named = folder, named
         self.model = self.open_model()
         check_model(self.model, self.recipe)
-        if note := trained_before(folder):
+        if note := trained_before(folder, named.name if named else None):
             self.say(note)
-        self.student = Student(self.model)
+        self.student = Student(self.model, own_teacher=named is None)
         if self.sharded:
             self.shard()
         else:
@@ -94,6 +97,18 @@ class Finetuner:
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
         if kind_of(self.model) != "images":
             check_vocabulary(self.processor, self.model, [blocks for blocks in found if blocks is not None])
+        if named is not None:
+            self.load_teacher(named, [blocks for blocks in found if blocks is not None])
+
+    def load_teacher(self, named: Named, data: list[Samples]) -> None:
+        """The model of the recipe's own teacher, whole on this device; none where its predictions are stored."""
+        if named.stored is not None:
+            self.student.vocabulary = named.stored.vocabulary
+        else:
+            self.student.other = load_teacher(named, self.device)
+            check_vocabulary(self.processor, self.student.other, data)
+            self.student.vocabulary = min(map(vocabulary_of, (self.model, self.student.other)))
+        self.say(teacher_line(named, self.student.other))
 
     def open_model(self) -> Any:
         """The converted base, on the CPU."""
@@ -120,7 +135,7 @@ class Finetuner:
             weights = self.kept or self.last_checkpoint
             assert weights is not None
             self.model = self.open_model()
-            self.student = Student(self.model)
+            self.student = Student(self.model, self.student.own_teacher)
             self.restore_weights(len(self.recipe.stages) - 1, weights)
         return self.student
 
@@ -138,14 +153,9 @@ class Finetuner:
         source = getattr(data, split)
         if source is None:
             return None
-        limit = None
-        if split == "eval":
-            limit = self.recipe.eval.max_tokens
-        elif any(is_long(part) for part, _ in parts_of(source)):
-            # Far more text than a run may need; one limit for all stages, so that they share one cache file.
-            limit = max(self._token_budget(s, data.pack.seq_len) for s in self.recipe.stages) or None
+        limit = token_limit(self.recipe, stage, split, self.accelerator.num_processes, self.run.max_steps)
         with self.accelerator.main_process_first():
-            return open_samples(
+            samples = open_samples(
                 source,
                 data.pack,
                 self.model,
@@ -157,17 +167,19 @@ class Finetuner:
                 max_tokens=limit,
                 say=self.say_once,
             )
+        stored = self.named.stored if self.named else None
+        if stored is None or (split == "train" and not stage.learns_logits):
+            return samples
+        assert isinstance(samples, Blocks | MixedBlocks)
+        processes = self.accelerator.num_processes
+        facts = facts_of(self.recipe, stage, split, self.processor, processes, self.run.max_steps)
+        return stored.samples(samples, facts, stage.name)
 
     def say_once(self, text: str) -> None:
         """`say`, unless it said the same before: stages often share their data."""
         if text not in self._said:
             self._said.add(text)
             self.say(text)
-
-    def _token_budget(self, stage: Stage, seq_len: int) -> int:
-        return (stage_steps(stage, self.blocks_per_step(stage), seq_len, self.run.max_steps) or 0) * (
-            self.blocks_per_step(stage) * seq_len
-        )
 
     def blocks_per_step(self, stage: Stage) -> int:
         """Blocks of one optimizer step, over all micro batches and processes."""
@@ -231,7 +243,7 @@ class Finetuner:
         untrained = untrained_mixers(self.base, read_plan(self.base))
         if not untrained:
             return
-        blocks = self.blocks(self.recipe.stages[0], "train")
+        blocks = without_logits(self.blocks(self.recipe.stages[0], "train"))
         assert blocks is not None
         order = BlockOrder(len(blocks), self.recipe.seed)
         count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
@@ -248,8 +260,8 @@ class Finetuner:
         """Of the teacher and of the model just converted, when there is eval data: held-out perplexity, and how far
         each layer is from its softmax."""
         stage = self.recipe.stages[0]
-        with self.student.as_teacher():
-            teacher = self.evaluate(stage, beside_teacher=False)
+        with self.student.teacher() as model:
+            teacher = self.evaluate(stage, teacher=model)
         converted = self.evaluate(stage)
         if teacher is not None and converted is not None:
             self.log_evaluation("teacher", 0, 0, teacher)
@@ -258,15 +270,20 @@ class Finetuner:
         if layers and self.accelerator.is_main_process:
             self.run.log(stage="converted", step=0, tokens=0, layers=layers)
 
-    def evaluate(self, stage: Stage, *, beside_teacher: bool = True) -> Score | None:
-        """Held-out perplexity and accuracy of the model as it is, and its KL from the teacher unless it is the teacher;
-        None without eval data or a head."""
+    def evaluate(self, stage: Stage, *, teacher: Any = None) -> Score | None:
+        """Held-out perplexity and accuracy of the model as it is, and its KL from the teacher; or what the `teacher`
+        alone has. None without eval data or a head."""
         blocks = self.blocks(stage, "eval")
         if blocks is None or not has_head(self.model):
             return None
         self.eval_tokens = sample_count(blocks, self.recipe.eval.max_tokens) * blocks.seq_len
         data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.accelerator)
-        found = score(self.model, data, self.accelerator, self.student if beside_teacher else None)
+        if teacher is None:
+            found = score(self.model, data, self.accelerator, self.student)
+        elif isinstance(blocks, WithLogits):
+            found = stored_score(data, self.accelerator)
+        else:
+            found = score(teacher, data, self.accelerator)
         reshard(self.model)
         return found
 
@@ -284,18 +301,22 @@ class Finetuner:
         return values if found.kl is None else values | {"eval_kl": found.kl}
 
     def fidelity(self) -> list[dict[str, float]]:
-        """Per-layer distance to the teacher on held-out text; empty without eval data."""
+        """Per-layer distance to the source's softmax on held-out text; empty without eval data, and where source
+        weights trained beside another teacher, since no copies of them are kept then."""
         stage = self.recipe.stages[-1]
-        blocks = self.blocks(stage, "eval")
-        if blocks is None:
+        blocks = without_logits(self.blocks(stage, "eval"))
+        if blocks is None or (self.student.drifted and not self.student.own_teacher):
             return []
         data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.accelerator)
         return layer_fidelity(self.student, data, self.accelerator)
 
     def positions(self) -> dict[str, Any] | None:
         """Perplexity and KL by position in held-out texts longer than the rows of training; None for models of no
-        text, without eval data, and for shards, whose processes read other texts."""
+        text, without eval data, without a teacher that reads other texts, and for shards, whose processes read other
+        ones."""
         data = self.recipe.data_for(self.recipe.stages[-1])
+        if self.named and self.named.stored:
+            return None
         if data.eval is None or kind_of(self.model) != "text" or not has_head(self.model) or self.sharded:
             return None
         source = to_source(data.eval, data.pack.text_key, self.recipe.folder)
@@ -303,18 +324,20 @@ class Finetuner:
 
         @contextlib.contextmanager
         def as_teacher() -> Iterator[None]:
-            with self.student.as_teacher(), self.accelerator.autocast():
+            with self.student.teacher(), self.accelerator.autocast():
                 yield
+
+        models = [self.model] if self.student.other is None else [self.model, self.student.other]
 
         with evaluating(self.model):
             return positions(
                 reader(self.model, self.accelerator.autocast),
-                reader(self.model, as_teacher),
+                reader(models[-1], as_teacher),
                 source,
                 self.processor,
                 self.device,
                 trained=trained,
-                longest=longest_text(self.model),
+                longest=longest_text(*models),
                 tokens=min(POSITION_TOKENS, self.recipe.eval.max_tokens),
                 batch_tokens=trained * self.recipe.stages[-1].batch.per_device,
             )

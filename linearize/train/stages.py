@@ -22,8 +22,9 @@ from linearize_kernels.hf.seam import evaluating
 from ..data.batches import Batch, forward, real_tokens, run, targets
 from ..measure.write import continued
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Stage
-from .chunked_head import chunked_loss
-from .losses import IGNORED, cosine_distance, cross_entropy, logit_kl, square_error, square_sum
+from .chunked_head import chunked_loss, learned
+from .losses import IGNORED, cosine_distance, cross_entropy, square_error, square_sum
+from .predictions import divergence, predictions
 from .student import Student
 
 Inputs = tuple[Tensor, ...]
@@ -167,27 +168,23 @@ def end_to_end_loss(
     if isinstance(stage, LogitKL) and stage.loss.tokens_at_once is not None:
         return chunked_loss(stage, student, wrapped, batch, tokens, autocast)
     teacher = None
-    if isinstance(stage, FeatureCosine | OnPolicyKL) or (isinstance(stage, LogitKL) and stage.loss.kl):
-        # A context of its own: autocast caches weights, and what it casts without gradients must not be reused.
-        with student.as_teacher(), autocast():
-            teacher = forward(student.model, batch)
+    if stage.learns_logits or isinstance(stage, FeatureCosine):
+        teacher = predictions(student, batch, autocast)
     with autocast():
         found = forward(wrapped, batch)
     if isinstance(stage, FeatureCosine):
-        assert teacher is not None
+        assert isinstance(teacher, Tensor)
         return cosine_distance(found, teacher, real_tokens(batch), batch["valid"].sum() / tokens[0]), {}
     if isinstance(stage, OnPolicyKL):
         assert teacher is not None
         temperature = stage.loss.temperature
-        return logit_kl(found, teacher, batch["valid"], temperature=temperature, num_tokens=tokens[0]), {}
+        return divergence(student, found, teacher, batch["valid"], temperature=temperature, num_tokens=tokens[0]), {}
     if not isinstance(stage, LogitKL):
         return cross_entropy(found, targets(batch), num_tokens=tokens[1]), {}
     loss, terms = found.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
     if teacher is not None:
-        valid, count = batch["valid"], tokens[0]
-        if stage.completion_only:
-            valid, count = targets(batch) != IGNORED, tokens[1]
-        terms["kl"] = logit_kl(found, teacher, valid, temperature=stage.loss.temperature, num_tokens=count)
+        valid, count = learned(stage, batch, tokens)
+        terms["kl"] = divergence(student, found, teacher, valid, temperature=stage.loss.temperature, num_tokens=count)
         loss = loss + stage.loss.kl * terms["kl"]
     if stage.loss.ce:
         terms["ce"] = cross_entropy(found, targets(batch), num_tokens=tokens[1])

@@ -2,7 +2,8 @@
 
 While every source weight is frozen the teacher is the same model with softmax switched on and adapters off. Once
 a stage trains source weights, the teacher's values of exactly those tensors are kept aside and swapped in for the
-length of a teacher pass. Tensors go by the names that they have without adapters.
+length of a teacher pass, unless the recipe names another teacher. Tensors go by the names that they have without
+adapters.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ class Student:
     """A linearized model in training: its adapters, its trained tensors, its teacher.
 
     `model` is the linearized model itself (never a wrapper); `originals` holds the source's values of the source
-    tensors that some stage trains or trained, on the model's device.
+    tensors that some stage trains or trained, on the model's device. With `own_teacher` false there are none: the
+    recipe has another teacher, which is `other`, or whose predictions come with the data. `vocabulary` is then how many
+    tokens both have logits of.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, own_teacher: bool = True) -> None:
         self.model = model
+        self.own_teacher = own_teacher
+        self.other: Any = None
+        self.vocabulary: int | None = None
         self.dtype: torch.dtype = model.dtype  # of the source's weights as they were loaded
         self.lora: Any = None
         self.originals: dict[str, Tensor] = {}
@@ -96,6 +102,8 @@ class Student:
 
     def keep_originals(self, names: set[str]) -> None:
         """Clone the source's values of these tensors, unless that was done before an earlier stage."""
+        if not self.own_teacher:
+            return
         for name, parameter in self.named_parameters():
             if name in names and is_source(name) and name not in self.originals:
                 self.originals[name] = parameter.detach().clone()
@@ -105,7 +113,22 @@ class Student:
         inside = (name for name, _ in self.model.named_parameters() if name.endswith(".base_layer.weight"))
         return {name.replace(".base_layer.", ".") for name in inside}
 
+    @property
+    def drifted(self) -> set[str]:
+        """Names of the source weights that some stage trains or trained, adapters apart."""
+        return {name for name in self.trained if is_source(name)}
+
     # ------------------------------------------------------------ teacher
+
+    @contextlib.contextmanager
+    def teacher(self) -> Iterator[Any]:
+        """Within: no gradients; yields the model whose logits are learned, this one with softmax or the other."""
+        if self.other is None:
+            with self.as_teacher():
+                yield self.model
+        else:
+            with torch.no_grad():
+                yield self.other
 
     @contextlib.contextmanager
     def as_teacher(self) -> Iterator[None]:

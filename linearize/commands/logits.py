@@ -1,0 +1,39 @@
+"""`linearize logits`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..terminal.arguments import path
+from ..terminal.output import Json, print_json, say
+
+
+def logits(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a preset (list: linearize recipes ls).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example teacher.model=DIR.")
+    ] = None,
+    *,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder to write. A call that was stopped goes on.", parser=path)
+    ],
+    top: Annotated[int, typer.Option(min=1, help="Likeliest tokens to keep at each place of the text.")] = 64,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print how much disk it takes, and stop.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write what a recipe's teacher predicts of its text, for a run that cannot hold the teacher as well.
+
+    finetune reads it with teacher.logits=DIR. 8 bytes for each likely token, and 8 more, at each place of the text.
+    """
+    from ..recipe.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    from ..logits import write_logits
+
+    found = write_logits(loaded, output, top, dry_run=dry_run, say=say)
+    if as_json and not int(os.environ.get("RANK", "0")):
+        print_json(found)

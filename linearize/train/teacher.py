@@ -1,0 +1,311 @@
+"""The teacher that a recipe names: find it, check that it fits the student, load it, or read what it predicted.
+
+It gives logits alone. Stages that compare attention outputs keep the student's own model with softmax as their teacher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..checkpoint.provenance import check_code
+from ..checkpoint.shards import in_parallel, known_sha256
+from ..checkpoint.source import SMALL_FILES, Source, open_source
+from ..convert import load_config
+from ..data.batches import kind_of, source_hash, token_limit
+from ..data.logits import Facts, StoredLogits
+from ..errors import Exit, LinearizeError
+from ..hub.download import download
+from ..measure.generate import load_any, load_tokenizer
+from ..probe.meta_run import quiet
+from ..recipe.models import Scratch, Teacher
+from ..recipe.recipe import LogitKL, Recipe, Stage
+from ..terminal.output import short
+from ..verify.child.inputs import auto_class, most_tokens
+from .chunked_head import obstacle
+from .random_model import named_base
+from .runtime import stage_steps
+from .save import meta_model
+from .student import Student
+
+
+@dataclass(frozen=True)
+class Named:
+    """A teacher, found: the checkpoint `source`, or predictions `stored` on disk; with both, the rows are read and the
+    checkpoint is only compared with the one that wrote them."""
+
+    source: Source | None
+    stored: StoredLogits | None
+    dtype: str | None
+    trust_remote_code: bool
+
+    @property
+    def name(self) -> str:
+        """What people call it, without a path of this machine."""
+        if self.source is not None:
+            return self.source.name
+        assert self.stored is not None
+        return str(self.stored.teacher["model"])
+
+    def facts(self) -> dict[str, Any]:
+        """Provenance: `model`, `commit` and `sha256`; of stored predictions also how many tokens they have, and their
+        own hash."""
+        if self.stored is not None:
+            return {**self.stored.teacher, "top": self.stored.k, "logits": self.stored.sha256}
+        assert self.source is not None
+        return {"model": self.source.name, "commit": self.source.revision, "sha256": sha256_of(self.source)}
+
+
+def find_teacher(recipe: Recipe, commit: str | None = None, *, weights: bool = True) -> Named | None:
+    """The teacher that a recipe names, None where it names none; of the Hub at `commit`, where given, and downloaded
+    with its `weights` if it is to be loaded.
+
+    Raises LinearizeError: 2 for logits that are none, 3 for what is no checkpoint, 5 for the Hub.
+    """
+    asked = recipe.teacher
+    if asked is None:
+        return None
+    stored = None if asked.logits is None else StoredLogits(Path(os.path.expanduser(asked.logits)))
+    source = None if asked.model is None else open_teacher(asked, commit, weights=weights and stored is None)
+    return Named(source, stored, asked.dtype, asked.trust_remote_code)
+
+
+def open_teacher(asked: Teacher, commit: str | None = None, *, weights: bool = True) -> Source:
+    """The checkpoint of a teacher that is named; of a folder with its shards in any case."""
+    name = named_base(asked.model or "")
+    local = os.path.isdir(os.path.expanduser(name))
+    source = open_source(name, asked.revision if local else commit or asked.revision, weights=weights or local)
+    return dataclasses.replace(source, name="demo") if asked.model == "demo" else source
+
+
+def sha256_of(source: Source) -> str:
+    """One hash of a checkpoint: names and bytes of its config and its weights."""
+    files = sorted({source.folder / "config.json", *source.shards})
+    hashes = in_parallel(known_sha256, files)
+    return hashlib.sha256(json.dumps([[f.name, h] for f, h in zip(files, hashes, strict=True)]).encode()).hexdigest()
+
+
+def load_teacher(named: Named, device: torch.device) -> Any:
+    """The teacher's model, frozen, on the device."""
+    assert named.source is not None
+    loaded = load_any(
+        str(named.source.folder),
+        None,
+        device="cpu",
+        dtype=named.dtype or "keep",
+        teacher=False,
+        trust_remote_code=named.trust_remote_code,
+    )
+    return loaded.model.requires_grad_(False).to(device)
+
+
+def meta_teacher(named: Named, device: str = "meta") -> Any:
+    """Its model without weights; on another `device` they are random."""
+    assert named.source is not None
+    dtype = None if named.dtype is None else getattr(torch, named.dtype)
+    if named.source.converted:
+        check_code(named.source.folder, named.trust_remote_code)
+        model = meta_model(named.source.folder, None, dtype, True, device)
+    else:
+        config = load_config(named.source, named.trust_remote_code)
+        trust = named.trust_remote_code
+        loader = getattr(transformers, auto_class(config))
+        kept = dtype or getattr(config, "dtype", None) or torch.float32
+        try:
+            with quiet(), torch.device(device):
+                model = loader.from_config(config, dtype=kept, trust_remote_code=trust)
+        except ValueError as error:  # of a model that no Auto class of text makes
+            message = f"teacher: {named.name} is a {config.model_type}, which writes no text"
+            raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+    return model.eval().requires_grad_(False)
+
+
+def give_teacher(named: Named, student: Student, device: str) -> None:
+    """Give a student without weights such a teacher, to count or to time a step; stored predictions have no model."""
+    if named.stored is not None:
+        student.vocabulary = named.stored.vocabulary
+        return
+    student.other = meta_teacher(named, device)
+    student.vocabulary = min(map(vocabulary_of, (student.model, student.other)))
+
+
+def teacher_line(named: Named, model: Any) -> str:
+    """One sentence on a teacher; `model` is the one that was loaded, if one was."""
+    if named.stored is not None:
+        return f"learns from {named.stored.folder} the {named.stored.k} likeliest tokens of {named.name}"
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    return f"the teacher is {named.name}: {short(numbers)} parameters in {str(model.dtype).removeprefix('torch.')}"
+
+
+# ---------------------------------------------------------------- does it fit
+
+
+def check_teacher(named: Named | None, recipe: Recipe, model: Any, max_steps: int | None, processes: int) -> None:
+    """Refuse a teacher that does not fit the student `model`, which may be without weights; before anything is written.
+
+    Raises LinearizeError: 2 for stored predictions of something else, 3 for a model or tokenizer that does not fit.
+    """
+    if named is None:
+        return
+    if kind_of(model) != "text":
+        message = f"teacher: {type(model).__name__} writes no text, and only models of text take another teacher"
+        raise LinearizeError(f"{message}. Leave it out", Exit.INCOMPATIBLE)
+    tokenizer = base_tokenizer(recipe)
+    rows = vocabulary_of(model)
+    if named.stored is None:
+        assert named.source is not None
+        teacher = meta_teacher(named)
+        check_teacher_model(named, teacher, recipe)
+        check_tokenizers(named, tokenizer)
+        common_vocabulary(rows, vocabulary_of(teacher), tokenizer, named.name)
+        return
+    check_written_by(named)
+    if named.stored.vocabulary > rows:
+        raise LinearizeError(
+            f"{named.stored.folder} has logits of {named.stored.vocabulary} tokens, {type(model).__name__} of {rows}",
+            Exit.INCOMPATIBLE,
+        )
+    for facts, stage in needed(recipe, tokenizer, processes, max_steps):
+        found = named.stored.find(facts, stage.name)
+        named.stored.check_rows(
+            found, rows_read(recipe, stage, facts["split"], found["blocks"], processes, max_steps), stage.name
+        )
+
+
+def check_teacher_model(named: Named, teacher: Any, recipe: Recipe) -> None:
+    """Refuse (exit 3) a teacher that writes no text, takes too few tokens, or does not do what a stage asks for."""
+    kind = type(teacher).__name__
+    if kind_of(teacher) != "text" or teacher.config.is_encoder_decoder:
+        raise LinearizeError(f"teacher: {named.name} is a {kind}, which writes no text", Exit.INCOMPATIBLE)
+    most = most_tokens(teacher)
+    for stage in recipe.stages:
+        length = recipe.data_for(stage).pack.seq_len
+        if most is not None and length > most:
+            message = f"{stage.name}: data.pack.seq_len is {length}, and the teacher {named.name} takes {most} tokens"
+            raise LinearizeError(f"{message}. Set it to {most}, or less", Exit.INCOMPATIBLE)
+        apart = isinstance(stage, LogitKL) and stage.loss.tokens_at_once and stage.learns_logits
+        if apart and (reason := obstacle(teacher)):
+            message = f"{stage.name}: {reason} (the teacher); set loss.tokens_at_once: null"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
+
+
+def check_tokenizers(named: Named, ours: Any) -> None:
+    """Raise LinearizeError (exit 3) naming the first token that a teacher's tokenizer has otherwise."""
+    assert named.source is not None
+    folder = named.source.folder
+    if named.source.revision is not None:
+        folder = download_small(named.source.name, named.source.revision)
+    theirs = load_tokenizer(folder, named.trust_remote_code or named.source.converted)
+    mine, other = ({place: token for token, place in t.get_vocab().items()} for t in (ours, theirs))
+    first = min((place for place in mine.keys() | other.keys() if mine.get(place) != other.get(place)), default=None)
+    if first is not None:
+        said = [f"{vocabulary[first]!r}" if first in vocabulary else "absent" for vocabulary in (mine, other)]
+        raise LinearizeError(
+            f"teacher: {named.name} has another tokenizer: token {first} is {said[0]} in the base's, {said[1]} in the "
+            "teacher's. Take a teacher of the same family, with the same tokenizer",
+            Exit.INCOMPATIBLE,
+        )
+
+
+def check_written_by(named: Named) -> None:
+    """Raise LinearizeError (exit 2) where a recipe names another model than the one that wrote its logits."""
+    if named.source is None or named.stored is None:
+        return
+    wrote, commit = named.stored.teacher, named.source.revision
+    if commit is None and wrote["sha256"] == sha256_of(named.source):
+        return
+    if commit is not None and wrote["commit"] == commit:
+        return
+    raise LinearizeError(
+        f"{named.stored.folder} was written by another teacher than {named.name}: {wrote['model']}, "
+        f"{wrote['commit'] or wrote['sha256'][:16]}. Write it again, or name that one"
+    )
+
+
+def base_tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer of a recipe's base; of a Hub repository it is downloaded without weights."""
+    base = recipe.model.base
+    name = (base.tokenizer or base.config) if isinstance(base, Scratch) else base
+    if not isinstance(name, str):
+        raise LinearizeError("teacher: model.base has no tokenizer to compare. Name it: model.base.tokenizer")
+    name = named_base(name)
+    folder = Path(os.path.expanduser(name))
+    if not folder.is_dir():
+        folder = download_small(name, None if isinstance(base, Scratch) else recipe.model.revision)
+    converted = (folder / "linearize.json").exists()
+    return load_tokenizer(folder, recipe.model.trust_remote_code or converted)
+
+
+def download_small(name: str, revision: str | None) -> Path:
+    """A Hub repository's files beside its weights."""
+    return download(name, revision, SMALL_FILES)[0]
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many tokens a model's logits have, by its config."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def common_vocabulary(ours: int, theirs: int, tokenizer: Any, name: str) -> int:
+    """The tokens that both models have logits of; embeddings may be padded. Raises LinearizeError (exit 3) where the
+    tokenizer has more."""
+    common = min(ours, theirs)
+    if tokenizer.vocab_size > common:
+        raise LinearizeError(
+            f"teacher: the tokenizer has {tokenizer.vocab_size} tokens, and of base and {name} one has logits of "
+            f"{common} alone",
+            Exit.INCOMPATIBLE,
+        )
+    return common
+
+
+# ---------------------------------------------------------------- stored predictions
+
+
+def facts_of(recipe: Recipe, stage: Stage, split: str, tokenizer: Any, processes: int, max_steps: int | None) -> Facts:
+    """What the rows of a stage's train or eval data depend on, the teacher apart."""
+    data = recipe.data_for(stage)
+    temperature = stage.loss.temperature if split == "train" and isinstance(stage, LogitKL) else 1.0
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return {
+        "split": split,
+        "data": source_hash(getattr(data, split), recipe.folder),
+        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "text_key": data.pack.text_key,
+        "seq_len": data.pack.seq_len,
+        "max_tokens": token_limit(recipe, stage, split, processes, max_steps),
+        "completion_only": stage.kind == "sft" or getattr(stage, "completion_only", False),
+        "temperature": temperature,
+        "seed": recipe.seed if split == "train" else None,
+    }
+
+
+def needed(
+    recipe: Recipe, tokenizer: Any, processes: int, max_steps: int | None = None
+) -> Iterator[tuple[Facts, Stage]]:
+    """The facts of each source that a run asks a teacher about, and a stage that reads it. A source that several stages
+    read comes several times."""
+    for stage in recipe.stages:
+        if stage.learns_logits:
+            yield facts_of(recipe, stage, "train", tokenizer, processes, max_steps), stage
+        if recipe.data_for(stage).eval is not None:
+            yield facts_of(recipe, stage, "eval", tokenizer, processes, max_steps), stage
+
+
+def rows_read(recipe: Recipe, stage: Stage, split: str, blocks: int, processes: int, max_steps: int | None) -> int:
+    """How many of the `blocks` of a source a stage reads: training from the front of the seed's order, evaluation the
+    first ones."""
+    length = recipe.data_for(stage).pack.seq_len
+    if split == "eval":
+        return max(1, min(blocks, recipe.eval.max_tokens // length))
+    per_step = stage.batch.blocks * processes
+    return min(blocks, (stage_steps(stage, per_step, length, max_steps, blocks) or 0) * per_step)
