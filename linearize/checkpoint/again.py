@@ -133,7 +133,8 @@ def write_again(folder: Path, source: Source, plan: Plan, natives: SourceClasses
     checkpoint.write_json(folder / "config.json", checkpoint.converted_config(source.config, plan, natives))
     (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
     checkpoint.cover(folder, hashes)
-    checkpoint.write_json(folder / checkpoint.MANIFEST, checkpoint.manifest(folder, plan, hashes))
+    manifest = checkpoint.manifest(folder, plan, hashes)
+    checkpoint.write_json(folder / checkpoint.MANIFEST, {**manifest, **checkpoint.past(source.folder)})
 
 
 def values_of(places: Places, name: str) -> Iterator[torch.Tensor]:

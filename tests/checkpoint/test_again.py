@@ -149,6 +149,20 @@ def test_a_second_training_keeps_what_the_first_one_learned(place: Path, tmp_pat
     assert not trained_before(tmp_path / "more")
 
 
+def test_what_an_upgrade_noted_stays(place: Path, tmp_path: Path) -> None:
+    """Through a training, and through a conversion of what is converted."""
+    folder = Path(shutil.copytree(place / "linear", tmp_path / "upgraded"))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    past = [{"linearize": "0.1.0", "versions": {"torch": "2.6.0"}}]
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "upgraded_from": past}))
+    train(make_recipe(tmp_path, folder, stage("sft", steps=1)))
+    final = tmp_path / "run" / "final"
+    assert json.loads((final / MANIFEST).read_text())["upgraded_from"] == past
+    again(final, tmp_path / "more", layers="3")
+    assert json.loads((tmp_path / "more" / MANIFEST).read_text())["upgraded_from"] == past
+    assert "upgraded_from" not in json.loads((place / "trained" / MANIFEST).read_text())
+
+
 def with_eval() -> dict[str, Any]:
     return {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
 
