@@ -127,7 +127,9 @@ def bench_paper(
     seconds: Annotated[
         float | None, typer.Option(min=0, help="Begin no measurement after so many seconds; later rows say so.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="JSON file for the results. It is written after every row.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="JSON file for the results. It is written after every row.", parser=path)
+    ] = None,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Small sizes, to try every row on a CPU. The numbers are not compared.")
     ] = False,
@@ -140,16 +142,18 @@ def bench_paper(
     """
     from ..bench.paper import bench_paper as measure
     from ..bench.paper import failures, markdown
-    from ..checkpoint.atomic import write_atomically
+    from ..checkpoint.atomic import check_result, write_result
     from ..errors import Exit, LinearizeError, absent
 
     def tell(row: str, result: dict[str, Any]) -> None:
         say(row)
         if save is not None:
-            write_atomically(save, json.dumps(finite(result)))
+            write_result(save, json.dumps(finite(result)))
 
-    if save is not None and not save.absolute().parent.is_dir():
-        raise absent(save.absolute().parent, "no such folder:")
+    if save is not None:
+        if not save.absolute().parent.is_dir():
+            raise absent(save.absolute().parent, "no such folder:")
+        check_result(save, '{"paper": ', "bench paper")
     result = measure(paper, claims, seconds=seconds, tiny=tiny, tell=tell)
     if as_json:
         print_json(result)

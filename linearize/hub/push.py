@@ -58,11 +58,12 @@ def plan_push(
 ) -> Upload:
     """Check a folder and decide what of it is uploaded; asks nothing of the Hub.
 
-    Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not write, 6 for one that does not
-    verify, whose card cannot be shown, or that holds an access token.
+    Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not write and for a link to a file
+    elsewhere, 6 for one that does not verify, whose card cannot be shown, or that holds an access token.
     """
     from ..checkpoint.atomic import MANIFEST
     from ..checkpoint.card import for_repo
+    from ..checkpoint.carried import check_file
     from ..checkpoint.provenance import check_code, read_plan
     from ..verify.reload import check_keys
 
@@ -81,6 +82,7 @@ def plan_push(
     files = {name: present[name].stat().st_size for name in sorted(listed)}
     for name in files:
         if not name.endswith(".safetensors"):
+            check_file(present[name], folder)
             check_secrets(present[name])
     notes = check_card(folder / "README.md")
     others = sorted(name for name in present.keys() - set(listed) if not name.startswith("."))

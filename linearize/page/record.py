@@ -121,13 +121,15 @@ def read_run(folder: Path, evaluation: Path | None = None, plan: Plan | None = N
         with undamaged(folder / "report.json", "Restore it"):
             report = dict(json.loads((folder / "report.json").read_text("utf-8")))
     entries = [line for line in read_lines(folder / "metrics.jsonl") if is_entry(line)]
+    with whole(folder):
+        plan = plan or find_plan(folder, settings)
     return RunRecord(
         folder,
         settings,
         recipe,
         entries,
         report,
-        plan or find_plan(folder, settings),
+        plan,
         read_evaluation(folder, evaluation),
     )
 

@@ -400,6 +400,12 @@ def test_the_hub_refuses_a_card(hub: Hub, folder: Path, unverified: None) -> Non
     assert '"license" must be one of the known' in said
 
 
+def lead_out(folder: Path) -> None:
+    """What the link leads to would be uploaded under its name."""
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to("/etc/hostname")
+
+
 def spoil_mixers(folder: Path) -> None:
     """The plan and the config agree, and ask for other mixers than there are."""
     config, manifest = (json.loads((folder / name).read_text()) for name in ("config.json", MANIFEST))
@@ -416,6 +422,7 @@ def spoil_mixers(folder: Path) -> None:
         (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, "carries other code"),
         (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, f"lacks {MIXER_SHARD}"),
         (spoil_mixers, Exit.CHECK_FAILED, "verification failed"),
+        (lead_out, Exit.INCOMPATIBLE, "generation_config.json is a link to /etc/hostname, outside of"),
         (lambda f: (f / "README.md").write_text("---\nbase_model: a b\n---\n"), Exit.CHECK_FAILED, "'a b'"),
         (lambda f: (f / "README.md").write_text("---\n- [\n---\n"), Exit.CHECK_FAILED, "metadata cannot be used"),
         (lambda f: (f / "generation_config.json").write_text(f"\n{TOKEN}"), Exit.CHECK_FAILED, "json:2 holds an acc"),

@@ -201,6 +201,7 @@ def test_two_who_write_one_page_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     ("name", "text"),
     [
         ("run.json", '{"recipe": {"model": {"base": "x"}, "stages": 3, "name": "n"}}'),
+        ("run.json", '{"recipe": {"model": "x", "stages": [{"kind": "sft"}], "name": "n"}}'),
         ("report.json", '{"layers": {"a": 1}}'),
         ("eval.json", '{"student_ppl": 1.0, "teacher_ppl": 1.0, "kl": "x", "needle": 7, "positions": []}'),
     ],
