@@ -84,7 +84,7 @@ def _forward(call: int, x: Call, o: Tensor) -> None:
     _run(forward_kernel, call, x, *(y.contiguous() for y in x), o)
 
 
-def _backward(call: int, x: Call, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(call: int, x: Call, do: Tensor) -> tuple[Tensor, ...]:
     made = tuple(scratch(y, *y.shape, dtype=y.dtype) for y in x)
     _run(backward_kernel, call, x, do.contiguous(), *(y.contiguous() for y in x), *made)
     return made
