@@ -149,13 +149,18 @@ def check_order(recipe: Recipe, run: Run, only: str | None) -> None:
 
 
 def check_apart(recipe: Recipe) -> None:
-    """Raise LinearizeError (exit 2) for a run in the folder of its base or around it: a run replaces what it wrote."""
-    base = Path(os.path.expanduser(base_path(recipe)))
-    if base.is_dir() and not separate(base, Path(recipe.output_dir)):
-        raise LinearizeError(
-            f"output_dir {recipe.output_dir} and model.base {base} must be separate folders: neither inside the other. "
-            "Set output_dir to another folder"
-        )
+    """Raise LinearizeError (exit 2) for a run in the folder of its base or teacher, or around it: a run replaces what it
+    wrote."""
+    read = {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)}
+    if recipe.teacher is not None:
+        read |= {"teacher.model": recipe.teacher.model or "", "teacher.logits": recipe.teacher.logits or ""}
+    for key, name in read.items():
+        folder = Path(os.path.expanduser(named_base(name)))
+        if name and folder.is_dir() and not separate(folder, Path(recipe.output_dir)):
+            raise LinearizeError(
+                f"output_dir {recipe.output_dir} and {key} {folder} must be separate folders: neither inside the other. "
+                "Set output_dir to another folder"
+            )
 
 
 def base_path(recipe: Recipe) -> str:

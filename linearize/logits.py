@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ from .train.teacher import (
     vocabulary_of,
 )
 
-CACHE = "cache"  # packed text, until the folder is complete
+CACHE = ".linearize-text"  # packed text, until the folder is complete
 
 
 @dataclass
@@ -107,15 +108,53 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
     writes its share. Returns `output`, `tokens`, `bytes`, `top` and the `teacher`. Raises LinearizeError: 2 for the
     recipe or a folder of something else, 3 for a teacher that does not fit, 4 for a disk that is too small.
     """
-    named, tokenizer, vocabulary = settled(recipe, top)
-    facts = named.facts()
-    before = check_folder(output, facts, top, vocabulary)
+    found = settled(recipe, top)
+    before = check_folder(output, found[0].facts(), top, found[2])
     accelerator = make_accelerator(recipe, output)
     if not accelerator.is_main_process:
         say = no_one
+    with text_folder(output, dry_run, accelerator.is_main_process) as cache:
+        written = write_sets(recipe, found, before, output, cache, top, accelerator, dry_run, say)
+    accelerator.end_training()
+    return written
+
+
+@contextlib.contextmanager
+def text_folder(output: Path, dry_run: bool, main: bool) -> Iterator[Path]:
+    """Within: where text is packed, in `output` so that several processes find it; a dry run leaves that as it is. A
+    call that wrote no rows leaves no folder that was not there."""
+    if dry_run:
+        with tempfile.TemporaryDirectory(prefix="linearize-") as apart:
+            yield Path(apart)
+        return
+    made = not output.exists()
+    try:
+        yield output / CACHE
+    finally:
+        if main:
+            shutil.rmtree(output / CACHE, ignore_errors=True)
+            if made and output.is_dir() and not any(output.iterdir()):
+                output.rmdir()
+
+
+def write_sets(
+    recipe: Recipe,
+    found: tuple[Named, Any, int],
+    before: list[dict[str, Any]],
+    output: Path,
+    cache: Path,
+    top: int,
+    accelerator: Accelerator,
+    dry_run: bool,
+    say: Say,
+) -> dict[str, Any]:
+    """`write_logits` with what `settled` found, the sets `before` that are there, and a folder for packed text."""
+    named, tokenizer, vocabulary = found
+    facts = named.facts()
     with accelerator.main_process_first(), writing(output):
-        output.mkdir(parents=True, exist_ok=True)
-        sets = open_sets(recipe, named, tokenizer, output / CACHE, top, accelerator.num_processes)
+        if not dry_run:
+            output.mkdir(parents=True, exist_ok=True)
+        sets = open_sets(recipe, named, tokenizer, cache, top, accelerator.num_processes)
     for one in sets:  # what an earlier recipe read more of stays
         one.rows = max([one.rows, *(old["rows"] for old in before if old["facts"] == one.facts)])
     tokens = sum(one.rows * one.blocks.seq_len for one in sets)
@@ -139,18 +178,13 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
             for one, _, rows, path, key in mine:
                 write_rows(path, predicted(one, rows, top, vocabulary, teacher, accelerator, advance), key)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        shutil.rmtree(output / CACHE, ignore_errors=True)
-        if not dry_run:
-            others = [old for old in before if old["facts"] not in [one.facts for one in sets]]
-            record = {"format": FORMAT, "linearize": __version__, "teacher": facts, "k": top, "vocabulary": vocabulary}
-            record["sets"] = [*others, *(one.record() for one in sets)]
-            with writing(output):
-                write_atomically(output / RECORD, json.dumps(record, indent=2) + "\n")
-            say(f"wrote {output}. Next: linearize finetune with teacher.logits={output}")
-        elif not any(output.iterdir()):
-            output.rmdir()
-    accelerator.end_training()
+    if accelerator.is_main_process and not dry_run:
+        others = [old for old in before if old["facts"] not in [one.facts for one in sets]]
+        record = {"format": FORMAT, "linearize": __version__, "teacher": facts, "k": top, "vocabulary": vocabulary}
+        record["sets"] = [*others, *(one.record() for one in sets)]
+        with writing(output):
+            write_atomically(output / RECORD, json.dumps(record, indent=2) + "\n")
+        say(f"wrote {output}. Next: linearize finetune with teacher.logits={output}")
     return {"output": str(output), "tokens": tokens, "bytes": count, "top": top, "teacher": facts}
 
 
@@ -266,7 +300,8 @@ def open_sets(recipe: Recipe, named: Named, tokenizer: Any, cache: Path, top: in
 
 def check_disk(output: Path, due: int) -> None:
     """Raise LinearizeError (exit 4) where the disk has no room for so many bytes."""
-    free = shutil.disk_usage(output).free
+    place = output.absolute()
+    free = shutil.disk_usage(next(near for near in (place, *place.parents) if near.is_dir())).free
     if due > free:
         raise LinearizeError(
             f"{output} would take {size(due)} more, {size(free)} are free. Make room, choose another -o, or a smaller "

@@ -194,6 +194,7 @@ def test_the_command_says_what_it_keeps(linearize: Command, source: Path) -> Non
     [
         (["--keep-heads", "3"], 2, "'3' is no layer and key heads. Write \"3:0,1;7:2\""),
         (["--keep-heads", "3:0;3:0"], 2, "3:0 is named twice"),
+        (["--keep-heads", ";"], 2, "names no head"),
         (["--keep-heads", "9:0"], 2, "layer 9 does not become linear. Name heads of layers 0-3"),
         (["--keep-heads", "2:0", "--keep-softmax", "2"], 2, "layer 2 does not become linear"),
         (["--keep-heads", "2:2"], 2, "has 2 key heads (0 to 1), and 2 is none of them"),

@@ -55,7 +55,7 @@ class Claim(NamedTuple):
         assert wanted is not None, self.name
         share = value / wanted
         if self.published is None:
-            return "reproduced" if share >= 1 else f"missed by {1 - share:.0%}"
+            return "reproduced" if share >= 1 else f"missed by {1 - share:.1%}"  # 0.1 % below a bound is below it
         if abs(share - 1) <= NEAR:
             return "reproduced"
         return f"beaten by {share - 1:.0%}" if share > 1 else f"missed by {1 - share:.0%}"

@@ -66,10 +66,12 @@ class StoredLogits:
         self.folder = folder
         try:
             text = (folder / RECORD).read_text("utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             unfinished = any(folder.glob("*-00000.safetensors")) if folder.is_dir() else False
             what = "is not complete: run linearize logits again" if unfinished else "is not of linearize logits"
-            raise LinearizeError(f"teacher.logits: {folder} {what} ({error.strerror} {RECORD})") from error
+            raise LinearizeError(
+                f"teacher.logits: {folder} {what} ({RECORD}: {getattr(error, 'strerror', None) or error})"
+            ) from error
         try:
             record = json.loads(text)
             if record["format"] > FORMAT:
@@ -78,9 +80,17 @@ class StoredLogits:
             self.teacher: dict[str, Any] = dict(record["teacher"])
             self.k, self.vocabulary = int(record["k"]), int(record["vocabulary"])
             self.sets: list[dict[str, Any]] = list(record["sets"])
+            for one in self.sets:
+                _ = (
+                    one["facts"]["split"],
+                    one["rows"],
+                    one["per_shard"],
+                    one["shards"],
+                    one["blocks"],
+                    one["fingerprint"],
+                )
         except MALFORMED as error:
             raise LinearizeError(f"{folder / RECORD} is damaged ({error}). Write the folder again") from error
-        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
 
     def find(self, facts: Facts, stage: str) -> dict[str, Any]:
         """The set with these facts, which are of data that a `stage` of a recipe reads.
@@ -101,12 +111,23 @@ class StoredLogits:
         return alike[found]
 
     def check_rows(self, found: Mapping[str, Any], read: int, stage: str) -> None:
-        """Raise LinearizeError (exit 2) where a stage reads more blocks of a set than were written."""
+        """Raise LinearizeError (exit 2) where a stage reads more blocks of a set than were written, or a shard that is
+        missing, damaged or of other rows."""
         if read > found["rows"]:
             split = found["facts"]["split"]
             raise LinearizeError(
                 f"{self.folder} has logits of {found['rows']} {split} blocks, and {stage} reads {read}. {AGAIN}"
             )
+        key = key_of(self.teacher, self.k, self.vocabulary, found["facts"], found["fingerprint"])
+        per_shard = found["per_shard"]
+        for start, name in zip(range(0, read, per_shard), found["shards"], strict=False):
+            path, rows = self.folder / name, min(per_shard, found["rows"] - start)
+            try:
+                there = is_written(path, key, rows)
+            except LinearizeError:
+                there = False
+            if not there:
+                raise LinearizeError(f"{path} is missing, damaged, or has other rows. Remove it. {AGAIN}")
 
     def samples(self, blocks: Blocks | MixedBlocks, facts: Facts, stage: str) -> WithLogits:
         """Packed text with the rows of these facts. Raises LinearizeError (exit 2) where it is other text, or packed

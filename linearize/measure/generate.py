@@ -267,9 +267,11 @@ def generate(
     except (TypeError, ValueError, LookupError) as error:
         settings = model.generation_config.to_diff_dict()
         settings.pop("transformers_version", None)
+        if not settings:
+            raise
         raise LinearizeError(
             f"transformers cannot generate ({type(error).__name__}: {reason_of(error)}) with what the model's "
-            f"generation_config.json sets ({', '.join(settings) or 'nothing'}). Correct or remove that file",
+            f"generation_config.json sets ({', '.join(settings)}). Correct or remove that file",
             Exit.INCOMPATIBLE,
         ) from error
     seconds = time.monotonic() - began

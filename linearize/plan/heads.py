@@ -52,6 +52,8 @@ def keep_heads(text: str, sites: Sequence[Site], found: Found, model: str) -> li
     layer, 3 where heads cannot compute what the source's softmax does.
     """
     groups = parse_groups(text)
+    if text and not groups:
+        raise LinearizeError(f"--keep-heads {text!r} names no head. Write {FORM}")
     by_layer = {site.layer: site for site in sites}
     for layer in sorted({layer for layer, _ in groups}):
         heads = [head for own, head in groups if own == layer]

@@ -96,7 +96,8 @@ class Finetuner:
         self.processor = open_processor(folder, kind_of(self.model))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
         if kind_of(self.model) != "images":
-            check_vocabulary(self.processor, self.model, [blocks for blocks in found if blocks is not None])
+            texts = [without_logits(blocks) for blocks in found if blocks is not None]
+            check_vocabulary(self.processor, self.model, texts)
         if named is not None:
             self.load_teacher(named, [blocks for blocks in found if blocks is not None])
 
@@ -153,7 +154,10 @@ class Finetuner:
         source = getattr(data, split)
         if source is None:
             return None
-        limit = token_limit(self.recipe, stage, split, self.accelerator.num_processes, self.run.max_steps)
+        stored = self.named.stored if self.named else None
+        processes = self.accelerator.num_processes
+        # Rows of stored logits follow the seed's order over the text of the whole run.
+        limit = token_limit(self.recipe, stage, split, processes, None if stored else self.run.max_steps)
         with self.accelerator.main_process_first():
             samples = open_samples(
                 source,
@@ -167,12 +171,10 @@ class Finetuner:
                 max_tokens=limit,
                 say=self.say_once,
             )
-        stored = self.named.stored if self.named else None
         if stored is None or (split == "train" and not stage.learns_logits):
             return samples
         assert isinstance(samples, Blocks | MixedBlocks)
-        processes = self.accelerator.num_processes
-        facts = facts_of(self.recipe, stage, split, self.processor, processes, self.run.max_steps)
+        facts = facts_of(self.recipe, stage, split, self.processor, processes)
         return stored.samples(samples, facts, stage.name)
 
     def say_once(self, text: str) -> None:

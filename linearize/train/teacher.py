@@ -57,10 +57,10 @@ class Named:
         return str(self.stored.teacher["model"])
 
     def facts(self) -> dict[str, Any]:
-        """Provenance: `model`, `commit` and `sha256`; of stored predictions also how many tokens they have, and their
-        own hash."""
+        """Provenance: `model`, `commit` and `sha256`; of stored predictions also how many tokens they have. What else
+        their rows depend on is in the shards, and compared with the run's data."""
         if self.stored is not None:
-            return {**self.stored.teacher, "top": self.stored.k, "logits": self.stored.sha256}
+            return {**self.stored.teacher, "top": self.stored.k}
         assert self.source is not None
         return {"model": self.source.name, "commit": self.source.revision, "sha256": sha256_of(self.source)}
 
@@ -174,7 +174,7 @@ def check_teacher(named: Named | None, recipe: Recipe, model: Any, max_steps: in
             f"{named.stored.folder} has logits of {named.stored.vocabulary} tokens, {type(model).__name__} of {rows}",
             Exit.INCOMPATIBLE,
         )
-    for facts, stage in needed(recipe, tokenizer, processes, max_steps):
+    for facts, stage in needed(recipe, tokenizer, processes):
         found = named.stored.find(facts, stage.name)
         named.stored.check_rows(
             found, rows_read(recipe, stage, facts["split"], found["blocks"], processes, max_steps), stage.name
@@ -271,8 +271,9 @@ def common_vocabulary(ours: int, theirs: int, tokenizer: Any, name: str) -> int:
 # ---------------------------------------------------------------- stored predictions
 
 
-def facts_of(recipe: Recipe, stage: Stage, split: str, tokenizer: Any, processes: int, max_steps: int | None) -> Facts:
-    """What the rows of a stage's train or eval data depend on, the teacher apart."""
+def facts_of(recipe: Recipe, stage: Stage, split: str, tokenizer: Any, processes: int) -> Facts:
+    """What the rows of a stage's train or eval data depend on, the teacher apart; of a run that `--max-steps` cuts
+    short, too, for the seed's order is over all text of the whole run."""
     data = recipe.data_for(stage)
     temperature = stage.loss.temperature if split == "train" and isinstance(stage, LogitKL) else 1.0
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
@@ -282,23 +283,21 @@ def facts_of(recipe: Recipe, stage: Stage, split: str, tokenizer: Any, processes
         "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
         "text_key": data.pack.text_key,
         "seq_len": data.pack.seq_len,
-        "max_tokens": token_limit(recipe, stage, split, processes, max_steps),
+        "max_tokens": token_limit(recipe, stage, split, processes),
         "completion_only": stage.kind == "sft" or getattr(stage, "completion_only", False),
         "temperature": temperature,
         "seed": recipe.seed if split == "train" else None,
     }
 
 
-def needed(
-    recipe: Recipe, tokenizer: Any, processes: int, max_steps: int | None = None
-) -> Iterator[tuple[Facts, Stage]]:
+def needed(recipe: Recipe, tokenizer: Any, processes: int) -> Iterator[tuple[Facts, Stage]]:
     """The facts of each source that a run asks a teacher about, and a stage that reads it. A source that several stages
     read comes several times."""
     for stage in recipe.stages:
         if stage.learns_logits:
-            yield facts_of(recipe, stage, "train", tokenizer, processes, max_steps), stage
+            yield facts_of(recipe, stage, "train", tokenizer, processes), stage
         if recipe.data_for(stage).eval is not None:
-            yield facts_of(recipe, stage, "eval", tokenizer, processes, max_steps), stage
+            yield facts_of(recipe, stage, "eval", tokenizer, processes), stage
 
 
 def rows_read(recipe: Recipe, stage: Stage, split: str, blocks: int, processes: int, max_steps: int | None) -> int:

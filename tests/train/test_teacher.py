@@ -388,11 +388,15 @@ def test_a_run_on_stored_logits_goes_on(root: Path, tmp_path: Path, monkeypatch:
         stop_after(patch, 2)
         with pytest.raises(Stop):
             train(broken)
-    kept = (folder / "logits.json").read_text()
-    (folder / "logits.json").write_text(kept.replace('"linearize": "', '"linearize": "9'))
+    shutil.rmtree(folder)
+    written(recipe_of(tmp_path, root, teacher=str(root / "large")), folder, 3)
     with pytest.raises(LinearizeError, match="changed since this run began: the teacher large"):
         train(broken)
-    (folder / "logits.json").write_text(kept)
+    shutil.rmtree(folder)
+    # More rows, and another set beside them, change no row that was there.
+    written(
+        recipe_of(tmp_path, root, stages=[stage("logit_kl", "all", steps=9)], teacher=str(root / "large")), folder, 4
+    )
     train(broken)
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
     assert same(tensors(tmp_path / "broken/run/final"), tensors(tmp_path / "whole/run/final"))
@@ -444,6 +448,54 @@ def test_what_cannot_be_written(root: Path, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(LinearizeError, match=r"would take .* more, 9 B are free|would take .* more") as caught:
         written(recipe_of(tmp_path, root, **large), tmp_path / "out", 4)
     assert caught.value.code == Exit.RESOURCE
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_file_of_others_is_removed(root: Path, tmp_path: Path) -> None:
+    recipe, out = recipe_of(tmp_path, root, teacher=str(root / "large")), tmp_path / "out"
+    out.mkdir()
+    written(recipe, out, 4, dry_run=True)
+    assert [*out.iterdir()] == []
+    (out / "cache").mkdir()
+    for dry_run in (True, False):
+        with pytest.raises(LinearizeError, match=r"holds what linearize logits did not write \(cache\)"):
+            written(recipe, out, 4, dry_run=dry_run)
+    assert (out / "cache").is_dir()
+
+
+def test_a_run_may_stop_early_on_stored_logits(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of text that is read only as far as a run needs, which is less with max_steps."""
+    monkeypatch.setattr("linearize.data.batches.is_long", lambda source: True)
+    written(recipe_of(tmp_path, root, teacher=str(root / "large")), tmp_path / "logits", 4)
+    report = story.finetune(recipe_of(tmp_path, root, teacher={"logits": str(tmp_path / "logits")}), max_steps=1)
+    assert report["max_steps"] == 1
+
+
+def test_shards_are_looked_at_before_a_run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linearize.data.logits.SHARD_BYTES", 3 * T * 40)  # three rows each
+    folder = tmp_path / "logits"
+    written(recipe_of(tmp_path, root, teacher=str(root / "large")), folder, 4)
+    last = max(folder.glob("train-*.safetensors"))
+    whole, stored = last.read_bytes(), recipe_of(tmp_path, root, teacher={"logits": str(folder)})
+    for broken in (b"", whole[:40], max(folder.glob("eval-*.safetensors")).read_bytes()):
+        last.write_bytes(broken)
+        with pytest.raises(LinearizeError, match=rf"{last.name} is missing, damaged, or has other rows"):
+            train(stored)
+    last.unlink()
+    with pytest.raises(LinearizeError, match=rf"{last.name} is missing, damaged, or has other rows"):
+        train(stored)
+    for record in (b"\xff", b'{"format": 1, "teacher": {}, "k": 4, "vocabulary": 9, "sets": [{}]}'):
+        (folder / "logits.json").write_bytes(record)
+        with pytest.raises(LinearizeError, match=r"logits\.json"):
+            train(stored)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_does_not_replace_its_teacher(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "large", tmp_path / "run" / "final")
+    with pytest.raises(LinearizeError, match=r"teacher\.model .* must be separate folders"):
+        train(recipe_of(tmp_path, root, teacher=str(tmp_path / "run" / "final")))
+    assert (tmp_path / "run" / "final" / "config.json").is_file()
 
 
 def test_two_processes_write_and_read_what_one_does(root: Path, tmp_path: Path, forks: Forks) -> None:
