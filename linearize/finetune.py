@@ -149,8 +149,7 @@ def check_order(recipe: Recipe, run: Run, only: str | None) -> None:
 
 
 def check_apart(recipe: Recipe) -> None:
-    """Raise LinearizeError (exit 2) for a run in the folder of its base or teacher, or around it: a run replaces what it
-    wrote."""
+    """Raise LinearizeError (exit 2) for a run in the folder of its base or teacher, or around it: it replaces files."""
     read = {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)}
     if recipe.teacher is not None:
         read |= {"teacher.model": recipe.teacher.model or "", "teacher.logits": recipe.teacher.logits or ""}
@@ -158,8 +157,8 @@ def check_apart(recipe: Recipe) -> None:
         folder = Path(os.path.expanduser(named_base(name)))
         if name and folder.is_dir() and not separate(folder, Path(recipe.output_dir)):
             raise LinearizeError(
-                f"output_dir {recipe.output_dir} and {key} {folder} must be separate folders: neither inside the other. "
-                "Set output_dir to another folder"
+                f"output_dir {recipe.output_dir} and {key} {folder} must be separate folders: neither inside the "
+                "other. Set output_dir to another folder"
             )
 
 

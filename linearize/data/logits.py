@@ -30,6 +30,7 @@ from .packing import BlockOrder, Blocks, MixedBlocks, data_fingerprint
 RECORD = "logits.json"
 FORMAT = 1  # of the folder; counts what an earlier version cannot read
 SHARD_BYTES = 256 * 2**20
+OF_SET = ("rows", "per_shard", "shards", "blocks", "fingerprint")  # beside `facts`
 KEY = "linearize_key"  # in a shard's metadata: what its rows were made from
 # Names of the tensors as samples have them.
 VALUES, INDICES, REST, TARGET = "teacher_values", "teacher_indices", "teacher_rest", "teacher_target"
@@ -80,15 +81,8 @@ class StoredLogits:
             self.teacher: dict[str, Any] = dict(record["teacher"])
             self.k, self.vocabulary = int(record["k"]), int(record["vocabulary"])
             self.sets: list[dict[str, Any]] = list(record["sets"])
-            for one in self.sets:
-                _ = (
-                    one["facts"]["split"],
-                    one["rows"],
-                    one["per_shard"],
-                    one["shards"],
-                    one["blocks"],
-                    one["fingerprint"],
-                )
+            for one in self.sets:  # raises where something is missing
+                _ = one["facts"]["split"], [one[name] for name in OF_SET]
         except MALFORMED as error:
             raise LinearizeError(f"{folder / RECORD} is damaged ({error}). Write the folder again") from error
 
