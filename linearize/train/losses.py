@@ -112,7 +112,7 @@ def shared(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """log softmax(logits[t])[targets[t]] [B, T] in the working precision; 0 where the target is -100."""
+    """The log-probability of each token's target: [B, T] in the working precision, 0 where the target is -100."""
     index = targets.clamp(min=0)[..., None]
     found = logits.gather(-1, index) - _logsumexp(logits, 1.0, _default_chunk(logits))
     return found[..., 0].masked_fill(targets == IGNORED, 0.0)
