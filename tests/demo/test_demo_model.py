@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize.demo
+from linearize.checkpoint.provenance import read_plan
+from linearize.choose import choose
 from linearize.demo import tour
 from linearize.demo.corpus import HELD_OUT, Document, documents, is_test, read_dump, split_of, write_dump
 from linearize.demo.train_teacher import Options, Stream, build_model, encode, perplexity, train
@@ -131,8 +134,33 @@ def test_generation_gives_text(model, tokenizer):
 def test_a_student_that_does_not_load_fails_a_check(tmp_path, monkeypatch):
     monkeypatch.setattr(tour, "NEW_TOKENS", 2)
     with pytest.raises(LinearizeError, match="nothing") as error:
-        tour.side_by_side(tmp_path / "nothing", "def f", print)
+        tour.side_by_side({"student": tmp_path / "nothing"}, "def f", print)
     assert error.value.code == Exit.CHECK_FAILED
+
+
+def test_the_tour_puts_both_students_beside_the_teacher(tmp_path, monkeypatch, linearize):
+    """With a step a stage, and layers chosen on less text."""
+    for name, value in {"TRANSFER_STEPS": 2, "SCORE_TOKENS": 1024, "RECALLS": 1}.items():
+        monkeypatch.setattr(choose, name, value)
+    for name, value in {"NEW_TOKENS": 2, "NEEDLES": 4}.items():
+        monkeypatch.setattr(tour, name, value)
+    less = ("stages.attention_transfer.tokens=2048", "stages.logit_kl.tokens=2048", "eval.max_tokens=1024")
+    monkeypatch.setattr(tour, "SETTINGS", (*tour.SETTINGS[:1], *less, "finish.verify=false"))
+    code, out, err = linearize("demo", "-o", tmp_path / "demo", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["choice"]["kept"] == [4, 5]
+    teacher, hybrid, linear = (report["compared"][who] for who in ("teacher", "hybrid", "linear"))
+    assert teacher["ppl_ratio"] == 1.0
+    assert hybrid["kl"] < 0.2 * linear["kl"]
+    assert {*report["samples"]} == {"teacher", "hybrid", "linear"} == {*report["compared"]}
+    for tokens in ("512", "32768"):
+        assert linear["cache"][tokens] < hybrid["cache"][tokens] < teacher["cache"][tokens]
+    assert linear["cache"]["512"] == linear["cache"]["32768"]
+    words = " ".join(err.split())
+    for said in ("teacher softmax in 4,5 all linear", "needles found", "cache at 32,768 tokens", "KL from the teacher"):
+        assert said in words
+    assert read_plan(tmp_path / "demo" / "hybrid" / "final").softmax_layers == [4, 5]
 
 
 def test_training_runs(tokenizer, heldout):
