@@ -87,7 +87,8 @@ class TokenLayout(NamedTuple):
     `padding` [B,T] bool is True at real tokens (None: all are). `segments` [B,T] int numbers packed documents (None:
     one a row); without `causal`, tokens of one number see each other wherever they are. `grid` is where tokens lie, for
     a mixer that asks (None: on a line). `rotation` is the rotary embedding that was taken away from q and k: rotary.py's
-    Rotation, for a mixer that puts it elsewhere.
+    Rotation, for a mixer that puts it elsewhere. With `rows` [B] int the state is a pool, of which those rows
+    are the call's; they are changed in place (layers/pool.py).
     """
 
     padding: Tensor | None = None
@@ -95,6 +96,7 @@ class TokenLayout(NamedTuple):
     causal: bool = True
     grid: Grid | None = None
     rotation: Any = None
+    rows: Tensor | None = None
 
 
 def part_of(layout: TokenLayout, start: int, stop: int) -> TokenLayout:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .layout import TokenLayout, once
 from .layers.norm import HeadNorm
+from .layers.pool import check_pool, on_rows, put, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,8 @@ class Mixer(nn.Module):
     geometric: ClassVar[bool] = False
     # Whether it needs as many keys as queries.
     square: ClassVar[bool] = True
+    # Whether it changes rows of a pool itself. For one that does not they are copied out and back.
+    pools: ClassVar[bool] = False
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
@@ -173,25 +176,40 @@ class Mixer(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any = None
     ) -> tuple[Tensor, Any]:
-        """`mix`, and the exact window beside it where there is one; same arguments and results.
+        """`mix`, and the exact window beside it where there is one; same arguments and results. With rows in the layout
+        `state` is a pool, which is changed in place and returned.
 
-        Raises ValueError when a causal mechanism or window is called as attention to both sides.
+        Raises ValueError when a causal mechanism or window is called as attention to both sides, and for rows that do
+        not fit.
         """
         if not layout.causal and q.shape[1] > 1 and not (self.bidirectional and self.near is None):
             what = "its window" if self.bidirectional else self.title
             raise ValueError(f"{self.site.path}: called as attention to both sides, and {what} looks back only")
+        check_pool(layout.rows, state, q.shape[0], layout.segments)
         q, k, v = as_autocast(q, k, v)
         far, near = (state, None) if self.near is None or state is None else state
         o, mass, far = self._far(q, k, v, x, layout, far)
         if self.near is None:
             return o, far
-        o, near = self.near(o, mass, q, k, v, x, layout, near)
-        return o, WindowedState(far, near)
+        if layout.rows is None:
+            o, near = self.near(o, mass, q, k, v, x, layout, near)
+            return o, WindowedState(far, near)
+        o, ring = self.near(o, mass, q, k, v, x, layout._replace(rows=None), take(near, layout.rows))
+        put(near, layout.rows, ring)
+        return torch.where((layout.rows >= 0)[:, None, None, None], o, 0.0), state
 
     def _far(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
     ) -> tuple[Tensor, Tensor | None, Any]:
         """What the mechanism computes, its normaliser where it has one, and its state."""
+        rows = layout.rows
+        if rows is not None and not self.pools:
+
+            def copied(state: Any, padding: Tensor) -> tuple[Tensor, Tensor | None, Any]:
+                return self._far(q, k, v, x, layout._replace(padding=padding, rows=None), state)
+
+            o, mass, state = on_rows(copied, state, rows, layout.padding, q.shape[1])
+            return o, mass, state
         if self.normalised:
             return self.mix_with_mass(q, k, v, x, layout, state)
         o, state = self.mix(q, k, v, x, layout, state)
