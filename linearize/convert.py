@@ -20,7 +20,7 @@ from .checkpoint.fp8 import float_tensors
 from .checkpoint.provenance import check_code_cache
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
-from .errors import Exit, LinearizeError, is_secret, reason_of
+from .errors import Exit, LinearizeError, existing_folder, is_secret, reason_of
 from .plan.heads import heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, is_auto
 from .plan.mechanisms import present_options
@@ -294,7 +294,7 @@ def disagree(what: object, how: str) -> LinearizeError:
 
 def check_disk(plan: Plan, source: Source, output: Path) -> None:
     """Refuse to start (exit 4) when the disk of `output` cannot hold what will be written."""
-    parent = next(p for p in output.absolute().parents if p.exists())
+    parent = existing_folder(output.absolute().parent)
     linked = plan.copy or parent.stat().st_dev == source.folder.stat().st_dev  # the plan counts copies
     need = plan.needed_bytes + (0 if linked or plan.cast or source.pickled else source.bytes)
     free = shutil.disk_usage(parent).free

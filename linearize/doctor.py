@@ -15,7 +15,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from .errors import Exit, LinearizeError
+from .errors import Exit, LinearizeError, existing_folder
 from .terminal.output import size
 
 # What tests need, not users.
@@ -119,12 +119,7 @@ def _disk() -> dict[str, int]:
     import tempfile
 
     places = [Path(), _cache(), Path(tempfile.gettempdir())]
-    return {str(place.resolve()): shutil.disk_usage(_existing(place)).free for place in places}
-
-
-def _existing(place: Path) -> Path:
-    place = place.resolve()
-    return next(folder for folder in (place, *place.parents) if folder.exists())
+    return {str(place.resolve()): shutil.disk_usage(existing_folder(place.resolve())).free for place in places}
 
 
 def _cache() -> Path:

@@ -74,6 +74,12 @@ def check_file(path: Path, code: Exit = Exit.USAGE) -> None:
         raise no_file(path, code)
 
 
+def existing_folder(path: Path) -> Path:
+    """`path` in full, or the nearest folder above it that is there: on whose disk it will be."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.is_dir())
+
+
 def no_file(path: Path, code: Exit) -> LinearizeError:
     """The error for a pipe, a device, or a link to one or to nothing, where a file should be."""
     what = f"a link to {os.path.realpath(path)}" if path.is_symlink() else "a pipe or a device"

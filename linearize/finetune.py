@@ -28,7 +28,7 @@ from .choose.choose import Scoring, chooser
 from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
 from .data.documents import no_datasets
-from .errors import Exit, LinearizeError, did_you_mean, os_error, undamaged
+from .errors import Exit, LinearizeError, did_you_mean, existing_folder, os_error, undamaged
 from .estimate.advice import advise
 from .estimate.cards import Device, card, present
 from .estimate.choose import as_before, choose, is_open, plainly
@@ -175,8 +175,7 @@ def open_source_of(recipe: Recipe, weights: bool) -> Iterator[str]:
     if not isinstance(recipe.model.base, Scratch):
         yield base_path(recipe)
         return
-    outside = Path(recipe.output_dir).absolute().parent
-    near = next(place for place in (outside, *outside.parents) if place.is_dir())
+    near = existing_folder(Path(recipe.output_dir).absolute().parent)
     with tempfile.TemporaryDirectory(prefix=".linearize-", dir=near if weights else None) as folder:
         yield str(write_random(recipe, Path(folder), weights))
 
@@ -442,7 +441,7 @@ def check_room(recipe: Recipe, run: Run, planned: Any, folder: Path | None, para
     cost = estimate(rehearsal, device, run.max_steps)
     if cost.too_large:
         raise refusal(cost, advise(rehearsal, device, cost))
-    parent = next(path for path in (run.folder.absolute(), *run.folder.absolute().parents) if path.exists())
+    parent = existing_folder(run.folder)
     need, free = sum(cost.disk.values()), shutil.disk_usage(parent).free
     if need > free:
         parts = ", ".join(f"{part} {size(count)}" for part, count in cost.disk.items())

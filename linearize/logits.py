@@ -39,7 +39,7 @@ from .data.logits import (
     write_rows,
 )
 from .data.packing import BlockOrder, Blocks, MixedBlocks, data_fingerprint
-from .errors import Exit, LinearizeError, writing
+from .errors import Exit, LinearizeError, existing_folder, writing
 from .finetune import base_path, check_packages
 from .plan.plan import some
 from .recipe.models import Scratch, Teacher
@@ -108,15 +108,52 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
     writes its share. Returns `output`, `tokens`, `bytes`, `top` and the `teacher`. Raises LinearizeError: 2 for the
     recipe or a folder of something else, 3 for a teacher that does not fit, 4 for a disk that is too small.
     """
-    found = settled(recipe, top)
-    before = check_folder(output, found[0].facts(), top, found[2])
+    named, tokenizer, vocabulary = settled(recipe, top)
+    facts = named.facts()
+    before = check_folder(output, facts, top, vocabulary)
     accelerator = make_accelerator(recipe, output)
     if not accelerator.is_main_process:
         say = no_one
     with text_folder(output, dry_run, accelerator.is_main_process) as cache:
-        written = write_sets(recipe, found, before, output, cache, top, accelerator, dry_run, say)
+        with accelerator.main_process_first(), writing(output):
+            if not dry_run:
+                output.mkdir(parents=True, exist_ok=True)
+            sets = open_sets(recipe, named, tokenizer, cache, top, accelerator.num_processes)
+        for one in sets:  # what an earlier recipe read more of stays
+            one.rows = max([one.rows, *(old["rows"] for old in before if old["facts"] == one.facts)])
+        tokens = sum(one.rows * one.blocks.seq_len for one in sets)
+        count = tokens * token_bytes(top)
+        say(f"{short(tokens)} tokens, of each the {top} likeliest of {vocabulary:,}: {size(count)} in {output}")
+        work: list[tuple[RowSet, range, Path, str]] = []
+        for one in sets:
+            key = key_of(facts, top, vocabulary, one.facts, data_fingerprint(one.blocks))
+            shards = enumerate(one.shards())
+            work += [(one, rows, output / shard_name(one.facts, number), key) for number, rows in shards]
+        left = [not is_written(path, key, len(rows)) for _, rows, path, key in work]
+        due = sum(len(job[1]) * job[0].blocks.seq_len for job, missing in zip(work, left, strict=True) if missing)
+        check_disk(output, due * token_bytes(top))
+        accelerator.wait_for_everyone()  # all have looked before anyone writes
+        if not dry_run and any(left):
+            teacher = load_teacher(named, accelerator.device)
+            check_vocabulary(tokenizer, teacher, [one.blocks for one in sets])
+            say(teacher_line(named, teacher))
+            own = range(accelerator.process_index, len(work), accelerator.num_processes)
+            mine = [work[i] for i in own if left[i]]
+            total = sum(len(rows) for _, rows, _, _ in mine)
+            bar = progress("logits", total) if accelerator.is_main_process else contextlib.nullcontext(silent)
+            with bar as advance:
+                for one, rows, path, key in mine:
+                    write_rows(path, predicted(one, rows, top, vocabulary, teacher, accelerator, advance), key)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process and not dry_run:
+            others = [old for old in before if old["facts"] not in [one.facts for one in sets]]
+            record = {"format": FORMAT, "linearize": __version__, "teacher": facts, "k": top, "vocabulary": vocabulary}
+            record["sets"] = [*others, *(one.record() for one in sets)]
+            with writing(output):
+                write_atomically(output / RECORD, json.dumps(record, indent=2) + "\n")
+            say(f"wrote {output}. Next: linearize finetune with teacher.logits={output}")
     accelerator.end_training()
-    return written
+    return {"output": str(output), "tokens": tokens, "bytes": count, "top": top, "teacher": facts}
 
 
 @contextlib.contextmanager
@@ -135,57 +172,6 @@ def text_folder(output: Path, dry_run: bool, main: bool) -> Iterator[Path]:
             shutil.rmtree(output / CACHE, ignore_errors=True)
             if made and output.is_dir() and not any(output.iterdir()):
                 output.rmdir()
-
-
-def write_sets(
-    recipe: Recipe,
-    found: tuple[Named, Any, int],
-    before: list[dict[str, Any]],
-    output: Path,
-    cache: Path,
-    top: int,
-    accelerator: Accelerator,
-    dry_run: bool,
-    say: Say,
-) -> dict[str, Any]:
-    """`write_logits` with what `settled` found, the sets `before` that are there, and a folder for packed text."""
-    named, tokenizer, vocabulary = found
-    facts = named.facts()
-    with accelerator.main_process_first(), writing(output):
-        if not dry_run:
-            output.mkdir(parents=True, exist_ok=True)
-        sets = open_sets(recipe, named, tokenizer, cache, top, accelerator.num_processes)
-    for one in sets:  # what an earlier recipe read more of stays
-        one.rows = max([one.rows, *(old["rows"] for old in before if old["facts"] == one.facts)])
-    tokens = sum(one.rows * one.blocks.seq_len for one in sets)
-    count = tokens * token_bytes(top)
-    say(f"{short(tokens)} tokens, of each the {top} likeliest of {vocabulary:,}: {size(count)} in {output}")
-    work = [(one, number, rows) for one in sets for number, rows in enumerate(one.shards())]
-    keys = [key_of(facts, top, vocabulary, one.facts, data_fingerprint(one.blocks)) for one, _, _ in work]
-    places = [output / shard_name(one.facts, number) for one, number, _ in work]
-    left = [not is_written(path, key, len(job[2])) for job, path, key in zip(work, places, keys, strict=True)]
-    due = sum(len(rows) * one.blocks.seq_len for (one, _, rows), missing in zip(work, left, strict=True) if missing)
-    check_disk(output, due * token_bytes(top))
-    accelerator.wait_for_everyone()  # all have looked before anyone writes
-    if not dry_run and any(left):
-        teacher = load_teacher(named, accelerator.device)
-        check_vocabulary(tokenizer, teacher, [one.blocks for one in sets])
-        say(teacher_line(named, teacher))
-        own = range(accelerator.process_index, len(work), accelerator.num_processes)
-        mine = [(*work[i], places[i], keys[i]) for i in own if left[i]]
-        total = sum(len(rows) for _, _, rows, _, _ in mine)
-        with progress("logits", total) if accelerator.is_main_process else contextlib.nullcontext(silent) as advance:
-            for one, _, rows, path, key in mine:
-                write_rows(path, predicted(one, rows, top, vocabulary, teacher, accelerator, advance), key)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process and not dry_run:
-        others = [old for old in before if old["facts"] not in [one.facts for one in sets]]
-        record = {"format": FORMAT, "linearize": __version__, "teacher": facts, "k": top, "vocabulary": vocabulary}
-        record["sets"] = [*others, *(one.record() for one in sets)]
-        with writing(output):
-            write_atomically(output / RECORD, json.dumps(record, indent=2) + "\n")
-        say(f"wrote {output}. Next: linearize finetune with teacher.logits={output}")
-    return {"output": str(output), "tokens": tokens, "bytes": count, "top": top, "teacher": facts}
 
 
 def no_one(text: str) -> None:
@@ -300,8 +286,7 @@ def open_sets(recipe: Recipe, named: Named, tokenizer: Any, cache: Path, top: in
 
 def check_disk(output: Path, due: int) -> None:
     """Raise LinearizeError (exit 4) where the disk has no room for so many bytes."""
-    place = output.absolute()
-    free = shutil.disk_usage(next(near for near in (place, *place.parents) if near.is_dir())).free
+    free = shutil.disk_usage(existing_folder(output)).free
     if due > free:
         raise LinearizeError(
             f"{output} would take {size(due)} more, {size(free)} are free. Make room, choose another -o, or a smaller "

@@ -87,7 +87,7 @@ def bench_paper(
 
     No measurement begins later than `seconds` after the start. `tiny` measures small sizes, whose numbers are not
     compared. Returns plain data: `paper`, `machine`, `tiny`, and `rows` with `claim`, `where`, `about`, `claimed`,
-    `value` and `device` (the same of the device's time alone), `share` of the published number, `status`, and the
+    `value` and `device` (the value by the device's time alone), `share` of the published number, `status`, and the
     measurements `of` and `over`. `tell` gets each row as a line of text when it is there, and the result so far. Raises
     LinearizeError: 2 for an unknown paper or claim, 4 for full sizes without a GPU.
     """

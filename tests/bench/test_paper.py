@@ -1,4 +1,4 @@
-"""`linearize bench paper`, on the CPU: every row at tiny sizes, and what is told of a claim."""
+"""`linearize bench paper`, on the CPU: every row at tiny sizes, and how a claim is judged."""
 
 from __future__ import annotations
 

@@ -147,17 +147,23 @@ def _less_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "GATE_STEPS", 16)
 
 
+def planned(linearize: Command, place: Path, flag: str, method: str, folder: Path) -> tuple[dict[str, Any], str]:
+    """The plan of a conversion that chooses one by `flag`, and what was said; restore's is written into `folder`."""
+    arguments = [flag, "auto:1", "--score-by", method, "--score-text", place / "train.jsonl"]
+    settings = [part for name, value in OPTIONS.items() for part in ("--set", f"{name}={value}")]
+    output = ("--dry-run",) if method != "restore" else ("-o", folder, "--verify", "none")
+    code, out, err = linearize("convert", place / "source", "--to", "gsa", *arguments, *settings, *output, "--json")
+    assert code == 0, err
+    plan: dict[str, Any] = json.loads(out)["plan"]
+    return plan, err
+
+
 @pytest.mark.usefixtures("_less_text")
 @pytest.mark.parametrize("method", METHODS)
 def test_convert_chooses_what_matters_and_says_why(
     place: Path, tmp_path: Path, linearize: Command, method: str
 ) -> None:
-    arguments = ["--keep-softmax", "auto:1", "--score-by", method, "--score-text", place / "train.jsonl"]
-    settings = [part for name, value in OPTIONS.items() for part in ("--set", f"{name}={value}")]
-    output = ("--dry-run",) if method != "restore" else ("-o", tmp_path / "hybrid", "--verify", "none")
-    code, out, err = linearize("convert", place / "source", "--to", "gsa", *arguments, *settings, *output, "--json")
-    assert code == 0, err
-    plan = json.loads(out)["plan"]
+    plan, err = planned(linearize, place, "--keep-softmax", method, tmp_path / "hybrid")
     choice = plan["choice"]
     assert choice["kept"] == [MATTERS] == [site["layer"] for site in plan["kept"]]
     assert choice["method"] == method
@@ -265,14 +271,7 @@ def test_a_mixture_opens_heads_one_by_one(tmp_path: Path) -> None:
 def test_convert_chooses_the_head_that_matters(
     heads_place: Path, tmp_path: Path, linearize: Command, method: str
 ) -> None:
-    arguments = ["--keep-heads", "auto:1", "--score-by", method, "--score-text", heads_place / "train.jsonl"]
-    settings = [part for name, value in OPTIONS.items() for part in ("--set", f"{name}={value}")]
-    output = ("--dry-run",) if method != "restore" else ("-o", tmp_path / "heads", "--verify", "none")
-    code, out, err = linearize(
-        "convert", heads_place / "source", "--to", "gsa", *arguments, *settings, *output, "--json"
-    )
-    assert code == 0, err
-    plan = json.loads(out)["plan"]
+    plan, err = planned(linearize, heads_place, "--keep-heads", method, tmp_path / "heads")
     choice = plan["heads_choice"]
     assert choice["kept"] == ["1:0"] == [max(choice["scores"], key=choice["scores"].get)]
     assert [step["site"]["softmax_groups"] for step in plan["steps"]] == [[], [0], [], []]
