@@ -70,7 +70,8 @@ def pipeline(kind: str, **more: Any) -> Any:
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
         return diffusers.SanaPipeline(tokenizer(), Gemma2Model(text), vae, model, scheduler)
     text = T5Config(**{"vocab_size": 16, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2})
-    vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+                                       latents_mean=[0.1] * 4, latents_std=[2.0] * 4)  # fmt: skip
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     parts = {"tokenizer": tokenizer(), "text_encoder": T5EncoderModel(text).eval(), "vae": vae, "scheduler": scheduler}
     return diffusers.WanPipeline(**parts, transformer=model, **more)

@@ -23,6 +23,7 @@ import yaml
 
 from linearize.cli import app
 from linearize.data.batches import FEW_IMAGES
+from linearize.diffusion.recipe import holds_latents, load_latents_recipe
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import (
     EXAMPLE,
@@ -189,7 +190,8 @@ def test_blocks_of_python_and_recipes_are_whole(page: Path, tmp_path: Path) -> N
         if "stages" in yaml.safe_load(block):
             file = tmp_path / "recipe.yaml"
             file.write_text(block, "utf-8")
-            assert load_recipe(file).stages
+            load = load_latents_recipe if holds_latents(file) else load_recipe
+            assert load(file).stages
 
 
 def test_a_step_of_images_sees_many_of_them(tmp_path: Path) -> None:

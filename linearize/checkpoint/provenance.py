@@ -113,7 +113,7 @@ def read_plan(folder: Path) -> Plan:
         plan = Plan.from_json(manifest["plan"])
         if plan.model_type == DIFFUSERS:
             raise LinearizeError(
-                f"{folder} holds {plan.architecture} of diffusers. Upload it with hf upload REPO DIR, and train it as "
+                f"{folder} holds {plan.architecture} of diffusers. Train it with a recipe of latents, as "
                 "docs/diffusers.md says",
                 Exit.INCOMPATIBLE,
             )

@@ -39,8 +39,8 @@ MAX_AMOUNT = 20_000
 KERNEL_KEY = re.compile(r"_implementation(_internal)?$")
 # Of a folder where a model of transformers is asked for.
 OF_DIFFUSERS = (
-    "is a model of diffusers, which linearize converts and verifies in a local folder (hf download ID --local-dir DIR) "
-    "and does nothing else with; see docs/diffusers.md"
+    "is a model of diffusers. In a local folder (hf download ID --local-dir DIR) convert, verify and push take it, and "
+    "finetune and eval with a recipe of latents; see docs/diffusers.md"
 )
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -96,7 +96,7 @@ def convert(
 
     story: Any = of_diffusers if of_diffusers.holds_diffusers(model) else of_transformers
     if push is not None and story is of_diffusers:
-        raise LinearizeError("--push: a pipeline of diffusers is uploaded with hf upload REPO DIR")
+        raise LinearizeError("--push: upload a pipeline of diffusers when it is there: linearize push DIR user/repo")
     if push is not None:
         hub.check_name(push) if dry_run else hub.check_access(push)
     if restore and story is of_diffusers:

@@ -18,6 +18,7 @@ NO_RECIPE = (
 
 # By which a result of this command is known.
 BEGINS = '{"student": "'
+PNG = b"\x89PNG"
 
 
 def evaluate(
@@ -59,12 +60,16 @@ def evaluate(
     """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size; of models of images
     or masked text accuracy, agreement and KL."""
     from ..checkpoint.atomic import check_result, write_result
+    from ..diffusion.convert import holds_diffusers
     from ..errors import LinearizeError
     from ..recipe.data import DemoSource
     from ..recipe.recipe import load_recipe
 
     if output is not None:
         check_result(output, BEGINS, "eval")
+    if holds_diffusers(student):
+        _evaluate_latents(student, overrides or [], recipe, trust_remote_code, output, as_json)
+        return
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
     text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
@@ -96,5 +101,32 @@ def evaluate(
     if output is not None:
         write_result(output, json.dumps(finite(result)) + "\n")
         say(f"wrote {output}")
+    if as_json:
+        print_json(result)
+
+
+def _evaluate_latents(
+    student: str, overrides: list[str], recipe: str, trust: bool, output: Path | None, as_json: bool
+) -> None:
+    """A converted pipeline of diffusers, beside its own teacher: predictions by noise level, and samples as a PNG."""
+    from ..checkpoint.atomic import write_result
+    from ..diffusion import finetune as story
+    from ..diffusion.recipe import load_latents_recipe
+    from ..errors import LinearizeError, writing
+    from ..terminal.tables import prediction_table
+
+    drawn = output.with_suffix(".png") if output is not None else None
+    if drawn is not None and drawn.exists() and not drawn.read_bytes().startswith(PNG):
+        raise LinearizeError(f"{drawn} is there already, and is no picture. Choose another -o, or move that one away")
+    if not recipe:
+        raise LinearizeError("--recipe is missing: give a recipe whose data are latents, see docs/diffusers.md")
+    own = ["convert=null", f"model.base={json.dumps(student)}", f"model.trust_remote_code={json.dumps(trust)}"]
+    result, png = story.evaluate(load_latents_recipe(recipe, [*overrides, *own]))
+    prediction_table(result["predictions"])
+    if output is not None and drawn is not None:
+        write_result(output, json.dumps(finite(result)) + "\n")
+        with writing(drawn):
+            drawn.write_bytes(png)
+        say(f"wrote {output} and {drawn}: samples of the student, and of the teacher below")
     if as_json:
         print_json(result)

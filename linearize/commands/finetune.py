@@ -22,8 +22,12 @@ def finetune(
     as_json: Json = False,
 ) -> None:
     """Distil a converted model by the stages of a recipe: attention transfer, logit KL, finetuning."""
+    from ..diffusion.recipe import holds_latents
     from ..recipe.recipe import load_recipe
 
+    if holds_latents(recipe, overrides or []):
+        _finetune_latents(recipe, overrides or [], dry_run, resume, stage, max_steps, as_json)
+        return
     loaded = load_recipe(recipe, overrides or [])
     from .. import finetune as story
     from ..terminal.tables import estimate_table, recipe_table, report_table
@@ -38,5 +42,29 @@ def finetune(
         if int(os.environ.get("RANK", "0")):
             return  # of several processes the first one speaks
         report_table(result)
+    if as_json:
+        print_json(result)
+
+
+def _finetune_latents(
+    recipe: str, overrides: list[str], dry_run: bool, resume: str, stage: str | None, steps: int | None, as_json: bool
+) -> None:
+    """A recipe of latents: a pipeline of diffusers is distilled."""
+    from ..diffusion.recipe import load_latents_recipe
+    from ..terminal.tables import prediction_table
+
+    stages = load_latents_recipe(recipe, overrides).stages
+    given = [f"stages.{one.name}.steps={min(steps, one.steps)}" for one in stages if steps is not None]
+    loaded = load_latents_recipe(recipe, [*overrides, *given])
+    from ..diffusion import finetune as story
+
+    result: dict[str, Any]
+    if dry_run:
+        result = story.dry_run(loaded, say)
+    else:
+        result = story.finetune(loaded, only=stage, resume=resume, say=say)
+        if int(os.environ.get("RANK", "0")):
+            return
+        prediction_table(result["predictions"])
     if as_json:
         print_json(result)

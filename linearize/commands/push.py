@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,12 +31,17 @@ def push(
 ) -> None:
     """Upload a converted model and its card to the Hub. An interrupted push can be repeated."""
     from ..checkpoint.adopt import adopted
+    from ..diffusion.convert import holds_diffusers
     from ..hub import push as hub
 
-    with adopted(folder, trust_remote_code=trust_remote_code) as whole:
-        upload = hub.plan_push(
-            whole, repo, private=private, pr=pr, message=message, trust_remote_code=trust_remote_code
-        )
+    asked: dict[str, Any] = {"private": private, "pr": pr, "message": message, "trust_remote_code": trust_remote_code}
+    pipeline = holds_diffusers(str(folder))
+    with contextlib.nullcontext(folder) if pipeline else adopted(folder, trust_remote_code=trust_remote_code) as whole:
+        if pipeline:
+            from ..diffusion.push import plan_push
+        else:
+            from ..hub.push import plan_push
+        upload = plan_push(whole, repo, **asked)
         for note in upload.notes:
             say(f"note: {note}")
         result: dict[str, Any] = {"upload": upload.to_json() | {"folder": str(folder)}}

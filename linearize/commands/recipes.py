@@ -65,13 +65,15 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Check recipes. Every mistake is printed with file, line and column; then the exit code is 2."""
+    from ..diffusion.recipe import holds_latents, load_latents_recipe
     from ..recipe.recipe import later_base, load_recipe
 
     mistakes: dict[str, list[str]] = {}
     for file in files:
         try:
             later = later_base(file, settings or [])
-            load_recipe(file, [*(settings or []), *later])
+            load = load_latents_recipe if holds_latents(file, settings or []) else load_recipe
+            load(file, [*(settings or []), *later])
             mistakes[file] = []
             if later:
                 say(f"{file}: names no model. Give it on the command line: linearize finetune {file} model.base=DIR")

@@ -122,8 +122,10 @@ def source_outputs(folder: Path, part: Part, plan: Plan) -> tuple[Tensor, Tensor
 # ---------------------------------------------------------------- linearize verify
 
 
-def verify_folder(folder: Path, *, strict: bool = False, trust_remote_code: bool = False) -> list[Check]:
-    """Every check of a converted pipeline, or of a transformer's own folder.
+def verify_folder(
+    folder: Path, *, strict: bool = False, trust_remote_code: bool = False, behaviours: bool = True
+) -> list[Check]:
+    """Every check of a converted pipeline, or of a transformer's own folder; without `behaviours` those of files.
 
     Raises LinearizeError: 3 for what linearize did not convert, for a damaged index or config, and for code that this
     version does not write unless `trust_remote_code`; 4 for files that cannot be read.
@@ -154,7 +156,8 @@ def verify_folder(folder: Path, *, strict: bool = False, trust_remote_code: bool
             )
         )
     found.append(checks.attempt("untouched weights", partial(check_hashes, folder, parts)))
-    found += check_behaviours(folder, STRICT if strict else RELOADED)
+    if behaviours:
+        found += check_behaviours(folder, STRICT if strict else RELOADED)
     return [checks.strictly(check) for check in found] if strict else found
 
 

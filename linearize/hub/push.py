@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SECRET, Exit, LinearizeError
+from ..plan.plan import Plan
 from ..terminal.output import size
 from .download import facts
 from .errors import answering, hub_errors
@@ -61,15 +62,27 @@ def plan_push(
     Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not write and for a link to a file
     elsewhere, 6 for one that does not verify, whose card cannot be shown, or that holds an access token.
     """
-    from ..checkpoint.atomic import MANIFEST
-    from ..checkpoint.card import for_repo
-    from ..checkpoint.carried import check_file
     from ..checkpoint.provenance import check_code, read_plan
     from ..verify.reload import check_keys
 
     check_name(repo)
     plan = read_plan(folder)
     check_code(folder, trust_remote_code)
+    upload = listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
+    check_keys(folder)
+    return upload
+
+
+def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: bool, message: str | None) -> Upload:
+    """The upload of the files that a folder's linearize.json lists.
+
+    Raises LinearizeError: 3 when it lists none and for a link to a file elsewhere, 6 for a file that is missing or holds
+    an access token and for a card that cannot be shown.
+    """
+    from ..checkpoint.atomic import MANIFEST
+    from ..checkpoint.card import for_repo
+    from ..checkpoint.carried import check_file
+
     listed = json.loads((folder / MANIFEST).read_text("utf-8")).get("files", ())
     if MANIFEST not in listed:
         said = f"{folder / MANIFEST} does not say which files are the model's. Convert or train again"
@@ -78,7 +91,6 @@ def plan_push(
     missing = sorted(set(listed) - present.keys())
     if missing:
         raise _failed(f"{folder} lacks {', '.join(missing)}, which {MANIFEST} lists. Convert or train again")
-    check_keys(folder)
     files = {name: present[name].stat().st_size for name in sorted(listed)}
     for name in files:
         if not name.endswith(".safetensors"):

@@ -99,22 +99,26 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises LinearizeError with a line per mistake: `gsa.yaml:14:5 stages[1].optimizer.lrr: unknown key. ...`.
     """
     path = recipe_path(recipe)
-    document = Document(path, overrides)
-    document.substitute("name")
-    for keys, text in _name_clashes(document.data.get("stages")):
-        document.problem(keys, text)
-    for keys in _secrets(document.data, ()):
-        document.problem(keys, "holds an access token or a password, and recipes are stored. Use HF_TOKEN instead")
-    for error in _violations(document.data, path.parent):
-        _report(document, error)
-    document.check()
-    loaded = Recipe.model_validate(document.data)
+    loaded: Recipe = validated(document := Document(path, overrides), path.parent, Recipe)
     for keys, text in (*_stage_rules(loaded), *_teacher_rules(loaded), *_option_rules(loaded)):
         document.problem(keys, text)
     document.check()
     # A preset names no files of its own: those of its overrides start where the person who gives them is.
     loaded._folder = Path() if path.parent == recipes_folder() else path.parent
     return loaded
+
+
+def validated(document: Document, folder: Path, kind: type[Strict]) -> Any:
+    """The value of a recipe in `folder`, as `kind` has it. Raises LinearizeError with a line per mistake."""
+    document.substitute("name")
+    for keys, text in _name_clashes(document.data.get("stages")):
+        document.problem(keys, text)
+    for keys in _secrets(document.data, ()):
+        document.problem(keys, "holds an access token or a password, and recipes are stored. Use HF_TOKEN instead")
+    for error in _violations(document.data, folder, kind):
+        _report(document, error, kind)
+    document.check()
+    return kind.model_validate(document.data)
 
 
 def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
@@ -137,10 +141,10 @@ def recipe_hash(resolved: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _violations(data: Any, folder: Path) -> Sequence[Mapping[str, Any]]:
+def _violations(data: Any, folder: Path, kind: type[Strict]) -> Sequence[Mapping[str, Any]]:
     """What is wrong with a recipe in that folder."""
     try:
-        Recipe.model_validate(data, context={"folder": folder})
+        kind.model_validate(data, context={"folder": folder})
     except ValidationError as error:
         return error.errors()
     return []
@@ -230,12 +234,12 @@ def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             yield ("convert", "options", option), text
 
 
-def _report(document: Document, error: Mapping[str, Any]) -> None:
+def _report(document: Document, error: Mapping[str, Any], root: type[Strict]) -> None:
     """Note one of pydantic's errors at its place in the document."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "default_factory_not_called" or (kind == "too_short" and error["input"]):
         return  # echoes of other errors: a default made from an invalid field, a list of invalid entries
-    keys, known = _place(error["loc"])
+    keys, known = _place(error["loc"], root)
     if kind.startswith("union_tag"):
         keys = (*keys, context["discriminator"].strip("'"))
     elif isinstance(context.get("error"), ParentError):
@@ -243,10 +247,10 @@ def _report(document: Document, error: Mapping[str, Any]) -> None:
     document.problem(keys, _mistake(error, keys, known), at_key=kind == "extra_forbidden")
 
 
-def _place(path: Sequence[str | int]) -> tuple[Keys, Collection[str]]:
+def _place(path: Sequence[str | int], root: type[Strict]) -> tuple[Keys, Collection[str]]:
     """The keys of an error's path without the union tags among them, and what its last mapping may hold."""
     keys: Keys = ()
-    model: type[Strict] | None = Recipe
+    model: type[Strict] | None = root
     holder: type[Strict] | None = None
     tagged: dict[str | int, type[Strict]] = {}
     for part in path:

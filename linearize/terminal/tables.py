@@ -358,6 +358,17 @@ def answers_table(result: dict[str, Any]) -> None:
     console().print(table(columns, rows, f"{result['asked']:,} {many} of {result['data']}"))
 
 
+def prediction_table(predictions: dict[str, list[dict[str, float]]]) -> None:
+    """Errors of a diffusion transformer's predictions beside its teacher's, by noise level."""
+    columns = {"noise level": "number", **{f"error, {name}": "number" for name in predictions}, "cosine": "number"}
+    last = list(predictions.values())[-1]
+    rows: list[tuple[str, ...]] = []
+    for number, row in enumerate(last):
+        errors = [f"{one[number]['error']:.3f}" for one in predictions.values()]
+        rows.append((f"{row['level']:g}", *errors, f"{row['cosine']:.3f}"))
+    console().print(table(columns, rows, "predictions: |student - teacher| / |teacher|"))
+
+
 def checks_table(title: str, checks: list[Check]) -> None:
     """What `linearize verify` found."""
     columns = {"check": "short", "result": "short", "difference": "number", "limit": "number", "detail": "text"}

@@ -575,7 +575,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], list[str], int, str]] = {
     "dtype": (lambda f: None, ["--dtype", "int8"], 2, "choose keep, float64"),
     "consent": (lambda f: None, ["--allow-drop", "alibi"], 2, "drops nothing of its softmax"),
     "revision": (lambda f: None, ["--revision", "main"], 2, "and a revision (main) is a branch"),
-    "push": (lambda f: None, ["--push", "user/repo"], 2, "hf upload"),
+    "push": (lambda f: None, ["--push", "user/repo"], 2, "linearize push DIR user/repo"),
     "inside": (lambda f: None, ["-o", "{source}/linear"], 2, "separate folders"),
     "code": (lambda f: (f / "vae/own.py").write_text(""), [], 3, "its own code (vae/own.py)"),
     "quantized": (
@@ -617,8 +617,10 @@ def test_other_commands_say_what_they_do_not_do(sources: dict[str, Path], tmp_pa
     code, _, err = linearize("verify", sources[DIT])
     assert (code, "nothing to verify" in " ".join(err.split())) == (3, True), err
     converted(sources[DIT], tmp_path / "linear", "la")
-    code, _, err = linearize("push", tmp_path / "linear", "user/repo", "--dry-run")
-    assert (code, "hf upload" in " ".join(err.split())) == (3, True), err
+    code, _, err = linearize("push", sources[DIT], "user/repo", "--dry-run")
+    assert (code, "is no folder that linearize convert or finetune wrote" in " ".join(err.split())) == (3, True), err
+    code, _, err = linearize("eval", tmp_path / "linear")
+    assert (code, "give a recipe whose data are latents" in err) == (2, True), err
     code, _, err = linearize("convert", tmp_path / "linear", "--to", "la", "--trust-remote-code", "-o", tmp_path / "x")
     assert (code, "linear already" in " ".join(err.split())) == (3, True), err
 

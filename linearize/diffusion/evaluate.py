@@ -1,0 +1,98 @@
+"""A diffusion transformer beside its teacher: errors of predictions by noise level, and samples as a PNG."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Exit, LinearizeError
+from ..train.loop import seed_for
+from .latents import Data, Noise, inputs_of
+from .recipe import DiffusionEval
+
+Predict = Callable[[dict[str, Any]], Tensor]
+# Latents of one pass.
+ROWS = 8
+
+
+@torch.no_grad()
+def compare_predictions(
+    model: Any, student: Predict, teacher: Predict, data: Data, noise: Noise, asked: DiffusionEval, seed: int
+) -> list[dict[str, float]]:
+    """By noise level: `error`, |student - teacher| / |teacher| of predictions, and `cosine` of the two."""
+    device, table = next(model.parameters()).device, []
+    count = min(asked.max_latents, len(data.latents))
+    for level in asked.levels:
+        sums = torch.zeros(4, dtype=torch.float64)
+        for start in range(0, count, ROWS):
+            rows = list(range(start, min(start + ROWS, count)))
+            latents, prompts = data.batch(rows, device)
+            generator = torch.Generator().manual_seed(seed_for(seed, start))
+            noised, time = noise.at(
+                latents,
+                torch.randn(latents.shape, generator=generator).to(device),
+                torch.full((len(rows),), level, device=device),
+            )
+            inputs = inputs_of(model, noised, time, prompts)
+            ours, theirs = student(inputs).double().cpu(), teacher(inputs).double().cpu()
+            pairs = ((ours - theirs).square(), theirs.square(), ours.square(), ours * theirs)
+            sums += torch.stack([one.sum() for one in pairs])
+        wrong, of, own, product = sums.tolist()
+        record = {"level": level, "error": (wrong / max(of, 1e-30)) ** 0.5}
+        table.append(record | {"cosine": product / max(of * own, 1e-30) ** 0.5})
+    return table
+
+
+@torch.no_grad()
+def sample(model: Any, predict: Predict, data: Data, noise: Noise, asked: DiffusionEval, seed: int) -> Tensor:
+    """Latents [N,C,..] made of noise with the first prompts: Euler steps of flow matching, or DDIM."""
+    device = next(model.parameters()).device
+    rows = [row % len(data.latents) for row in range(asked.samples)]
+    latents, prompts = data.batch(rows, device)
+    x = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    levels = torch.linspace(1.0, 0.0, asked.sampling_steps + 1, device=device)
+    for level, following in itertools.pairwise(levels):
+        batch = level.repeat(len(x))
+        _, time = noise.at(x, x, batch)
+        predicted = predict(inputs_of(model, x, time, prompts)).float()[:, : x.shape[1]]  # a learned variance follows
+        if noise.kind == "flow":
+            x = x + (following - level) * predicted
+            continue
+        alpha, then = (noise.alphas[round(float(one) * (noise.steps - 1))].to(device) for one in (level, following))
+        clean = (x - (1 - alpha).sqrt() * predicted) / alpha.sqrt()
+        x = clean if following == 0 else then.sqrt() * clean + (1 - then).sqrt() * predicted
+    return x
+
+
+def picture(rows: dict[str, Tensor], decode: Callable[[Tensor], Tensor] | None) -> bytes:
+    """A PNG with a row of samples for each entry, in its order; without a VAE the first channels of latents are drawn.
+
+    Raises LinearizeError (exit 4) without pillow.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        message = 'a picture of samples needs pillow: pip install "linearize[vision]"'
+        raise LinearizeError(message, Exit.RESOURCE) from error
+    images = {name: (decode(x) if decode is not None else x).float().cpu() for name, x in rows.items()}
+    flat = {name: x if x.ndim == 4 else x[:, :, 0] for name, x in images.items()}  # of films the first frame
+    shown = [x[:, :3] if x.shape[1] >= 3 else x[:, :1].expand(-1, 3, -1, -1) for x in flat.values()]
+    if decode is None:  # on one scale, or two rows could not be compared
+        low, high = min(float(x.min()) for x in shown), max(float(x.max()) for x in shown)
+        shown = [(x - low) / max(high - low, 1e-6) for x in shown]
+    else:
+        shown = [x / 2 + 0.5 for x in shown]
+    factor = max(1, 64 // shown[0].shape[-1])
+    grid = torch.cat([torch.cat(list(torch.nn.functional.pad(x, (1, 1, 1, 1))), 2) for x in shown], 1)
+    grid = (grid.nan_to_num().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
+    image = Image.fromarray(grid.numpy()).resize(
+        (grid.shape[1] * factor, grid.shape[0] * factor), Image.Resampling.NEAREST
+    )
+    target = io.BytesIO()
+    image.save(target, "PNG")
+    return target.getvalue()

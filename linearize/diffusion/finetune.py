@@ -1,0 +1,370 @@
+"""Finetune a diffusion transformer, the story on one screen: convert if asked, train, compare, save, verify.
+
+Read `finetune` first; train.py has the stages, latents.py the data, evaluate.py what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import write as checkpoint
+from ..checkpoint.atomic import output_folder, write_atomically
+from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
+from ..checkpoint.source import Entry, read_header, read_json
+from ..errors import Exit, LinearizeError, did_you_mean
+from ..plan.plan import Plan
+from ..recipe.recipe import FREE, diff_resolved
+from ..verify.child.latents import load_parts, parts_of
+from . import convert as surgery
+from .evaluate import compare_predictions, picture, sample
+from .latents import Data, Noise, noise_of, read_data
+from .recipe import DiffusionRecipe
+from .verify import origin_of, refuse_code, verify_folder
+
+Say = Callable[[str], None]
+Decode = Callable[[Tensor], Tensor]
+PICTURE, REPORT, STATE = "samples.png", "report.json", "state.pt"
+
+
+def finetune(
+    recipe: DiffusionRecipe, *, only: str | None = None, resume: str = "auto", say: Say = print
+) -> dict[str, Any]:
+    """Run a recipe of latents; returns the report: `output`, and `predictions` before and after by noise level.
+
+    `output` is None when `only` left later stages to do. Raises LinearizeError: 2 for the recipe, 3 for what does not
+    fit, 4 for resources, 6 for a loss that is not finite or a failed verification, 130 when interrupted (state saved).
+    """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    folder = Path(recipe.output_dir)
+    check_run(recipe, folder, only, resume)
+    if (folder / "final").exists() and resume == "auto":
+        say(f"{folder / 'final'} is finished already; --resume never starts over")
+        report: dict[str, Any] = read_json(folder / REPORT)
+        return report
+    cpu = recipe.runtime.device == "cpu" or not torch.cuda.is_available()
+    precision = {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(recipe.runtime.precision, recipe.runtime.precision)
+    AcceleratorState._reset_state(True)  # another run in this process may have had another precision
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu)
+    main = accelerator.is_main_process
+    from .train import Distiller
+
+    base = Path(recipe.model.base).expanduser()
+    if recipe.convert is not None:
+        planned = plan(recipe)
+        data, held, decode = data_of(recipe, planned[2][0].model, base)  # before anything is written
+        if main:
+            if resume == "never":
+                start_over(folder)
+            if not (folder / "converted").exists():
+                surgery.convert(*planned, folder / "converted", level="keys", seed=recipe.seed, say=say)
+        accelerator.wait_for_everyone()
+        base = folder / "converted"
+        model, noise = open_model(base, recipe)
+    else:
+        model, noise = open_model(base, recipe)
+        data, held, decode = data_of(recipe, model, base)
+        if main and resume == "never":
+            start_over(folder)
+        accelerator.wait_for_everyone()
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "recipe.json", json.dumps(recipe.resolved(), indent=2) + "\n")
+    tuner = Distiller(recipe, model, data, noise, accelerator)
+
+    def errors() -> list[dict[str, float]]:
+        return compare_predictions(model, tuner.predict, tuner.target, held, noise, recipe.eval, recipe.seed)
+
+    def log(record: dict[str, Any]) -> None:
+        if main:
+            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    before = errors()
+    start, step, state = tuner.restore(folder)
+    for number, stage in enumerate(recipe.stages):
+        if number < start:
+            continue
+        if only is not None and stage.name != only:
+            if only in [later.name for later in recipe.stages[number:]]:
+                raise LinearizeError(f"--stage {only}: {stage.name} comes before it and is not done")
+            break
+        say(f"{stage.name}: {stage.steps:,} steps of {stage.batch.blocks * accelerator.num_processes} latents")
+        tuner.run(number, folder, step if number == start else 0, state if number == start else None, log)
+    complete = only is None or only == recipe.stages[-1].name
+    report = {"output": str(folder / "final") if complete else None, "noise": noise.kind, "latents": len(data.latents)}
+    report["predictions"] = {"converted": before, "trained": errors()}
+    if complete and main:
+        drawn = {"student": tuner.predict, "teacher": tuner.target}
+        made = {n: sample(model, one, held, noise, recipe.eval, recipe.seed) for n, one in drawn.items()}
+        png = picture(made, decode)
+        (folder / PICTURE).write_bytes(png)
+        save(base, folder / "final", model, trained_names(tuner), report, png, recipe)
+        write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
+        (folder / STATE).unlink(missing_ok=True)
+        say(f"saved {folder / 'final'}; samples of student and teacher are in {folder / PICTURE}")
+        if recipe.finish.push is not None:
+            from .push import push_saved
+
+            report["pushed"] = push_saved(folder / "final", recipe.finish.push, recipe.model.trust_remote_code, say)
+    accelerator.wait_for_everyone()
+    return report
+
+
+def dry_run(recipe: DiffusionRecipe, say: Say) -> dict[str, Any]:
+    """What a recipe would do, with every check of the base and its data; nothing is written."""
+    check_base(recipe)
+    if recipe.convert is not None:
+        planned, source, parts = plan(recipe)
+        data = data_of(recipe, parts[0].model, Path(source.folder))[0]
+        say(f"{planned.source}: {len(planned.steps)} layers become {planned.steps[0].mechanism}")
+    else:
+        model, _ = open_model(base := Path(recipe.model.base).expanduser(), recipe)
+        data = data_of(recipe, model, base)[0]
+    stages = [{"stage": s.name, "kind": s.kind, "train": s.train, "steps": s.steps} for s in recipe.stages]
+    for one in stages:
+        say(", ".join(f"{key} {value}" for key, value in one.items()))
+    return {"stages": stages, "latents": len(data.latents)}
+
+
+def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
+    """A converted pipeline, `model.base`, beside its own teacher: errors by noise level, and a picture of samples."""
+    from accelerate import Accelerator
+
+    from .train import Distiller
+
+    base = Path(recipe.model.base).expanduser()
+    model, noise = open_model(base, recipe)
+    data, held, decode = data_of(recipe, model, base)
+    tuner = Distiller(recipe, model, data, noise, Accelerator(cpu=recipe.runtime.device == "cpu"))
+    table = compare_predictions(model, tuner.predict, tuner.target, held, noise, recipe.eval, recipe.seed)
+    drawn = {"student": tuner.predict, "teacher": tuner.target}
+    made = {n: sample(model, one, held, noise, recipe.eval, recipe.seed) for n, one in drawn.items()}
+    return {"student": str(base), "noise": noise.kind, "predictions": {"student": table}}, picture(made, decode)
+
+
+def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: str) -> None:
+    """What is known before anything is read: the stage, and the folder of the run. Raises LinearizeError (exit 2)."""
+    check_base(recipe)
+    names = [stage.name for stage in recipe.stages]
+    if only is not None and only not in names:
+        raise LinearizeError(f"--stage {only}: the recipe has {', '.join(names)}.{did_you_mean(only, names)}")
+    if resume not in ("auto", "never"):
+        raise LinearizeError(f"--resume {resume}: a run on latents goes on from its own state; give auto or never")
+    if (folder / "recipe.json").exists():
+        old, new = (
+            {key: value for key, value in one.items() if key not in FREE}
+            for one in (read_json(folder / "recipe.json"), recipe.resolved())
+        )
+        changed = diff_resolved(old, new) if resume == "auto" else []
+        if changed:
+            raise LinearizeError(f"{folder} was begun by another recipe: {'; '.join(changed[:5])}. Choose another name")
+    elif folder.exists() and any(folder.iterdir()):
+        raise LinearizeError(f"{folder} is not empty, and no run on latents. Choose another output_dir")
+
+
+def check_base(recipe: DiffusionRecipe) -> None:
+    """Refuse (exit 3) a base that is no folder of diffusers."""
+    if not surgery.holds_diffusers(recipe.model.base):
+        message = f"model.base {recipe.model.base} is no folder of a pipeline or transformer of diffusers"
+        raise LinearizeError(f"{message}, which latents are for", Exit.INCOMPATIBLE)
+
+
+def start_over(folder: Path) -> None:
+    """Remove what an earlier run on latents left in its folder."""
+    if (folder / "recipe.json").exists():
+        for name in ("converted", "final"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in (STATE, REPORT, PICTURE, "recipe.json", "metrics.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+
+
+def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:
+    """The conversion that a recipe asks for. Raises LinearizeError with the exit code of the obstacle."""
+    asked = recipe.convert
+    assert asked is not None
+    planned = surgery.plan_conversion(
+        recipe.model.base,
+        asked.mechanism,
+        layers=asked.layers,
+        keep_softmax=asked.keep_softmax,
+        options=asked.options,
+        allow_drop=asked.allow_drop,
+        copy=asked.copy_weights,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    check_one(recipe.model.base, [part.name for part in planned[2]])
+    return planned
+
+
+def check_one(folder: str | Path, parts: list[str]) -> None:
+    """Refuse (exit 3) a pipeline of several transformers, each of which has noise levels of its own."""
+    if len(parts) != 1:
+        message = f"{folder} has {len(parts)} transformers that are linear, and one is trained at a time"
+        raise LinearizeError(f"{message}: give the folder of one of them", Exit.INCOMPATIBLE)
+
+
+def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
+    """The converted transformer in float32, and its noise.
+
+    Raises LinearizeError (exit 3) for a folder that linearize did not convert, for code that it did not write, and for
+    models that take more than latents and prompts.
+    """
+    diffusers = surgery.load_diffusers(base)
+    diffusers.utils.logging.disable_progress_bar()
+    name = converted_part(base, recipe.model.trust_remote_code)
+    model = load_parts(base)[name]
+    extra = [key for key in ("image_dim", "added_kv_proj_dim", "guidance_embeds") if model.config.get(key)]
+    if extra:
+        message = f"{base}: the transformer has {', '.join(extra)}, and takes more than latents and prompts"
+        raise LinearizeError(f"{message}. Train it as docs/diffusers.md says", Exit.INCOMPATIBLE)
+    return model, noise_of(recipe.noise, type(model).__name__, component(base, "scheduler", diffusers))
+
+
+def converted_part(base: Path, trust: bool) -> str:
+    """The name of the converted transformer in a folder. Raises LinearizeError (exit 3) where there is none."""
+    parts = parts_of(base)
+    configs = {part: read_json(base / part / "config.json") for part in parts} if parts else {}
+    if not parts or not all(config.get("linearize") for config in configs.values()):
+        message = f"{base} holds no transformer that linearize converted. Convert it, or add convert to the recipe"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    check_one(base, parts)
+    if not trust:
+        refuse_code(base, origin_of(base, configs))
+    return parts[0]
+
+
+def component(folder: Path, name: str, diffusers: Any) -> Any:
+    """A component of a pipeline by name, or None."""
+    index = read_json(folder / surgery.INDEX_FILE) if (folder / surgery.INDEX_FILE).exists() else {}
+    entry = index.get(name)
+    kind = getattr(diffusers, str(entry[1]), None) if isinstance(entry, list) else None
+    return kind.from_pretrained(folder / name) if kind is not None else None
+
+
+def data_of(recipe: DiffusionRecipe, model: Any, folder: Path) -> tuple[Data, Data, Decode | None]:
+    """The latents of training, those that predictions are compared on, and what makes images of latents, where there
+    is a VAE."""
+    vae = component(folder, "vae", surgery.load_diffusers(folder))
+    data = read_data(recipe.data.train, recipe.folder, model, encoder(vae))
+    held = recipe.data.eval
+    return data, data if held is None else read_data(held, recipe.folder, model, encoder(vae)), decoder(vae)
+
+
+def scales(vae: Any) -> tuple[Any, Any]:
+    """What latents of a VAE are moved and divided by before a transformer sees them."""
+    if getattr(vae.config, "latents_mean", None) is not None:
+        view = [1, -1, 1, 1, 1]
+        return torch.tensor(vae.config.latents_mean).view(view), torch.tensor(vae.config.latents_std).view(view)
+    return getattr(vae.config, "shift_factor", None) or 0.0, 1 / (getattr(vae.config, "scaling_factor", None) or 1.0)
+
+
+def encoder(vae: Any) -> Callable[[Tensor], Tensor] | None:
+    """Images [B,3,height,width] -> latents as the transformer takes them; None without a VAE."""
+    if vae is None:
+        return None
+    film = hasattr(vae.config, "latents_mean") and vae.config.latents_mean is not None
+
+    @torch.no_grad()
+    def encode(images: Tensor) -> Tensor:
+        found = vae.encode(images[:, :, None] if film else images)
+        latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+        mean, std = scales(vae)
+        return (latents - mean) / std
+
+    return encode
+
+
+def decoder(vae: Any) -> Decode | None:
+    """The inverse of `encoder`."""
+    if vae is None:
+        return None
+
+    @torch.no_grad()
+    def decode(latents: Tensor) -> Tensor:
+        mean, std = scales(vae)
+        images: Tensor = vae.decode(latents.float().cpu() * std + mean).sample
+        return images
+
+    return decode
+
+
+# ---------------------------------------------------------------- what is saved
+
+
+def trained_names(tuner: Any) -> set[str]:
+    return {name for stage in tuner.recipe.stages for name in tuner.trained(stage)}
+
+
+def save(
+    base: Path, output: Path, model: Any, names: set[str], report: dict[str, Any], png: bytes, recipe: DiffusionRecipe
+) -> None:
+    """The base's folder with the trained values in their places, a card, and the picture; verified before it appears.
+
+    Raises LinearizeError (exit 6) when a check fails.
+    """
+    manifest = read_json(base / checkpoint.MANIFEST)
+    part = parts_of(base)[0]
+    prefix = f"{part}/" if part else ""
+    values = {name: value.detach().cpu() for name, value in model.named_parameters() if name in names}
+    hashes = checkpoint.no_hashes() | {kind: manifest[kind] for kind in checkpoint.no_hashes() if kind in manifest}
+    with output_folder(output, overwrite=False) as folder:
+        for path in sorted(base.rglob("*")):
+            name = path.relative_to(base)
+            target = folder / name
+            if not path.is_file() or name.as_posix() in (checkpoint.MANIFEST, "README.md"):
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            header = read_header(path) if path.suffix == ".safetensors" and path.parent == base / part else {}
+            if not header.keys() & values.keys():
+                link_or_copy(path, target) if path.suffix in surgery.WEIGHTS else shutil.copyfile(path, target)
+                continue
+
+            def value(name: str, path: Path = path, header: dict[str, Entry] = header) -> Iterator[Tensor]:
+                if name in values:
+                    yield values[name].to(TORCH_DTYPES[header[name].dtype])
+                else:
+                    yield from read_tensor(path, header[name])
+
+            found = write_shard(target, header, value)
+            hashes["untouched"]["shards"].pop(name.as_posix(), None)
+            for tensor, digest in found.items():
+                kind = "written" if tensor in values or ".mixer." in tensor else "untouched"
+                hashes[kind]["tensors"][prefix + tensor] = digest
+        (folder / PICTURE).write_bytes(png)
+        (folder / "README.md").write_text(card((base / "README.md").read_text("utf-8"), report), "utf-8")
+        own = checkpoint.manifest(folder, Plan.from_json(manifest["plan"]), hashes)
+        checkpoint.write_json(folder / checkpoint.MANIFEST, own)
+        if recipe.finish.verify:
+            failed = [row for row in verify_folder(folder, trust_remote_code=True) if row.status == "failed"]
+            if failed:
+                message = f"verification failed: {failed[0].name}: {failed[0].detail}. The training is kept in {STATE}"
+                raise LinearizeError(message, Exit.CHECK_FAILED)
+
+
+UNTRAINED = "The new parameters are untrained: distil before use."
+
+
+def card(text: str, report: dict[str, Any]) -> str:
+    """The card of the conversion, with what training came to."""
+    rows = zip(report["predictions"]["converted"], report["predictions"]["trained"], strict=True)
+    table = "\n".join(f"| {was['level']:g} | {was['error']:.3f} | {now['error']:.3f} |" for was, now in rows)
+    told = f"""Distilled on {report["latents"]:,} latents.
+
+Error of predictions, |student - teacher| / |teacher|, by noise level (0: latents alone, 1: noise alone):
+
+| level | converted | trained |
+|---|---|---|
+{table}
+
+![samples: above the student's, below the teacher's]({PICTURE})
+"""
+    return text.replace(UNTRAINED, "See below for what it was trained to.") + "\n" + told

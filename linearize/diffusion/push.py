@@ -1,0 +1,49 @@
+"""Push a converted pipeline of diffusers: what of its folder goes to the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.atomic import MANIFEST
+from ..checkpoint.source import read_json
+from ..errors import Exit, LinearizeError
+from ..hub.push import Upload, check_name, listed_upload, push
+from ..plan.plan import Plan
+from ..verify.child.latents import parts_of
+from .verify import origin_of, refuse_code, verify_folder
+
+
+def plan_push(
+    folder: Path,
+    repo: str,
+    *,
+    private: bool = False,
+    pr: bool = False,
+    message: str | None = None,
+    trust_remote_code: bool = False,
+) -> Upload:
+    """As `plan_push` of ../hub/push.py. Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not
+    convert, 6 for one that does not verify."""
+    check_name(repo)
+    parts = parts_of(folder)
+    configs = {part: read_json(folder / part / "config.json") for part in parts}
+    if not parts or not (folder / MANIFEST).exists() or not all(one.get("linearize") for one in configs.values()):
+        raise LinearizeError(f"{folder} is no folder that linearize convert or finetune wrote", Exit.INCOMPATIBLE)
+    if not trust_remote_code:
+        refuse_code(folder, origin_of(folder, configs))
+    failed = [row for row in verify_folder(folder, trust_remote_code=True, behaviours=False) if row.status == "failed"]
+    if failed:
+        raise LinearizeError(f"{folder} does not verify: {failed[0].name}: {failed[0].detail}", Exit.CHECK_FAILED)
+    plan = Plan.from_json(read_json(folder / MANIFEST)["plan"])
+    return listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
+
+
+def push_saved(folder: Path, repo: str, trust_remote_code: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """Push what was just saved; when that fails, the message says how to go on."""
+    try:
+        return push(plan_push(folder, repo, trust_remote_code=trust_remote_code), say)
+    except LinearizeError as error:
+        again = f"{error.message}. The model is in {folder}; push it later: linearize push {folder} {repo}"
+        raise LinearizeError(again, error.code) from error

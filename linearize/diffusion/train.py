@@ -1,0 +1,178 @@
+"""The stages of a diffusion transformer: attention transfer per block, then the teacher's predictions.
+
+The teacher is the model under `teacher()`, on the same weights; a stage that trains all weights has a copy of it.
+Latents, noise and their order are functions of the step, so that a run goes on anywhere. Gradients of several processes
+are averaged by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import get_scheduler
+
+from ..errors import Exit, LinearizeError
+from ..terminal.signals import END, caught
+from ..train.loop import seed_for
+from .latents import Data, Noise, inputs_of
+from .recipe import DiffusionRecipe, DiffusionStage
+
+
+def relative(ours: Tensor, theirs: Tensor) -> Tensor:
+    """|ours - theirs|^2 / |theirs|^2, in float32: a scalar."""
+    theirs = theirs.detach().float()
+    return (ours.float() - theirs).square().sum() / theirs.square().sum().clamp_min(1e-12)
+
+
+class Distiller:
+    """A model, its teacher, data and noise; `say` gets lines for a person."""
+
+    def __init__(self, recipe: DiffusionRecipe, model: Any, data: Data, noise: Noise, accelerator: Accelerator) -> None:
+        self.recipe, self.data, self.noise, self.accelerator = recipe, data, noise, accelerator
+        self.model = model.to(accelerator.device).eval().requires_grad_(False)
+        everything = any(stage.train == "all" for stage in recipe.stages)
+        # Copied before anything trains.
+        self.source = copy.deepcopy(self.model) if everything else self.model
+        self.processors = [module for module in self.model.modules() if type(module).__name__ == "Processor"]
+
+    def predict(self, inputs: dict[str, Any]) -> Tensor:
+        """What the student predicts."""
+        with self.accelerator.autocast():
+            predicted: Tensor = self.model(**inputs).sample
+        return predicted
+
+    @torch.no_grad()
+    def target(self, inputs: dict[str, Any]) -> Tensor:
+        """What the teacher predicts."""
+        with self.accelerator.autocast(), self.source.teacher():
+            predicted: Tensor = self.source(**inputs).sample
+        return predicted
+
+    def batch(self, stage: int, step: int, part: int) -> dict[str, Any]:
+        """Noised latents of one pass of a step in this process."""
+        process = self.accelerator.process_index
+        generator = torch.Generator().manual_seed(seed_for(self.recipe.seed, stage, step, part, process))
+        count = self.recipe.stages[stage].batch.per_device
+        rows = torch.randint(len(self.data.latents), (count,), generator=generator).tolist()
+        latents, prompts = self.data.batch(rows, self.accelerator.device)
+        noise = torch.randn(latents.shape, generator=generator).to(latents.device)
+        level = torch.rand(count, generator=generator).to(latents.device)
+        noised, time = self.noise.at(latents, noise, level)
+        return inputs_of(self.model, noised, time, prompts)
+
+    def transfer(self, inputs: dict[str, Any], share: float) -> float:
+        """Each attention module's output against its teacher's on the same input, with the backward pass."""
+        seen: list[tuple[Any, Any, Any, Tensor]] = []
+        hooks = [
+            processor.register_forward_hook(lambda m, a, k, o: seen.append((m, a, k, o)), with_kwargs=True)
+            for processor in self.processors
+        ]
+        try:
+            with torch.no_grad(), self.accelerator.autocast(), self.model.teacher():
+                self.model(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        total = 0.0
+        for processor, args, kwargs, output in seen:
+            with self.accelerator.autocast():
+                loss = relative(processor(*args, **kwargs), output)
+            if loss.requires_grad:  # a mechanism may have nothing to learn
+                (share * loss).backward()
+            total += float(loss.detach()) / len(seen)
+        return share * total
+
+    def match(self, inputs: dict[str, Any], share: float) -> float:
+        """The model's prediction against its teacher's, with the backward pass."""
+        loss = share * relative(self.predict(inputs), self.target(inputs))
+        loss.backward()
+        return float(loss.detach())
+
+    # ------------------------------------------------------------ a stage
+
+    def trained(self, stage: DiffusionStage) -> dict[str, torch.nn.Parameter]:
+        """The parameters that a stage trains, by name."""
+        named = self.model.named_parameters()
+        return {name: value for name, value in named if stage.train == "all" or ".mixer." in name}
+
+    def run(self, number: int, folder: Path, start: int, state: Any, log: Callable[[dict[str, Any]], None]) -> None:
+        """Steps `start`.. of a stage, with checkpoints in `folder`; `state` is that of the optimizer there."""
+        stage, accelerator = self.recipe.stages[number], self.accelerator
+        parameters = self.trained(stage)
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        settings = stage.optimizer
+        new = [p for name, p in parameters.items() if ".mixer." in name]
+        old = [p for name, p in parameters.items() if ".mixer." not in name]
+        groups = [{"params": new, "lr": settings.new_lr or settings.lr}, {"params": old, "lr": settings.lr}]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], betas=settings.betas, weight_decay=settings.weight_decay
+        )
+        schedule = scheduled(optimizer, stage)
+        if state is not None:
+            optimizer.load_state_dict(state["optimizer"])
+            schedule.load_state_dict(state["schedule"])
+        loss_of = self.transfer if stage.kind == "attention_transfer" else self.match
+        share = 1 / stage.batch.accumulate
+        stopping: list[int] = []
+        with caught((*END, signal.SIGINT), stopping.append):
+            for step in range(start, stage.steps):
+                loss = sum(loss_of(self.batch(number, step, part), share) for part in range(stage.batch.accumulate))
+                if accelerator.num_processes > 1:
+                    for parameter in parameters.values():
+                        if parameter.grad is not None:
+                            parameter.grad = accelerator.reduce(parameter.grad, "mean")
+                norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), settings.clip))
+                if not torch.isfinite(torch.tensor([loss, norm])).all():
+                    message = f"{stage.name}: the loss or its gradient is not finite at step {step + 1}. Lower the lr"
+                    raise LinearizeError(message, Exit.CHECK_FAILED)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad(set_to_none=True)
+                done = step + 1
+                log({"stage": stage.name, "step": done, "loss": loss, "grad_norm": norm})
+                ends = done == stage.steps
+                if ends or stopping or done % self.recipe.checkpoint.every_steps == 0:
+                    own = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+                    self.save(folder, number + ends, 0 if ends else done, None if ends else own)
+                if stopping and not ends:
+                    message = f"interrupted after step {done} of {stage.name}. The same command continues"
+                    raise LinearizeError(message, Exit.INTERRUPTED)
+        for parameter in parameters.values():
+            parameter.requires_grad_(False)
+
+    def save(self, folder: Path, number: int, step: int, state: Any) -> None:
+        """Where the run is, and all that it has trained."""
+        if not self.accelerator.is_main_process:
+            return
+        names = {name for stage in self.recipe.stages for name in self.trained(stage)}
+        weights = {name: value.detach().cpu() for name, value in self.model.named_parameters() if name in names}
+        position = {"stage": number, "step": step, "state": state, "weights": weights}
+        target = folder / "state.pt"
+        work = target.with_suffix(".tmp")
+        torch.save(position, work)
+        work.replace(target)
+
+    def restore(self, folder: Path) -> tuple[int, int, Any]:
+        """Stage, step and optimizer of the checkpoint in `folder`; the start where there is none."""
+        if not (folder / "state.pt").exists():
+            return 0, 0, None
+        found = torch.load(folder / "state.pt", map_location=self.accelerator.device, weights_only=True)
+        self.model.load_state_dict(found["weights"], strict=False)
+        return found["stage"], found["step"], found["state"]
+
+
+def scheduled(optimizer: Any, stage: DiffusionStage) -> Any:
+    """The learning rate over a stage."""
+    asked = stage.schedule
+    warmup = asked.warmup_steps if asked.warmup_steps is not None else round(asked.warmup_ratio * stage.steps)
+    name = "constant_with_warmup" if asked.name == "constant" else asked.name
+    own = {"min_lr_rate": asked.min_lr_ratio} if asked.min_lr_ratio is not None else {}
+    return get_scheduler(name, optimizer, warmup, stage.steps, scheduler_specific_kwargs=own)

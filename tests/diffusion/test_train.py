@@ -1,0 +1,312 @@
+"""Diffusion transformers distilled on latents: small random pipelines of each class, and digits as images."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from conftest import Command
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("diffusers")
+pytest.importorskip("accelerate")
+
+import diffusers
+from diffusion import pipeline, transformer
+
+from linearize.diffusion.convert import convert, plan_conversion
+from linearize.diffusion.latents import Noise, noise_of
+from linearize.errors import Exit
+from linearize.verify.child.latents import INPUTS
+
+DIT, SANA, WAN = INPUTS
+SHAPES = {DIT: (4, 8, 8), SANA: (4, 4, 8), WAN: (4, 3, 4, 8)}
+STAGES = """
+stages:
+  - {kind: attention_transfer, optimizer: {lr: 3.0e-3}, batch: {per_device: 4}, steps: 30}
+  - {kind: prediction, optimizer: {lr: 2.0e-3}, batch: {per_device: 2, accumulate: 2}, steps: 30}
+eval: {levels: [0.1, 0.9], samples: 2, sampling_steps: 3, max_latents: 4}
+"""
+
+
+def total(table: list[dict[str, float]]) -> float:
+    """Errors of all noise levels."""
+    return sum(row["error"] for row in table)
+
+
+def make_latents(place: Path, kind: str, form: str = ".npy") -> None:
+    """Six latents and their prompts, in one format."""
+    generator = torch.Generator().manual_seed(0)
+    for folder in ("latents", "prompts"):
+        (place / folder).mkdir(parents=True)
+    for n in range(6):
+        latent = torch.randn(SHAPES[kind], generator=generator)
+        prompt = torch.tensor(n) if kind == DIT else torch.randn(5, 16, generator=generator)
+        for folder, tensor in (("latents", latent), ("prompts", prompt)):
+            path = place / folder / f"{n}{form}"
+            if form == ".npy":
+                numpy.save(path, tensor.numpy())
+            elif form == ".pt":
+                torch.save({"latents": tensor, "other": torch.ones(1)}, path)
+            else:
+                save_file({"any": tensor}, path)
+
+
+def recipe(place: Path, source: Path, mechanism: str = "", stages: str = STAGES, more: str = "") -> Path:
+    """`source` is converted by the run to `mechanism`; without one it was converted before."""
+    path = place / "recipe.yaml"
+    convert = f"convert: {{mechanism: {mechanism}}}\n" if mechanism else ""
+    path.write_text(
+        f"version: 1\nname: small\noutput_dir: {place / 'run'}\nmodel: {{base: {source}}}\n"
+        f"{convert}"
+        f"data: {{train: {{latents: {place / 'latents'}, prompts: {place / 'prompts'}}}}}\n{stages}{more}"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("sources")
+    for kind in INPUTS:
+        pipeline(kind).save_pretrained(place / kind)
+    return {kind: place / kind for kind in INPUTS}
+
+
+@pytest.fixture(scope="module")
+def linear(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Those pipelines, converted."""
+    place = tmp_path_factory.mktemp("linear")
+    for kind, mechanism in ((DIT, "saga"), (SANA, "mhla"), (WAN, "la")):
+        convert(*plan_conversion(str(sources[kind]), mechanism), place / kind, level="none", say=lambda text: None)
+    return {kind: place / kind for kind in INPUTS}
+
+
+def test_predictions_come_closer_to_the_teachers(linear: dict[str, Path], tmp_path: Path, linearize: Command) -> None:
+    make_latents(tmp_path, SANA, ".pt")
+    more = "finish: {verify: false}\n"
+    code, out, err = linearize("finetune", recipe(tmp_path, linear[SANA], more=more), "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["noise"] == "flow"
+    assert total(report["predictions"]["trained"]) < 0.95 * total(report["predictions"]["converted"])
+
+
+def test_a_pipeline_is_converted_distilled_evaluated_and_pushed(
+    sources: dict[str, Path], tmp_path: Path, linearize: Command
+) -> None:
+    make_latents(tmp_path, WAN, ".safetensors")
+    path = recipe(tmp_path, sources[WAN], "mhla")
+    assert linearize("recipes", "validate", path)[0] == 0
+    assert linearize("finetune", path, "--dry-run")[0] == 0
+    assert not (tmp_path / "run").exists()
+    code, out, err = linearize("finetune", path, "--json")
+    assert code == 0, err
+    report, final = json.loads(out), tmp_path / "run" / "final"
+    assert total(report["predictions"]["trained"]) < 0.95 * total(report["predictions"]["converted"])
+    assert (final / "samples.png").read_bytes().startswith(b"\x89PNG")
+    card = (final / "README.md").read_text()
+    assert f"| 0.1 | {report['predictions']['converted'][0]['error']:.3f} |" in card
+    assert "untrained" not in card
+    assert linearize("verify", final, "--strict")[0] == 0
+    again, _, err = linearize("finetune", path)
+    assert again == 0
+    assert "is finished already" in err
+    # What the run said of it, said of the saved folder.
+    code, out, err = linearize("eval", final, "--recipe", path, "-o", tmp_path / "found.json", "--json")
+    assert code == 0, err
+    found = json.loads(out)["predictions"]["student"]
+    assert [row["error"] for row in found] == pytest.approx(
+        [row["error"] for row in report["predictions"]["trained"]], rel=1e-4
+    )
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    code, _, err = linearize("push", final, "user/pipeline", "--dry-run")
+    assert code == 0, err
+    assert "transformer/config.json" in err
+    assert "Distilled on 6 latents." in err
+
+
+def test_what_changed_since_is_not_pushed(linear: dict[str, Path], tmp_path: Path, linearize: Command) -> None:
+    shutil.copytree(linear[WAN], tmp_path / "linear")
+    code, out, err = linearize("push", tmp_path / "linear", "user/film", "--dry-run", "--json")
+    assert code == 0, err
+    files = json.loads(out)["upload"]["files"]
+    assert {"model_index.json", "README.md", "linearize.json", "vae/config.json"} <= files.keys()
+    shard = max((tmp_path / "linear" / "transformer").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.unlink()
+    shard.write_bytes(data)
+    code, out, err = linearize("push", tmp_path / "linear", "user/film", "--dry-run")
+    assert (code, out) == (Exit.CHECK_FAILED, "")
+    assert "not the recorded bytes" in err
+    (tmp_path / "linear" / "transformer" / "config.json").write_text("{}")
+    assert linearize("push", tmp_path / "linear", "user/film", "--dry-run")[0] == Exit.INCOMPATIBLE
+
+
+def test_all_weights_train_and_the_rest_keeps_its_bytes(
+    linear: dict[str, Path], tmp_path: Path, linearize: Command
+) -> None:
+    """Beside a copy of the teacher; what is no transformer stays as it was."""
+    make_latents(tmp_path, SANA)
+    stages = "stages: [{kind: prediction, train: all, optimizer: {lr: 1.0e-3, new_lr: 1.0e-2}, steps: 4}]\n"
+    more = "finish: {verify: false}\n"
+    code, out, err = linearize("finetune", recipe(tmp_path, linear[SANA], stages=stages, more=more), "--json")
+    assert code == 0, err
+    before, after = linear[SANA], tmp_path / "run" / "final"
+    for part, same in (("transformer", False), ("vae", True)):
+        ours, theirs = (
+            {n: t for shard in (place / part).glob("*.safetensors") for n, t in load_file(shard).items()}
+            for place in (after, before)
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours) == same
+    assert [row["error"] for row in json.loads(out)["predictions"]["converted"]] != [
+        row["error"] for row in json.loads(out)["predictions"]["trained"]
+    ]
+
+
+def test_a_run_goes_on_where_it_was_interrupted(
+    linear: dict[str, Path], tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linearize.diffusion import train
+
+    stages = STAGES.replace("steps: 30", "steps: 4")
+    more = "checkpoint: {every_steps: 2}\nfinish: {verify: false}\n"
+    weights, calls, real = [], [], train.Distiller.match
+
+    def stop(self: Any, inputs: Any, share: float) -> float:
+        calls.append(share)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return real(self, inputs, share)
+
+    for name in ("whole", "parts"):
+        place = tmp_path / name
+        make_latents(place, WAN)
+        path = recipe(place, linear[WAN], stages=stages, more=more)
+        if name == "parts":
+            with monkeypatch.context() as broken:
+                broken.setattr(train.Distiller, "match", stop)
+                assert linearize("finetune", path)[0] == Exit.INTERRUPTED
+        assert linearize("finetune", path)[0] == 0
+        shard = max((place / "run" / "final" / "transformer").glob("*.safetensors"))
+        weights.append(load_file(shard))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"latents/0.npy": torch.randn(5, 3, 4, 8)}, "one shape"),
+        ({"latents/0.npy": torch.randn(4, 4)}, "a latent of this model has 4 axes"),
+        ({"prompts/3.npy": None}, "lacks the prompts of 3"),
+        ({"prompts/3.npy": torch.randn(5, 7)}, "it needs one shape [tokens,16]"),
+        ({f"latents/{n}.npy": torch.randn(5, 3, 4, 8) for n in range(6)}, "5 channels, the model takes 4"),
+        ({f"latents/{n}.npy": torch.randn(4, 3, 3, 8) for n in range(6)}, "patches of [1, 2, 2] do not divide"),
+    ],
+)
+def test_wrong_data_are_told_before_anything_is_written(
+    sources: dict[str, Path], tmp_path: Path, linearize: Command, change: dict[str, Any], said: str
+) -> None:
+    make_latents(tmp_path, WAN)
+    for name, tensor in change.items():
+        if tensor is None:
+            (tmp_path / name).unlink()
+        else:
+            numpy.save(tmp_path / name, tensor.numpy())
+    code, out, err = linearize("finetune", recipe(tmp_path, sources[WAN], "la"))
+    assert (code, out) == (Exit.INCOMPATIBLE, "")
+    assert said in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("stages.prediction.stps=3", "Did you mean 'steps'?"),
+        ("stages.attention_transfer.train=all", "must be new"),
+        ("stages.prediction.optimizer.memory=small", "memory must be full"),
+        ("data.train.latents=nowhere", "no such folder: "),
+    ],
+)
+def test_a_wrong_recipe_is_told(
+    sources: dict[str, Path], tmp_path: Path, linearize: Command, override: str, said: str
+) -> None:
+    make_latents(tmp_path, WAN)
+    code, out, err = linearize("finetune", recipe(tmp_path, sources[WAN], "la"), override)
+    assert (code, out) == (Exit.USAGE, "")
+    assert said in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_noise_is_that_of_the_scheduler() -> None:
+    x, noise, level = torch.ones(2, 1, 2, 2), torch.full((2, 1, 2, 2), 3.0), torch.tensor([0.0, 1.0])
+    flow = noise_of("auto", WAN, diffusers.FlowMatchEulerDiscreteScheduler())
+    noised, time = flow.at(x, noise, level)
+    assert torch.equal(noised[0], x[0])
+    assert torch.equal(noised[1], noise[1])
+    assert time.tolist() == [0.0, 1000.0]
+    scheduler = diffusers.DDIMScheduler(num_train_timesteps=100)
+    epsilon = noise_of("auto", DIT, scheduler)
+    noised, time = epsilon.at(x, noise, level)
+    assert torch.allclose(noised, scheduler.add_noise(x, noise, time))
+    assert time.tolist() == [0, 99]
+    assert isinstance(noise_of("flow", DIT, scheduler), Noise)
+    assert noise_of("flow", DIT, scheduler).kind == "flow"
+    assert [noise_of("auto", kind, None).kind for kind in (DIT, SANA)] == ["epsilon", "flow"]
+
+
+def test_digits_are_drawn_by_student_and_teacher(tmp_path: Path, linearize: Command) -> None:
+    """A DiT that learned to draw digits, without a VAE, distilled on the same images: latents of one channel."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    found = datasets.load_digits()
+    images = torch.from_numpy(found.images).float()[:, None] / 8 - 1
+    labels = torch.from_numpy(found.target).long()
+    torch.manual_seed(0)
+    teacher = diffusers.DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=16, num_layers=2, in_channels=1, out_channels=1, sample_size=8,
+        num_embeds_ada_norm=10, patch_size=1,
+    )  # fmt: skip
+    noise, optimizer = noise_of("flow", DIT, None), torch.optim.AdamW(teacher.parameters(), lr=2e-3)
+    for _ in range(40):
+        rows, level = torch.randint(len(images), (32,)), torch.rand(32)
+        drawn = torch.randn(32, 1, 8, 8)
+        noised, time = noise.at(images[rows], drawn, level)
+        loss = (teacher(noised, time, labels[rows]).sample - (drawn - images[rows])).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    teacher.eval().save_pretrained(tmp_path / "teacher")
+    for folder, tensor in (("latents", images[:256]), ("prompts", labels[:256])):
+        (tmp_path / folder).mkdir()
+        numpy.save(tmp_path / folder / "digits.npy", tensor.numpy())
+    stages = STAGES.replace("per_device: 4", "per_device: 16").replace("per_device: 2", "per_device: 8")
+    stages = stages.replace("lr: 3.0e-3", "lr: 1.0e-2").replace("steps: 30", "steps: 12")
+    more = "noise: flow\nfinish: {verify: false}\n"
+    code, out, err = linearize("finetune", recipe(tmp_path, tmp_path / "teacher", "mhla", stages, more), "--json")
+    assert code == 0, err
+    before, after = json.loads(out)["predictions"].values()
+    assert total(after) < 0.8 * total(before)
+    assert (tmp_path / "run" / "samples.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_images_are_encoded_by_the_pipelines_vae(sources: dict[str, Path], tmp_path: Path, linearize: Command) -> None:
+    image = pytest.importorskip("PIL.Image")
+    make_latents(tmp_path, DIT)
+    for path in (tmp_path / "latents").iterdir():
+        path.unlink()
+        pixels = numpy.random.default_rng(0).integers(0, 255, (40, 32, 3), dtype=numpy.uint8)
+        image.fromarray(pixels).save(path.with_suffix(".png"))
+    path = recipe(tmp_path, sources[DIT], "la")
+    code, out, err = linearize("finetune", path, "data.train.size=16", "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["latents"] == 6
+    transformer(DIT).save_pretrained(tmp_path / "alone")
+    code, _, err = linearize("finetune", path, f"model.base={tmp_path / 'alone'}", "--dry-run")
+    assert code == Exit.INCOMPATIBLE
+    assert "there is no VAE to encode them" in err
