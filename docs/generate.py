@@ -22,7 +22,7 @@ from linearize.cli import app
 from linearize.errors import Exit
 from linearize.plan.mechanisms import describe, mechanism_names
 from linearize.recipe.presets import presets
-from linearize.recipe.recipe import recipe_schema
+from linearize.recipe.schema import recipe_schema
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "reference"
@@ -132,7 +132,6 @@ def _kind(one: Any) -> str:
 
 
 def _recipes() -> Iterator[tuple[str, str]]:
-    schema = recipe_schema()
     lines = ["# Recipes", "", "Every key that a recipe may have. `linearize recipes schema` prints the same as JSON,"]
     lines += ["for editors. `linearize recipes validate FILE` names each mistake with its line.", "", "## Presets", ""]
     lines += ["`linearize recipes show NAME` prints one, `linearize recipes cp NAME` copies it.", ""]
@@ -140,8 +139,7 @@ def _recipes() -> Iterator[tuple[str, str]]:
         lines += [f"### {one.name}", "", _escape(one.about), ""]
         lines += [*_table(("", "from its header"), ((key, _escape(text)) for key, text in one.measured.items())), ""]
     lines += ["## Keys", ""]
-    definitions = {"Recipe": schema, **schema["$defs"]}
-    for name, definition in definitions.items():
+    for name, definition in recipe_schema()["$defs"].items():
         lines += [f"### {name}", "", _escape(definition.get("description", "")), ""]
         if "properties" in definition:
             required = definition.get("required", [])

@@ -200,10 +200,10 @@ def check_result(path: Path, begins: str, command: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(nearest))
 
 
-def write_result(path: Path, text: str) -> int:
+def write_result(path: Path, content: str | bytes) -> int:
     """Write a file, and its folder, whole or not at all, also beside others who write the same one; returns its bytes.
     Raises LinearizeError (exit 4) where that is refused."""
-    data = text.encode("utf-8", "replace")
+    data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(_beside(path, f"{os.getpid()}.tmp"), path, data)

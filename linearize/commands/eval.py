@@ -68,7 +68,10 @@ def evaluate(
     if output is not None:
         check_result(output, BEGINS, "eval")
     if holds_diffusers(student):
-        _evaluate_latents(student, overrides or [], recipe, trust_remote_code, output, as_json)
+        if teacher:
+            raise LinearizeError("--teacher: a pipeline of diffusers has its teacher inside. Leave it out")
+        chosen = [f"runtime.device={device}"] if device != "auto" else []
+        _evaluate_latents(student, [*chosen, *(overrides or [])], recipe, trust_remote_code, output, as_json)
         return
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
@@ -112,10 +115,13 @@ def _evaluate_latents(
     from ..checkpoint.atomic import write_result
     from ..diffusion import finetune as story
     from ..diffusion.recipe import load_latents_recipe
-    from ..errors import LinearizeError, writing
+    from ..errors import LinearizeError
     from ..terminal.tables import prediction_table
 
     drawn = output.with_suffix(".png") if output is not None else None
+    if output is not None and drawn == output:
+        other = output.with_suffix(".json")
+        raise LinearizeError(f"-o {output}: the result is JSON, and its picture is a PNG beside it. Try -o {other}")
     if drawn is not None and drawn.exists() and not drawn.read_bytes().startswith(PNG):
         raise LinearizeError(f"{drawn} is there already, and is no picture. Choose another -o, or move that one away")
     if not recipe:
@@ -125,8 +131,7 @@ def _evaluate_latents(
     prediction_table(result["predictions"])
     if output is not None and drawn is not None:
         write_result(output, json.dumps(finite(result)) + "\n")
-        with writing(drawn):
-            drawn.write_bytes(png)
+        write_result(drawn, png)
         say(f"wrote {output} and {drawn}: samples of the student, and of the teacher below")
     if as_json:
         print_json(result)

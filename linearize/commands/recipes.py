@@ -49,7 +49,7 @@ def cp(
     import yaml
 
     from ..recipe.presets import copy
-    from ..recipe.recipe import recipe_schema
+    from ..recipe.schema import recipe_schema
 
     target = copy(name, to or Path(), overwrite, recipe_schema())
     base = "" if "base" in yaml.safe_load(target.read_text("utf-8"))["model"] else " model.base=DIR"
@@ -94,6 +94,6 @@ def schema() -> None:
     For editors that have a YAML language server: save it as recipe.schema.json, and put the comment
     `# yaml-language-server: $schema=recipe.schema.json` into a recipe beside it. `recipes cp` does both.
     """
-    from ..recipe.recipe import recipe_schema
+    from ..recipe.schema import recipe_schema
 
     print_json(recipe_schema(), indent=2)

@@ -69,16 +69,33 @@ def sample(model: Any, predict: Predict, data: Data, noise: Noise, asked: Diffus
     return x
 
 
-def picture(rows: dict[str, Tensor], decode: Callable[[Tensor], Tensor] | None) -> bytes:
-    """A PNG with a row of samples for each entry, in its order; without a VAE the first channels of latents are drawn.
-
-    Raises LinearizeError (exit 4) without pillow.
-    """
+def pillow() -> Any:
+    """The module that makes pictures. Raises LinearizeError (exit 4) where it is missing."""
     try:
         from PIL import Image
     except ImportError as error:
         message = 'a picture of samples needs pillow: pip install "linearize[vision]"'
         raise LinearizeError(message, Exit.RESOURCE) from error
+    return Image
+
+
+def setback(before: list[dict[str, float]], after: list[dict[str, float]]) -> str | None:
+    """What is said where training led away from the teacher's predictions."""
+    was, now = (sum(row["error"] for row in table) / len(table) for table in (before, after))
+    if now <= was:
+        return None
+    return (
+        f"warning: the predictions are further from the teacher's than before training: a mean error of {now:.3f} over "
+        f"noise levels, was {was:.3f}. Lower the learning rates, and let them fall: schedule: {{name: cosine}}"
+    )
+
+
+def picture(rows: dict[str, Tensor], decode: Callable[[Tensor], Tensor] | None) -> bytes:
+    """A PNG with a row of samples for each entry, in its order; without a VAE of the first channels of latents.
+
+    Raises LinearizeError (exit 4) without pillow.
+    """
+    Image = pillow()
     images = {name: (decode(x) if decode is not None else x).float().cpu() for name, x in rows.items()}
     flat = {name: x if x.ndim == 4 else x[:, :, 0] for name, x in images.items()}  # of films the first frame
     shown = [x[:, :3] if x.shape[1] >= 3 else x[:, :1].expand(-1, 3, -1, -1) for x in flat.values()]

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import write as checkpoint
-from ..checkpoint.atomic import output_folder, write_atomically
+from ..checkpoint.atomic import output_folder, write_atomically, write_result
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, read_header, read_json
+from ..convert import check_disk, separate
 from ..errors import Exit, LinearizeError, did_you_mean
+from ..hub.push import check_access
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
 from ..verify.child.latents import load_parts, parts_of
 from . import convert as surgery
-from .evaluate import compare_predictions, picture, sample
+from .evaluate import compare_predictions, picture, pillow, sample, setback
 from .latents import Data, Noise, noise_of, read_data
 from .recipe import DiffusionRecipe
 from .verify import origin_of, refuse_code, verify_folder
@@ -50,6 +52,7 @@ def finetune(
         say(f"{folder / 'final'} is finished already; --resume never starts over")
         report: dict[str, Any] = read_json(folder / REPORT)
         return report
+    pillow()
     cpu = recipe.runtime.device == "cpu" or not torch.cuda.is_available()
     precision = {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(recipe.runtime.precision, recipe.runtime.precision)
     AcceleratorState._reset_state(True)  # another run in this process may have had another precision
@@ -58,26 +61,31 @@ def finetune(
     from .train import Distiller
 
     base = Path(recipe.model.base).expanduser()
+    planned: tuple[Plan, Any, list[Any]] | None = None
+    opened: tuple[Any, Noise] | None = None
     if recipe.convert is not None:
         planned = plan(recipe)
-        data, held, decode = data_of(recipe, planned[2][0].model, base)  # before anything is written
-        if main:
-            if resume == "never":
-                start_over(folder)
-            if not (folder / "converted").exists():
-                surgery.convert(*planned, folder / "converted", level="keys", seed=recipe.seed, say=say)
-        accelerator.wait_for_everyone()
-        base = folder / "converted"
-        model, noise = open_model(base, recipe)
+        known: Any = planned[2][0].model
+        if not (folder / "converted").exists():
+            check_disk(planned[0], planned[1], folder / "converted")
     else:
-        model, noise = open_model(base, recipe)
-        data, held, decode = data_of(recipe, model, base)
-        if main and resume == "never":
+        opened = open_model(base, recipe)
+        known = opened[0]
+    data, held, decode = data_of(recipe, known, base)
+    if recipe.finish.push is not None and main:
+        check_access(recipe.finish.push)
+    if main:  # all that can be known is checked
+        if resume == "never":
             start_over(folder)
-        accelerator.wait_for_everyone()
-    if main:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "recipe.json", json.dumps(recipe.resolved(), indent=2) + "\n")
+        if planned is not None and not (folder / "converted").exists():
+            surgery.convert(*planned, folder / "converted", level="keys", seed=recipe.seed, say=say)
+    accelerator.wait_for_everyone()
+    if opened is None:
+        base = folder / "converted"
+        opened = open_model(base, recipe)
+    model, noise = opened
     tuner = Distiller(recipe, model, data, noise, accelerator)
 
     def errors() -> list[dict[str, float]]:
@@ -93,20 +101,20 @@ def finetune(
     for number, stage in enumerate(recipe.stages):
         if number < start:
             continue
-        if only is not None and stage.name != only:
-            if only in [later.name for later in recipe.stages[number:]]:
-                raise LinearizeError(f"--stage {only}: {stage.name} comes before it and is not done")
+        if only is not None and stage.name != only:  # a later one, for `check_run` saw that those before are done
             break
         say(f"{stage.name}: {stage.steps:,} steps of {stage.batch.blocks * accelerator.num_processes} latents")
         tuner.run(number, folder, step if number == start else 0, state if number == start else None, log)
     complete = only is None or only == recipe.stages[-1].name
     report = {"output": str(folder / "final") if complete else None, "noise": noise.kind, "latents": len(data.latents)}
     report["predictions"] = {"converted": before, "trained": errors()}
+    if complete and main and (message := setback(*report["predictions"].values())):
+        say(message)
     if complete and main:
         drawn = {"student": tuner.predict, "teacher": tuner.target}
         made = {n: sample(model, one, held, noise, recipe.eval, recipe.seed) for n, one in drawn.items()}
         png = picture(made, decode)
-        (folder / PICTURE).write_bytes(png)
+        write_result(folder / PICTURE, png)
         save(base, folder / "final", model, trained_names(tuner), report, png, recipe)
         write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
         (folder / STATE).unlink(missing_ok=True)
@@ -141,6 +149,7 @@ def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
 
     from .train import Distiller
 
+    pillow()
     base = Path(recipe.model.base).expanduser()
     model, noise = open_model(base, recipe)
     data, held, decode = data_of(recipe, model, base)
@@ -169,13 +178,23 @@ def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: s
             raise LinearizeError(f"{folder} was begun by another recipe: {'; '.join(changed[:5])}. Choose another name")
     elif folder.exists() and any(folder.iterdir()):
         raise LinearizeError(f"{folder} is not empty, and no run on latents. Choose another output_dir")
+    finished, state = (folder / "final").exists() and resume == "auto", folder / STATE
+    if only is not None and not finished:
+        known = resume == "auto" and state.exists()
+        done = torch.load(state, map_location="cpu", mmap=True, weights_only=True)["stage"] if known else 0
+        if names.index(only) > done:
+            message = f"--stage {only} needs {names[done]}, which is not finished in {folder}"
+            raise LinearizeError(f"{message}. Run --stage {names[done]} first, or all without --stage")
 
 
 def check_base(recipe: DiffusionRecipe) -> None:
-    """Refuse (exit 3) a base that is no folder of diffusers."""
+    """Refuse a base that is no folder of diffusers (exit 3), and a run inside of it or around it (exit 2)."""
     if not surgery.holds_diffusers(recipe.model.base):
         message = f"model.base {recipe.model.base} is no folder of a pipeline or transformer of diffusers"
         raise LinearizeError(f"{message}, which latents are for", Exit.INCOMPATIBLE)
+    if not separate(Path(recipe.model.base).expanduser(), Path(recipe.output_dir)):
+        message = f"output_dir {recipe.output_dir} and model.base {recipe.model.base} must be separate folders"
+        raise LinearizeError(f"{message}: neither inside the other. Set output_dir to another folder")
 
 
 def start_over(folder: Path) -> None:
@@ -202,6 +221,7 @@ def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:
         trust_remote_code=recipe.model.trust_remote_code,
     )
     check_one(recipe.model.base, [part.name for part in planned[2]])
+    check_inputs(recipe.model.base, planned[2][0].model)
     return planned
 
 
@@ -210,6 +230,14 @@ def check_one(folder: str | Path, parts: list[str]) -> None:
     if len(parts) != 1:
         message = f"{folder} has {len(parts)} transformers that are linear, and one is trained at a time"
         raise LinearizeError(f"{message}: give the folder of one of them", Exit.INCOMPATIBLE)
+
+
+def check_inputs(folder: str | Path, model: Any) -> None:
+    """Refuse (exit 3) a transformer that takes more than latents and prompts."""
+    extra = [key for key in ("image_dim", "added_kv_proj_dim", "guidance_embeds") if model.config.get(key)]
+    if extra:
+        message = f"{folder}: the transformer has {', '.join(extra)}, and takes more than latents and prompts"
+        raise LinearizeError(f"{message}. Train it as docs/diffusers.md says", Exit.INCOMPATIBLE)
 
 
 def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
@@ -222,10 +250,7 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
     diffusers.utils.logging.disable_progress_bar()
     name = converted_part(base, recipe.model.trust_remote_code)
     model = load_parts(base)[name]
-    extra = [key for key in ("image_dim", "added_kv_proj_dim", "guidance_embeds") if model.config.get(key)]
-    if extra:
-        message = f"{base}: the transformer has {', '.join(extra)}, and takes more than latents and prompts"
-        raise LinearizeError(f"{message}. Train it as docs/diffusers.md says", Exit.INCOMPATIBLE)
+    check_inputs(base, model)
     return model, noise_of(recipe.noise, type(model).__name__, component(base, "scheduler", diffusers))
 
 

@@ -26,9 +26,12 @@ from .recipe import DiffusionRecipe, DiffusionStage
 
 
 def relative(ours: Tensor, theirs: Tensor) -> Tensor:
-    """|ours - theirs|^2 / |theirs|^2, in float32: a scalar."""
-    theirs = theirs.detach().float()
-    return (ours.float() - theirs).square().sum() / theirs.square().sum().clamp_min(1e-12)
+    """|ours - theirs|^2 / |theirs|^2 of each latent [B,..], in float32: their mean, a scalar.
+
+    Outputs at one noise level may be many times as large as at another, and each level counts the same in `eval`.
+    """
+    ours, theirs = (x.float().flatten(1) for x in (ours, theirs.detach()))
+    return ((ours - theirs).square().sum(1) / theirs.square().sum(1).clamp_min(1e-12)).mean()
 
 
 class Distiller:

@@ -76,8 +76,8 @@ def plan_push(
 def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: bool, message: str | None) -> Upload:
     """The upload of the files that a folder's linearize.json lists.
 
-    Raises LinearizeError: 3 when it lists none and for a link to a file elsewhere, 6 for a file that is missing or holds
-    an access token and for a card that cannot be shown.
+    Raises LinearizeError: 3 when it lists none and for a link to a file elsewhere, 6 for a file that is missing or
+    holds an access token, and for a card that cannot be shown.
     """
     from ..checkpoint.atomic import MANIFEST
     from ..checkpoint.card import for_repo

@@ -49,12 +49,8 @@ __all__ = [
     "load_recipe",
     "per_step",
     "recipe_hash",
-    "recipe_schema",
     "weighty",
 ]
-
-# Names the schema whatever folder or address it is read from; 1 is the recipes' `version`.
-SCHEMA_ID = "urn:linearize:recipe:1"
 
 # What changes no weight, and may differ from the run's own recipe whenever it goes on.
 FREE = ("checkpoint", "eval", "track", "finish")
@@ -128,12 +124,6 @@ def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
     """
     model = Document(recipe_path(recipe), overrides).data.get("model")
     return ["model.base=DIR"] if isinstance(model, dict) and "base" not in model else []
-
-
-def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of recipes, for editors: a description of each key, with its unit."""
-    names = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID}
-    return {**names, **Recipe.model_json_schema()}
 
 
 def recipe_hash(resolved: Mapping[str, Any]) -> str:

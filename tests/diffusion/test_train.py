@@ -20,8 +20,10 @@ import diffusers
 from diffusion import pipeline, transformer
 
 from linearize.diffusion.convert import convert, plan_conversion
+from linearize.diffusion.evaluate import setback
 from linearize.diffusion.latents import Noise, noise_of
-from linearize.errors import Exit
+from linearize.diffusion.train import relative
+from linearize.errors import Exit, LinearizeError
 from linearize.verify.child.latents import INPUTS
 
 DIT, SANA, WAN = INPUTS
@@ -242,6 +244,65 @@ def test_a_wrong_recipe_is_told(
     assert (code, out) == (Exit.USAGE, "")
     assert said in err
     assert not (tmp_path / "run").exists()
+
+
+def test_what_a_run_cannot_do_is_told_before_anything_is_written(
+    sources: dict[str, Path], tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(repo: str) -> None:
+        raise LinearizeError(f"nothing can be pushed to {repo}", Exit.HUB)
+
+    monkeypatch.setattr("linearize.diffusion.finetune.check_access", refuse)
+    make_latents(tmp_path, WAN)
+    path, inside = recipe(tmp_path, sources[WAN], "la"), sources[WAN] / "run"
+    for asked, wanted, said in (
+        (("--stage", "prediction"), Exit.USAGE, "--stage prediction needs attention_transfer, which is not finished"),
+        ((f"output_dir={inside}",), Exit.USAGE, "must be separate folders"),
+        (("finish.push=user/film",), Exit.HUB, "nothing can be pushed to user/film"),
+    ):
+        code, out, err = linearize("finetune", path, *asked)
+        assert (code, out) == (wanted, ""), err
+        assert said in " ".join(err.split())
+        assert not (tmp_path / "run").exists()
+        assert not inside.exists()
+
+
+def test_a_model_that_takes_more_than_prompts_is_refused_before_it_is_converted(
+    tmp_path: Path, linearize: Command
+) -> None:
+    make_latents(tmp_path, SANA)
+    transformer(SANA, guidance_embeds=True).save_pretrained(tmp_path / "guided")
+    code, out, err = linearize("finetune", recipe(tmp_path, tmp_path / "guided", "la"))
+    assert (code, out) == (Exit.INCOMPATIBLE, "")
+    assert "has guidance_embeds, and takes more than latents" in " ".join(err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_eval_does_not_do_with_a_pipeline_is_told(
+    linear: dict[str, Path], tmp_path: Path, linearize: Command
+) -> None:
+    make_latents(tmp_path, WAN)
+    given = linear[WAN], "--recipe", recipe(tmp_path, linear[WAN])
+    for more, said in ((("--teacher", "x"), "has its teacher inside"), (("-o", tmp_path / "a.png"), "a.json")):
+        code, out, err = linearize("eval", *given, *more)
+        assert (code, out) == (Exit.USAGE, ""), err
+        assert said in err
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_a_latent_counts_the_same_in_every_batch() -> None:
+    """However large its outputs are beside those of the others, at other noise levels."""
+    torch.manual_seed(0)
+    theirs = torch.randn(3, 4, 5) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
+    ours = theirs + torch.randn(3, 4, 5)
+    alone = [relative(o[None], t[None]) for o, t in zip(ours, theirs, strict=True)]
+    assert torch.isclose(relative(ours, theirs), torch.stack(alone).mean())
+
+
+def test_training_that_led_away_from_the_teacher_is_told() -> None:
+    better, worse = ([{"level": 0.1, "error": error}, {"level": 0.9, "error": 0.2}] for error in (0.2, 0.3))
+    assert "a mean error of 0.250 over noise levels, was 0.200" in str(setback(better, worse))
+    assert setback(worse, better) is None
 
 
 def test_noise_is_that_of_the_scheduler() -> None:

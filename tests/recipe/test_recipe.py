@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from linearize.errors import Exit, LinearizeError
-from linearize.recipe.recipe import LogitKL, Recipe, diff_resolved, load_recipe, recipe_hash, recipe_schema
+from linearize.recipe.recipe import LogitKL, Recipe, diff_resolved, load_recipe, recipe_hash
+from linearize.recipe.schema import recipe_schema
 from linearize.recipe.yaml import Document
 
 PRESETS = Path(__file__).parents[2] / "recipes"
@@ -575,18 +576,19 @@ def test_diff_names_what_changed(tmp_path: Path) -> None:
 
 
 def test_schema_describes_what_is_accepted() -> None:
-    schema = recipe_schema()
-    json.dumps(schema)
-    assert schema["additionalProperties"] is False
-    assert {"version", "name", "model", "data", "stages"} == set(schema["required"])
-    tokens = schema["$defs"]["LogitKL"]["properties"]["tokens"]
+    json.dumps(recipe_schema())
+    schema = recipe_schema()["$defs"]
+    for kind in ("Recipe", "DiffusionRecipe"):
+        assert schema[kind]["additionalProperties"] is False
+        assert {"version", "name", "model", "data", "stages"} == set(schema[kind]["required"])
+    tokens = schema["LogitKL"]["properties"]["tokens"]
     assert {"integer", "string", "null"} == {choice["type"] for choice in tokens["anyOf"]}
 
 
 # Of a number's description: what it counts, or that it is a share or a factor of something.
 UNITS = (
     r"(?i)\b(tokens?|steps?|layers?|blocks|passes|columns|share|factor|norm|nats|rate|checkpoints|divides|seed|"
-    r"evaluations|divergence|temperature|weights|version)\b"
+    r"evaluations|latents|samples|pixels|divergence|temperature|weights|version)\b"
 )
 
 
@@ -594,7 +596,7 @@ def test_every_key_of_a_recipe_has_a_description_and_every_number_its_unit() -> 
     schema = recipe_schema()
     assert schema["$id"] == "urn:linearize:recipe:1"
     bare, unitless = [], []
-    for name, definition in {"Recipe": schema, **schema["$defs"]}.items():
+    for name, definition in schema["$defs"].items():
         for key, one in definition.get("properties", {}).items():
             about = one.get("description", "")
             if len(about) < 10:

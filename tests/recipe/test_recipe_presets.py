@@ -20,7 +20,8 @@ from transformers import ViTConfig, ViTForImageClassification
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe.data import holds_images
 from linearize.recipe.presets import Preset, copy, presets, recipe_path
-from linearize.recipe.recipe import load_recipe, recipe_schema
+from linearize.recipe.recipe import load_recipe
+from linearize.recipe.schema import recipe_schema
 from linearize.recipe.yaml import Document
 from linearize.terminal.tables import recipe_table, short
 from linearize.train.save import load_converted
@@ -251,6 +252,22 @@ def test_a_copy_names_its_schema_once(tmp_path: Path, preset: Preset) -> None:
     text = copy(preset.name, tmp_path).read_text("utf-8")
     assert text.count("\n# yaml-language-server: $schema=recipe.schema.json\n") == 1
     assert yaml.safe_load(text) == yaml.safe_load(preset.path.read_text("utf-8"))
+
+
+def test_the_schema_knows_recipes_of_latents() -> None:
+    checker = jsonschema.Draft202012Validator(recipe_schema())
+    stages = [{"kind": "prediction", "optimizer": {"lr": 1e-3}, "steps": 5}]
+    data = {"train": {"latents": "latents", "prompts": "prompts"}}
+    recipe = {"version": 1, "name": "film", "model": {"base": "wan"}, "data": data, "stages": stages}
+    checker.validate(recipe)
+    for mistake in (
+        {"noise": "sine"},
+        {"stages": [{**stages[0], "kind": "logit_kl"}]},
+        {"data": {"train": {"latents": "latents", "images": "images"}}},
+        {"data": {"train": {"images": "latents", "prompts": "prompts"}}},
+        {"teacher": "demo"},
+    ):
+        assert list(checker.iter_errors(recipe | mistake)), mistake
 
 
 def test_a_preset_without_the_line_for_editors_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
