@@ -103,6 +103,8 @@ def _rows(path: Path, axes: int) -> list[Tensor]:
     tensor = read_tensor(path)
     if tensor.ndim not in (axes, axes + 1):
         raise _wrong(f"{path} has shape {list(tensor.shape)}; a latent of this model has {axes} axes")
+    if not tensor.numel():
+        raise _wrong(f"{path} has shape {list(tensor.shape)}, which holds no latent")
     return list(tensor) if tensor.ndim > axes else [tensor]
 
 
@@ -156,7 +158,7 @@ def _prompts(source: Latents, start: Path, latents: dict[Path, list[Tensor]], ki
     for path, rows in latents.items():
         tensor, wanted = read_tensor(files[path.stem]), 0 if classes else 2
         own = list(tensor) if tensor.ndim == wanted + 1 else [tensor]
-        if own[0].ndim != wanted or len(own) != len(rows):
+        if len(own) != len(rows) or own[0].ndim != wanted:
             due = "a number of a class" if classes else "an embedding [tokens,channels]"
             raise _wrong(f"{files[path.stem]} has shape {list(tensor.shape)}; it needs {due} for {len(rows)} latents")
         found += own
@@ -169,6 +171,8 @@ def _prompts(source: Latents, start: Path, latents: dict[Path, list[Tensor]], ki
     shapes = {tuple(one.shape) for one in found}
     if len(shapes) > 1 or next(iter(shapes))[1] != width:
         raise _wrong(f"{folder} has embeddings {sorted(map(list, shapes))}; it needs one shape [tokens,{width}]")
+    if not all(bool(one.isfinite().all()) for one in found):
+        raise _wrong(f"{folder} has embeddings that are not finite")
     return [one.float() for one in found]
 
 

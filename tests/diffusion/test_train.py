@@ -206,7 +206,10 @@ def test_a_run_goes_on_where_it_was_interrupted(
     [
         ({"latents/0.npy": torch.randn(5, 3, 4, 8)}, "one shape"),
         ({"latents/0.npy": torch.randn(4, 4)}, "a latent of this model has 4 axes"),
+        ({"latents/0.npy": torch.zeros(0, 4, 3, 4, 8)}, "which holds no latent"),
         ({"prompts/3.npy": None}, "lacks the prompts of 3"),
+        ({"prompts/3.npy": torch.zeros(0, 5, 16)}, "it needs an embedding [tokens,channels] for 1 latents"),
+        ({"prompts/3.npy": torch.full((5, 16), torch.nan)}, "embeddings that are not finite"),
         ({"prompts/3.npy": torch.randn(5, 7)}, "it needs one shape [tokens,16]"),
         ({f"latents/{n}.npy": torch.randn(5, 3, 4, 8) for n in range(6)}, "5 channels, the model takes 4"),
         ({f"latents/{n}.npy": torch.randn(4, 3, 3, 8) for n in range(6)}, "patches of [1, 2, 2] do not divide"),
