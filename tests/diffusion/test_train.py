@@ -23,6 +23,7 @@ from linearize.diffusion.convert import convert, plan_conversion
 from linearize.diffusion.evaluate import setback
 from linearize.diffusion.latents import Noise, noise_of
 from linearize.diffusion.train import relative
+from linearize.diffusion.verify import verify_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.verify.child.latents import INPUTS
 
@@ -88,13 +89,31 @@ def linear(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return {kind: place / kind for kind in INPUTS}
 
 
-def test_predictions_come_closer_to_the_teachers(linear: dict[str, Path], tmp_path: Path, linearize: Command) -> None:
-    make_latents(tmp_path, SANA, ".pt")
+@pytest.mark.parametrize(
+    ("kind", "noise", "rates"),
+    [
+        (SANA, "flow", ()),
+        # The gate of saga is linear in what enters it, and a DiT's scales and shifts make that large.
+        (
+            DIT,
+            "epsilon",
+            (
+                *("stages.attention_transfer.optimizer.lr=3.0e-4", "stages.prediction.optimizer.lr=2.0e-4"),
+                *(f"stages.{name}.schedule={{name: cosine}}" for name in ("attention_transfer", "prediction")),
+            ),
+        ),
+    ],
+    ids=["sana", "dit"],
+)
+def test_predictions_come_closer_to_the_teachers(
+    linear: dict[str, Path], tmp_path: Path, linearize: Command, kind: str, noise: str, rates: tuple[str, ...]
+) -> None:
+    make_latents(tmp_path, kind, ".pt")
     more = "finish: {verify: false}\n"
-    code, out, err = linearize("finetune", recipe(tmp_path, linear[SANA], more=more), "--json")
+    code, out, err = linearize("finetune", recipe(tmp_path, linear[kind], more=more), *rates, "--json")
     assert code == 0, err
     report = json.loads(out)
-    assert report["noise"] == "flow"
+    assert report["noise"] == noise
     assert total(report["predictions"]["trained"]) < 0.95 * total(report["predictions"]["converted"])
 
 
@@ -114,7 +133,8 @@ def test_a_pipeline_is_converted_distilled_evaluated_and_pushed(
     card = (final / "README.md").read_text()
     assert f"| 0.1 | {report['predictions']['converted'][0]['error']:.3f} |" in card
     assert "untrained" not in card
-    assert linearize("verify", final, "--strict")[0] == 0
+    # The run itself loaded it in a clean process; what is left are the checks of its files.
+    assert {check.status for check in verify_folder(final, strict=True, behaviours=False)} == {"passed"}
     again, _, err = linearize("finetune", path)
     assert again == 0
     assert "is finished already" in err
@@ -346,13 +366,15 @@ def test_digits_are_drawn_by_student_and_teacher(tmp_path: Path, linearize: Comm
         optimizer.step()
         optimizer.zero_grad()
     teacher.eval().save_pretrained(tmp_path / "teacher")
+    planned = plan_conversion(str(tmp_path / "teacher"), "mhla")
+    convert(*planned, tmp_path / "linear", level="none", say=lambda text: None)
     for folder, tensor in (("latents", images[:256]), ("prompts", labels[:256])):
         (tmp_path / folder).mkdir()
         numpy.save(tmp_path / folder / "digits.npy", tensor.numpy())
     stages = STAGES.replace("per_device: 4", "per_device: 16").replace("per_device: 2", "per_device: 8")
     stages = stages.replace("lr: 3.0e-3", "lr: 1.0e-2").replace("steps: 30", "steps: 12")
     more = "noise: flow\nfinish: {verify: false}\n"
-    code, out, err = linearize("finetune", recipe(tmp_path, tmp_path / "teacher", "mhla", stages, more), "--json")
+    code, out, err = linearize("finetune", recipe(tmp_path, tmp_path / "linear", "", stages, more), "--json")
     assert code == 0, err
     before, after = json.loads(out)["predictions"].values()
     assert total(after) < 0.8 * total(before)
