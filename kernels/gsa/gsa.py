@@ -181,6 +181,7 @@ class GatedSlotAttention(Mixer):
         "unit_scale": "use 1 as the factor on q.k, not the architecture's",
         "decay": "slots forget as each token says (data), at learned rates (fixed), or not: writes of ABC (none)",
         "read": "function of q.k that reads the slots",
+        "gate_rank": "rank of the map from hidden states to gates (0: full)",
     }
     # What the paper's Mistral-7B conversion code does (flash-linear-attention's GSA layer).
     published = {
@@ -213,12 +214,15 @@ class GatedSlotAttention(Mixer):
         half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 2.0,
         half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 2048.0,
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
+        gate_rank: Annotated[int, Bounds(0, 1024)] = 0,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         **near: int,
     ) -> None:
-        """Raises ValueError when clock > slots, half_life_max < half_life_min, chunk_size is no power of two, or slots that
-        do not decay have a clock."""
+        """Raises ValueError when clock > slots, half_life_max < half_life_min, chunk_size is no power of two, slots that do
+        not decay have a clock, or fixed decays a rank."""
         super().__init__(site, rope, **near)
+        if decay == "fixed" and gate_rank:
+            raise ValueError(f"gate_rank={gate_rank}: with decay=fixed no map makes the gates. Set gate_rank=0")
         if decay == "none" and clock > 0:
             raise ValueError(f"clock={clock}: slots on a clock forget at their turn, and decay=none. Set clock=0")
         clock = (0 if decay == "none" else slots * 3 // 4) if clock < 0 else clock
@@ -237,7 +241,8 @@ class GatedSlotAttention(Mixer):
             self.forget_bias = nn.Parameter(torch.empty(self.gate_count * slots))
         else:
             # One more weight for all tokens changes no mean.
-            self.forget = nn.Linear(site.hidden, self.gate_count * slots, bias=decay != "none")
+            self.narrow = nn.Linear(site.hidden, gate_rank, bias=False) if gate_rank else None
+            self.forget = nn.Linear(gate_rank or site.hidden, self.gate_count * slots, bias=decay != "none")
         if clock:
             self.clock_strength = nn.Parameter(torch.empty(self.gate_count, clock))
         if norm != "none":
@@ -251,6 +256,8 @@ class GatedSlotAttention(Mixer):
             init.copy_(bias, self._spread_half_lives().to(bias))
         if self.decay != "fixed":
             init.normal_(self.forget.weight, 0.0, self.gate_std)
+            if self.narrow is not None:  # the product of both has the full map's deviation
+                init.normal_(self.narrow.weight, 0.0, self.narrow.out_features**-0.5)
         if self.clock:
             # Decay e^-3 at a slot's turn and next to none between: nearly a ring buffer, yet with gradients.
             init.constant_(self.clock_strength, 3.0 * self.damping)
@@ -265,12 +272,19 @@ class GatedSlotAttention(Mixer):
 
     def gates(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, seen: Tensor | int) -> Tensor:
         """Log-decays g = log sigmoid(W_f x + bias) / tau, [B,T,E,M] fp32, <= 0."""
-        f = self.forget_bias.expand(*x.shape[:2], -1) if self.decay == "fixed" else self.forget(x)
-        f = f.unflatten(-1, (self.gate_count, self.slots))
+        f = self._before_gates(x)
         if not self.clock:
             return log_decays(f, self.damping)
         place = positions(padding, segments, seen, (x.shape[0], x.shape[1])).to(x.device)
         return log_decays(f, self.damping, self.clock_strength, place)
+
+    def _before_gates(self, x: Tensor) -> Tensor:
+        """What gates are made of, [B,T,E,M] from x [B,T,hidden]: W_f x + bias, W_f = W_2 W_1 where it has a rank."""
+        if self.decay == "fixed":
+            f = self.forget_bias.expand(*x.shape[:2], -1)
+        else:
+            f = self.forget(x if self.narrow is None else self.narrow(x))
+        return f.unflatten(-1, (self.gate_count, self.slots))
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
@@ -278,7 +292,7 @@ class GatedSlotAttention(Mixer):
         padding, segments, total = layout.padding, layout.segments, None
         if self.decay == "none":
             state, before = (None, None) if state is None else state
-            f = self.forget(x).unflatten(-1, (self.gate_count, self.slots))
+            f = self._before_gates(x)
             g, total = abc_gates(f, padding, segments, before)
         seen = None if state is None else state.seen
         if total is None:

@@ -31,12 +31,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from ..layers.arguments import Backend, use_kernels
+from ..layers.arguments import Backend, use_kernels, wants_gradients
 from ..layout import TokenLayout, once
 from ..mixer import Mixer
 from ..layers.scan import numbered
 from .blend import blend
 from .launch import runs_on, window_op
+from .step import step_op
 
 # From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
 THETAS = (-8.0, 24.0, 129)
@@ -78,14 +79,19 @@ def window_attention(
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `scale` multiplies q.k; `padding` [B,T] bool is True at real tokens,
     the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
     first one. Time grows with T * window, and so does the memory of the PyTorch path. `backend`: `auto` runs the Triton
-    kernels on a GPU where no state goes in, else PyTorch; the others insist.
+    kernels on a GPU where no state goes in, and for one token after a state; else PyTorch. The others insist.
     """
     (B, T, H, D), W = q.shape, window
     if T == 0:
         ring = empty_ring(k, v, sink + W) if state is None else state
         return q.new_zeros(B, 0, H, v.shape[-1]), q.new_zeros(B, 0, H, dtype=torch.float32), ring
-    obstacle = runs_on(q.device, (q.dtype, k.dtype, v.dtype), D, v.shape[-1]) if state is None else "a state goes in"
-    kernels = use_kernels(backend, obstacle)
+    obstacle = runs_on(q.device, (q.dtype, k.dtype, v.dtype), D, v.shape[-1])
+    if state is not None:
+        obstacle = _step_obstacle(q, k, v, segments, state)
+        if use_kernels(backend, obstacle and f"a state goes in, and {obstacle}"):
+            o, mass, *after = step_op(q, k, v, *state, *[None] * 5, padding, W, sink, scale)
+            return o, mass, Ring(*after)
+    kernels = state is None and use_kernels(backend, obstacle)
     order: Tensor | None = None
     if padding is not None:  # real tokens first, so that places count real tokens only
         order = padding.logical_not().long().argsort(dim=1, stable=True)
@@ -106,6 +112,15 @@ def window_attention(
         o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
         o = o * padding[:, :, None, None]
     return o, mass, ring
+
+
+def _step_obstacle(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, state: Ring) -> str:
+    """Why the kernel of one decode step cannot take this call; empty when it can."""
+    if q.shape[1] != 1 or segments is not None:
+        return "there are several tokens or documents"
+    if wants_gradients(q, k, v, *state[:2]):
+        return "gradients are wanted"
+    return runs_on(q.device, (q.dtype, k.dtype, v.dtype, state.keys.dtype, state.values.dtype), q.shape[3], v.shape[3])
 
 
 class _Places(NamedTuple):
@@ -305,8 +320,14 @@ class Window(nn.Module):
 
         `mass` [B,T,H]: the mechanism's normaliser, where it has one; `x` [B,T,hidden].
         """
+        gate = F.linear(x, self.far_gate.to(x.dtype))
+        if state is not None and not wants_gradients(far, gate) and not _step_obstacle(q, k, v, layout.segments, state):
+            share = None if self.shared else self.near_share
+            blended: Any = far, gate, self.far_logit, share, mass, layout.padding
+            o, _, *after = step_op(q, k, v, *state, *blended, self.window, self.sink, self.scale)
+            return o, Ring(*after)
         near, own_mass, ring = self._near(q, k, v, layout, state)
-        logit = self.far_logit.float() + F.linear(x, self.far_gate.to(x.dtype)).float()
+        logit = self.far_logit.float() + gate.float()
         logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass.log() - own_mass
         return blend(far, near, torch.sigmoid(logit)), ring
 

@@ -573,6 +573,18 @@ def test_gate_std_is_that_of_the_new_weights() -> None:
     assert not mixer(gate_std=0.0).forget.weight.any()
 
 
+def test_gate_rank_splits_the_map_and_keeps_its_deviation() -> None:
+    m, x = mixer(gate_rank=8, gate_std=0.5, clock=0, damping=4.0), torch.randn(2, 5, 24)
+    product = (m.forget.weight @ m.narrow.weight).detach()
+    assert product.shape == (2 * 64, 24)
+    assert float(product.std()) == pytest.approx(0.5, rel=0.15)
+    expected = F.logsigmoid(x @ product.T + m.forget.bias).unflatten(-1, (2, 64)) / 4.0
+    assert relative_error(m.gates(x, None, None, 0), expected) <= 2e-6
+    assert sum(p.numel() for p in m.parameters()) == 8 * 24 + 2 * 64 * 9
+    with pytest.raises(ValueError, match="gate_rank=8: with decay=fixed no map makes the gates"):
+        mixer(gate_rank=8, decay="fixed")
+
+
 def test_gate_heads_make_one_memory_per_key_head_or_per_query_head() -> None:
     for state_heads, E in (("kv", 2), ("query", 4)):
         m = mixer(state_heads=state_heads, slots=16)
