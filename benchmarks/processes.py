@@ -29,7 +29,8 @@ LAUNCH = {"one": [], "ddp": [*ACCELERATE, "--multi_gpu"], "fsdp": [*ACCELERATE, 
 # Kills itself, politely, after so many optimizer steps of its life.
 STOP = """
 import os, signal, sys
-from linearize import cli, loop
+from linearize import cli
+from linearize.train import loop
 update, left = loop.StageLoop._update, int(sys.argv.pop(1))
 def counted(*arguments):
     global left
