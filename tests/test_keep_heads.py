@@ -243,6 +243,17 @@ def test_a_gate_of_features_behind_the_rotation_gives_way(source: Path) -> None:
     assert [step.options["rope"] for step in plan.steps] == ["after", "before", "after", "after"]
 
 
+def test_further_layers_have_the_options_of_those_with_heads_and_without(source: Path, tmp_path: Path) -> None:
+    def further(name: str, **asked: Any) -> Any:
+        planned = plan_conversion(str(source), "gla", keep_softmax="3", keep_heads="1:1", **asked)
+        convert(*planned, tmp_path / name, level="none", say=lambda text: None)
+        return plan_conversion(str(tmp_path / name), None, layers="3", weights=False)[0]
+
+    assert [step.options["rope"] for step in further("auto").steps] == ["after", "before", "after", "after"]
+    with pytest.raises(LinearizeError, match="have several options"):
+        further("chosen", options={"rope@0": "before"})
+
+
 def test_converting_again_restores_and_adds_heads(tmp_path: Path, folder: Path) -> None:
     def again(**asked: Any) -> Any:
         restore = asked.pop("restore", "")

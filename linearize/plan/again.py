@@ -38,13 +38,18 @@ def same_again(old: Plan, options: dict[str, Any], name: str) -> tuple[str, dict
             f"{name} has layers of {' and '.join(sorted(kinds))}. Say which the new ones become: --to {min(kinds)}"
         )
         raise LinearizeError(message)
+    options_of = [step.options for step in old.steps]
+    # What rope=auto became beside heads with softmax, and elsewhere.
+    places = [("after", "before")[bool(step.site.softmax_groups)] for step in old.steps]
+    if len(set(places)) > 1 and [one.get("rope") for one in options_of] == places:
+        options_of = [one | {"rope": "auto"} for one in options_of]
     first = old.steps[0]
-    if any(step.options != first.options for step in old.steps):
+    if any(one != options_of[0] for one in options_of):
         raise LinearizeError(
             f"the {first.mechanism} layers of {name} have several options. Say which the new ones have: "
             f"--to {first.mechanism} --set key=value"
         )
-    return first.mechanism, first.options | options
+    return first.mechanism, options_of[0] | options
 
 
 def check_unused(mechanism: str | None, options: dict[str, Any], restore: str) -> None:
