@@ -191,7 +191,8 @@ def check_compiles(model: Any) -> None:
     """Raise LinearizeError (exit 3) unless generate() can compile this model's decode step; None: a softmax model."""
     if not hasattr(model, "replays") or not model.replays():
         raise LinearizeError(
-            "--compile: a decode step can be compiled on a GPU, of a model whose layers are all linear. Leave it out",
+            "--compile: a decode step can be compiled on a GPU, of a model whose layers are linear in all heads. Leave "
+            "it out",
             Exit.INCOMPATIBLE,
         )
 

@@ -99,6 +99,18 @@ def test_time_is_up_for_later_rows(linearize: Command, monkeypatch: pytest.Monke
     ]
 
 
+def test_a_file_of_something_else_is_not_replaced(linearize: Command, tmp_path: Path) -> None:
+    arguments = ("bench", "paper", "la", "--tiny", "--seconds", 0, "--claims", "speed", "--save")
+    for text in ("my notes", '{"machine": 1}'):
+        (tmp_path / "found.json").write_text(text)
+        code, out, err = linearize(*arguments, tmp_path / "found.json")
+        assert (code, out) == (Exit.USAGE, ""), err
+        assert (tmp_path / "found.json").read_text() == text
+    (tmp_path / "found.json").unlink()
+    for _ in range(2):  # its own result is replaced
+        assert linearize(*arguments, tmp_path / "found.json")[0] == 0
+
+
 def test_what_of_ours_fails_is_told_and_a_peer_may(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any) -> dict[str, Any]:
         if self.whose == "softmax" or not peer:
