@@ -201,6 +201,7 @@ def evaluate(
     device: str = "auto",
     dtype: str = "keep",
     trust_remote_code: bool = False,
+    generate: int = 0,
 ) -> dict[str, Any]:
     """Measure a converted model beside the one that it was made of, on the same text.
 
@@ -217,10 +218,11 @@ def evaluate(
         device: `auto`, `cpu` or `cuda`.
         dtype: `keep`, `float32`, `bfloat16` or `float16`.
         trust_remote_code: Allow Python code that the models ship to run.
+        generate: Texts that each model writes by itself: recall without help, Python that parses, repetition.
 
     Returns:
         `tokens`, `student_ppl`, `teacher_ppl`, `ppl_ratio`, `kl` (nats a token), `top1_agreement`, and `recall`,
-        `needle`, `state` by length.
+        `needle`, `state` by length; `generated`, None where `generate` is 0.
 
     Raises:
         LinearizeError: 2 for text or lengths, 3 for models that do not belong together, 4 for resources.
@@ -231,7 +233,7 @@ def evaluate(
 
     text = load_recipe(recipe, [f"model.base={json.dumps(str(teacher))}", *_overrides(overrides)])
     check_eval(text)
-    request = EvalRequest(tuple(lengths), trials, seed, batch_tokens)
+    request = EvalRequest(tuple(lengths), trials, seed, batch_tokens, generate)
     how: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     ours, theirs = (load_for_text(str(name), None, teacher=False, **how) for name in (student, teacher))
     return compare(ours, theirs, text, request)

@@ -27,7 +27,7 @@ PROMISED = {
     "say=None, restore='', keep_heads='')",
     "finetune": "(recipe, overrides=(), *, resume='auto', stage=None, max_steps=None, say=None)",
     "evaluate": "(student, teacher, *, recipe='demo', overrides=(), lengths=(256, 512, 1024), trials=32, seed=0, "
-    "batch_tokens=8192, device='auto', dtype='keep', trust_remote_code=False)",
+    "batch_tokens=8192, device='auto', dtype='keep', trust_remote_code=False, generate=0)",
     "load": "(model, *, device='auto', dtype='keep', revision=None, trust_remote_code=False)",
 }
 
@@ -107,11 +107,13 @@ def test_a_model_that_was_distilled_by_the_api_loads_and_is_measured(
     text = ["data.train={files: [" + json.dumps(str(tmp_path / "heldout.txt")) + "]}"]
     text += ["data.eval={files: [" + json.dumps(str(tmp_path / "heldout.txt")) + "]}", "data.pack.seq_len=64"]
     result = api.evaluate(
-        report["output"], linear.parent / "source", overrides=text, lengths=[512], trials=2, device="cpu"
+        report["output"], linear.parent / "source", overrides=text, lengths=[512], trials=2, device="cpu", generate=1
     )
     assert result["kl"] >= 0
     assert result["teacher_ppl"] > 1
     assert [row["length"] for row in result["needle"]] == [512]
+    assert result["generated"]["rows"] == 1
+    assert 0 <= result["generated"]["student"]["recall"] <= 1
 
 
 def test_overrides_that_are_one_text_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,9 @@ NO_RECIPE = (
 # By which a result of this command is known.
 BEGINS = '{"student": "'
 PNG = b"\x89PNG"
+# Options that mean something for models that write text alone, and for models of transformers alone.
+OF_TEXT = ("lengths", "trials", "generate", "seed")
+OF_MODELS = (*OF_TEXT, "batch_tokens", "dtype")
 
 
 def evaluate(
@@ -65,11 +69,14 @@ def evaluate(
     from ..recipe.data import DemoSource
     from ..recipe.recipe import load_recipe
 
+    given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}
+    given |= {"batch_tokens": batch_tokens, "dtype": dtype}
     if output is not None:
         check_result(output, BEGINS, "eval")
     if holds_diffusers(student):
         if teacher:
             raise LinearizeError("--teacher: a pipeline of diffusers has its teacher inside. Leave it out")
+        _refuse(given, OF_MODELS, "a pipeline of diffusers is compared as the recipe's eval, seed and runtime say")
         chosen = [f"runtime.device={device}"] if device != "auto" else []
         _evaluate_latents(student, [*chosen, *(overrides or [])], recipe, trust_remote_code, output, as_json)
         return
@@ -99,6 +106,7 @@ def evaluate(
         if result["positions"]["warning"]:
             say(result["positions"]["warning"])
     else:
+        _refuse(given, OF_TEXT, f"a {type(ours.model).__name__} writes no text")
         result |= compare_answers(ours, theirs, text, batch_tokens, say)
         answers_table(result)
     if output is not None:
@@ -106,6 +114,16 @@ def evaluate(
         say(f"wrote {output}")
     if as_json:
         print_json(result)
+
+
+def _refuse(given: dict[str, Any], names: tuple[str, ...], why: str) -> None:
+    """Raise LinearizeError (exit 2) for options among `names` that were given and would have no effect."""
+    from ..errors import LinearizeError
+
+    defaults = inspect.signature(evaluate).parameters
+    flags = [f"--{name.replace('_', '-')}" for name in names if given[name] != defaults[name].default]
+    if flags:
+        raise LinearizeError(f"{', '.join(flags)}: {why}. Leave {'it' if len(flags) == 1 else 'them'} out")
 
 
 def _evaluate_latents(

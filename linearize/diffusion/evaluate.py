@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Exit, LinearizeError
+from ..terminal.progress import Advance, progress, silent
 from ..train.loop import seed_for
 from .latents import Data, Noise, inputs_of
 from .recipe import DiffusionEval
@@ -20,13 +21,26 @@ Predict = Callable[[dict[str, Any]], Tensor]
 ROWS = 8
 
 
+def latents_compared(data: Data, asked: DiffusionEval) -> int:
+    """How many latents predictions are compared on."""
+    return min(asked.max_latents, len(data.latents))
+
+
 @torch.no_grad()
 def compare_predictions(
-    model: Any, student: Predict, teacher: Predict, data: Data, noise: Noise, asked: DiffusionEval, seed: int
+    model: Any,
+    student: Predict,
+    teacher: Predict,
+    data: Data,
+    noise: Noise,
+    asked: DiffusionEval,
+    seed: int,
+    advance: Advance = silent,
 ) -> list[dict[str, float]]:
-    """By noise level: `error`, |student - teacher| / |teacher| of predictions, and `cosine` of the two."""
+    """By noise level: `error`, |student - teacher| / |teacher| of predictions, and `cosine` of the two. `advance` is
+    told of latents that are done, of `latents_compared` at each level."""
     device, table = next(model.parameters()).device, []
-    count = min(asked.max_latents, len(data.latents))
+    count = latents_compared(data, asked)
     for level in asked.levels:
         sums = torch.zeros(4, dtype=torch.float64)
         for start in range(0, count, ROWS):
@@ -42,6 +56,7 @@ def compare_predictions(
             ours, theirs = student(inputs).double().cpu(), teacher(inputs).double().cpu()
             pairs = ((ours - theirs).square(), theirs.square(), ours.square(), ours * theirs)
             sums += torch.stack([one.sum() for one in pairs])
+            advance(len(rows))
         wrong, of, own, product = sums.tolist()
         record = {"level": level, "error": (wrong / max(of, 1e-30)) ** 0.5}
         table.append(record | {"cosine": product / max(of * own, 1e-30) ** 0.5})
@@ -56,16 +71,19 @@ def sample(model: Any, predict: Predict, data: Data, noise: Noise, asked: Diffus
     latents, prompts = data.batch(rows, device)
     x = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed)).to(device)
     levels = torch.linspace(1.0, 0.0, asked.sampling_steps + 1, device=device)
-    for level, following in itertools.pairwise(levels):
-        batch = level.repeat(len(x))
-        _, time = noise.at(x, x, batch)
-        predicted = predict(inputs_of(model, x, time, prompts)).float()[:, : x.shape[1]]  # a learned variance follows
-        if noise.kind == "flow":
-            x = x + (following - level) * predicted
-            continue
-        alpha, then = (noise.alphas[round(float(one) * (noise.steps - 1))].to(device) for one in (level, following))
-        clean = (x - (1 - alpha).sqrt() * predicted) / alpha.sqrt()
-        x = clean if following == 0 else then.sqrt() * clean + (1 - then).sqrt() * predicted
+    with progress("samples", asked.sampling_steps) as advance:
+        for level, following in itertools.pairwise(levels):
+            batch = level.repeat(len(x))
+            _, time = noise.at(x, x, batch)
+            predicted = predict(inputs_of(model, x, time, prompts)).float()
+            predicted = predicted[:, : x.shape[1]]  # a learned variance follows
+            advance(1)
+            if noise.kind == "flow":
+                x = x + (following - level) * predicted
+                continue
+            alpha, then = (noise.alphas[round(float(one) * (noise.steps - 1))].to(device) for one in (level, following))
+            clean = (x - (1 - alpha).sqrt() * predicted) / alpha.sqrt()
+            x = clean if following == 0 else then.sqrt() * clean + (1 - then).sqrt() * predicted
     return x
 
 

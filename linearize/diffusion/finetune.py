@@ -23,9 +23,10 @@ from ..errors import Exit, LinearizeError, did_you_mean
 from ..hub.push import check_access
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
+from ..terminal.progress import progress
 from ..verify.child.latents import load_parts, parts_of
 from . import convert as surgery
-from .evaluate import compare_predictions, picture, pillow, sample, setback
+from .evaluate import compare_predictions, latents_compared, picture, pillow, sample, setback
 from .latents import Data, Noise, noise_of, read_data
 from .recipe import DiffusionRecipe
 from .verify import origin_of, refuse_code, verify_folder
@@ -154,7 +155,9 @@ def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
     model, noise = open_model(base, recipe)
     data, held, decode = data_of(recipe, model, base)
     tuner = Distiller(recipe, model, data, noise, Accelerator(cpu=recipe.runtime.device == "cpu"))
-    table = compare_predictions(model, tuner.predict, tuner.target, held, noise, recipe.eval, recipe.seed)
+    given = (model, tuner.predict, tuner.target, held, noise, recipe.eval, recipe.seed)
+    with progress("predictions", latents_compared(held, recipe.eval) * len(recipe.eval.levels)) as advance:
+        table = compare_predictions(*given, advance)
     drawn = {"student": tuner.predict, "teacher": tuner.target}
     made = {n: sample(model, one, held, noise, recipe.eval, recipe.seed) for n, one in drawn.items()}
     return {"student": str(base), "noise": noise.kind, "predictions": {"student": table}}, picture(made, decode)

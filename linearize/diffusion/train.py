@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from ..errors import Exit, LinearizeError
+from ..terminal.progress import progress, silent
 from ..terminal.signals import END, caught
 from ..train.loop import seed_for
 from .latents import Data, Noise, inputs_of
@@ -125,7 +127,8 @@ class Distiller:
         loss_of = self.transfer if stage.kind == "attention_transfer" else self.match
         share = 1 / stage.batch.accumulate
         stopping: list[int] = []
-        with caught((*END, signal.SIGINT), stopping.append):
+        shown = progress(stage.name, stage.steps - start) if accelerator.is_main_process else nullcontext(silent)
+        with caught((*END, signal.SIGINT), stopping.append), shown as advance:
             for step in range(start, stage.steps):
                 loss = sum(loss_of(self.batch(number, step, part), share) for part in range(stage.batch.accumulate))
                 if accelerator.num_processes > 1:
@@ -141,6 +144,7 @@ class Distiller:
                 optimizer.zero_grad(set_to_none=True)
                 done = step + 1
                 log({"stage": stage.name, "step": done, "loss": loss, "grad_norm": norm})
+                advance(1)
                 ends = done == stage.steps
                 if ends or stopping or done % self.recipe.checkpoint.every_steps == 0:
                     own = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}

@@ -26,6 +26,7 @@ from ..data.batches import (
 from ..data.images import Images
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import Recipe
+from ..terminal.progress import progress
 from ..train.losses import IGNORED, cross_entropy, logit_kl
 from .evaluate import sample_count
 from .generate import Opened, device_memory
@@ -68,7 +69,7 @@ def _answers(student: Any, teacher: Any, samples: Any, limit: int, at_once: int)
     """The measures, over every image or hidden token; accuracy and perplexity over those with a label."""
     sums, labelled, asked = torch.zeros(6, dtype=torch.float64), 0, 0
     number, size = sample_count(samples, limit), max(1, at_once // samples.seq_len)
-    with evaluating(student), evaluating(teacher):
+    with evaluating(student), evaluating(teacher), progress("eval", number) as advance:
         for start in range(0, number, size):
             batch = collate([samples[i] for i in range(start, min(start + size, number))], student.device)
             wanted = targets(batch)
@@ -88,6 +89,7 @@ def _answers(student: Any, teacher: Any, samples: Any, limit: int, at_once: int)
             kl = logit_kl(both[0], both[1], counted, num_tokens=1.0)
             sums += torch.stack([*hits, *losses, kl, same]).double().cpu()
             labelled, asked = labelled + int(known.sum()), asked + int(counted.sum())
+            advance(len(wanted))
     accuracy, loss = ((sums[i : i + 2] / max(labelled, 1)).tolist() for i in (0, 2))
     kl, same = (sums[4:] / max(asked, 1)).tolist()
     names = [f"{who}_{what}" for what in ("accuracy", "ppl") for who in ("student", "teacher")]

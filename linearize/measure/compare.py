@@ -26,7 +26,7 @@ from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import most_tokens
 from .evaluate import sample_count
-from .freely import beginnings, freely
+from .freely import beginnings, freely, steps_of
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
 from .recall import Writer, rows_of, score
@@ -106,9 +106,10 @@ def by_themselves(student: Loaded, teacher: Loaded, source: TextSource, request:
     prompts = beginnings(source, tokenizer, request.generate)
     rows = rows_of("recall", Writer(tokenizer, request.seed), length, request.generate, [])
     found: dict[str, Any] = {"texts": len(prompts), "rows": len(rows), "length": length}
-    for who, loaded in (("student", student), ("teacher", teacher)):
-        with evaluating(loaded.model):
-            found[who] = freely(loaded.model, tokenizer, prompts, rows)
+    with progress("texts of their own", 2 * steps_of(prompts, rows)) as advance:
+        for who, loaded in (("student", student), ("teacher", teacher)):
+            with evaluating(loaded.model):
+                found[who] = freely(loaded.model, tokenizer, prompts, rows, advance)
     return found
 
 

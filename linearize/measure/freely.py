@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..data.documents import TextSource, pieces
+from ..terminal.progress import Advance, silent
 from .recall import Row
 from .write import continued
 
@@ -33,8 +34,15 @@ def beginnings(source: TextSource, tokenizer: Any, count: int) -> list[list[int]
     return found
 
 
-def freely(model: Any, tokenizer: Any, prompts: Sequence[list[int]], rows: Sequence[Row]) -> dict[str, float | None]:
-    """Shares, each None where nothing asked for it:
+def steps_of(prompts: Sequence[list[int]], rows: Sequence[Row]) -> int:
+    """Tokens in a row that `freely` writes: all prompts go on at once."""
+    return WRITTEN * bool(prompts) + sum(len(place) for row in rows for place in row.asked)
+
+
+def freely(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], rows: Sequence[Row], advance: Advance = silent
+) -> dict[str, float | None]:
+    """Shares, each None where nothing asked for it; `advance` is told of the `steps_of` that are done:
 
     `recall`    values of `rows` that are written as they stand in the list, each behind the model's own earlier answers
     `python`    texts that are the beginning of a Python file still, of those whose prompt is one
@@ -42,12 +50,16 @@ def freely(model: Any, tokenizer: Any, prompts: Sequence[list[int]], rows: Seque
     """
     ids = torch.tensor(prompts, device=model.device)
     own = continued(model, ids, WRITTEN).tolist() if prompts else []
+    advance(steps_of(prompts, ()))
     python = [
         begins_python(tokenizer.decode([*prompt, *text], skip_special_tokens=True))
         for prompt, text in zip(prompts, own, strict=True)
         if begins_python(tokenizer.decode(prompt, skip_special_tokens=True))
     ]
-    answers = [right for row in rows for right in answered(model, row)]
+    answers: list[bool] = []
+    for row in rows:
+        answers += answered(model, row)
+        advance(steps_of((), [row]))
     return {"recall": mean(answers), "python": mean(python), "repeated": mean([repetition(text) for text in own])}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..data.documents import TextSource, pieces
 from ..recipe.recipe import Recipe
+from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl, shared
 from ..verify.child.inputs import most_tokens
 
@@ -82,11 +83,13 @@ def reader(model: Any, inside: Callable[[], contextlib.AbstractContextManager[An
 
 
 @torch.no_grad()
-def by_position(student: Read, teacher: Read, rows: Tensor, edges: list[int], size: int) -> list[dict[str, Any]]:
+def by_position(
+    student: Read, teacher: Read, rows: Tensor, edges: list[int], size: int, advance: Advance = silent
+) -> list[dict[str, Any]]:
     """Perplexities and KL of the tokens between each two of `edges`, over rows [N,T] of `size` at a time.
 
     Texts are read in parts of the first edge's length, each going on from the cache, so that no more logits are held
-    than in training.
+    than in training. `advance` is told of tokens that are done.
     """
     sums, counts = torch.zeros(len(edges) - 1, 3, dtype=torch.float64), [0] * (len(edges) - 1)
     trained = edges[1]
@@ -102,6 +105,7 @@ def by_position(student: Read, teacher: Read, rows: Tensor, edges: list[int], si
             kl = logit_kl(*shared(ours, theirs), wanted != IGNORED, num_tokens=1.0)
             sums[block] += torch.stack([*losses, kl]).double().cpu()
             counts[block] += int((wanted != IGNORED).sum())
+            advance(ids.numel())
     found = []
     for begin, end, count, row in zip(edges, edges[1:], counts, sums.tolist(), strict=False):
         ours, theirs, kl = (value / count for value in row)
@@ -144,7 +148,8 @@ def positions(
     if not rows:
         return {"trained_length": trained, "rows": 0, "text": origin, "blocks": [], "grows": None}
     given = torch.tensor(rows, device=device)
-    blocks = by_position(student, teacher, given, edges, max(1, batch_tokens // trained))
+    with progress("perplexity by position", given.numel()) as advance:
+        blocks = by_position(student, teacher, given, edges, max(1, batch_tokens // trained), advance)
     later = [block["ppl_ratio"] / blocks[0]["ppl_ratio"] for block in blocks[1:]]
     return {
         "trained_length": trained,

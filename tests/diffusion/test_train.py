@@ -118,7 +118,7 @@ def test_predictions_come_closer_to_the_teachers(
 
 
 def test_a_pipeline_is_converted_distilled_evaluated_and_pushed(
-    sources: dict[str, Path], tmp_path: Path, linearize: Command
+    sources: dict[str, Path], tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_latents(tmp_path, WAN, ".safetensors")
     path = recipe(tmp_path, sources[WAN], "mhla")
@@ -139,8 +139,11 @@ def test_a_pipeline_is_converted_distilled_evaluated_and_pushed(
     assert again == 0
     assert "is finished already" in err
     # What the run said of it, said of the saved folder.
+    monkeypatch.setattr("linearize.terminal.progress.SHOWN_AFTER", 0.0)
+    monkeypatch.setattr("linearize.terminal.progress.LINE_EVERY", 0.0)
     code, out, err = linearize("eval", final, "--recipe", path, "-o", tmp_path / "found.json", "--json")
     assert code == 0, err
+    assert all(f"{what}: 100%, 0 s of" in err for what in ("predictions", "samples"))
     found = json.loads(out)["predictions"]["student"]
     assert [row["error"] for row in found] == pytest.approx(
         [row["error"] for row in report["predictions"]["trained"]], rel=1e-4
@@ -306,10 +309,15 @@ def test_what_eval_does_not_do_with_a_pipeline_is_told(
 ) -> None:
     make_latents(tmp_path, WAN)
     given = linear[WAN], "--recipe", recipe(tmp_path, linear[WAN])
-    for more, said in ((("--teacher", "x"), "has its teacher inside"), (("-o", tmp_path / "a.png"), "a.json")):
+    for more, said in (
+        (("--teacher", "x"), "has its teacher inside"),
+        (("-o", tmp_path / "a.png"), "a.json"),
+        (("--trials", "9"), "--trials: a pipeline of diffusers is compared as the recipe's eval, seed and runtime"),
+        (("--seed", "1", "--batch-tokens", "9", "--dtype", "float32"), "--seed, --batch-tokens, --dtype: a pipeline"),
+    ):
         code, out, err = linearize("eval", *given, *more)
         assert (code, out) == (Exit.USAGE, ""), err
-        assert said in err
+        assert said in " ".join(err.split())
     assert not (tmp_path / "a.png").exists()
 
 

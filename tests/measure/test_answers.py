@@ -57,8 +57,14 @@ def test_images_are_counted_as_images_and_accuracy_comes_first(
 ) -> None:
     monkeypatch.chdir(place)
     given = ("data.eval={images: pictures}", "--device", "cpu")
+    code, out, err = linearize("eval", "vit-la", "--teacher", "vit", *given, "--trials", "9", "--seed", "2")
+    assert (code, out) == (Exit.USAGE, "")
+    assert "--trials, --seed: a LinearizedViTForImageClassification writes no text" in " ".join(err.split())
+    monkeypatch.setattr("linearize.terminal.progress.SHOWN_AFTER", 0.0)
+    monkeypatch.setattr("linearize.terminal.progress.LINE_EVERY", 0.0)
     code, out, err = linearize("eval", "vit-la", "--teacher", "vit", *given, "--json")
     assert code == 0, err
+    assert "eval: 100%, 0 s of" in err
     found = json.loads(out)
     assert (found["kind"], found["asked"], found["labelled"]) == ("images", 10, 10)
     assert "10 images of" in err

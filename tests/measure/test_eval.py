@@ -511,11 +511,19 @@ def test_python_and_repetition_are_told() -> None:
     assert repetition([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
 
 
-def test_texts_are_written_where_they_are_asked_for(linearize: Command, folder: Path, tmp_path: Path) -> None:
+def test_texts_are_written_where_they_are_asked_for(
+    linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert measured(linearize, folder)["generated"] is None
     (tmp_path / "code.jsonl").write_text("\n".join(json.dumps({"text": f"x{i} = {i}\n" * 90}) for i in range(5)))
     own = f"data.eval={{files: [{tmp_path / 'code.jsonl'}]}}"
-    told = measured(linearize, folder, own, "--generate", "3")["generated"]
+    monkeypatch.setattr("linearize.terminal.progress.SHOWN_AFTER", 0.0)
+    monkeypatch.setattr("linearize.terminal.progress.LINE_EVERY", 0.0)
+    given = ("--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL, own, "--generate", "3")
+    code, out, err = linearize("eval", folder, *given, "--json")
+    assert code == 0, err
+    assert all(f"{what}: 100%, 0 s of" in err for what in ("eval", "perplexity by position", "texts of their own"))
+    told = json.loads(out)["generated"]
     assert (told["texts"], told["rows"], told["length"]) == (3, 3, LENGTH)
     keys = ("recall", "python", "repeated")
     assert all(0.0 <= told[who][key] <= 1.0 for who in ("student", "teacher") for key in keys)
