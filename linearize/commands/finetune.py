@@ -60,7 +60,7 @@ def _finetune_latents(
 
     result: dict[str, Any]
     if dry_run:
-        result = story.dry_run(loaded, say)
+        result = story.dry_run(loaded, say, stage, resume)
     else:
         result = story.finetune(loaded, only=stage, resume=resume, say=say)
         if int(os.environ.get("RANK", "0")):

@@ -116,8 +116,9 @@ def finetune(
         made = {n: sample(model, one, held, noise, recipe.eval, recipe.seed) for n, one in drawn.items()}
         png = picture(made, decode)
         write_result(folder / PICTURE, png)
-        save(base, folder / "final", model, trained_names(tuner), report, png, recipe)
+        # First, for a run with `final` counts as finished and has a report.
         write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
+        save(base, folder / "final", model, trained_names(tuner), report, png, recipe)
         (folder / STATE).unlink(missing_ok=True)
         say(f"saved {folder / 'final'}; samples of student and teacher are in {folder / PICTURE}")
         if recipe.finish.push is not None:
@@ -128,9 +129,10 @@ def finetune(
     return report
 
 
-def dry_run(recipe: DiffusionRecipe, say: Say) -> dict[str, Any]:
-    """What a recipe would do, with every check of the base and its data; nothing is written."""
-    check_base(recipe)
+def dry_run(recipe: DiffusionRecipe, say: Say, only: str | None = None, resume: str = "auto") -> dict[str, Any]:
+    """What a recipe, or the stage `only`, would do, with every check of the run, the base and its data; nothing is
+    written."""
+    check_run(recipe, Path(recipe.output_dir), only, resume)
     if recipe.convert is not None:
         planned, source, parts = plan(recipe)
         data = data_of(recipe, parts[0].model, Path(source.folder))[0]
@@ -138,7 +140,11 @@ def dry_run(recipe: DiffusionRecipe, say: Say) -> dict[str, Any]:
     else:
         model, _ = open_model(base := Path(recipe.model.base).expanduser(), recipe)
         data = data_of(recipe, model, base)[0]
-    stages = [{"stage": s.name, "kind": s.kind, "train": s.train, "steps": s.steps} for s in recipe.stages]
+    stages = [
+        {"stage": s.name, "kind": s.kind, "train": s.train, "steps": s.steps}
+        for s in recipe.stages
+        if only in (None, s.name)
+    ]
     for one in stages:
         say(", ".join(f"{key} {value}" for key, value in one.items()))
     return {"stages": stages, "latents": len(data.latents)}
@@ -165,6 +171,8 @@ def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
 
 def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: str) -> None:
     """What is known before anything is read: the stage, and the folder of the run. Raises LinearizeError (exit 2)."""
+    from .train import read_state
+
     check_base(recipe)
     names = [stage.name for stage in recipe.stages]
     if only is not None and only not in names:
@@ -184,7 +192,7 @@ def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: s
     finished, state = (folder / "final").exists() and resume == "auto", folder / STATE
     if only is not None and not finished:
         known = resume == "auto" and state.exists()
-        done = torch.load(state, map_location="cpu", mmap=True, weights_only=True)["stage"] if known else 0
+        done = read_state(state, "cpu", mmap=True)["stage"] if known else 0
         if names.index(only) > done:
             message = f"--stage {only} needs {names[done]}, which is not finished in {folder}"
             raise LinearizeError(f"{message}. Run --stage {names[done]} first, or all without --stage")

@@ -171,9 +171,19 @@ class Distiller:
         """Stage, step and optimizer of the checkpoint in `folder`; the start where there is none."""
         if not (folder / "state.pt").exists():
             return 0, 0, None
-        found = torch.load(folder / "state.pt", map_location=self.accelerator.device, weights_only=True)
+        found = read_state(folder / "state.pt", self.accelerator.device)
         self.model.load_state_dict(found["weights"], strict=False)
         return found["stage"], found["step"], found["state"]
+
+
+def read_state(path: Path, device: Any, mmap: bool = False) -> dict[str, Any]:
+    """What `save` wrote. Raises LinearizeError (exit 2) for a damaged file."""
+    try:
+        return dict(torch.load(path, map_location=device, mmap=mmap, weights_only=True))
+    except Exception as error:  # what torch raises for damaged files
+        what = str(error).partition("\n")[0]
+        message = f"{path} is damaged ({type(error).__name__}: {what})"
+        raise LinearizeError(f"{message}. Restore it, or start over with --resume never") from error
 
 
 def scheduled(optimizer: Any, stage: DiffusionStage) -> Any:

@@ -218,6 +218,13 @@ def test_a_run_goes_on_where_it_was_interrupted(
             with monkeypatch.context() as broken:
                 broken.setattr(train.Distiller, "match", stop)
                 assert linearize("finetune", path)[0] == Exit.INTERRUPTED
+                kept = (place / "run" / "state.pt").read_bytes()
+                for broken in (b"", kept[:-100]):
+                    (place / "run" / "state.pt").write_bytes(broken)
+                    code, _, err = linearize("finetune", path, "--stage", "prediction")
+                    assert (code, "state.pt is damaged" in " ".join(err.split())) == (Exit.USAGE, True), err
+                    assert linearize("finetune", path)[0] == Exit.USAGE
+                (place / "run" / "state.pt").write_bytes(kept)
         assert linearize("finetune", path)[0] == 0
         shard = max((place / "run" / "final" / "transformer").glob("*.safetensors"))
         weights.append(load_file(shard))
@@ -286,11 +293,16 @@ def test_what_a_run_cannot_do_is_told_before_anything_is_written(
         ((f"output_dir={inside}",), Exit.USAGE, "must be separate folders"),
         (("finish.push=user/film",), Exit.HUB, "nothing can be pushed to user/film"),
     ):
-        code, out, err = linearize("finetune", path, *asked)
-        assert (code, out) == (wanted, ""), err
-        assert said in " ".join(err.split())
-        assert not (tmp_path / "run").exists()
-        assert not inside.exists()
+        for more in ((), ("--dry-run",)):
+            if wanted == Exit.HUB and more:  # a dry run asks the Hub nothing
+                continue
+            code, out, err = linearize("finetune", path, *asked, *more)
+            assert (code, out) == (wanted, ""), err
+            assert said in " ".join(err.split())
+            assert not (tmp_path / "run").exists()
+            assert not inside.exists()
+    code, out, err = linearize("finetune", path, "--stage", "attention_transfer", "--dry-run", "--json")
+    assert [one["stage"] for one in json.loads(out)["stages"]] == ["attention_transfer"], err
 
 
 def test_a_model_that_takes_more_than_prompts_is_refused_before_it_is_converted(
