@@ -50,6 +50,7 @@ def plan(
     trust_remote_code: bool = False,
     restore: str = "",
     keep_heads: str = "",
+    kept_window: int | None = None,
 ) -> Plan:
     """What `convert` would do; writes nothing, and reads weights only where `keep_softmax` or `keep_heads` is `auto`.
 
@@ -68,9 +69,10 @@ def plan(
         restore: Layers of a model that is converted already that get softmax back.
         keep_heads: Heads of linear layers that keep softmax, by layer and key head: `3:0,1;7:2`, or `auto:2%` to let
             linearize choose.
+        kept_window: How many last tokens, beside the first four, softmax sees in kept layers; None: all.
 
     Returns:
-        The plan: `steps` (linear layers, with `new_parameters` and `state_bytes`), `kept`, `notes`, and
+        The plan: `steps` (layers that change, with `new_parameters` and `state_bytes`), `kept`, `notes`, and
         `cache_bytes(tokens)`.
 
     Raises:
@@ -85,6 +87,7 @@ def plan(
         "revision": revision,
         "restore": restore,
         "keep_heads": keep_heads,
+        "kept_window": kept_window,
     }
     choice = _choice(_stderr, keep_softmax, keep_heads)
     trust = trust_remote_code
@@ -110,6 +113,7 @@ def convert(
     say: Say | None = None,
     restore: str = "",
     keep_heads: str = "",
+    kept_window: int | None = None,
 ) -> Path:
     """Replace softmax attention, and write a model folder that transformers loads.
 
@@ -132,6 +136,7 @@ def convert(
         say: Gets messages for a person; None: they go to stderr.
         restore: As for `plan`.
         keep_heads: As for `plan`.
+        kept_window: As for `plan`.
 
     Returns:
         `output`.
@@ -146,7 +151,8 @@ def convert(
         raise LinearizeError(f"verify={verify}: choose auto, full, keys or none")
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
     asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "copy": copy, "restore": restore}
-    asked |= {"keep_heads": keep_heads, **_choice(say or _stderr, keep_softmax, keep_heads)}
+    asked |= {"keep_heads": keep_heads, "kept_window": kept_window}
+    asked |= _choice(say or _stderr, keep_softmax, keep_heads)
     planned = plan_conversion(str(model), mechanism, trust_remote_code=trust_remote_code, **asked)
     how: dict[str, Any] = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
     carry_out(*planned, Path(output), **how, seed=seed, say=say or _stderr)

@@ -24,7 +24,7 @@ from .errors import Exit, LinearizeError, existing_folder, is_secret, reason_of
 from .plan.heads import heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, is_auto
 from .plan.mechanisms import present_options
-from .plan.plan import Plan, some
+from .plan.plan import Plan, Step, local_steps, some
 from .plan.request import Request
 from .probe.meta_run import quiet
 from .probe.probe import model_class_of, probe
@@ -88,16 +88,20 @@ def plan_conversion(
     }
     choice = heads = None
     if is_auto(request.keep_softmax):
-        whole = dataclasses.replace(request, keep_softmax="", keep_heads="").plan(source, found, **facts)
+        bare = dataclasses.replace(request, keep_softmax="", keep_heads="", kept_window=None)
+        whole = bare.plan(source, found, **facts)
         layers = [step.site.layer for step in whole.steps]
         choice = Choice.unscored(request.keep_softmax, layers)  # raises for what cannot be asked for
+        local: tuple[Step, ...] = ()
+        if request.kept_window is not None:
+            local = local_steps([step.site for step in whole.steps], request.kept_window, found)
         if choose is not None:
             check_weights(source, natives)
-            choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept))
+            choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept), local=local)
         request = dataclasses.replace(noted(request), keep_softmax=",".join(map(str, choice.kept)))
     if is_auto(request.keep_heads):
         whole = dataclasses.replace(request, keep_heads="").plan(source, found, **facts)
-        groups = heads_available([step.site for step in whole.steps], found)
+        groups = heads_available([step.site for step in whole.linear], found)
         request, text = noted(request), request.keep_heads
         heads = unscored_heads(text, groups)
         likely = dataclasses.replace(request, keep_heads=regrouped(heads.kept))

@@ -268,6 +268,7 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
         layers=recipe.convert.layers,
         keep_softmax=recipe.convert.keep_softmax,
         keep_heads=recipe.convert.keep_heads,
+        kept_window=recipe.convert.kept_window,
         options=recipe.convert.options,
         allow_drop=recipe.convert.allow_drop,
         dtype=recipe.model.dtype or "keep",
@@ -359,10 +360,10 @@ def dry_run(
                 say(note)
         if planned is not None:
             plan = planned[0]
-            say(f"{plan.source}: {len(plan.steps)} layers become {plan.steps[0].mechanism}")
+            say(f"{plan.source}: {len(plan.linear)} layers become {plan.linear[0].mechanism}")
             if plan.choice is not None:
-                of = len(plan.steps) + len(plan.kept)
-                say(f"softmax stays in {len(plan.kept)} of {of} layers ({plan.choice.asked}); the run measures which")
+                kept, of = len(plan.softmax_layers), len(plan.steps) + len(plan.kept)
+                say(f"softmax stays in {kept} of {of} layers ({plan.choice.asked}); the run measures which")
             if plan.heads_choice is not None:
                 asked, count = plan.heads_choice.asked, len(plan.softmax_groups)
                 say(f"softmax stays in {count} key heads of linear layers ({asked}); the run measures which")

@@ -22,9 +22,9 @@ CONVERSION = (
     "layers='all', keep_softmax='', options=None, allow_drop=(), dtype='keep', revision=None, trust_remote_code=False"
 )
 PROMISED = {
-    "plan": f"(model, mechanism, *, {CONVERSION}, restore='', keep_heads='')",
+    "plan": f"(model, mechanism, *, {CONVERSION}, restore='', keep_heads='', kept_window=None)",
     "convert": f"(model, mechanism, output, *, {CONVERSION}, copy=False, overwrite=False, verify='auto', seed=0, "
-    "say=None, restore='', keep_heads='')",
+    "say=None, restore='', keep_heads='', kept_window=None)",
     "finetune": "(recipe, overrides=(), *, resume='auto', stage=None, max_steps=None, say=None)",
     "evaluate": "(student, teacher, *, recipe='demo', overrides=(), lengths=(256, 512, 1024), trials=32, seed=0, "
     "batch_tokens=8192, device='auto', dtype='keep', trust_remote_code=False, generate=0)",
@@ -80,8 +80,8 @@ def test_a_plan_writes_nothing_and_a_conversion_follows_it(linear: Path, tmp_pat
 
 
 def test_layers_are_chosen_where_that_is_asked(linear: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(scoring: Any, plan: Any, source: Any, natives: Any, keep_softmax: str, count: int) -> Choice:
-        return dataclasses.replace(Choice.unscored(keep_softmax, [0, 1]), kept=(1,))
+    def choose(scoring: Any, plan: Any, source: Any, natives: Any, asked: str, count: int, local: Any) -> Choice:
+        return dataclasses.replace(Choice.unscored(asked, [0, 1]), kept=(1,))
 
     monkeypatch.setattr("linearize.choose.choose.choose", choose)
     source = linear.parent / "source"

@@ -1,4 +1,4 @@
-"""Exact attention to the last W tokens, beside a mechanism that remembers the rest in a state of constant size.
+"""Exact attention to the last W tokens: alone, or beside a mechanism that remembers the rest in a state of constant size.
 
     near_t = sum_{i <= S or t-W < i <= t} softmax_i(c q_t.k_i) v_i        o_t = w far_t + (1 - w) near_t
 
@@ -23,7 +23,7 @@ query W tokens into its document stands in the document that its block begins in
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, use_kernels, wants_gradients
 from ..layout import TokenLayout, once
-from ..mixer import Mixer
+from ..mixer import Bounds, Mixer, Site
 from ..layers.scan import numbered
 from .blend import blend
 from .launch import runs_on, window_op
@@ -60,7 +60,7 @@ def empty_ring(k: Tensor, v: Tensor, size: int) -> Ring:
     return Ring(k.new_zeros(B, size, *k.shape[2:]), v.new_zeros(B, size, *v.shape[2:]), count)
 
 
-def window_attention(
+def window(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,6 +121,39 @@ def _step_obstacle(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, sta
     if wants_gradients(q, k, v, *state[:2]):
         return "gradients are wanted"
     return runs_on(q.device, (q.dtype, k.dtype, v.dtype, state.keys.dtype, state.values.dtype), q.shape[3], v.shape[3])
+
+
+# ---------------------------------------------------------------- literal reference
+
+
+def window_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    sink: int = 0,
+    scale: float,
+    padding: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Softmax over the first `sink` and the last `window` real tokens of the same document, query by query, for
+    checking: arguments and o as of `window`, in the dtype of the inputs."""
+    B, T, H, _ = q.shape
+    o = v.new_zeros(B, T, H, v.shape[-1])
+    for b in range(B):
+        real = [t for t in range(T) if padding is None or padding[b, t]]
+        for place, t in enumerate(real):
+            document: list[int] = []
+            for i in reversed(real[: place + 1]):
+                if segments is not None and segments[b, i] != segments[b, t]:
+                    break
+                document.insert(0, i)
+            seen = sorted({*document[:sink], *document[-window:]})
+            for h in range(H):
+                own = h * k.shape[2] // H
+                o[b, t, h] = torch.softmax(scale * k[b, seen, own] @ q[b, t, h], 0) @ v[b, seen, own]
+    return o
 
 
 class _Places(NamedTuple):
@@ -338,7 +371,7 @@ class Window(nn.Module):
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
         # Autocast would round the scores to half precision.
         with torch.autocast(q.device.type, enabled=False):
-            return window_attention(q, k, v, **sizes, padding=padding, segments=segments, state=state)
+            return window(q, k, v, **sizes, padding=padding, segments=segments, state=state)
 
     @torch.no_grad()
     def calibrate(
@@ -372,3 +405,44 @@ class Window(nn.Module):
 
 
 Mixer.window_type = Window
+
+
+# ---------------------------------------------------------------- the window alone
+
+
+class SinkWindow(Mixer):
+    """Softmax over the last W tokens and the first S of each document, and over nothing else: no memory beside it, no
+    new parameters. It computes what softmax does as long as a text has at most S + W tokens.
+
+    `--kept-window` makes kept softmax layers this, so that their memory does not grow (arXiv 2309.17453).
+    """
+
+    title = "Exact softmax over the last tokens and the first ones"
+    paper = "arXiv 2309.17453"
+    state_formula = "b (S + W) Hkv (D + Dv) + 8: the last W and the first S keys and values, of b bytes a number"
+    about = {
+        "window": "softmax over this many last tokens",
+        "sink": "softmax also over this many first tokens of each document",
+    }
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        window: Annotated[int, Bounds(1, 65536)] = 1024,
+        sink: Annotated[int, Bounds(0, 1024)] = 4,
+    ) -> None:
+        super().__init__(site)
+        self.window, self.sink = window, sink
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
+        sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
+        places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments}
+        # Autocast would round the scores to half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            o, _, state = window(q, k, v, **sizes, **places, state=state)
+        return o, state
+
+    def state_bytes(self, tokens: int, item: int = 4) -> int:
+        row = self.site.kv_heads * (self.site.key_dim + self.site.value_dim) * item
+        return super().state_bytes(tokens, item) + (self.sink + self.window) * row + 8

@@ -90,8 +90,8 @@ def bench_model(
         "parameters": sum(p.numel() for p in built.parameters()),
         "preset": asked.preset,
         "mechanism": asked.mechanism,
-        "options": plan.steps[0].options,
-        "layers": len(plan.steps),
+        "options": plan.linear[0].options,
+        "layers": len(plan.linear),
     }
     return {"machine": machine_here, "model": about, **tables}
 
@@ -121,12 +121,8 @@ def settle(mechanism: str | None, preset: str | None, options: dict[str, Any]) -
         return Asked(None, mechanism, options, {})
     name = preset or FIRST
     convert = conversion(recipe_of(name))
-    layers: dict[str, Any] = {
-        "layers": convert.layers,
-        "keep_softmax": convert.keep_softmax,
-        "keep_heads": convert.keep_heads,
-    }
-    layers["allow_drop"] = convert.allow_drop
+    names = ("layers", "keep_softmax", "keep_heads", "kept_window", "allow_drop")
+    layers = {field: getattr(convert, field) for field in names}
     return Asked(name, convert.mechanism, convert.options | options, layers)
 
 

@@ -76,7 +76,7 @@ def plan_converted(
     options = given
     if asked.get("layers", "all") == "all":  # none becomes linear
         check_unused(mechanism, given, restore)
-        mechanism, options = old.steps[0].mechanism, {}
+        mechanism, options = old.linear[0].mechanism, {}
     elif mechanism is None:
         mechanism, options = same_again(old, given, source.name)
     request = Request(mechanism, options=options, **asked)

@@ -94,8 +94,7 @@ def model_card(
 
     `pictures` are names of files in the folder PICTURES, and what they show.
     """
-    mechanisms = sorted({step.mechanism for step in plan.steps})
-    kept = [site.layer for site in plan.kept]
+    mechanisms = sorted({step.mechanism for step in plan.linear})
     notes = "".join(f"\n- dropped: {note}" for note in plan.notes)
     text = CARD.format(
         metadata=metadata(plan, origin, recipe, report),
@@ -103,8 +102,8 @@ def model_card(
         source=plan.source,
         name=plan.source.rpartition("/")[2],
         mechanisms=", ".join(m.upper() for m in mechanisms),
-        layers=ranges([step.site.layer for step in plan.steps]),
-        kept=(f"; layers {ranges(kept)} keep softmax" if kept else "") + kept_heads(plan),
+        layers=ranges([step.site.layer for step in plan.linear]),
+        kept=kept_heads(plan) + (f"; {plan.softmax}" if plan.softmax else ""),
         version=__version__,
         training=untrained(plan) if recipe is None else trained(recipe, report),
         place=PLACE,
@@ -124,10 +123,10 @@ def model_card(
 
 
 def kept_heads(plan: Plan) -> str:
-    """The heads of linear layers that keep softmax, as the end of a sentence; empty where none does."""
+    """The heads of linear layers that keep softmax, to stand behind these layers; empty where none does."""
     if not plan.softmax_groups:
         return ""
-    return f", but for the key heads (layer:head) `{written(plan.softmax_groups)}`, which keep it"
+    return f", but for the key heads (layer:head) `{written(plan.softmax_groups)}`, which keep softmax"
 
 
 def untrained(plan: Plan) -> str:
@@ -144,10 +143,10 @@ def untrained(plan: Plan) -> str:
 
 
 def options_text(plan: Plan) -> str:
-    """The options of the layers: once where all have the same, else by layers what differs from the first's."""
-    first = plan.steps[0].options
+    """The options of the linear layers: once where all have the same, else by layers what differs from the first's."""
+    first = plan.linear[0].options
     others: dict[str, list[int]] = {}
-    for step in plan.steps:
+    for step in plan.linear:
         changed = {name: value for name, value in step.options.items() if first.get(name) != value}
         if changed:
             others.setdefault(f"`{changed}`", []).append(step.site.layer)
@@ -199,7 +198,7 @@ def metadata(plan: Plan, origin: Path, recipe: Recipe | None, report: dict[str, 
         **inherited(origin),
         library_name="transformers",
         pipeline_tag=PIPELINES.get(loading(plan)["auto"]),
-        tags=["linear-attention", "linearize", *sorted({step.mechanism for step in plan.steps})],
+        tags=["linear-attention", "linearize", *sorted({step.mechanism for step in plan.linear})],
         datasets=datasets(recipe) or None,
         model_name=recipe.name if recipe and results else None,
         eval_results=results or None,

@@ -221,7 +221,7 @@ def untrained_mixers(folder: Path, plan: Plan) -> set[str]:
     if plan.again:
         return set(plan.again[-1].untrained)
     trained = read_json(folder / "config.json").get(TRAINED)
-    return set() if trained else {step.site.path for step in plan.steps}
+    return set() if trained else {step.site.path for step in plan.linear}
 
 
 def saved_again(folder: Path) -> Plan | None:

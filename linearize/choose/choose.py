@@ -6,6 +6,7 @@ The choice is a value that the plan stores; carrying the plan out scores nothing
 from __future__ import annotations
 
 import functools
+import math
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from ..measure.generate import device_memory, load_tokenizer
 from ..measure.recall import Row, Writer
 from ..plan.heads import Group, leaves_one, named
 from ..plan.keep import Choice, Method
-from ..plan.plan import Plan
+from ..plan.plan import Plan, Step
 from ..probe.meta_run import quiet
 from ..terminal.output import ranges
-from ..train.losses import logit_kl
+from ..train.losses import IGNORED, cross_entropy, logit_kl, next_token_targets
 from ..train.runtime import Say
 from ..verify.child.inputs import most_tokens
 from .methods import Chosen, any_fits, gates, restore, swaps
@@ -39,6 +40,8 @@ TRANSFER_STEPS, TRANSFER_TOKENS, TRANSFER_LR = 24, 1024, 1e-2
 SCORE_TOKENS = 4096
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
+# What a window of kept softmax costs is measured on the last tokens of so many texts, of so many tokens at most.
+LONG_ROWS, LONGEST = 2, 16_384
 PACKAGES = TextSource(demo="packages")
 LAYERS, HEADS = "--keep-softmax auto", "--keep-heads auto"
 EXAMPLES = {LAYERS: "--keep-softmax 7,15", HEADS: "--keep-heads 3:0"}
@@ -117,9 +120,10 @@ def choose(
     asked: str,
     count: int,
     heads: Sequence[Group] = (),
+    local: tuple[Step, ...] = (),
 ) -> Choice:
     """Which `count` of the plan's linear layers, or of these `heads` in them, had better keep softmax; `asked` is what
-    the user wrote.
+    the user wrote. Layers that are kept have the windows of the steps `local`.
 
     Raises LinearizeError: 3 for a model that writes no text and for mixers without softmax's q and k, 4 for memory and
     devices, and as reading the text does.
@@ -135,7 +139,7 @@ def choose(
     recall = recall_batches(tokenizer, min(seq_len, RECALL_TOKENS), scoring.seed, model.device)
     with torch.random.fork_rng():
         torch.manual_seed(scoring.seed)
-        mixture = Mixture(model, plan)
+        mixture = Mixture(model, plan, local)
         mixture.calibrate(train[0])
         mixture.train_mixers(train, TRANSFER_LR)
     scorer = Scorer(mixture, text, recall, units)
@@ -150,7 +154,43 @@ def choose(
         tokens=sum(int(batch["asked"].sum()) for batch in text),
         recalls=sum(len(batch["input_ids"]) for batch in recall),
         kl=kl,
+        window=window_cost(mixture, chosen.kept, local[0].options, scoring, tokenizer) if local else {},
     )
+
+
+@torch.no_grad()
+def window_cost(
+    mixture: Mixture, kept: Collection[int], window: dict[str, int], scoring: Scoring, tokenizer: Any
+) -> dict[str, dict[str, float]]:
+    """What the source loses where softmax of the layers `kept` has its `window` and all others are as they were: as
+    `Choice.window`; empty where no text that the model takes is longer than the window.
+
+    Blocks of text are twice as long as the window, and their last tokens, BATCH_TOKENS at most, are what is scored.
+    """
+    mixture.local = {layer: mixer for layer, mixer in mixture.local.items() if layer in kept}
+    reach, device = window["window"] + window["sink"], mixture.model.device
+    length = min(2 * reach, LONGEST, most_tokens(mixture.model) or LONGEST)
+    if length <= reach:
+        return {}
+    with tempfile.TemporaryDirectory() as scratch:
+        blocks = build_blocks(scoring.text, tokenizer, length, Path(scratch), sft=False, max_tokens=LONG_ROWS * length)
+        text = cut(blocks, range(min(LONG_ROWS, len(blocks))), 1, device)
+    rows = {"text": [batch | {"asked": batch["valid"]} for batch in text]}
+    rows["recall"] = recall_batches(tokenizer, length, scoring.seed, device)[:LONG_ROWS]
+    last, found = min(BATCH_TOKENS, length - reach), {}
+    for kind, batches in rows.items():
+        sums, count = torch.zeros(3, dtype=torch.float64), 0
+        for batch in batches:
+            wanted = next_token_targets(batch["input_ids"]).masked_fill(~batch["asked"], IGNORED)[:, -last:]
+            theirs, ours = mixture.teacher(batch, last), mixture.logits(batch, mixture.hybrid(mixture.layers), last)
+            losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (theirs, ours)]
+            sums += torch.stack([*losses, logit_kl(ours, theirs, wanted != IGNORED, num_tokens=1.0)]).double().cpu()
+            count += int((wanted != IGNORED).sum())
+        if count:
+            before, after, kl = (sums / count).tolist()
+            ppl = [math.exp(min(loss, 700.0)) for loss in (before, after)]
+            found[kind] = {"length": length, "source_ppl": ppl[0], "ppl": ppl[1], "kl": kl}
+    return found
 
 
 def by_method(method: Method, scorer: Scorer, count: int) -> Chosen:

@@ -24,8 +24,8 @@ from linearize_kernels.mixer import Mixer
 from ..checkpoint.code import captured
 from ..data.batches import Batch, forward, run
 from ..plan.heads import Group
-from ..plan.mechanisms import load_mechanism
-from ..plan.plan import Plan
+from ..plan.mechanisms import build_mixer, load_mechanism
+from ..plan.plan import Plan, Step
 from ..train.losses import relative_mse
 from ..train.stages import Calibration, Inputs, Listener
 from ..train.student import Student
@@ -43,16 +43,19 @@ class Transfer(Listener):
 
     def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         with torch.autocast(o.device.type, enabled=False):
-            relative_mse(o, target, self.real).backward()
+            loss = relative_mse(o, target, self.real)
+            if loss.requires_grad:  # softmax over a window has no parameters
+                loss.backward()
 
 
 class Mixture:
     """`model` is a source on its device; layers are named by their numbers in `plan`, all of whose steps get a mixer.
 
-    The source's weights stay frozen. Mixers are float32; on a GPU passes run under autocast in bfloat16.
+    The source's weights stay frozen. Mixers are float32; on a GPU passes run under autocast in bfloat16. In the layers
+    of `local` softmax has the window that these steps say.
     """
 
-    def __init__(self, model: Any, plan: Plan) -> None:
+    def __init__(self, model: Any, plan: Plan, local: Sequence[Step] = ()) -> None:
         self.model, self.student = model.requires_grad_(False), Student(model)
         mechanisms = {step.mechanism: load_mechanism(step.mechanism) for step in plan.steps}
         spec = plan.spec() | {"all_linear": False}  # softmax needs its mask
@@ -62,6 +65,9 @@ class Mixture:
             mixer.to(model.device, torch.float32)
         self.mixers: dict[int, Mixer] = {mixer.site.layer: mixer for mixer in mixers}
         self.gates: Mapping[int, Gate] = dict.fromkeys(self.mixers, 1.0)
+        self.local: dict[int, Mixer] = {
+            step.site.layer: build_mixer(step.mechanism, step.site, step.options) for step in local
+        }
 
     @property
     def layers(self) -> list[int]:
@@ -74,16 +80,19 @@ class Mixture:
         return torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
 
     @torch.no_grad()
-    def teacher(self, batch: Batch) -> Tensor:
-        """Logits [B,T,V] of the source."""
+    def teacher(self, batch: Batch, last: int | None = None) -> Tensor:
+        """Logits [B,T,V] of the source, of the `last` tokens of each row where given."""
         with Linearized.teacher(self.model), self.autocast():
-            return forward(self.model, batch)
+            return self._logits(batch, last)
 
-    def logits(self, batch: Batch, gates: Mapping[int, Gate]) -> Tensor:
-        """Logits [B,T,V] where `gates` has a number for each layer, or a tensor that may get a gradient."""
+    def logits(self, batch: Batch, gates: Mapping[int, Gate], last: int | None = None) -> Tensor:
+        """Logits as of `teacher` where `gates` has a number for each layer, or a tensor that may get a gradient."""
         self.gates = gates
         with self._mixing(), self.autocast():
-            return forward(self.model, batch)
+            return self._logits(batch, last)
+
+    def _logits(self, batch: Batch, last: int | None) -> Tensor:
+        return forward(self.model, batch) if last is None else run(self.model, batch, head=last).logits[:, -last:]
 
     def hybrid(self, kept: Collection[int] | Collection[Group]) -> dict[int, Gate]:
         """The gates with which the layers, or heads, `kept` compute softmax and the others their mixers."""
@@ -127,6 +136,8 @@ class Mixture:
     def train_mixers(self, batches: list[Batch], lr: float) -> None:
         """A step of attention transfer on each batch, with a learning rate that falls to a tenth."""
         parameters = [p for mixer in self.mixers.values() for p in mixer.parameters()]
+        if not parameters:
+            return
         for parameter in parameters:
             parameter.requires_grad_(True)
         optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -162,13 +173,18 @@ def mix(
     if isinstance(gate, Tensor) and gate.ndim:  # a number for each key head
         gate = gate.repeat_interleave(query.shape[1] // len(gate))[:, None]
     call.used = True
-    parts: list[Tensor] = []
-    if not isinstance(gate, float) or gate > 0:
-        parts.append(gate * softmax(module, query, key, value, attention_mask, **kwargs)[0])
-    if not isinstance(gate, float) or gate < 1:
+    local = mixture.local.get(mixer.site.layer)
+
+    def mixed(by: Mixer) -> Tensor:
         shape = query.shape[0], query.shape[2]
         causal = is_causal(module, kwargs, mixer.site.causal)
         layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
-        o, _ = mixer(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x, layout)
-        parts.append((1 - gate) * o)
+        return by(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x, layout)[0]
+
+    parts: list[Tensor] = []
+    if not isinstance(gate, float) or gate > 0:
+        exact = mixed(local) if local else softmax(module, query, key, value, attention_mask, **kwargs)[0]
+        parts.append(gate * exact)
+    if not isinstance(gate, float) or gate < 1:
+        parts.append((1 - gate) * mixed(mixer))
     return torch.stack(parts).sum(0).to(query.dtype) if len(parts) > 1 else parts[0].to(query.dtype), None

@@ -41,6 +41,13 @@ def convert(
             "to let linearize choose."
         ),
     ] = "",
+    kept_window: Annotated[
+        int | None,
+        typer.Option(
+            help="Layers that keep softmax have it over so many last tokens and the first four: their memory is "
+            "bounded. With auto the plan says what that costs."
+        ),
+    ] = None,
     score_by: Annotated[
         str,
         typer.Option(
@@ -113,6 +120,7 @@ def convert(
         to,
         layers=layers,
         keep_softmax=keep_softmax,
+        kept_window=kept_window,
         options=parse_settings(settings or []),
         allow_drop=[name.strip() for text in allow_drop or [] for name in text.split(",")],
         dtype=dtype,
@@ -143,7 +151,7 @@ def convert(
 def name_of(plan: Any) -> str:
     """The folder that a conversion writes where none is named: that of the model, and what its new layers are."""
     if not plan.again:
-        return f"{Path(plan.source).name}-{plan.steps[0].mechanism}"
+        return f"{Path(plan.source).name}-{plan.linear[0].mechanism}"
     done = plan.again[-1]
     new = {step.mechanism for step in plan.steps if step.site.path in done.added}
     return f"{Path(done.folder).name}-{min(new, default='restored')}"

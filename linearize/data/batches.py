@@ -54,15 +54,15 @@ def has_head(model: Any) -> bool:
     return not name.endswith("Model")
 
 
-def run(model: Any, batch: Batch, *, head: bool = True) -> Any:
+def run(model: Any, batch: Batch, *, head: bool | int = True) -> Any:
     """What one pass of a model puts out.
 
-    Packed text has no mask and no cache: transformers then keeps documents apart by their positions. Without `head`
-    the logits are those of the last token alone where the model can leave out the others.
+    Packed text has no mask and no cache: transformers then keeps documents apart by their positions. Where the model
+    can leave out logits, those of the last `head` tokens are there: of all (True), or of one (False).
     """
     inputs: dict[str, Any] = {name: batch[name] for name in INPUTS if name in batch}
-    if not head and keeps_logits(type(model).forward):
-        inputs["logits_to_keep"] = 1
+    if head is not True and keeps_logits(type(model).forward):
+        inputs["logits_to_keep"] = max(int(head), 1)
     if "position_ids" in batch:
         inputs["use_cache"] = False
     return model(**inputs)

@@ -100,7 +100,7 @@ def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: boo
     others = sorted(name for name in present.keys() - set(listed) if not name.startswith("."))
     if others:
         notes.append(f"not uploaded, for linearize did not write them: {', '.join(others)}. hf upload sends them")
-    mechanisms = "+".join(sorted({step.mechanism for step in plan.steps}))
+    mechanisms = "+".join(sorted({step.mechanism for step in plan.linear}))
     card = for_repo((folder / "README.md").read_text("utf-8"), repo)
     message = message or f"Upload {plan.source} with {mechanisms} attention"
     return Upload(folder, repo, private, pr, message, files, card, tuple(notes))

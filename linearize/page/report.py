@@ -16,7 +16,7 @@ from ..checkpoint.card import portable
 from ..demo import model_folder
 from ..plan.plan import Plan
 from ..terminal.output import percent, ranges, size
-from ..terminal.tables import alike, chosen_options, short
+from ..terminal.tables import alike, attention, chosen_options, short
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
@@ -92,15 +92,15 @@ def card_pictures(run: RunRecord) -> dict[str, tuple[bytes, str]]:
 
 def mechanisms(plan: Plan) -> str:
     """`GSA`, or `GDN and GSA`."""
-    return " and ".join(sorted({step.mechanism.upper() for step in plan.steps}))
+    return " and ".join(sorted({step.mechanism.upper() for step in plan.linear}))
 
 
 def summary(run: RunRecord) -> str:
     """What became of what, in a sentence or two."""
     plan, parts = run.plan, []
     if plan is not None:
-        kept = f"; layers {ranges([site.layer for site in plan.kept])} keep softmax" if plan.kept else ""
-        layers = f"{len(plan.steps)} of {len(plan.steps) + len(plan.kept)} softmax layers"
+        kept = f"; {plan.softmax}" if plan.softmax else ""
+        layers = f"{len(plan.linear)} of {len(plan.steps) + len(plan.kept)} softmax layers"
         source = run.base or portable(plan.source)
         parts.append(f"{source}: {layers} became {mechanisms(plan)}{kept}.")
     ratio = run.ratio()
@@ -133,9 +133,10 @@ def draw_layers(run: RunRecord) -> Drawing:
     """A box for each layer, coloured by what it is."""
     if run.plan is None:
         raise ValueError("no plan")
-    names = sorted({step.mechanism for step in run.plan.steps})
+    names = sorted({step.mechanism for step in run.plan.linear})
     colours = {name: SERIES[place % len(SERIES)] for place, name in enumerate(names)}
-    layers = {step.site.layer: (step.mechanism, colours[step.mechanism]) for step in run.plan.steps}
+    layers = {step.site.layer: (step.mechanism, colours[step.mechanism]) for step in run.plan.linear}
+    layers |= {step.site.layer: ("softmax over a window", "soft") for step in run.plan.local}
     layers |= {site.layer: ("softmax, kept", "soft") for site in run.plan.kept}
     return strip("Attention by layer", layers)
 
@@ -148,9 +149,10 @@ def _converted(run: RunRecord, drawn: Drawing | None) -> str:
     for step in plan.steps:
         heads = step.site.softmax_groups
         state = (size(step.state_bytes) if step.site.causal else "none") + (" and a cache" if heads else "")
-        attention = step.mechanism + (f", softmax in key heads {ranges([*heads])}" if heads else "")
+        what = attention(plan, step).replace("\n", " ")
+        what += f", softmax in key heads {ranges([*heads])}" if heads else ""
         cost = (f"{step.new_parameters:,}", state, chosen_options(step))
-        rows.append((step.site.layer, (step.site.path, attention, *cost)))
+        rows.append((step.site.layer, (step.site.path, what, *cost)))
     for site in plan.kept:
         rows.append((site.layer, (site.path, "softmax (kept)", "", "cache" if site.causal else "none", "")))
     columns = {"layers": "text", "module": "text", "attention": "text", "new parameters": "number", "state": "number"}
@@ -219,7 +221,7 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
 def draw_fidelity(run: RunRecord) -> Drawing:
     """Relative squared error of each layer's attention output, before and after."""
     before, after = run.layers("before"), run.layers("after")
-    kept = [site.layer for site in run.plan.kept] if run.plan else []
+    kept = run.plan.softmax_layers if run.plan else []
     layers = sorted({*before, *after, *kept})
     return before_after(
         "Error of each layer's output", layers, before, after, kept, "squared error / softmax's power", True

@@ -32,18 +32,18 @@ def same_again(old: Plan, options: dict[str, Any], name: str) -> tuple[str, dict
 
     Raises LinearizeError (exit 2) where its layers are not all alike.
     """
-    kinds = {step.mechanism for step in old.steps}
+    kinds = {step.mechanism for step in old.linear}
     if len(kinds) > 1:
         message = (
             f"{name} has layers of {' and '.join(sorted(kinds))}. Say which the new ones become: --to {min(kinds)}"
         )
         raise LinearizeError(message)
-    options_of = [step.options for step in old.steps]
+    options_of = [step.options for step in old.linear]
     # What rope=auto became beside heads with softmax, and elsewhere.
-    places = [("after", "before")[bool(step.site.softmax_groups)] for step in old.steps]
+    places = [("after", "before")[bool(step.site.softmax_groups)] for step in old.linear]
     if len(set(places)) > 1 and [one.get("rope") for one in options_of] == places:
         options_of = [one | {"rope": "auto"} for one in options_of]
-    first = old.steps[0]
+    first = old.linear[0]
     if any(one != options_of[0] for one in options_of):
         raise LinearizeError(
             f"the {first.mechanism} layers of {name} have several options. Say which the new ones have: "
@@ -79,8 +79,9 @@ def plan_again(
     for layers that are what they shall become, 3 for what does not fit.
     """
     check_request(request, restore, old, found, folder)
-    linear = {step.site.path: step for step in old.steps}
-    back = chosen(restore, "--restore", found, folder, lambda path: path in linear, "softmax")
+    mixers = {step.site.path: step for step in old.steps}
+    linear = {step.site.path for step in old.linear}  # softmax over a window can become linear, and softmax over all
+    back = chosen(restore, "--restore", found, folder, lambda path: path in mixers, "softmax")
     layers = "" if request.layers == "all" else request.layers
     new = chosen(layers, "--layers", found, folder, lambda path: path not in linear, "linear")
     sites = []
@@ -92,10 +93,10 @@ def plan_again(
     steps = settle_rotation(found, make_steps(sites, request.mechanism, request.options or {}, item_bytes(old.dtype)))
     check_rotation(found, steps)
     check_idle(found, steps, given)
-    restored = [path for path, step in linear.items() if step.site.layer in back]
-    stay = {path: step for path, step in linear.items() if path not in restored}
+    restored = [path for path, step in mixers.items() if step.site.layer in back]
+    stay = {path: step for path, step in mixers.items() if path not in restored}
     known = stay | {step.site.path: step for step in steps}
-    if not known:
+    if not linear - {*restored} and not steps:
         raise LinearizeError(
             f"--restore {restore} leaves no linear layer in {folder}, and softmax everywhere is the model that it was "
             f"converted from: use {old.source}"
@@ -139,19 +140,24 @@ def check_request(request: Request, restore: str, old: Plan, found: Found, folde
             f"--keep-heads {request.keep_heads} is for layers that become linear, and none does: linear layers of "
             f"{folder} stay as they are. Give a layer softmax back (--restore 3), then convert it with its heads"
         )
+    if request.kept_window is not None:
+        raise LinearizeError(
+            f"--kept-window {request.kept_window} is for a source, and {folder} is converted already. Convert "
+            f"{old.source} with it"
+        )
     if request.dtype not in ("keep", old.dtype):
         raise LinearizeError(
             f"--dtype {request.dtype}: {folder} is {old.dtype}, and its trained weights stay as they are. Leave it out"
         )
     if request.layers == "all" and not restore:
-        paths = {step.site.path for step in old.steps}
-        kinds = " and ".join(sorted({repr(step.mechanism) for step in old.steps}))
+        paths = {step.site.path for step in old.linear}
+        kinds = " and ".join(sorted({repr(step.mechanism) for step in old.linear}))
         left = [site.layer for site in found.sites if site.path not in paths]
         more = f"become linear (--layers {ranges(left)} for all that have softmax), or which " if left else ""
         message = (
-            f"{folder}: layers {ranges([step.site.layer for step in old.steps])} are already {kinds}. To train it, use "
-            f"linearize finetune with convert=null. To convert it again, name the layers that {more}get softmax back "
-            "(--restore 3)"
+            f"{folder}: layers {ranges([step.site.layer for step in old.linear])} are already {kinds}. To train it, "
+            "use linearize finetune with convert=null. To convert it again, name the layers that "
+            f"{more}get softmax back (--restore 3)"
         )
         raise LinearizeError(message, Exit.INCOMPATIBLE)
 

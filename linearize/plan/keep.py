@@ -10,6 +10,10 @@ from ..errors import LinearizeError, did_you_mean
 
 Method = Literal["restore", "swaps", "gates"]
 METHODS: tuple[Method, ...] = get_args(Method)
+# What kept softmax becomes where its memory is bounded: the mechanism, and how many first tokens stay in sight
+# (arXiv 2309.17453 finds that four suffice).
+LOCAL, SINK = "window", 4
+MOST_WINDOW = 65536
 UNSCORED = "none"  # the method of a plan that was made without weights
 # What a layer's score says, by method.
 MEANING = {
@@ -27,6 +31,10 @@ class Choice:
     what a score of the `method` is. `text` names what was read: `tokens` tokens to compare predictions on, and
     `recalls` texts that ask for a repetition. `kl` are mean divergences from the source, in nats a token, on the text
     and on what is asked for, with none kept (`linear`) and with those `kept`.
+
+    `window` says, where kept softmax has one, what the source loses by it in these layers alone, at the end of text and
+    of texts that ask for a repetition, both of `length` tokens: perplexities without and with it (`source_ppl`, `ppl`)
+    and the divergence (`kl`).
     """
 
     asked: str
@@ -37,6 +45,7 @@ class Choice:
     tokens: int = 0
     recalls: int = 0
     kl: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    window: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Choice:

@@ -15,7 +15,7 @@ from ..probe.probe import Found, Other
 from ..terminal.output import ranges
 from .dropped_features import dropped_features
 from .heads import Group
-from .keep import Choice, is_auto
+from .keep import LOCAL, SINK, Choice, is_auto
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 
 LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
@@ -61,8 +61,9 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A conversion, decided. `steps` are the layers that change, `kept` the layers that keep softmax; `others` says
-    of other modules that mix tokens why they stay as they are. `reads_masks`, `cached_tokens`: see `probe.Found`.
+    """A conversion, decided. `steps` are the layers that change: `linear` ones, and `local` ones, which keep softmax
+    over a window. `kept` are the layers that keep softmax over all tokens; `others` says of other modules that mix
+    tokens why they stay as they are. `reads_masks`, `cached_tokens`: see `probe.Found`.
 
     `dtype` is that of the result; source weights are rewritten in it when `cast`, rewritten as safetensors when
     `pickled`, and else copied byte for byte: as hard links where the disk allows, unless `copy`. `needed_bytes` is
@@ -92,6 +93,33 @@ class Plan:
     @property
     def new_parameters(self) -> int:
         return sum(step.new_parameters for step in self.steps)
+
+    @property
+    def local(self) -> tuple[Step, ...]:
+        """The layers that keep softmax over the last tokens and the first ones, beside others that are linear."""
+        found = tuple(step for step in self.steps if step.mechanism == LOCAL)
+        return found if len(found) < len(self.steps) else ()
+
+    @property
+    def linear(self) -> tuple[Step, ...]:
+        """The layers that do not keep softmax."""
+        local = self.local
+        return tuple(step for step in self.steps if step not in local)
+
+    @property
+    def softmax_layers(self) -> list[int]:
+        """The layers that keep softmax, over all tokens or over a window."""
+        return sorted([site.layer for site in self.kept] + [step.site.layer for step in self.local])
+
+    @property
+    def softmax(self) -> str:
+        """Which layers keep softmax, and over what: `layers 4-5 keep softmax`; empty where none does."""
+        parts = [f"layers {ranges([site.layer for site in self.kept])} keep softmax"] if self.kept else []
+        for options in {tuple(step.options.items()): step.options for step in self.local}.values():
+            layers = ranges([step.site.layer for step in self.local if step.options == options])
+            reach = f"the last {options['window']:,} tokens and the first {options['sink']}"
+            parts.append(f"layers {layers} keep softmax over {reach}")
+        return "; ".join(parts)
 
     @property
     def notes(self) -> list[str]:
@@ -340,6 +368,26 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
     if sr is not None and sites and not any(site.reduction for site in sites):
         raise LinearizeError(f"sr={sr}: no attention here computes fewer keys than queries. Leave it out")
     return tuple(steps)
+
+
+def local_steps(kept: list[Site], window: int, found: Found, item: int = 4) -> tuple[Step, ...]:
+    """Steps for the sites that are `kept`: softmax over the last `window` tokens and the first ones. A site whose own
+    window bounds its cache already gets none.
+
+    Raises LinearizeError: 2 where that leaves no site, 3 for a site whose softmax does more than a window computes.
+    """
+    asked = f"--kept-window {window}"
+    if not kept:
+        raise LinearizeError(f"{asked}: no layer keeps softmax. Name some, or how many: --keep-softmax auto:2")
+    local = [site for site in kept if site.path not in found.cached_tokens]
+    if not local:
+        raise LinearizeError(f"{asked}: the layers that keep softmax have windows of their own. Leave it out")
+    for site in local:
+        more = ", ".join(site.extras)
+        reason = f"gives its softmax {more}, which the window would ignore" if more else misfit(site, LOCAL)
+        if reason:
+            raise LinearizeError(f"{asked}: {site.path} {reason}. Leave it out", Exit.INCOMPATIBLE)
+    return make_steps(local, LOCAL, {"window": window, "sink": SINK}, item)
 
 
 def own_layers(name: str, sites: list[Site]) -> set[int]:

@@ -12,6 +12,7 @@ from ..probe.probe import Found
 from ..terminal.output import say
 from .dropped_features import check_dropped_features
 from .heads import keep_heads
+from .keep import LOCAL, MOST_WINDOW
 from .mechanisms import renamed_options
 from .plan import (
     Plan,
@@ -21,6 +22,7 @@ from .plan import (
     fitting,
     grouped,
     item_bytes,
+    local_steps,
     make_steps,
     settle_rotation,
 )
@@ -29,9 +31,10 @@ from .plan import (
 @dataclasses.dataclass(frozen=True)
 class Request:
     """`layers` and `keep_softmax` are as `choose_layers` reads them, or `keep_softmax` is `auto:2`, for which
-    `plan_conversion` puts what was chosen, as it does for `keep_heads`, which `heads.keep_heads` reads. `options` are
-    the mechanism's; `allow_drop` consents, by name, to what the linear layers will lack (dropped_features.py); `dtype`
-    is the result's, or `keep`.
+    `plan_conversion` puts what was chosen, as it does for `keep_heads`, which `heads.keep_heads` reads. With
+    `kept_window` layers keep softmax over so many last tokens and a few first ones alone. `options` are the
+    mechanism's; `allow_drop` consents, by name, to what the linear layers will lack (dropped_features.py); `dtype` is
+    the result's, or `keep`.
     `copy` asks for copies of the source's shards, which are hard links otherwise.
 
     Raises LinearizeError (exit 2) for what is wrong with every model: an unknown mechanism, option or dtype.
@@ -41,6 +44,7 @@ class Request:
     layers: str = "all"
     keep_softmax: str = ""
     keep_heads: str = ""
+    kept_window: int | None = None
     options: dict[str, Any] | None = None
     allow_drop: Sequence[str] = ()
     dtype: str = "keep"
@@ -49,6 +53,13 @@ class Request:
     def __post_init__(self) -> None:
         if self.dtype not in ("keep", *DTYPES.values()):
             raise LinearizeError(f"--dtype {self.dtype}: choose keep, {', '.join(DTYPES.values())}")
+        if self.kept_window is not None and not 1 <= self.kept_window <= MOST_WINDOW:
+            raise LinearizeError(f"--kept-window {self.kept_window}: must be >= 1 and <= {MOST_WINDOW}")
+        if self.kept_window is not None and self.mechanism == LOCAL:
+            raise LinearizeError(
+                f"--kept-window {self.kept_window}: --to {LOCAL} gives every layer a window. Give some another one: "
+                f"--set window@1,3={self.kept_window}"
+            )
         make_steps([], self.mechanism, self.options or {})
 
     def plan(
@@ -77,6 +88,11 @@ class Request:
         steps = settle_rotation(found, steps)
         check_rotation(found, steps)
         check_idle(found, steps, self.options or {})
+        if self.kept_window is not None:
+            known = {step.site.path: step for step in local_steps(kept, self.kept_window, found, item_bytes(target))}
+            kept = [site for site in kept if site.path not in known]
+            known |= {step.site.path: step for step in steps}
+            steps = tuple(known[site.path] for site in found.sites if site.path in known)
         new = sum(step.new_parameters for step in steps)
         cast = target != stored or source.block is not None
         rewritten = numbers if pickled or cast else 0

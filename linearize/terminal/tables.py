@@ -77,9 +77,11 @@ def plan_table(plan: Plan) -> None:
         site = step.site
         stays = "\n(as it is)" if last and site.path not in last.added else ""
         heads = f"{site.kind}\n{site.heads}/{site.kv_heads}x{site.key_dim}"
-        exact = f"\nsoftmax in {len(site.softmax_groups)}/{site.kv_heads}" if site.softmax_groups else ""
-        state = (size(step.state_bytes) if site.causal else "none") + ("\n+ KV cache" if exact else "")
-        rows.append((site.layer, (site.path, heads, step.mechanism + exact + stays, f"{step.new_parameters:,}", state)))
+        exact, kv = "", ""
+        if site.softmax_groups:
+            exact, kv = f"\nsoftmax in {len(site.softmax_groups)}/{site.kv_heads}", "\n+ KV cache"
+        cost = f"{step.new_parameters:,}", (size(step.state_bytes) if site.causal else "none") + kv
+        rows.append((site.layer, (site.path, heads, attention(plan, step) + exact + stays, *cost)))
     for site in plan.kept:
         how = "restored" if last and site.path in last.restored else "kept"
         rows.append(
@@ -99,7 +101,7 @@ def plan_table(plan: Plan) -> None:
     linked = not (plan.cast or plan.pickled or plan.copy)
     rest = f" beyond {size(plan.source_bytes)} of linked or copied shards" if linked else ""
     out.print(
-        f"{plan.new_parameters:,} new parameters in {len(plan.steps)} layers; {rewritten}; "
+        f"{plan.new_parameters:,} new parameters in {len(plan.linear)} layers; {rewritten}; "
         f"disk needed: {size(plan.needed_bytes)}{rest}"
     )
     if linked:
@@ -110,14 +112,19 @@ def plan_table(plan: Plan) -> None:
     for choice, flag in ((plan.choice, "--keep-softmax"), (plan.heads_choice, "--keep-heads")):
         if choice is not None and choice.scores:
             choice_table(choice, flag)
-    if plan.kept:
-        out.print(f"softmax stays in layers {ranges([s.layer for s in plan.kept])}")
+    if plan.softmax:
+        out.print(plan.softmax)
     if plan.softmax_groups:
         out.print(f"softmax stays in key heads (layer:head) {written(plan.softmax_groups)}")
     for other in plan.others:
         out.print(f"stays as it is: {other}")
     for note in plan.notes:
         out.print(Text("dropped", "yellow"), note)
+
+
+def attention(plan: Plan, step: Step) -> str:
+    """What a layer has after the conversion, in a column of a table."""
+    return f"softmax\n(last {step.options['window']:,})" if step in plan.local else step.mechanism
 
 
 def again_text(plan: Plan) -> str:
@@ -142,6 +149,12 @@ def choice_table(choice: Choice, flag: str) -> None:
     for kind, linear in choice.kl["linear"].items():
         out.print(
             f"KL from the source, {kind}: {linear:.4f} with no {what} kept, {choice.kl['kept'][kind]:.4f} with these"
+        )
+    for kind, cost in choice.window.items():
+        where = "text" if kind == "text" else "texts that ask for a repetition"
+        out.print(
+            f"cost of the window in these layers of the source, at the end of {where} of {cost['length']:,} tokens: "
+            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {cost['kl']:.4f}"
         )
     again = f"'{regrouped(choice.kept)}'" if what == "head" else ",".join(names)
     out.print(f"{flag} {again} repeats this without scoring")
@@ -191,7 +204,7 @@ def converted_table(inspection: Converted) -> None:
     out, plan = console(), inspection.plan
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step in plan.steps:
-        rows.append((step.site.layer, (step.site.path, step.mechanism, chosen_options(step))))
+        rows.append((step.site.layer, (step.site.path, attention(plan, step), chosen_options(step))))
     rows += [(site.layer, (site.path, "softmax", "")) for site in plan.kept]
     columns = {"layers": "short", "module": "text", "attention": "short", "options": "text"}
     out.print(table(columns, alike(rows), f"{inspection.source} (converted {plan.architecture})"))

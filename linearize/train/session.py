@@ -430,6 +430,9 @@ def check_model(model: Any, recipe: Recipe) -> None:
     for number, stage in enumerate(recipe.stages):
         if stage.lora is not None:
             check_targets(model, stage.lora.target)
+        elif not Student(model).names_of(stage.train):
+            message = f"{stage.name}: train {', '.join(stage.train)} names no parameter, for the mixers have none"
+            raise LinearizeError(f"{message}. Leave the stage out, or train all", Exit.INCOMPATIBLE)
         if isinstance(stage, FeatureCosine) == has_head(model) and not isinstance(stage, AttentionTransfer):
             what, other = ("has a head", "logit_kl or sft") if has_head(model) else ("has no head", "feature_cosine")
             raise LinearizeError(f"{stage.name}: {type(model).__name__} {what}; use {other}", Exit.INCOMPATIBLE)

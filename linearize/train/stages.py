@@ -77,6 +77,8 @@ class Transfer(Listener):
     def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         layer = mixer.site.layer
         loss = square_error(o, target, self.real) / (self.power[layer] * self.tokens).clamp_min(1e-12)
+        if not loss.requires_grad:  # softmax over a window has no parameters
+            return
         # This is inside the forward pass, where autocast may be on; a backward pass must not be under it.
         with torch.autocast(loss.device.type, enabled=False):
             self.backward(loss)

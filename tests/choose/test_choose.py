@@ -80,6 +80,25 @@ def test_a_mixture_is_the_hybrid_that_would_be_saved(tmp_path: Path) -> None:
     assert torch.equal(mixture.teacher(batch), run(small_model("llama"), batch).logits)
 
 
+def test_a_kept_layer_is_scored_with_its_window(tmp_path: Path) -> None:
+    """As the hybrid that would be saved, whose kept softmax sees 6 tokens and the first 4."""
+    source = save_source(tmp_path / "source")
+    hybrid = load(convert_folder(source, tmp_path / "hybrid", keep_softmax="0,2", kept_window=6))
+    plan = plan_conversion(str(source), "gsa", options=OPTIONS)[0]
+    near = plan_conversion(str(source), "gsa", options=OPTIONS, keep_softmax="0,2", kept_window=6)[0].local
+    mixture = Mixture(small_model("llama"), plan, near)
+    for layer in (1, 3):
+        own = mixers_of(hybrid)[f"model.layers.{layer}.self_attn"]
+        mixture.mixers[layer].load_state_dict(own.state_dict())
+    batch = {"input_ids": torch.arange(2 * 24).view(2, 24) % 97}
+    with torch.no_grad():
+        ours, theirs = mixture.logits(batch, mixture.hybrid({0, 2})), run(hybrid, batch).logits
+        assert relative_error(ours, theirs) < TOLERANCE[torch.float32]
+        assert torch.equal(mixture.logits(batch, mixture.hybrid({0, 2}), 5), ours[:, -5:])
+        whole = Mixture(small_model("llama"), plan).logits(batch, mixture.hybrid(range(4)))
+        assert relative_error(mixture.logits(batch, mixture.hybrid(range(4))), whole) > 1e-3
+
+
 @pytest.mark.parametrize("name", ["GPTJ", "Gemma2", "Qwen3Moe"])
 def test_gates_learn_in_other_architectures(tmp_path: Path, name: str) -> None:
     """One that computes softmax itself, one with windows of its own, one with experts."""
@@ -171,10 +190,33 @@ def test_convert_chooses_what_matters_and_says_why(
     assert max(choice["scores"], key=choice["scores"].get) == str(MATTERS)
     assert choice["text"].endswith("train.jsonl")
     assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
-    for said in (f"scored by {method}", "repeats this without scoring", "softmax stays in layers 2"):
+    for said in (f"scored by {method}", "repeats this without scoring", "layers 2 keep softmax"):
         assert said in err
     if method == "restore":
         assert json.loads(json.dumps(read_plan(tmp_path / "hybrid").to_json())) == plan
+
+
+@pytest.mark.usefixtures("_less_text")
+def test_the_plan_says_what_a_window_of_kept_softmax_costs(
+    place: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On texts of twice the window; where there is none so long there is nothing to say."""
+    arguments = ["--keep-softmax", "auto:1", "--score-by", "swaps", "--score-text", place / "heldout.txt", "--dry-run"]
+    settings = [part for name, value in OPTIONS.items() for part in ("--set", f"{name}={value}")]
+    found = {}
+    for longest in (choose.LONGEST, 300):
+        monkeypatch.setattr(choose, "LONGEST", longest)
+        command = ("convert", place / "source", "--to", "gsa", *settings, *arguments, "--kept-window", "300")
+        code, out, err = linearize(*command, "--json")
+        assert code == 0, err
+        found[longest] = json.loads(out)["plan"]["choice"]["window"]
+        assert ("cost of the window in these layers" in " ".join(err.split())) == (longest > 300)
+    assert found.pop(300) == {}
+    (measured,) = found.values()
+    for kind in ("text", "recall"):
+        assert measured[kind]["length"] == 608
+        assert measured[kind]["kl"] > 1e-6
+        assert measured[kind]["ppl"] != measured[kind]["source_ppl"]
 
 
 @pytest.mark.usefixtures("_less_text")
@@ -282,6 +324,20 @@ def test_convert_chooses_the_head_that_matters(
     if method == "restore":
         assert json.loads(json.dumps(read_plan(tmp_path / "heads").to_json())) == plan
         assert load(tmp_path / "heads")(torch.arange(9)[None]).logits.isfinite().all()
+
+
+@pytest.mark.usefixtures("_less_text")
+def test_heads_are_chosen_beside_layers_whose_softmax_has_a_window(heads_place: Path, linearize: Command) -> None:
+    """Such a layer has none to choose, and nothing to train."""
+    arguments = ["--keep-softmax", "3", "--kept-window", "300", "--keep-heads", "auto:1", "--score-by", "swaps"]
+    settings = [part for name, value in OPTIONS.items() for part in ("--set", f"{name}={value}")]
+    read = ("--score-text", heads_place / "train.jsonl", "--dry-run", "--json")
+    code, out, err = linearize("convert", heads_place / "source", "--to", "gsa", *arguments, *settings, *read)
+    assert code == 0, err
+    plan = json.loads(out)["plan"]
+    assert plan["heads_choice"]["kept"] == ["1:0"]
+    assert plan["heads_choice"]["scores"].keys() == {f"{layer}:{head}" for layer in range(3) for head in range(2)}
+    assert [step["mechanism"] for step in plan["steps"]] == ["gsa", "gsa", "gsa", "window"]
 
 
 @pytest.mark.usefixtures("_less_text")

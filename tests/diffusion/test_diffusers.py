@@ -489,6 +489,24 @@ def test_what_a_linear_layer_cannot_do_is_refused(sources: dict[str, Path], tmp_
         Processor(native, Softmax())(block, torch.zeros(1, 4, 24))
 
 
+def test_a_pipeline_is_not_converted_again_and_its_softmax_has_no_window(
+    sources: dict[str, Path], tmp_path: Path, linearize: Command
+) -> None:
+    """Neither a source nor a converted one."""
+    converted(sources[WAN], tmp_path / "linear", "la", layers="0")
+    for folder in (sources[WAN], tmp_path / "linear"):
+        code, _, err = linearize("convert", folder, "--restore", "0", "-o", tmp_path / "back")
+        assert code == Exit.USAGE
+        assert "--restore: of models of diffusers, convert the source again with other --layers" in err
+    asked = ("--to", "la", "--keep-softmax", "0", "--kept-window", "8", "-o", tmp_path / "back")
+    code, _, err = linearize("convert", sources[WAN], *asked)
+    assert code == Exit.INCOMPATIBLE
+    assert "--kept-window 8: transformer/blocks.0.attn1 is bidirectional; 'window' is not. Leave it out" in " ".join(
+        err.split()
+    )
+    assert not (tmp_path / "back").exists()
+
+
 # ---------------------------------------------------------------- other sources
 
 

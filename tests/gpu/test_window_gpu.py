@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from gpu_errors import checked, masks, queries
 
-from linearize_kernels.window.window import window_attention
+from linearize_kernels.window.window import window as window_attention
 
 BASE: dict[str, Any] = {
     "B": 2, "T": 300, "H": 4, "Hkv": 2, "D": 64, "DV": 64, "W": 64, "S": 1, "dtype": "bfloat16",

@@ -90,7 +90,7 @@ def test_each_head_is_softmax_or_the_mechanism(name: str, site: Site, near: dict
     kept, others = heads_of(site, True), heads_of(site, False)
     assert same(o[:, :, kept], exact[:, :, kept])
     groups = [group for group in range(site.kv_heads) if group not in GROUPS]
-    alone = make(name, site.linear_part(), near | {"rope": mixer.drop_rope or _rope(name)})
+    alone = make(name, site.linear_part(), near | _rotated(name))
     alone.load_state_dict(mixer.state_dict())
     assert same(o[:, :, others], alone(q[:, :, others], k[:, :, groups], v[:, :, groups], x, TokenLayout())[0])
     parts: list[Tensor] = []
@@ -99,9 +99,10 @@ def test_each_head_is_softmax_or_the_mechanism(name: str, site: Site, near: dict
     assert one_row == mixer.state_bytes(T) == alone.state_bytes(T) + T * len(GROUPS) * 14 * 4
 
 
-def _rope(name: str) -> Any:
-    """With the rotary embedding in front, as this mechanism says it."""
-    return True if isinstance(resolve_options(name, {})["rope"], bool) else "before"
+def _rotated(name: str) -> dict[str, Any]:
+    """With the rotary embedding in front, as this mechanism says it, if it has the option."""
+    rope = resolve_options(name, {}).get("rope")
+    return {} if rope is None else {"rope": True if isinstance(rope, bool) else "before"}
 
 
 @every_case

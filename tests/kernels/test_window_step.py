@@ -82,14 +82,14 @@ def steps(case: dict[str, Any], kernels: bool) -> dict[str, torch.Tensor]:
         padding[0, -2] = False
         far = far * padding[:, :, None, None]  # as every mechanism does
     form: dict[str, Any] = {"window": W, "sink": S, "scale": D**-0.5}
-    _, _, ring = window.window_attention(*(y[:, :-4] for y in (q, k, v)), **form, backend="torch")
+    _, _, ring = window.window(*(y[:, :-4] for y in (q, k, v)), **form, backend="torch")
     found: dict[str, torch.Tensor] = {}
     with torch.no_grad(), patch.object(window, "step_op", wraps=window.step_op) as op:
         for t in range(T - 4, T):
             one = [y[:, t : t + 1] for y in (q, k, v)]
             real = padding[:, t : t + 1] if case.get("padding") else None
             if beside is None:
-                o, own, ring = window.window_attention(
+                o, own, ring = window.window(
                     *one, **form, padding=real, state=ring, backend="triton" if kernels else "torch"
                 )
                 found[f"mass {t}"] = own * padding[:, t : t + 1, None]

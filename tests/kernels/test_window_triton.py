@@ -63,7 +63,7 @@ def test_a_mixer_takes_the_kernels_and_its_state_goes_on_without() -> None:
 
 
 def test_cpu_tensors_and_states_take_pytorch_unless_told_otherwise() -> None:
-    from linearize_kernels.window.window import window_attention
+    from linearize_kernels.window.window import window as window_attention
 
     q = torch.rand(1, 5, 2, 16)
     sizes: dict[str, Any] = {"window": 3, "scale": 0.3}
@@ -132,7 +132,7 @@ def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
 
 def results(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
     """Output, mass and state where they count, and every gradient; `torch` in float64."""
-    from linearize_kernels.window.window import window_attention
+    from linearize_kernels.window.window import window as window_attention
 
     inputs, arguments = build(case)
     leaves = [(x.double() if backend == "torch" else x).detach().requires_grad_() for x in inputs]
@@ -160,7 +160,7 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
     from linearize_kernels.window.launch import window_op
-    from linearize_kernels.window.window import window_attention
+    from linearize_kernels.window.window import window as window_attention
 
     inputs, arguments = build({"T": 17, "W": 5})
     leaves = [x.requires_grad_() for x in inputs]

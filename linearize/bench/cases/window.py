@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from linearize_kernels.window.window import window_attention
+from linearize_kernels.window.window import window as window_attention
 
 from ..case import Case, Run, Shape, random_qkv
 

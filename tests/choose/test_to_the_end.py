@@ -1,0 +1,70 @@
+"""A model with sliding windows, from `--keep-softmax auto` to text that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import Command
+from models import SMALL as SIZES
+from training import SMALL, byte_tokenizer, stage, write_data, write_recipe
+
+from linearize.checkpoint.provenance import read_plan
+from linearize.choose import choose
+from linearize.convert import plan_conversion
+
+WINDOWS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 16,
+}
+SETTINGS = ("--set", "slots=8", "--set", "chunk_size=16", "--set", "window=4", "--set", "clock=0")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A random Gemma 3 of four layers, its tokenizer, and text beside it."""
+    torch.manual_seed(11)
+    config = transformers.Gemma3TextConfig(**{**SIZES, **SMALL, **WINDOWS})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    byte_tokenizer().save_pretrained(tmp_path / "source")
+    write_data(tmp_path)
+    return tmp_path / "source"
+
+
+def test_auto_goes_to_the_end(source: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TRANSFER_STEPS": 3, "SCORE_TOKENS": 512, "BATCH_TOKENS": 256, "RECALLS": 1}.items():
+        monkeypatch.setattr(choose, name, value)
+    folder = source.parent
+    asked = ("--keep-softmax", "auto:1", "--score-by", "swaps", "--score-text", folder / "train.jsonl")
+    output = ("-o", folder / "hybrid", "--verify", "none")
+    code, out, err = linearize("convert", source, "--to", "gsa", *SETTINGS, *asked, *output, "--json")
+    assert code == 0, err
+    plan = json.loads(out)["plan"]
+    assert plan["choice"]["kept"] == [site["layer"] for site in plan["kept"]]
+    assert sorted(plan["choice"]["scores"]) == ["0", "1", "2", "3"]
+    stages = stage("attention_transfer", steps=2), stage("logit_kl", "all", steps=2)
+    recipe = write_recipe(folder, folder / "hybrid", *stages, finish={"verify": False})
+    code, _, err = linearize("finetune", recipe)
+    assert code == 0, err
+    final = folder / "run" / "final"
+    assert len(read_plan(final).steps) == 3
+    code, out, err = linearize("verify", final, "--json")
+    assert code == 0, err
+    checks = {check["name"]: check["status"] for check in json.loads(out)["checks"]}
+    assert {"prefill and steps", "left padding", "packed documents", "generate"} <= checks.keys()
+    assert set(checks.values()) == {"passed"}
+    code, out, err = linearize("generate", final, "ab", "--max-new-tokens", "4")
+    assert code == 0, err
+    assert out
+
+
+def test_a_kept_window_leaves_layers_with_windows_of_their_own(source: Path) -> None:
+    plan = plan_conversion(str(source), "gsa", keep_softmax="2-3", kept_window=9)[0]
+    assert [step.site.layer for step in plan.local] == [3]
+    assert plan.softmax_layers == [2, 3]
+    assert plan.cache_bytes(10_000)["converted"] == plan.cache_bytes(1_000)["converted"]
