@@ -16,10 +16,11 @@ def demo(
         Path | None,
         typer.Option("--output", "-o", help="Folder that keeps the run. Default: a temporary folder.", parser=path),
     ] = None,
-    prompt: Annotated[str, typer.Option(help="Text that teacher and student continue.")] = "def read_lines(path):\n",
+    prompt: Annotated[str, typer.Option(help="Text that teacher and students continue.")] = "def read_lines(path):\n",
     as_json: Json = False,
 ) -> None:
-    """Convert, distil and compare the small model that linearize ships. Takes three minutes on a CPU; no downloads."""
+    """Choose layers, convert, distil and compare the small model that linearize ships. Takes a few minutes on a CPU;
+    no downloads."""
     from ..demo.tour import tour
 
     report = tour(output, prompt, say)

@@ -1,10 +1,11 @@
-"""The demo: plan, convert, distil on the CPU, compare, and generate text with teacher and student side by side."""
+"""The demo: choose layers, convert, distil a hybrid and an all-linear student on the CPU, and compare them with the
+teacher."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,33 @@ from rich.columns import Columns
 from rich.live import Live
 from rich.panel import Panel
 
+from ..checkpoint.provenance import read_plan
 from ..finetune import finetune, plan_base
-from ..recipe.recipe import load_recipe
-from ..terminal.tables import console, plan_table, report_table
+from ..measure.compare import read_blocks
+from ..measure.generate import load
+from ..measure.recall import Writer, rows_of, score
+from ..recipe.recipe import Recipe, load_recipe
+from ..terminal.tables import console, demo_table, plan_table
 from ..verify.reload import clean_command, result_of, started
 from . import model_folder
 
 Say = Callable[[str], None]
 NEW_TOKENS = 80
+NEEDLE, NEEDLES = 256, 64  # tokens of a text that hides a needle, and how many there are
+CACHED = (512, 32768)
+# What the demo changes in its preset: a window beside the memory, and budgets for minutes on two cores.
+SETTINGS = (
+    "convert.options={slots: 64, state_heads: query, window: 64, sink: 1, clock: 0, half_life_min: 32}",
+    "stages.attention_transfer.tokens=16k",
+    "stages.logit_kl.tokens=24k",
+    "stages.logit_kl.optimizer.lr=5e-5",
+    "eval.max_tokens=16384",
+)
 
-# Runs where linearize cannot be imported: teacher, then student, a JSON line per piece of text.
+# Runs where linearize cannot be imported: one model after the other, a JSON line per piece of text.
 WRITE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
-teacher, student, prompt, count = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+folders, prompt, count = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
 class Stream:
     def __init__(self, who, tokenizer):
@@ -39,7 +54,7 @@ class Stream:
     def end(self):
         pass
 
-for who, folder in (("teacher", teacher), ("student", student)):
+for who, folder in folders.items():
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     torch.manual_seed(0)
@@ -50,27 +65,61 @@ for who, folder in (("teacher", teacher), ("student", student)):
 
 
 def tour(output: Path | None, prompt: str, say: Say) -> dict[str, Any]:
-    """Run the demo; returns the report of its run, with the continuations under `samples`."""
+    """Run the demo. Returns the `choice` of layers, the report of each student's run, what was `compared`, and the
+    continuations under `samples`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = output or Path(scratch) / "demo"
-        recipe = load_recipe("demo", [f"output_dir={json.dumps(str(folder))}"])
-        plan_table(plan_base(recipe)[0])
-        report = finetune(recipe, say=say)
-        report_table(report)
-        report["samples"] = side_by_side(folder / "final", prompt, say)
+        plan = plan_base(load_recipe("demo", [*SETTINGS, "convert.keep_softmax=auto:2"]), say=say)[0]
+        plan_table(plan)
+        kept = ",".join(str(site.layer) for site in plan.kept)
+        result: dict[str, Any] = {"choice": plan.to_json()["choice"]}
+        for name, layers in (("hybrid", kept), ("linear", "")):
+            where = f"output_dir={json.dumps(str(folder / name))}"
+            own = [f"name=demo-{name}", where, f"convert.keep_softmax={json.dumps(layers)}"]
+            own += ["finish.verify=false"] * (name == "linear")  # the code that the hybrid's check ran
+            recipe = load_recipe("demo", [*SETTINGS, *own])
+            say(f"distilling the {name} student" + (f": softmax stays in layers {layers}" if layers else ""))
+            result[name] = finetune(recipe, say=say)
+        folders = {"teacher": model_folder(), **{name: folder / name / "final" for name in ("hybrid", "linear")}}
+        result["samples"] = side_by_side(folders, prompt, say)
+        result["compared"] = compared(recipe, folders, result)
+        demo_table(result["compared"], kept)
         if output is None:
-            say(f"{folder} is temporary and is removed now. linearize demo -o DIR keeps the model")
-    return report
+            say(f"{folder} is temporary and is removed now. linearize demo -o DIR keeps the models")
+    return result
 
 
-def side_by_side(student: Path, prompt: str, say: Say) -> dict[str, str]:
-    """Continuations by teacher and student, streamed from a clean process that cannot import linearize.
+def compared(recipe: Recipe, folders: Mapping[str, Path], reports: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Teacher and students, by name: perplexity on held-out text, its ratio to the teacher's, KL from it, the share of
+    needles found, and bytes of the cache (the plan's count) by tokens of text."""
+    found: dict[str, dict[str, Any]] = {
+        "teacher": {"ppl": reports["hybrid"]["teacher_ppl"], "ppl_ratio": 1.0, "kl": 0.0}
+    }
+    rows = None
+    for name, folder in folders.items():
+        loaded = load(str(folder), None, device="auto", dtype="float32", teacher=False, trust_remote_code=False)
+        if rows is None:
+            with tempfile.TemporaryDirectory() as cache:
+                blocks = read_blocks(recipe, loaded.tokenizer, Path(cache))
+                text = [token for number in range(len(blocks)) for token in blocks[number]["input_ids"].tolist()]
+            rows = rows_of("needle", Writer(loaded.tokenizer, recipe.seed), NEEDLE, NEEDLES, text)
+        if name in reports:
+            last, plan = reports[name]["stages"][-1], read_plan(folder)
+            found[name] = {key: last[key] for key in ("ppl", "ppl_ratio", "kl")}
+            found[name]["cache"] = {tokens: plan.cache_bytes(tokens)["converted"] for tokens in CACHED}
+            found["teacher"]["cache"] = {tokens: plan.cache_bytes(tokens)["source"] for tokens in CACHED}
+        found[name]["needle"] = score(loaded.model, rows, 16)["accuracy"]
+    return found
+
+
+def side_by_side(folders: Mapping[str, Path], prompt: str, say: Say) -> dict[str, str]:
+    """Continuations by each model, streamed from a clean process that cannot import linearize.
 
     Raises LinearizeError (exit 6) when it fails.
     """
-    say("reloading the saved model in a process without linearize; both continue the prompt:")
-    arguments = [str(model_folder()), str(student), prompt, str(NEW_TOKENS)]
-    texts = {"teacher": "", "student": ""}
+    say("reloading the saved models in a process without linearize; each continues the prompt:")
+    arguments = [json.dumps({name: str(folder) for name, folder in folders.items()}), prompt, str(NEW_TOKENS)]
+    texts = dict.fromkeys(folders, "")
     with clean_command(WRITE, arguments) as command, started(*command) as process:
         assert process.stdout is not None
         with Live(console=console(), transient=False, refresh_per_second=8) as live:
@@ -78,5 +127,7 @@ def side_by_side(student: Path, prompt: str, say: Say) -> dict[str, str]:
                 piece = json.loads(line)
                 texts[piece["who"]] += piece["text"]
                 live.update(Columns([Panel(texts[who], title=who, width=58) for who in texts]))
+        if not live.console.is_terminal:  # there the last picture lacks the end of its line
+            live.console.line()
         result_of(process)
     return texts

@@ -296,6 +296,20 @@ def report_table(report: dict[str, Any]) -> None:
         out.print(table(columns, layers, "attention output against the teacher's, per layer"))
 
 
+def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
+    """The demo's teacher and students side by side, by what `linearize.demo.tour.compared` found."""
+    rows = [
+        ("perplexity", *(f"{one['ppl']:.3f}" for one in found.values())),
+        ("x teacher", *(f"{one['ppl_ratio']:.3f}" for one in found.values())),
+        ("KL from the teacher", *("" if who == "teacher" else f"{one['kl']:.4f}" for who, one in found.items())),
+        ("needles found", *(percent(one["needle"]) for one in found.values())),
+    ]
+    for tokens in found["teacher"]["cache"]:
+        rows.append((f"cache at {tokens:,} tokens", *(size(one["cache"][tokens]) for one in found.values())))
+    columns = {"": "text"} | dict.fromkeys(("teacher", f"softmax in {kept}", "all linear"), "number")
+    console().print(table(columns, rows, "teacher and students, on Python that none was trained on"))
+
+
 def nats(row: dict[str, Any]) -> str:
     """The KL of a row of a report, in nats a token; runs of earlier versions have none."""
     return "" if row.get("kl") is None else f"{row['kl']:.4f}"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from linearize.plan.mechanisms import mechanism_names, summary
 from linearize.terminal.output import say_error
-from linearize.terminal.tables import table
+from linearize.terminal.tables import demo_table, table
 
 
 def shown(columns: dict[str, str], rows: list[tuple[str, ...]], width: int = 80) -> list[str]:
@@ -44,6 +44,19 @@ def test_mechanisms_have_whole_words(linearize: Command) -> None:
     assert code == 0
     titles = {word for name in mechanism_names() for word in summary(name)["title"].split()}
     assert titles <= set(out.split())
+
+
+def test_the_demo_puts_both_students_beside_the_teacher(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {
+        who: {"ppl": 9 * ratio, "ppl_ratio": ratio, "kl": kl, "needle": 0.5, "cache": {512: size, 32768: 64 * size}}
+        for who, ratio, kl, size in (("teacher", 1.0, 0.0, 4096), ("hybrid", 1.5, 0.25, 2048), ("linear", 2.0, 0.5, 16))
+    }
+    demo_table(found, "4,5")
+    lines = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert ["teacher", "softmax", "in", "4,5", "all", "linear"] in lines
+    assert ["perplexity", "9.000", "13.500", "18.000"] in lines
+    assert ["KL", "from", "the", "teacher", "0.2500", "0.5000"] in lines
+    assert ["cache", "at", "32,768", "tokens", "256.0", "KiB", "128.0", "KiB", "1.0", "KiB"] in lines
 
 
 @pytest.mark.parametrize(("terminal", "variable", "red"), [(True, "", True), (True, "1", False), (False, "", False)])

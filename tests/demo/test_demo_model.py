@@ -131,7 +131,7 @@ def test_generation_gives_text(model, tokenizer):
 def test_a_student_that_does_not_load_fails_a_check(tmp_path, monkeypatch):
     monkeypatch.setattr(tour, "NEW_TOKENS", 2)
     with pytest.raises(LinearizeError, match="nothing") as error:
-        tour.side_by_side(tmp_path / "nothing", "def f", print)
+        tour.side_by_side({"student": tmp_path / "nothing"}, "def f", print)
     assert error.value.code == Exit.CHECK_FAILED
 
 
