@@ -21,7 +21,7 @@ from .checkpoint.provenance import check_code_cache
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, existing_folder, is_secret, reason_of
-from .plan.heads import heads_available, regrouped, unscored_heads
+from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, is_auto
 from .plan.mechanisms import present_options
 from .plan.plan import Plan, Step, local_steps, some
@@ -34,6 +34,8 @@ from .verify.reload import Level, verify
 Say = Callable[[str], None]
 # Finds as many layers of a plan, or of the heads given, as asked for that had better keep softmax: choose/choose.py.
 Chooser = Callable[..., Choice]
+# What to write in place of `auto`.
+NAMED = {"--keep-softmax": "layers, such as --keep-softmax 7,15", "--keep-heads": "heads, such as --keep-heads 3:0"}
 NEXT = "distil it with linearize finetune"
 UNREAD = "not copied, because loading the model does not need it: {}"
 
@@ -88,24 +90,30 @@ def plan_conversion(
     }
     choice = heads = None
     if is_auto(request.keep_softmax):
-        bare = dataclasses.replace(request, keep_softmax="", keep_heads="", kept_window=None)
-        whole = bare.plan(source, found, **facts)
-        layers = [step.site.layer for step in whole.steps]
-        choice = Choice.unscored(request.keep_softmax, layers)  # raises for what cannot be asked for
+        named = "" if is_auto(request.keep_heads) else request.keep_heads
+        bare = dataclasses.replace(request, keep_softmax="", keep_heads=named, kept_window=None)
+        whole = bare.plan(source, found, scored=True, **facts)
+        check_scored(whole, natives, "--keep-softmax")
+        free = [step.site for step in whole.steps if not step.site.softmax_groups]
+        layers = [site.layer for site in free]
+        choice = Choice.unscored(request.keep_softmax, layers, len(whole.steps))  # raises for what cannot be asked for
+        if is_auto(request.keep_heads):
+            auto_heads(request.keep_heads, heads_available(free, found))  # raises before layers are compared
         local: tuple[Step, ...] = ()
         if request.kept_window is not None:
-            local = local_steps([step.site for step in whole.steps], request.kept_window, found)
+            local = local_steps([*free, *whole.kept], request.kept_window, found)
         if choose is not None:
             check_weights(source, natives)
-            choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept), local=local)
+            choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept), layers, local)
         request = dataclasses.replace(noted(request), keep_softmax=",".join(map(str, choice.kept)))
     if is_auto(request.keep_heads):
-        whole = dataclasses.replace(request, keep_heads="").plan(source, found, **facts)
+        whole = dataclasses.replace(request, keep_heads="").plan(source, found, scored=True, **facts)
         groups = heads_available([step.site for step in whole.linear], found)
         request, text = noted(request), request.keep_heads
         heads = unscored_heads(text, groups)
         likely = dataclasses.replace(request, keep_heads=regrouped(heads.kept))
         likely.plan(source, found, **facts)  # raises for options under which no heads can keep softmax
+        check_scored(whole, natives, "--keep-heads")
         if choose is not None:
             check_weights(source, natives)
             heads = choose(whole, source, natives, text, len(heads.kept), groups)
@@ -119,6 +127,20 @@ def plan_conversion(
 def noted(request: Request) -> Request:
     """A request that was planned once, which told old names of options: with present ones, not to tell them again."""
     return dataclasses.replace(request, options=present_options(request.mechanism, request.options or {}))
+
+
+def check_scored(plan: Plan, natives: SourceClasses, flag: str) -> None:
+    """Raise LinearizeError (exit 3) where `auto` cannot compare softmax and the plan's mixers: on text, and on the same
+    q and k."""
+    model, problem = natives.meta, ""
+    if model.main_input_name == "pixel_values" or not model.can_generate() or model.config.is_encoder_decoder:
+        problem = f"compares predictions of text, and {plan.architecture} writes none"
+    for step in plan.steps:
+        place = step.options.get("rope", True)
+        if not problem and place in (False, "off", "after"):
+            problem = f"gives softmax and mixers the same q and k, and rope={str(place).lower()} has others"
+    if problem:
+        raise LinearizeError(f"{flag} auto {problem}. Name the {NAMED[flag]}", Exit.INCOMPATIBLE)
 
 
 def convert(

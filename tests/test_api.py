@@ -80,8 +80,10 @@ def test_a_plan_writes_nothing_and_a_conversion_follows_it(linear: Path, tmp_pat
 
 
 def test_layers_are_chosen_where_that_is_asked(linear: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(scoring: Any, plan: Any, source: Any, natives: Any, asked: str, count: int, local: Any) -> Choice:
-        return dataclasses.replace(Choice.unscored(asked, [0, 1]), kept=(1,))
+    def choose(
+        scoring: Any, plan: Any, source: Any, natives: Any, asked: str, count: int, units: Any, local: Any
+    ) -> Choice:
+        return dataclasses.replace(Choice.unscored(asked, units, 2), kept=(1,))
 
     monkeypatch.setattr("linearize.choose.choose.choose", choose)
     source = linear.parent / "source"

@@ -19,12 +19,12 @@ from torch import Tensor
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
 from ..convert import Chooser
-from ..data.batches import Batch, collate, kind_of
+from ..data.batches import Batch, collate
 from ..data.packing import Blocks, TextSource, build_blocks
 from ..errors import Exit, LinearizeError, reason_of
 from ..measure.generate import device_memory, load_tokenizer
 from ..measure.recall import Row, Writer
-from ..plan.heads import Group, leaves_one, named
+from ..plan.heads import leaves_one, named
 from ..plan.keep import Choice, Method
 from ..plan.plan import Plan, Step
 from ..probe.meta_run import quiet
@@ -32,7 +32,7 @@ from ..terminal.output import ranges
 from ..train.losses import IGNORED, cross_entropy, logit_kl, next_token_targets
 from ..train.runtime import Say
 from ..verify.child.inputs import most_tokens
-from .methods import Chosen, any_fits, gates, restore, swaps
+from .methods import Chosen, Unit, any_fits, gates, restore, swaps
 from .mixture import Mixture, Units
 
 # What is read: steps of attention transfer, then text to compare predictions on, then texts that ask for a repetition.
@@ -43,8 +43,6 @@ BATCH_TOKENS = 1024  # of one pass
 # What a window of kept softmax costs is measured on the last tokens of so many texts, of so many tokens at most.
 LONG_ROWS, LONGEST = 2, 16_384
 PACKAGES = TextSource(demo="packages")
-LAYERS, HEADS = "--keep-softmax auto", "--keep-heads auto"
-EXAMPLES = {LAYERS: "--keep-softmax 7,15", HEADS: "--keep-heads 3:0"}
 
 
 @dataclass(frozen=True)
@@ -119,18 +117,17 @@ def choose(
     natives: SourceClasses,
     asked: str,
     count: int,
-    heads: Sequence[Group] = (),
+    units: Sequence[Unit],
     local: tuple[Step, ...] = (),
 ) -> Choice:
-    """Which `count` of the plan's linear layers, or of these `heads` in them, had better keep softmax; `asked` is what
-    the user wrote. Layers that are kept have the windows of the steps `local`.
+    """Which `count` of the `units`, layers that the plan makes linear or heads in them, had better keep softmax;
+    `asked` is what the user wrote. Layers that are kept, also those that the plan does not name, have the windows of
+    the steps `local`.
 
-    Raises LinearizeError: 3 for a model that writes no text and for mixers without softmax's q and k, 4 for memory and
-    devices, and as reading the text does.
+    Raises LinearizeError: 3 for a model that does not load, 4 for memory and devices, and as reading the text does.
     """
-    check(plan, natives, HEADS if heads else LAYERS)
-    units: list[Any] = [*heads] or [step.site.layer for step in plan.steps]
-    of = f"{len(heads)} key heads" if heads else f"layers {ranges([step.site.layer for step in plan.steps])}"
+    heads = isinstance(units[0], tuple)
+    of = f"{len(units)} key heads" if heads else f"layers {ranges([*units])}"
     scoring.say(f"choosing {count} of {of} to keep softmax: {scoring.method} on {scoring.text}")
     model = load_source(source, natives, plan, scoring)
     tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
@@ -200,17 +197,6 @@ def by_method(method: Method, scorer: Scorer, count: int) -> Chosen:
     if method == "gates":
         return gates(units, count, scorer.lost_at, fits)
     return (swaps if method == "swaps" else restore)(units, count, scorer.lost, fits)
-
-
-def check(plan: Plan, natives: SourceClasses, flag: str) -> None:
-    """Raise LinearizeError (exit 3) where softmax and mixers cannot be compared on text, before weights are read."""
-    instead = f"Name the {'heads' if 'heads' in flag else 'layers'}, such as {EXAMPLES[flag]}"
-    if kind_of(natives.meta) != "text" or natives.meta.config.is_encoder_decoder:
-        message = f"{flag} compares predictions of text, and {plan.architecture} writes none"
-        raise LinearizeError(f"{message}. {instead}", Exit.INCOMPATIBLE)
-    if any(step.options.get("rope") is False for step in plan.steps):
-        message = f"{flag} gives softmax and mixers the same q and k, and rope=false has others"
-        raise LinearizeError(f"{message}. {instead}", Exit.INCOMPATIBLE)
 
 
 def load_source(source: Source, natives: SourceClasses, plan: Plan, scoring: Scoring) -> Any:

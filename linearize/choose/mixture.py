@@ -8,6 +8,7 @@ each of its key heads and their query heads, says how much of softmax goes on: 1
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from linearize_kernels.hf.capture import capture
 from linearize_kernels.hf.interface import TRANSFER, split_name
 from linearize_kernels.hf.seam import Linearized, attach, evaluating, mixers_of, renamed
+from linearize_kernels.layers.softmax_heads import scores_told
 from linearize_kernels.layout import call_layout, is_causal, this_thread
 from linearize_kernels.mixer import Mixer
 
@@ -52,11 +54,13 @@ class Mixture:
     """`model` is a source on its device; layers are named by their numbers in `plan`, all of whose steps get a mixer.
 
     The source's weights stay frozen. Mixers are float32; on a GPU passes run under autocast in bfloat16. In the layers
-    of `local` softmax has the window that these steps say.
+    of `local` softmax has the window that these steps say; those that no step of `plan` is for have nothing else.
     """
 
     def __init__(self, model: Any, plan: Plan, local: Sequence[Step] = ()) -> None:
         self.model, self.student = model.requires_grad_(False), Student(model)
+        steps = {step.site.layer: step for step in (*local, *plan.steps)}
+        plan = dataclasses.replace(plan, steps=tuple(steps.values()))
         mechanisms = {step.mechanism: load_mechanism(step.mechanism) for step in plan.steps}
         spec = plan.spec() | {"all_linear": False}  # softmax needs its mask
         attach(model, spec, mechanisms, capture if captured(plan) else None)
@@ -65,14 +69,12 @@ class Mixture:
             mixer.to(model.device, torch.float32)
         self.mixers: dict[int, Mixer] = {mixer.site.layer: mixer for mixer in mixers}
         self.gates: Mapping[int, Gate] = dict.fromkeys(self.mixers, 1.0)
+        self.layers = sorted(step.site.layer for step in plan.linear)
         self.local: dict[int, Mixer] = {
-            step.site.layer: build_mixer(step.mechanism, step.site, step.options) for step in local
+            step.site.layer: build_mixer(step.mechanism, step.site, step.options)
+            for step in local
+            if step.site.layer in self.layers
         }
-
-    @property
-    def layers(self) -> list[int]:
-        """The numbers of the layers that have a mixer."""
-        return sorted(self.mixers)
 
     def autocast(self) -> Any:
         """The context of a pass."""
@@ -103,10 +105,10 @@ class Mixture:
         return gates
 
     def opened(self, units: Units, values: Tensor) -> dict[int, Gate]:
-        """The gates of layers, or heads, by `values` [len(units)] from 0 to 1; heads that no unit names are closed."""
+        """The gates of layers, or heads, by `values` [len(units)] from 0 to 1; those that no unit names are closed."""
         found = dict(zip(units, values.to(self.model.device).unbind(), strict=True))
         if not isinstance(units[0], tuple):
-            return {layer: found[layer] for layer in self.layers}
+            return {layer: found.get(layer, 0.0) for layer in self.mixers}
         closed = values.new_zeros((), device=self.model.device)
         return {
             layer: torch.stack([found.get((layer, head), closed) for head in range(mixer.site.kv_heads)])
@@ -179,6 +181,7 @@ def mix(
         shape = query.shape[0], query.shape[2]
         causal = is_causal(module, kwargs, mixer.site.causal)
         layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
+        layout = layout._replace(scores=by.softmax and scores_told(kwargs))
         return by(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x, layout)[0]
 
     parts: list[Tensor] = []

@@ -53,9 +53,15 @@ class Choice:
         return cls(**{**data, "kept": tuple(data["kept"])})
 
     @classmethod
-    def unscored(cls, asked: str, layers: list[int]) -> Choice:
-        """As many layers as `asked` for, evenly spread: a stand-in where no weights may be read."""
-        count = auto_count(asked, len(layers))
+    def unscored(cls, asked: str, layers: list[int], of: int) -> Choice:
+        """As many layers as are `asked` for `of` those that become linear, evenly spread over `layers`, which have no
+        heads that the user named: a stand-in where no weights may be read."""
+        count = auto_count(asked, of)
+        if count > len(layers):
+            raise LinearizeError(
+                f"--keep-softmax {asked} keeps {count} layers, and --keep-heads names heads of all but {len(layers)} "
+                f"of {of}. Ask for fewer"
+            )
         return cls(asked, UNSCORED, tuple(layers[(2 * n + 1) * len(layers) // (2 * count)] for n in range(count)))
 
 

@@ -268,13 +268,14 @@ def grouped(others: tuple[Other, ...]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def settle_rotation(found: Found, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def settle_rotation(found: Found, steps: tuple[Step, ...], beside: bool = False) -> tuple[Step, ...]:
     """The steps with what `rope=auto` stands for: behind the feature map only where attention is given a rotation that
-    can be moved there."""
+    can be moved there, and no softmax is `beside` all mixers."""
     settled_steps = []
     for step in steps:
         if step.options.get("rope") == "auto":
-            exact = step.options.get("window", 0) or len(step.site.softmax_groups)  # which needs q and k rotated
+            # What needs q and k rotated.
+            exact = beside or step.options.get("window", 0) or len(step.site.softmax_groups)
             place = settled("auto", exact) if step.site.path in found.rotated else "before"
             step = dataclasses.replace(step, options={**step.options, "rope": place})
         settled_steps.append(step)

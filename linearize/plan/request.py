@@ -72,8 +72,10 @@ class Request:
         stored: str,
         numbers: int,
         pickled: bool,
+        scored: bool = False,
     ) -> Plan:
         """Decide what becomes of the sites `found` in a source, whose `numbers` parameters are `stored` in that dtype.
+        With `scored` the plan is for comparing softmax and mixers on the same q and k.
 
         Raises LinearizeError: 2 for a choice of layers or a consent that means nothing here, 3 for what does not fit.
         """
@@ -85,7 +87,7 @@ class Request:
         chosen = keep_heads(self.keep_heads, chosen, found, source.name)
         target = stored if self.dtype == "keep" else self.dtype
         steps = make_steps(chosen, self.mechanism, self.options or {}, item_bytes(target))
-        steps = settle_rotation(found, steps)
+        steps = settle_rotation(found, steps, scored)
         check_rotation(found, steps)
         check_idle(found, steps, self.options or {})
         if self.kept_window is not None:

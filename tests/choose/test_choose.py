@@ -20,13 +20,13 @@ from linearize.choose import choose, methods
 from linearize.choose.choose import PACKAGES, Scoring, chooser, recall_batches, text_batches
 from linearize.choose.methods import gates, restore, swaps
 from linearize.choose.mixture import Mixture
-from linearize.convert import plan_conversion
+from linearize.convert import convert, plan_conversion
 from linearize.data.batches import run
 from linearize.data.packing import TextSource
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run, finetune
-from linearize.plan.heads import leaves_one, unscored_heads
-from linearize.plan.keep import METHODS
+from linearize.plan.heads import leaves_one, named, unscored_heads
+from linearize.plan.keep import METHODS, Choice
 from linearize.recipe.recipe import Recipe
 from linearize_kernels.hf.seam import mixers_of
 
@@ -97,6 +97,62 @@ def test_a_kept_layer_is_scored_with_its_window(tmp_path: Path) -> None:
         assert torch.equal(mixture.logits(batch, mixture.hybrid({0, 2}), 5), ours[:, -5:])
         whole = Mixture(small_model("llama"), plan).logits(batch, mixture.hybrid(range(4)))
         assert relative_error(mixture.logits(batch, mixture.hybrid(range(4))), whole) > 1e-3
+
+
+def handed(source: Path, to: str = "gsa", **asked: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """What is given to a chooser, that keeps the first of what it may keep, and the conversion that follows."""
+    given: dict[str, Any] = {}
+
+    def first(plan: Any, source: Any, natives: Any, asked: str, count: int, units: Any, local: Any = ()) -> Choice:
+        given.update(plan=plan, units=units, local=local)
+        return Choice(asked, "none", (units[0] if isinstance(units[0], int) else named(units[0]),))
+
+    return given, plan_conversion(str(source), to, choose=first, **asked)
+
+
+def test_layers_are_scored_beside_windows_and_heads_that_are_settled(tmp_path: Path) -> None:
+    """As in the hybrid that would be saved: layer 3 is left out, so it has a window; a head of layer 1 is named."""
+    source = save_source(tmp_path / "source")
+    asked: dict[str, Any] = {"layers": "0-2", "keep_softmax": "auto:1", "kept_window": 6, "keep_heads": "1:0"}
+    given, planned = handed(source, options=OPTIONS, **asked)
+    assert given["units"] == [0, 2]  # a layer whose heads are named becomes linear
+    convert(*planned, tmp_path / "hybrid", level="none", say=quiet)
+    hybrid, mixture = load(tmp_path / "hybrid"), Mixture(small_model("llama"), given["plan"], given["local"])
+    assert mixture.layers == [0, 1, 2]
+    for layer in (1, 2):
+        mixture.mixers[layer].load_state_dict(mixers_of(hybrid)[f"model.layers.{layer}.self_attn"].state_dict())
+    batch = {"input_ids": torch.arange(2 * 24).view(2, 24) % 97}
+    with torch.no_grad():
+        theirs = run(hybrid, batch).logits
+        assert relative_error(mixture.logits(batch, mixture.hybrid({0})), theirs) < TOLERANCE[torch.float32]
+    opened = torch.tensor([1.0, 0.0], requires_grad=True)
+    ours = mixture.logits(batch, mixture.opened(given["units"], opened))
+    assert relative_error(ours.detach(), theirs) < TOLERANCE[torch.float32]
+
+
+def test_heads_are_scored_beside_the_windows_of_named_layers(tmp_path: Path) -> None:
+    source, batch = save_source(tmp_path / "source"), {"input_ids": torch.arange(2 * 24).view(2, 24) % 97}
+    given, _ = handed(source, options=OPTIONS, keep_softmax="3", kept_window=6, keep_heads="auto:1")
+    local = plan_conversion(str(source), "window", layers="3", options={"window": 6, "sink": 4})
+    convert(*local, tmp_path / "local", level="none", say=quiet)
+    mixture = Mixture(small_model("llama"), given["plan"], given["local"])
+    with torch.no_grad():
+        ours, theirs = (
+            mixture.logits(batch, mixture.hybrid(given["units"])),
+            run(load(tmp_path / "local"), batch).logits,
+        )
+    assert relative_error(ours, theirs) < TOLERANCE[torch.float32]
+    assert mixture.layers == [0, 1, 2]
+
+
+@pytest.mark.parametrize("asked", [{"keep_softmax": "auto:1"}, {"keep_heads": "auto:1"}])
+@pytest.mark.parametrize("to", ["gla", "retnet", "sla"])
+def test_mixers_are_scored_with_the_rotation_of_softmax(tmp_path: Path, to: str, asked: dict[str, str]) -> None:
+    """They are given its q and k; what is saved rotates behind the features, as it does without a choice."""
+    given, (plan, *_) = handed(save_source(tmp_path), to, **asked)
+    mixers = Mixture(small_model("llama"), given["plan"]).mixers.values()
+    assert not any(mixer.drop_rope for mixer in mixers)
+    assert {step.options["rope"] for step in plan.steps if not step.site.softmax_groups} == {"after"}
 
 
 @pytest.mark.parametrize("name", ["GPTJ", "Gemma2", "Qwen3Moe"])
@@ -251,13 +307,14 @@ def test_a_recipe_chooses_on_its_own_text_and_once(place: Path) -> None:
 def test_what_cannot_be_compared_is_refused(place: Path, tmp_path: Path) -> None:
     def refusal(folder: Path, **asked: Any) -> LinearizeError:
         mechanism = asked.pop("mechanism", "gsa")
-        with pytest.raises(LinearizeError) as caught:
-            plan_conversion(str(folder), mechanism, keep_softmax="auto:1", choose=chooser(Scoring(say=quiet)), **asked)
+        with pytest.raises(LinearizeError) as caught:  # without weights, as by a recipe's dry run
+            plan_conversion(str(folder), mechanism, keep_softmax="auto:1", weights=False, **asked)
         return caught.value
 
-    error = refusal(place / "source", options={"rope": False})
-    assert error.code == Exit.INCOMPATIBLE
-    assert "rope=false has others. Name the layers" in error.message
+    for mechanism, rope in {"gsa": "false", "gla": "off", "retnet": "after"}.items():
+        error = refusal(place / "source", mechanism=mechanism, options={"rope": rope})
+        assert error.code == Exit.INCOMPATIBLE
+        assert f"rope={rope} has others. Name the layers" in error.message
     vision = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
     )
@@ -306,6 +363,25 @@ def test_a_mixture_opens_heads_one_by_one(tmp_path: Path) -> None:
     assert bool((values.grad != 0)[[0, 1, 2, 3, 5, 6]].all())
     gates = mixture.opened(every[:3] + every[4:], values.detach())
     assert [[float(gate) for gate in gates[layer]] for layer in (0, 1)] == [[0.5, 0.5], [0.5, 0.0]]  # type: ignore[union-attr]
+
+
+def test_heads_are_checked_first_and_layers_of_named_ones_become_linear(heads_place: Path) -> None:
+    def unasked(*_: Any, **__: Any) -> Choice:
+        raise AssertionError("layers were scored")
+
+    source, asked = str(heads_place / "source"), {"keep_softmax": "auto:1", "options": OPTIONS}
+    refused = {"2:99": "99 is none of them", "2:0,1": "all 2 key heads", "2": "Write", "auto:5": "keeps 5 heads"}
+    for heads, problem in refused.items():
+        with pytest.raises(LinearizeError, match=problem):
+            plan_conversion(source, "gsa", keep_heads=heads, choose=unasked, **asked)
+    # The layer that an even spread would keep, which a recipe's dry run and `estimate` plan with.
+    plan = plan_conversion(source, "gsa", keep_heads="2:0", weights=False, **asked)[0]
+    assert plan.softmax_groups == [(2, 0)]
+    assert len(plan.kept) == 1
+    three = plan_conversion(source, "gsa", keep_heads="2:0", weights=False, **asked | {"keep_softmax": "auto:3"})[0]
+    assert [site.layer for site in three.kept] == [0, 1, 3]
+    with pytest.raises(LinearizeError, match=r"auto:3 keeps 3 layers, and --keep-heads names heads of all but 2 of 4"):
+        plan_conversion(source, "gsa", keep_heads="2:0;3:1", choose=unasked, **asked | {"keep_softmax": "auto:3"})
 
 
 @pytest.mark.usefixtures("_less_text")
