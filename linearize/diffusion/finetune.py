@@ -226,6 +226,8 @@ def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:
         asked.mechanism,
         layers=asked.layers,
         keep_softmax=asked.keep_softmax,
+        keep_heads=asked.keep_heads,
+        kept_window=asked.kept_window,
         options=asked.options,
         allow_drop=asked.allow_drop,
         copy=asked.copy_weights,

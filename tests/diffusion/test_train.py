@@ -292,6 +292,8 @@ def test_what_a_run_cannot_do_is_told_before_anything_is_written(
         (("--stage", "prediction"), Exit.USAGE, "--stage prediction needs attention_transfer, which is not finished"),
         ((f"output_dir={inside}",), Exit.USAGE, "must be separate folders"),
         (("finish.push=user/film",), Exit.HUB, "nothing can be pushed to user/film"),
+        (("convert.keep_heads=0:0",), Exit.INCOMPATIBLE, "heads of layer 0 see both sides"),
+        (("convert.keep_softmax=0", "convert.kept_window=8"), Exit.INCOMPATIBLE, "is bidirectional; 'window' is not"),
     ):
         for more in ((), ("--dry-run",)):
             if wanted == Exit.HUB and more:  # a dry run asks the Hub nothing
