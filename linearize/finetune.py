@@ -85,6 +85,7 @@ def finetune(
             with accelerator.main_process_first():
                 named = find_teacher(recipe, run.teacher_commit())
                 base = open_base(recipe, run, named, accelerator.is_main_process, say)
+                named = named and named.downloaded()
             tuner.load(base, named)
         accelerator.init_trackers(recipe.name)
         complete = tuner.train(only)
@@ -201,12 +202,15 @@ def open_base(recipe: Recipe, run: Run, named: Named | None, owner: bool, say: S
             prepare_base(recipe, run, named, say)
             upgrade_base(recipe, run, run.converted, say)
         return run.converted
-    source = converted_base(recipe, None if owner and run.resume == "never" else run.commit())
+    commit = None if owner and run.resume == "never" else run.commit()
     if owner:
         check_packages(recipe)
         if named is not None:
-            model = meta_model(source.folder, None, None, recipe.model.trust_remote_code)
+            model = meta_model(
+                converted_base(recipe, commit, weights=False).folder, None, None, recipe.model.trust_remote_code
+            )
             check_teacher(named, recipe, model, run.max_steps, processes())
+    source = converted_base(recipe, commit)
     if owner and saved_again(source.folder) is not None and not run.has_converted:
         begin(recipe, run, None, source.revision, named, say)
         adopt(source.folder, run.converted, trust_remote_code=recipe.model.trust_remote_code)
@@ -243,7 +247,7 @@ def begin(recipe: Recipe, run: Run, base: Path | None, commit: str | None, named
             if source is not None:
                 own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
                 data[f"{own}data.{split}"] = source_hash(source, recipe.folder)
-    for note in run.start(versions(), commit, data, base, named.facts() if named else None):
+    for note in run.start(versions(), commit, data, base, named.downloaded().facts() if named else None):
         say(note)
 
 
@@ -301,9 +305,9 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
         return
     assert recipe.convert is not None
     check_packages(recipe)
-    # To compare layers or to make weights takes minutes: whether the run fits is known before.
+    # To compare layers, and to make or fetch weights, takes minutes: whether the run fits is known before.
     chosen_here = any(map(is_auto, (recipe.convert.keep_softmax, recipe.convert.keep_heads)))
-    early = chosen_here or isinstance(recipe.model.base, Scratch)
+    early = chosen_here or isinstance(recipe.model.base, Scratch) or named is not None
     if early:
         with from_configs(recipe) as (likely, _):
             if named is not None:
@@ -315,7 +319,6 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
         trust = recipe.model.trust_remote_code
         check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
         if not early:
-            check_teacher(named, recipe, model, run.max_steps, processes())
             check_room(recipe, run, (plan, source, natives), None, sum(p.numel() for p in model.parameters()))
         if kind_of(model) != "images":
             load_tokenizer(source.folder, trust)
@@ -433,7 +436,7 @@ def check_room(recipe: Recipe, run: Run, planned: Any, folder: Path | None, para
     A model whose `parameters` are few beside the memory is let through: to rehearse its stages takes seconds.
     """
     device, precision = target(recipe, None)
-    named = find_teacher(recipe, weights=False)
+    named = find_teacher(recipe)
     if named is not None and named.stored is None:
         parameters += sum(p.numel() for p in meta_teacher(named).parameters())
     if parameters * BYTES_AT_MOST < SMALL * device.memory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from . import __version__
-from .checkpoint.atomic import write_atomically
+from .checkpoint.atomic import lock_folder, write_atomically
 from .checkpoint.provenance import check_code
 from .checkpoint.source import open_source
 from .convert import load_config
@@ -40,7 +41,7 @@ from .data.logits import (
 )
 from .data.packing import BlockOrder, Blocks, MixedBlocks, data_fingerprint
 from .errors import Exit, LinearizeError, existing_folder, writing
-from .finetune import base_path, check_packages
+from .finetune import base_path, check_packages, no_one
 from .plan.plan import some
 from .recipe.models import Scratch, Teacher
 from .recipe.recipe import LogitKL, OnPolicyKL, Recipe, Stage
@@ -48,7 +49,7 @@ from .terminal.output import short, size
 from .terminal.progress import Advance, progress, silent
 from .train.losses import target_log_probs, top_logits
 from .train.random_model import config_of
-from .train.runtime import Say, make_accelerator
+from .train.runtime import Say, in_turns, make_accelerator
 from .train.teacher import (
     Named,
     base_tokenizer,
@@ -105,10 +106,13 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
     read, into the folder `output`. A recipe without a teacher has its base as one. With `dry_run` only count.
 
     Shards that an earlier call left there stay, so that a call that was stopped goes on; of several processes each
-    writes its share. Returns `output`, `tokens`, `bytes`, `top` and the `teacher`. Raises LinearizeError: 2 for the
-    recipe or a folder of something else, 3 for a teacher that does not fit, 4 for a disk that is too small.
+    writes its share. Returns `output`, `tokens`, `bytes`, `top` and the `teacher`; a dry run fetches no weights from
+    the Hub, and has None as their `sha256`. Raises LinearizeError: 2 for the recipe or a folder of something else, 3
+    for a teacher that does not fit, 4 for a disk that is too small, 6 for logits that are not finite.
     """
     named, tokenizer, vocabulary = settled(recipe, top)
+    if not dry_run:
+        named = named.downloaded()
     facts = named.facts()
     before = check_folder(output, facts, top, vocabulary)
     accelerator = make_accelerator(recipe, output)
@@ -116,14 +120,16 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
         say = no_one
     with text_folder(output, dry_run, accelerator.is_main_process) as cache:
         with accelerator.main_process_first(), writing(output):
-            if not dry_run:
-                output.mkdir(parents=True, exist_ok=True)
             sets = open_sets(recipe, named, tokenizer, cache, top, accelerator.num_processes)
         for one in sets:  # what an earlier recipe read more of stays
             one.rows = max([one.rows, *(old["rows"] for old in before if old["facts"] == one.facts)])
         tokens = sum(one.rows * one.blocks.seq_len for one in sets)
         count = tokens * token_bytes(top)
+        told = {"output": str(output), "tokens": tokens, "bytes": count, "top": top, "teacher": facts}
         say(f"{short(tokens)} tokens, of each the {top} likeliest of {vocabulary:,}: {size(count)} in {output}")
+        if dry_run:
+            say(f"{size(free_bytes(output))} are free there")
+            return told
         work: list[tuple[RowSet, range, Path, str]] = []
         for one in sets:
             key = key_of(facts, top, vocabulary, one.facts, data_fingerprint(one.blocks))
@@ -133,8 +139,9 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
         due = sum(len(job[1]) * job[0].blocks.seq_len for job, missing in zip(work, left, strict=True) if missing)
         check_disk(output, due * token_bytes(top))
         accelerator.wait_for_everyone()  # all have looked before anyone writes
-        if not dry_run and any(left):
-            teacher = load_teacher(named, accelerator.device)
+        if any(left):
+            with in_turns(accelerator):
+                teacher = load_teacher(named, accelerator.device)
             check_vocabulary(tokenizer, teacher, [one.blocks for one in sets])
             say(teacher_line(named, teacher))
             own = range(accelerator.process_index, len(work), accelerator.num_processes)
@@ -145,7 +152,7 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
                 for one, rows, path, key in mine:
                     write_rows(path, predicted(one, rows, top, vocabulary, teacher, accelerator, advance), key)
         accelerator.wait_for_everyone()
-        if accelerator.is_main_process and not dry_run:
+        if accelerator.is_main_process:
             others = [old for old in before if old["facts"] not in [one.facts for one in sets]]
             record = {"format": FORMAT, "linearize": __version__, "teacher": facts, "k": top, "vocabulary": vocabulary}
             record["sets"] = [*others, *(one.record() for one in sets)]
@@ -153,29 +160,34 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
                 write_atomically(output / RECORD, json.dumps(record, indent=2) + "\n")
             say(f"wrote {output}. Next: linearize finetune with teacher.logits={output}")
     accelerator.end_training()
-    return {"output": str(output), "tokens": tokens, "bytes": count, "top": top, "teacher": facts}
+    return told
 
 
 @contextlib.contextmanager
 def text_folder(output: Path, dry_run: bool, main: bool) -> Iterator[Path]:
-    """Within: where text is packed, in `output` so that several processes find it; a dry run leaves that as it is. A
-    call that wrote no rows leaves no folder that was not there."""
+    """Within: where text is packed, in `output` so that several processes find it, for this call alone; a dry run
+    leaves that as it is. A call that wrote no rows leaves no folder that was not there.
+
+    Raises LinearizeError (exit 2) where another call writes this output.
+    """
     if dry_run:
         with tempfile.TemporaryDirectory(prefix="linearize-") as apart:
             yield Path(apart)
         return
+    if not main:
+        yield output / CACHE
+        return
     made = not output.exists()
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+        handle = lock_folder(output / CACHE)
     try:
         yield output / CACHE
     finally:
-        if main:
-            shutil.rmtree(output / CACHE, ignore_errors=True)
-            if made and output.is_dir() and not any(output.iterdir()):
-                output.rmdir()
-
-
-def no_one(text: str) -> None:
-    """A `say` that is silent."""
+        shutil.rmtree(output / CACHE, ignore_errors=True)
+        os.close(handle)
+        if made and output.is_dir() and not any(output.iterdir()):
+            output.rmdir()
 
 
 def settled(recipe: Recipe, top: int) -> tuple[Named, Any, int]:
@@ -213,7 +225,7 @@ def teacher_to_write(recipe: Recipe) -> Named:
         asked = Teacher(
             model=base, revision=model.revision, dtype=model.dtype, trust_remote_code=model.trust_remote_code
         )
-        if open_teacher(asked, weights=False).converted:
+        if open_teacher(asked).converted:
             asked = None
     if asked is None or asked.model is None:
         raise LinearizeError("the recipe names no model whose logits could be written. Add teacher.model=MODEL")
@@ -249,13 +261,19 @@ def check_folder(output: Path, teacher: dict[str, Any], top: int, vocabulary: in
     if not (output / RECORD).exists():
         return []
     stored = StoredLogits(output)
+    teacher = {**teacher, "sha256": teacher["sha256"] or stored.teacher["sha256"]}
     if (stored.teacher, stored.k, stored.vocabulary) != (teacher, top, vocabulary):
         raise LinearizeError(
             f"{output} has the {stored.k} likeliest of {stored.vocabulary:,} tokens of {stored.teacher['model']} "
-            f"({stored.teacher['sha256'][:16]}), not the {top} of {vocabulary:,} of {teacher['model']} "
-            f"({teacher['sha256'][:16]}). Choose another -o"
+            f"({short_name(stored.teacher)}), not the {top} of {vocabulary:,} of {teacher['model']} "
+            f"({short_name(teacher)}). Choose another -o"
         )
     return stored.sets
+
+
+def short_name(teacher: dict[str, Any]) -> str:
+    """The commit of a teacher of the Hub, or the hash of one on disk, in 16 digits."""
+    return str(teacher["commit"] or teacher["sha256"])[:16]
 
 
 def open_sets(recipe: Recipe, named: Named, tokenizer: Any, cache: Path, top: int, processes: int) -> list[RowSet]:
@@ -284,9 +302,14 @@ def open_sets(recipe: Recipe, named: Named, tokenizer: Any, cache: Path, top: in
     return sets
 
 
+def free_bytes(output: Path) -> int:
+    """What is free on the disk of a folder that may not be there yet."""
+    return shutil.disk_usage(existing_folder(output)).free
+
+
 def check_disk(output: Path, due: int) -> None:
     """Raise LinearizeError (exit 4) where the disk has no room for so many bytes."""
-    free = shutil.disk_usage(existing_folder(output)).free
+    free = free_bytes(output)
     if due > free:
         raise LinearizeError(
             f"{output} would take {size(due)} more, {size(free)} are free. Make room, choose another -o, or a smaller "
@@ -308,6 +331,11 @@ def predicted(
         with accelerator.autocast():
             logits = forward(teacher, batch)
         likeliest = top_logits(logits[..., :vocabulary], top, temperature=temperature)
+        if likeliest.values.isnan().any():  # of tokens with a logit that is infinite or no number
+            raise LinearizeError(
+                f"the teacher's logits are not finite in {teacher.dtype}. Set teacher.dtype: bfloat16 or float32",
+                Exit.CHECK_FAILED,
+            )
         found["values"].append(likeliest.values.float().cpu())
         found["indices"].append(likeliest.indices.int().cpu())
         found["rest"].append(likeliest.rest.float().cpu())

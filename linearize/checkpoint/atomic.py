@@ -61,7 +61,7 @@ def _beside(output: Path, kind: str) -> Path:
 @contextlib.contextmanager
 def _claimed(work: Path) -> Iterator[None]:
     """`work` as a new and empty folder of this process alone; removed when the block fails."""
-    handle = _lock(work)
+    handle = lock_folder(work)
     try:
         for path in work.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -73,8 +73,11 @@ def _claimed(work: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _lock(work: Path) -> int:
-    """Create `work` if need be and lock it; raises LinearizeError (exit 2) when another process has it."""
+def lock_folder(work: Path) -> int:
+    """Create `work` if need be and lock it until the handle is closed.
+
+    Raises LinearizeError (exit 2) when another process has it.
+    """
     taken = LinearizeError(
         f"{work} is in use: another linearize writes this output. Wait for it, or choose another -o; "
         "if none is running, remove that folder"

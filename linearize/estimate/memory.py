@@ -100,7 +100,7 @@ class Rehearsal:
         self.dtype = dtype
         with self.mode, Tracker():  # which answers what initialisers ask of values
             self.model = meta_model(folder, planned, dtype, recipe.model.trust_remote_code, device="cpu")
-            self.named = named or find_teacher(recipe, weights=False)
+            self.named = named or find_teacher(recipe)
             self.student = Student(self.model, own_teacher=self.named is None)
             if self.named is not None:
                 give_teacher(self.named, self.student, "cpu")

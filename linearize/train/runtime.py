@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,18 @@ def check_runtime(recipe: Recipe) -> str:
     if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
         raise LinearizeError(f"track.to {track} needs: pip install {track}", Exit.RESOURCE)
     return {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(runtime.precision, runtime.precision)
+
+
+@contextlib.contextmanager
+def in_turns(accelerator: Accelerator) -> Iterator[None]:
+    """Within: the processes of a machine work one after another, where each holds a whole model in its memory for a
+    while."""
+    turns = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    for _ in range(accelerator.local_process_index):
+        accelerator.wait_for_everyone()
+    yield
+    for _ in range(accelerator.local_process_index, turns):
+        accelerator.wait_for_everyone()
 
 
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:

@@ -39,7 +39,7 @@ from .deepspeed_zero3 import partition, read_config
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, seed_for
 from .runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
-from .runtime import Say, make_optimizer, make_schedule, stage_steps, to_source
+from .runtime import Say, in_turns, make_optimizer, make_schedule, stage_steps, to_source
 from .samples import write_samples
 from .save import load_converted
 from .stages import Calibration, error_scale, listen
@@ -106,7 +106,8 @@ class Finetuner:
         if named.stored is not None:
             self.student.vocabulary = named.stored.vocabulary
         else:
-            self.student.other = load_teacher(named, self.device)
+            with in_turns(self.accelerator):
+                self.student.other = load_teacher(named, self.device)
             check_vocabulary(self.processor, self.student.other, data)
             self.student.vocabulary = min(map(vocabulary_of, (self.model, self.student.other)))
         self.say(teacher_line(named, self.student.other))

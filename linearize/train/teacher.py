@@ -58,16 +58,28 @@ class Named:
 
     def facts(self) -> dict[str, Any]:
         """Provenance: `model`, `commit` and `sha256`; of stored predictions also how many tokens they have. What else
-        their rows depend on is in the shards, and compared with the run's data."""
+        their rows depend on is in the shards, and compared with the run's data. `sha256` is None without weights."""
         if self.stored is not None:
             return {**self.stored.teacher, "top": self.stored.k}
         assert self.source is not None
-        return {"model": self.source.name, "commit": self.source.revision, "sha256": sha256_of(self.source)}
+        return {"model": self.source.name, "commit": self.source.revision, "sha256": self.sha256}
+
+    @property
+    def sha256(self) -> str | None:
+        """The hash of the model's files; None of one of the Hub whose weights were not fetched."""
+        assert self.source is not None
+        return sha256_of(self.source) if self.source.shards else None
+
+    def downloaded(self) -> Named:
+        """With the weights of a model that is to be loaded; of the Hub those of the commit that was found."""
+        if self.stored is not None or self.source is None or self.source.revision is None:
+            return self
+        return dataclasses.replace(self, source=open_source(self.source.name, self.source.revision))
 
 
-def find_teacher(recipe: Recipe, commit: str | None = None, *, weights: bool = True) -> Named | None:
-    """The teacher that a recipe names, None where it names none; of the Hub at `commit`, where given, and downloaded
-    with its `weights` if it is to be loaded.
+def find_teacher(recipe: Recipe, commit: str | None = None) -> Named | None:
+    """The teacher that a recipe names, None where it names none; of the Hub at `commit`, where given, and without
+    weights.
 
     Raises LinearizeError: 2 for logits that are none, 3 for what is no checkpoint, 5 for the Hub.
     """
@@ -75,16 +87,18 @@ def find_teacher(recipe: Recipe, commit: str | None = None, *, weights: bool = T
     if asked is None:
         return None
     stored = None if asked.logits is None else StoredLogits(Path(os.path.expanduser(asked.logits)))
-    source = None if asked.model is None else open_teacher(asked, commit, weights=weights and stored is None)
+    source = None if asked.model is None else open_teacher(asked, commit)
     return Named(source, stored, asked.dtype, asked.trust_remote_code)
 
 
-def open_teacher(asked: Teacher, commit: str | None = None, *, weights: bool = True) -> Source:
-    """The checkpoint of a teacher that is named; of a folder with its shards in any case."""
+def open_teacher(asked: Teacher, commit: str | None = None) -> Source:
+    """The checkpoint of a teacher that is named: a folder with its shards, of the Hub the config alone."""
     name = named_base(asked.model or "")
     local = os.path.isdir(os.path.expanduser(name))
-    source = open_source(name, asked.revision if local else commit or asked.revision, weights=weights or local)
-    return dataclasses.replace(source, name="demo") if asked.model == "demo" else source
+    source = open_source(name, asked.revision if local else commit or asked.revision, weights=local)
+    if asked.model == "demo":
+        return dataclasses.replace(source, name="demo")
+    return source if local else dataclasses.replace(source, shards=())
 
 
 def sha256_of(source: Source) -> str:

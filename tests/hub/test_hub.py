@@ -31,6 +31,7 @@ from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run
 from linearize.hub.push import plan_push, push
+from linearize.logits import write_logits
 from linearize.recipe.recipe import load_recipe
 
 REPO = "user/tiny-gsa"
@@ -682,6 +683,39 @@ def test_a_run_goes_on_from_the_commit_it_began_with(hub: Hub, root: Path, tmp_p
     assert json.loads((tmp_path / "run" / "run.json").read_text())["commit"] == began
     with pytest.raises(LinearizeError, match="damaged or cut short"):
         train(recipe, resume="never")
+
+
+def test_a_teacher_is_compared_before_any_weights_are_fetched(hub: Hub, root: Path, tmp_path: Path) -> None:
+    """At the revision that the recipe names; neither those of the base, converted or not, nor the teacher's own."""
+    linear, source = base(root, "llama"), base(root, "llama").parent / "source"
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    for name, folder in (("user/base", source), ("user/linear", linear)):
+        hub.repos.setdefault(name, Repo()).commit({path.name: path.read_bytes() for path in folder.iterdir()})
+    tokens = json.loads(files["tokenizer.json"])
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary |= dict(zip(list(vocabulary)[70:72], list(vocabulary.values())[71:69:-1], strict=True))
+    teacher = hub.repos.setdefault("user/teacher", Repo())
+    fitting = teacher.commit(files, "v1")
+    teacher.commit({**files, "tokenizer.json": json.dumps(tokens).encode()})
+    section = {"mechanism": "gsa", "options": {"slots": 8}}
+    one, logs = stage("logit_kl", steps=1), tmp_path / "logits"
+    for start in ({"model": Path("user/base"), "convert": section}, {"model": Path("user/linear")}):
+        recipe = make_recipe(tmp_path, start.pop("model"), one, teacher="user/teacher", **start)
+        for act in (train, lambda asked: write_logits(asked, logs, 4)):
+            assert "token 70 is" in refused(Exit.INCOMPATIBLE, lambda act=act, asked=recipe: act(asked))
+    named = {"model": "user/teacher", "revision": "v1"}
+    found = write_logits(make_recipe(tmp_path, linear, one, teacher=named), logs, 4, dry_run=True)
+    assert found["teacher"] == {"model": "user/teacher", "commit": fitting, "sha256": None}
+    assert source_weights(hub) == set()
+    assert not (tmp_path / "run").exists()
+    assert not logs.exists()
+    train(make_recipe(tmp_path, linear, one, teacher=named))
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())["teacher"]
+    assert (facts["commit"], len(facts["sha256"])) == (fitting, 64)
+    assert source_weights(hub) == {"model.safetensors"}
+    write_logits(make_recipe(tmp_path, linear, one, teacher=named), logs, 4)
+    again = write_logits(make_recipe(tmp_path, linear, one, teacher=named), logs, 4, dry_run=True)
+    assert again["tokens"] == found["tokens"]
 
 
 def test_a_recipe_asks_before_it_trains(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +33,8 @@ from linearize.estimate.memory import Rehearsal
 from linearize.recipe.recipe import Recipe
 from linearize.train.loop import StageLoop
 from linearize.train.losses import cross_entropy, logit_kl
+from linearize.train.runtime import in_turns
+from linearize.train.teacher import find_teacher, meta_teacher
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -206,6 +212,20 @@ def test_another_tokenizer_is_refused_by_its_first_token(root: Path, tmp_path: P
             act(recipe)
         assert caught.value.code == Exit.INCOMPATIBLE
     assert not (tmp_path / "place" / "run").exists()
+
+
+def test_code_of_a_teacher_runs_where_it_is_trusted(root: Path, tmp_path: Path) -> None:
+    teacher = Path(shutil.copytree(base(root, "llama"), tmp_path / "teacher"))
+    with (teacher / "mixer.py").open("a") as file:
+        file.write("# mine\n")
+    asked = recipe_of(tmp_path, root, teacher=str(teacher))
+    trusted = recipe_of(tmp_path, root, teacher={"model": str(teacher), "trust_remote_code": True})
+    plain, own = map(find_teacher, (asked, trusted))
+    assert plain
+    assert own
+    with pytest.raises(LinearizeError, match=r"carries other code .*\(mixer\.py\)"):
+        meta_teacher(plain)
+    assert type(meta_teacher(own)).__name__ == "LinearizedLlamaForCausalLM"
 
 
 def test_models_that_cannot_teach_are_refused_before_the_conversion(root: Path, tmp_path: Path) -> None:
@@ -449,6 +469,30 @@ def test_what_cannot_be_written(root: Path, tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "out").exists()
 
 
+def test_a_teacher_that_overflows_is_not_stored(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overflowing(*arguments: Any) -> Any:
+        logits = forward(*arguments)
+        logits[-1, -1, 3] = torch.inf
+        return logits
+
+    forward = writer.forward
+    monkeypatch.setattr(writer, "forward", overflowing)
+    with pytest.raises(LinearizeError, match=r"not finite in torch\.float32\. Set teacher\.dtype") as caught:
+        written(recipe_of(tmp_path, root, teacher=str(root / "large")), tmp_path / "out", 4)
+    assert caught.value.code == Exit.CHECK_FAILED
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_calls_do_not_write_one_folder(root: Path, tmp_path: Path) -> None:
+    recipe, out = recipe_of(tmp_path, root, teacher=str(root / "large")), tmp_path / "out"
+    with writer.text_folder(out, False, True):
+        with pytest.raises(LinearizeError, match="another linearize writes this output"):
+            written(recipe, out, 4)
+        assert (out / writer.CACHE).is_dir()
+    assert not out.exists()
+    written(recipe, out, 4)
+
+
 def test_no_file_of_others_is_removed(root: Path, tmp_path: Path) -> None:
     recipe, out = recipe_of(tmp_path, root, teacher=str(root / "large")), tmp_path / "out"
     out.mkdir()
@@ -496,6 +540,25 @@ def test_a_run_does_not_replace_its_teacher(root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "final" / "config.json").is_file()
 
 
+def test_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of each of two machines: those of one machine never at the same time."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    everyone, inside, seen = Barrier(4), list[tuple[str, int]](), list[list[tuple[str, int]]]()
+
+    def work(machine: str, place: int) -> None:
+        accelerator: Any = SimpleNamespace(local_process_index=place, wait_for_everyone=everyone.wait, num_processes=4)
+        with in_turns(accelerator):
+            inside.append((machine, place))
+            time.sleep(0.05)
+            seen.append(list(inside))
+            inside.remove((machine, place))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, "aabb", (0, 1, 0, 1)))
+    assert len(seen) == 4
+    assert all(len({machine for machine, _ in one}) == len(one) for one in seen)
+
+
 def test_two_processes_write_and_read_what_one_does(root: Path, tmp_path: Path, forks: Forks) -> None:
     one = stage("logit_kl", "all", batch={"per_device": 2, "accumulate": 2}, optimizer={"lr": 1e-4})
     two = {**one, "batch": {"per_device": 2}}
@@ -504,7 +567,7 @@ def test_two_processes_write_and_read_what_one_does(root: Path, tmp_path: Path, 
     train(recipe_of(tmp_path / "one", root, one, teacher={"logits": str(tmp_path / "logits")}))
     recipe_of(tmp_path / "two", root, two, teacher=large)
 
-    def together(*arguments: Any) -> None:
+    def together(*arguments: Any) -> list[str]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -512,8 +575,10 @@ def test_two_processes_write_and_read_what_one_does(root: Path, tmp_path: Path, 
         ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
         done = forks.together([Task([*map(str, arguments)], environment=rank) for rank in ranks])
         assert [result.code for result in done] == [0, 0], done
+        return [result.said for result in done]
 
-    together("logits", tmp_path / "two" / "recipe.yaml", "-o", tmp_path / "pair", "--top", "4")
+    told = together("logits", tmp_path / "two" / "recipe.yaml", "-o", tmp_path / "pair", "--top", "4", "--json")
+    assert ['"tokens": ' in one for one in told] == [True, False]
     for path in (tmp_path / "logits").glob("*.safetensors"):
         ours, theirs = (load_file(folder / path.name) for folder in (tmp_path / "pair", tmp_path / "logits"))
         for name, value in theirs.items():
