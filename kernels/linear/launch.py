@@ -155,13 +155,20 @@ Precision = Literal["tf32", "bf16x3", "ieee"]
 
 def use_triton(backend: str, q: Tensor, v: Tensor, heads: int, obstacle: str = "") -> bool:
     """Whether the kernels take inputs of such dtypes and shapes, q in v's dtype, `heads` memories a row. `auto` leaves
-    fp32 to PyTorch: tf32 would surprise, and how fast precision="ieee" is was not measured.
+    fp32 to PyTorch unless torch's own products may be tf32: precision="ieee" is slower than PyTorch with gradients.
 
     Raises ValueError where `triton` is asked for and they do not.
     """
-    if backend == "auto" and v.dtype == torch.float32:
+    if backend == "auto" and v.dtype == torch.float32 and not allows_tf32():
         return False
     return use_kernels(backend, obstacle or runs_on(q, v, heads))
+
+
+@torch.compiler.assume_constant_result
+def allows_tf32() -> bool:
+    """Whether torch was told that products of fp32 may round their factors to tf32."""
+    products: Any = torch.backends.cuda.matmul
+    return str(products.fp32_precision) == "tf32"
 
 
 def fits_unit(q: Tensor, v: Tensor) -> bool:

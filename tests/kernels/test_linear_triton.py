@@ -125,6 +125,10 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
         la(q, q, q, backend="triton")
 
 
+def test_fp32_takes_the_kernels_where_torch_may_round_to_tf32() -> None:
+    assert interpreted(fp32_takes_kernels) == [False, True, False, True]
+
+
 # ---------------------------------------------------------------- compiled for real, without a GPU
 
 
@@ -316,3 +320,17 @@ def check_operators() -> None:
 
         backward = 2 * 64 * 5 * 16 + 10 * 16 * 16 if causal else 2 * forward
         assert flops_whichever_way(loss, (q, k, v, a, b)) == 9 * 2 * (forward + backward)
+
+
+def fp32_takes_kernels() -> list[bool]:
+    """Whether `auto` takes them as torch stands, where its products may be tf32, and again without and with it."""
+    from linearize_kernels.linear.launch import use_triton
+
+    q, found, kept = torch.rand(1, 5, 2, 64), [], torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            found.append(use_triton("auto", q, q, 2))
+    finally:
+        torch.set_float32_matmul_precision(kept)
+    return [*found, use_triton("triton", q, q, 2)]
