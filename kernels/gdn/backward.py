@@ -1,7 +1,8 @@
 """Gated DeltaNet on the GPU, backward: the gradient of eager.py in five launches, after `prepare` and `scan`.
 
     local    per chunk: what its own queries send to u
-    back     over the chunks of a row, from the last: dx, which is dv without its gate, and the gradient of each state
+    back     over the chunks of a row, from the last: dx, which is dv without its gate, and the gradient of each state;
+             where the forward pass cut rows into pieces, once for what each adds, and from what `join` makes of that
     query    per chunk: dq, and with it the gradient of the read gate
     key      per chunk: dk, dbeta, the gradient of the write gate
     decay    per chunk: dg, of which query and key make parts
@@ -15,7 +16,8 @@ exchanged. And none is made before a loop and used in it (docs/measurements/kern
 from __future__ import annotations
 
 from .forward import (
-    chunk_decay, chunk_edges, load_parts, load_state, load_tokens, locate, locate_row, store_parts, store_state,
+    chunk_decay, chunk_edges, load_parts, load_state, load_tokens, locate, locate_row, piece_of, store_parts,
+    store_state, within_reach,
 )  # fmt: skip
 from ..gpu.tiles import (
     dot, dot_given, dot_given_left, dot_given_right, jit, load_each, load_rows, parts, segment_flow, store_rows, tl,
@@ -51,23 +53,32 @@ def local_kernel(p_q, p_k, p_do, p_gate, p_seg, p_chunks, p_b, p_b_low, p_du, sc
 
 @jit
 def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_Te, p_Te_low, p_du, p_dS1, p_dS,
-                p_dx, p_dx_low, p_dS0, scale, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, T: int, N: int,
+                p_dx, p_dx_low, p_dS0, p_A, scale, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, T: int, N: int,
                 H, E, SHARE, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
-                BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr, START: tl.constexpr,
-                LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+                BV: tl.constexpr, BITS: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
+                READ: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """dx [B,T,E,DV], and dS [slots,E,D,DV] of the state that leaves each chunk; that of the first state to p_dS0.
-    START: p_dS1 [rows,E,D,DV] holds the gradient of the last state. Grid (blocks of BV, rows*E)."""
+    START: p_dS1 [rows,pieces,E,D,DV] holds the gradient of what leaves each piece. Without p_dS only what each piece
+    adds to the gradient of what enters it, A [rows,pieces,E,D,DV]; the first is wanted nowhere.
+    Grid (blocks of BV, rows*E, pieces)."""
     i_s, i_b, first, length, slot, count, i_e = locate_row(p_rows, p_cu, T, N, E, VARLEN)
+    i_p, pieces, begin, end = piece_of(count)
+    own = (i_s // E * pieces + i_p) * E + i_e
     o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV)
     i_q = i_e * G
     p_k += i_b * s_kb + i_e // SHARE * s_kh
     p_q += i_b * s_qb + i_q * s_qh
     p_do += i_b * s_ob + i_q * s_oh
     b_dS = tl.zeros([BD, BV], tl.float32)
-    if START:
-        b_dS += load_state(p_dS1 + i_s * (D * DV), o_d, o_v, D, DV)
-    for i in range(0, count):
-        i_n = count - 1 - i
+    if p_dS is None:
+        start = (i_b * T + first) * E + i_e
+        near, _ = within_reach(p_b + start, p_b_low + start, p_seg + i_b * T if SEGMENTS else p_seg, first, begin, end,
+                               length, E, C, BITS, SEGMENTS, True)  # fmt: skip
+        end = begin + tl.where(i_p == 0, 0, near)
+    elif START:
+        b_dS += load_state(p_dS1 + own * (D * DV), o_d, o_v, D, DV)
+    for i in range(0, end - begin):
+        i_n = end - 1 - i
         i_t = first + i_n * C
         size = tl.minimum(length - i_n * C, C)
         place, row = (i_b * T + i_t) * E + i_e, (i_b * T + i_t) * H + i_q
@@ -77,14 +88,16 @@ def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_lo
         b_start, b_end, through = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
         b_beta = tl.maximum(load_tokens(p_beta + place, o_c, E, size), 8e-28)
         b_high, b_low = parts(b_dS, b_k.dtype == tl.bfloat16)
-        store_state(p_dS + ((slot + i_n) * E + i_e) * (D * DV), b_high, o_d, o_v, D, DV)
+        if p_dS is not None:
+            store_state(p_dS + ((slot + i_n) * E + i_e) * (D * DV), b_high, o_d, o_v, D, DV)
         b_du += b_end[:, None] * dot_given_left(b_k, b_high, b_low, PREC)
         b_du, b_du_low = parts(b_du * b_beta[:, None], b_k.dtype == tl.bfloat16)
         b_dx = dot(tl.trans(b_T), tl.trans(b_T_low), b_du, b_du_low, PREC)
-        p_low = p_dx_low
-        if p_dx_low is not None:
-            p_low += place * DV
-        store_parts(p_dx + place * DV, p_low, b_dx, o_c, o_v, E * DV, size, DV)
+        if p_dS is not None:
+            p_low = p_dx_low
+            if p_dx_low is not None:
+                p_low += place * DV
+            store_parts(p_dx + place * DV, p_low, b_dx, o_c, o_v, E * DV, size, DV)
         b_dx, b_dx_low = parts(b_dx * -b_start[:, None], b_k.dtype == tl.bfloat16)
         b_dS = b_dS * through + dot_given_left(tl.trans(b_k), b_dx, b_dx_low, PREC)
         for i_g in range(G):
@@ -96,8 +109,12 @@ def back_kernel(p_q, p_k, p_do, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_lo
             b_do *= b_read[:, None]
             b_do, b_do_low = parts(b_do, b_k.dtype == tl.bfloat16)
             b_dS += dot_given_left(tl.trans(b_q), b_do, b_do_low, PREC)
-    if LAST:
-        store_state(p_dS0 + i_s * (D * DV), b_dS, o_d, o_v, D, DV)
+    if p_dS is None:
+        store_state(p_A + own * (D * DV), b_dS, o_d, o_v, D, DV)
+    elif LAST:
+        ends = i_p == 0
+        if ends:
+            store_state(p_dS0 + i_s * (D * DV), b_dS, o_d, o_v, D, DV)
 
 
 @jit

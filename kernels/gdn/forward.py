@@ -4,6 +4,11 @@
     scan     over the chunks of a row, a block of value columns each: e, and the state that enters every chunk
     output   per chunk: o, for the query heads of one state one after another
 
+Where heads are too few for a GPU, rows are cut into pieces that are scanned side by side. A piece maps the state that
+enters it to M S + A. `scan` runs twice: once for A, from zero, and for M, whose columns start as the identity and meet
+no values; then from what `join` makes of those. What decays by more than 2^-BITS on its way is not followed: chunks
+that far from the end of a piece are left out of A, and M counts as zero.
+
 Scratch is bf16 for bf16 inputs, where each tensor costs one rounding and counts as given afterwards, else fp32; Te, and
 for gradients e and dx, keep 16 bits as two bf16 parts: dk and the gates have products of two of them. Slots: a row of N
 chunks owns N + 1, slot n for what enters chunk n (launch.py).
@@ -39,6 +44,40 @@ def locate_row(p_rows, p_cu, T, N, E, VARLEN: tl.constexpr):
     else:
         i_b, first, length, slot, count = i_r, i_r * 0, T, i_r * (N + 1), N
     return i_r * E + i_e, i_b, first, length, slot, count, i_e
+
+
+@jit
+def piece_of(count):
+    """For grid (.., rows*E, pieces): number of the piece, pieces, its first chunk and the one after its last."""
+    i_p, pieces = tl.program_id(2), tl.num_programs(2)
+    begin = tl.minimum(i_p * tl.cdiv(count, pieces), count)
+    return i_p, pieces, begin, tl.minimum(begin + tl.cdiv(count, pieces), count)
+
+
+@jit
+def within_reach(p_b, p_b_low, p_seg, first, begin, end, length, E, C: tl.constexpr, BITS: tl.constexpr,
+                 SEGMENTS: tl.constexpr, REVERSE: tl.constexpr):  # fmt: skip
+    """Chunks of a piece that keep more than 2^-BITS on their way to its end (REVERSE: from its start), and whether all
+    of it keeps no more. b is that of the row and state head, the documents those of the batch row."""
+    o_n, near = tl.arange(0, 64), 0 * end
+    total = near.to(tl.float32)
+    for i in range(0, tl.cdiv(end - begin, 64)):
+        o_away = i * 64 + o_n
+        m_n = o_away < end - begin
+        if REVERSE:
+            i_n = begin + o_away
+        else:
+            i_n = end - 1 - o_away
+        o_last = tl.minimum((i_n + 1) * C, length) - 1
+        b_sum = tl.load(p_b + o_last * E, mask=m_n, other=0.0) + tl.load(p_b_low + o_last * E, mask=m_n, other=0.0)
+        if SEGMENTS:
+            entered = tl.load(p_seg + tl.maximum(first + i_n * C - 1, 0), mask=m_n, other=0)
+            leaves = tl.load(p_seg + first + o_last, mask=m_n, other=0)
+            b_sum = tl.where(entered == leaves, b_sum, -1e4)
+        b_between = total + tl.cumsum(b_sum, 0) - b_sum
+        near += tl.sum((m_n & (b_between > -BITS)).to(tl.int32))
+        total += tl.sum(b_sum)
+    return near, total <= -BITS
 
 
 @jit
@@ -172,31 +211,59 @@ def prepare_kernel(p_k, p_g, p_beta, p_seg, p_chunks, p_b, p_b_low, p_Te, p_Te_l
 
 @jit
 def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_Te, p_Te_low, p_S0, p_S, p_e, p_e_low,
-                p_S1, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, E, SHARE, D: tl.constexpr, DV: tl.constexpr,
-                C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr,
-                WRITE: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
-    """S [slots,E,D,DV] and e [B,T,E,DV]; the last state to p_S1 [rows,E,D,DV]. Grid (blocks of BV, rows*E)."""
+                p_S1, p_A, p_M, p_M_low, p_dead, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, E, SHARE,
+                D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+                BITS: tl.constexpr, VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, WRITE: tl.constexpr,
+                START: tl.constexpr, LAST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """S [slots,E,D,DV] and e [B,T,E,DV]; the last state to p_S1 [rows,E,D,DV]. Grid (blocks of BV, rows*E, pieces).
+    START: p_S0 [rows,pieces,E,D,DV] holds what enters each piece.
+
+    Without p_S only A [rows,pieces,E,D,DV], M [rows,pieces,E,D,D] and whether M counts as zero, [rows,pieces,E]. Grid
+    (blocks of BV in DV and in D, rows*E, pieces). The last A is wanted nowhere; the first M only with START.
+    """
     i_s, i_b, first, length, slot, count, i_e = locate_row(p_rows, p_cu, T, N, E, VARLEN)
-    o_c, o_d, o_v = tl.arange(0, C), tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV)
+    i_p, pieces, begin, end = piece_of(count)
+    own = (i_s // E * pieces + i_p) * E + i_e
+    BLOCKS: tl.constexpr = (DV + BV - 1) // BV
+    i_v = tl.program_id(0)
+    o_c, o_d = tl.arange(0, C), tl.arange(0, BD)
     p_k += i_b * s_kb + i_e // SHARE * s_kh
     p_v += i_b * s_vb + i_e // SHARE * s_vh
+    o_v = i_v * BV + tl.arange(0, BV)
     b_S = tl.zeros([BD, BV], tl.float32)
-    if START:
-        b_S += load_state(p_S0 + i_s * (D * DV), o_d, o_v, D, DV)
+    if p_S is None:
+        moves = i_v >= BLOCKS
+        o_v -= tl.where(moves, BLOCKS * BV, 0)
+        b_S += (moves & (o_d[:, None] == o_v[None, :])).to(tl.float32)
+        row = (i_b * T + first) * E + i_e
+        near, dead = within_reach(p_b + row, p_b_low + row, p_seg + i_b * T if SEGMENTS else p_seg, first, begin, end,
+                                  length, E, C, BITS, SEGMENTS, False)  # fmt: skip
+        if not START:
+            dead = dead | (i_p == 0)
+        if i_v == 0:
+            tl.store(p_dead + own, dead.to(tl.int32))
+        near = tl.where(tl.where(moves, dead, i_p == pieces - 1), 0, near)
+        begin = end - near
+    elif START:
+        b_S += load_state(p_S0 + own * (D * DV), o_d, o_v, D, DV)
     if WRITE:
         p_gate += (i_b * T + first) * E + i_e
-        b_gate = load_tokens(p_gate, o_c, E, length)
-    for i_n in range(0, count):
+        b_gate = load_tokens(p_gate + begin * C * E, o_c, E, length - begin * C)
+    for i_n in range(begin, end):
         i_t = first + i_n * C
         size = tl.minimum(length - i_n * C, C)
         place = (i_b * T + i_t) * E + i_e
         b_k = load_rows(p_k + i_t * s_kt, o_c, o_d, s_kt, size, D)
-        b_v = load_rows(p_v + i_t * s_vt, o_c, o_v, s_vt, size, DV)
+        if p_S is None:
+            b_v = load_rows(p_v + i_t * s_vt, o_c, o_v, s_vt, tl.where(moves, 0, size), DV)
+        else:
+            b_v = load_rows(p_v + i_t * s_vt, o_c, o_v, s_vt, size, DV)
         b_T, b_T_low = load_parts(p_Te + place * C, p_Te_low + place * C, o_c, o_c, E * C, size, C)
         b_start, b_end, through = chunk_edges(p_b + place, p_b_low + place, p_seg, i_b * T, o_c, i_t, E, size, SEGMENTS)
         b_end *= load_tokens(p_beta + place, o_c, E, size)
         b_high, b_low = parts(b_S, b_k.dtype == tl.bfloat16)
-        store_state(p_S + ((slot + i_n) * E + i_e) * (D * DV), b_high, o_d, o_v, D, DV)
+        if p_S is not None:
+            store_state(p_S + ((slot + i_n) * E + i_e) * (D * DV), b_high, o_d, o_v, D, DV)
         b_x = b_v.to(tl.float32)
         if WRITE:
             b_x *= b_gate[:, None]
@@ -206,14 +273,64 @@ def scan_kernel(p_k, p_v, p_beta, p_gate, p_seg, p_rows, p_cu, p_b, p_b_low, p_T
         b_x -= b_start[:, None] * dot_given_left(b_k, b_high, b_low, PREC)
         b_x, b_x_low = parts(b_x, b_k.dtype == tl.bfloat16)
         b_e = dot(b_T, b_T_low, b_x, b_x_low, PREC)
-        p_low = p_e_low
-        if p_e_low is not None:
-            p_low += place * DV
-        store_parts(p_e + place * DV, p_low, b_e, o_c, o_v, E * DV, size, DV)
+        if p_S is not None:
+            p_low = p_e_low
+            if p_e_low is not None:
+                p_low += place * DV
+            store_parts(p_e + place * DV, p_low, b_e, o_c, o_v, E * DV, size, DV)
         b_u, b_u_low = parts(b_e * b_end[:, None], b_k.dtype == tl.bfloat16)
         b_S = b_S * through + dot_given_left(tl.trans(b_k), b_u, b_u_low, PREC)
-    if LAST:
-        store_state(p_S1 + i_s * (D * DV), b_S, o_d, o_v, D, DV)
+    if p_S is None:
+        if moves:
+            if not dead:
+                p_low = p_M_low
+                if p_M_low is not None:
+                    p_low += own * (D * D)
+                store_parts(p_M + own * (D * D), p_low, b_S, o_d, o_v, D, D, D)
+        else:
+            store_state(p_A + own * (D * DV), b_S, o_d, o_v, D, DV)
+    elif LAST:
+        ends = i_p == pieces - 1
+        if ends:
+            store_state(p_S1 + i_s * (D * DV), b_S, o_d, o_v, D, DV)
+
+
+@jit
+def join_kernel(p_A, p_M, p_M_low, p_dead, p_S0, p_S, E, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+                BV: tl.constexpr, START: tl.constexpr, REVERSE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """What enters each piece, [rows,pieces,E,D,DV]: M S + A over those before it, the first from p_S0 [rows,E,D,DV].
+    REVERSE: the gradient of what leaves each piece, M^T dS + A over those after it.
+    Grid (blocks of BV, rows*E, pieces).
+
+    Every program goes its way from the last piece before its own that keeps nothing.
+    """
+    i_s, i_e, i_p, pieces = tl.program_id(1).to(tl.int64), tl.program_id(1) % E, tl.program_id(2), tl.num_programs(2)
+    own = i_s // E * pieces * E + i_e
+    o_d, o_v, o_p = tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, 64)
+    # Steps of the walk, and the piece of step j: origin + j * step.
+    if REVERSE:
+        steps, origin, step, s_i, s_j = pieces - 1 - i_p, pieces - 1, -1, 1, D
+    else:
+        steps, origin, step, s_i, s_j = i_p, 0, 1, D, 1
+    m_p = o_p < steps
+    b_dead = tl.load(p_dead + own + (origin + o_p * step) * E, mask=m_p, other=0)
+    start = tl.max(tl.where(m_p & (b_dead != 0), o_p + 1, 0), 0)
+    i_a = own + (origin + tl.maximum(start - 1, 0) * step) * E
+    b_S = load_rows(p_A + i_a * (D * DV), o_d, o_v, DV, tl.where(start > 0, D, 0), DV)
+    if START:
+        b_S += load_rows(p_S0 + i_s * (D * DV), o_d, o_v, DV, tl.where(start > 0, 0, D), DV)
+    m_M = (o_d < D)[:, None] & (o_d < D)[None, :]
+    o_M = o_d[:, None] * s_i + o_d[None, :] * s_j
+    for j in range(start, steps):
+        place = own + (origin + j * step) * E
+        b_M = tl.load(p_M + place * (D * D) + o_M, mask=m_M, other=0.0)
+        if b_M.dtype == tl.bfloat16:
+            b_M_low = tl.load(p_M_low + place * (D * D) + o_M, mask=m_M, other=0.0)
+        else:
+            b_M_low = b_M
+        b_high, b_low = parts(b_S, b_M.dtype == tl.bfloat16)
+        b_S = dot(b_M, b_M_low, b_high, b_low, PREC) + load_state(p_A + place * (D * DV), o_d, o_v, D, DV)
+    store_state(p_S + (own + i_p * E) * (D * DV), b_S, o_d, o_v, D, DV)
 
 
 @jit

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .forward import output_kernel, prepare_kernel, scan_kernel, step_kernel
+from .forward import join_kernel, output_kernel, prepare_kernel, scan_kernel, step_kernel
 from .backward import back_kernel, decay_kernel, key_kernel, local_kernel, query_kernel
 from ..gpu.launch import Problem, dense, launch, lay_out, scratch, strides, width
 from ..gpu.operators import operator, own_namespace
@@ -21,7 +21,7 @@ from ..gpu.target import obstacle_of, refusal, target
 class Launch(NamedTuple):
     """How one kernel runs."""
 
-    # Columns that one program takes: of values (scan, back, output, local) or of keys (query, key).
+    # Columns that one program takes: of values (scan, back, output, local, join) or of keys (query, key).
     columns: int
     warps: int = 4
     # Buffers for the tiles of a loop over chunks.
@@ -31,12 +31,17 @@ class Launch(NamedTuple):
 
 
 class Config(NamedTuple):
-    """Tile sizes, the precision of fp32 operands, and how each kernel runs."""
+    """Tile sizes, the precision of fp32 operands, how each kernel runs, and where rows are cut into pieces."""
 
     chunk: int
     block_d: int
     block_dv: int
     precision: str
+    # Bits of a state that are kept: what has decayed by more is not followed from piece to piece.
+    bits: int
+    # Programs of the scan that run at once (0: rows are never cut), and the fewest chunks that make a piece.
+    programs: int
+    piece: int
     prepare: Launch
     scan: Launch
     output: Launch
@@ -44,11 +49,26 @@ class Config(NamedTuple):
     back: Launch
     query: Launch
     key: Launch
+    # The launches of scan and back that come first where rows are cut, and what joins the pieces.
+    sums: Launch
+    back_sums: Launch
+    join: Launch
 
+    def pieces(self, rows: int, chunks: int, DV: int) -> int:
+        """Into how many pieces scan and back cut so many rows of heads, of so many chunks each.
+
+        Pieces are walked twice, and once more for their M: two of them gain nothing.
+        """
+        most = min(self.programs // (rows * -(-DV // self.scan.columns)), chunks // self.piece, MOST_PIECES)
+        return most if most > 2 else 1
+
+
+# join_kernel looks at so many at once.
+MOST_PIECES = 64
 
 # (capability, BD, BDV) -> what differs from `safe` for bf16. Measured: one H200, B8 T2048 H16.
 SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
-    ((9, 0), 128, 128): {"scan": Launch(64, stages=2), "query": Launch(128)},
+    ((9, 0), 128, 128): {"scan": Launch(64, stages=2), "sums": Launch(64, stages=2), "query": Launch(128)},
 }
 
 
@@ -61,17 +81,22 @@ def configure(q: Tensor, v: Tensor) -> Config:
 def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int) -> Config:
     gpu = target(device)
     if gpu is None:
-        return choose((0, 0), 1 << 20, D, DV, dtype)._replace(chunk=32, precision="ieee")
-    return choose(gpu.capability, gpu.shared, D, DV, dtype)
+        config = choose((0, 0), 1 << 20, 6, D, DV, dtype)
+        return config._replace(chunk=32, precision="ieee", piece=1)
+    return choose(*gpu, D, DV, dtype)
 
 
 obstacle = obstacle_of(_configure)
 
 
 @functools.cache
-def choose(capability: tuple[int, int], shared: int, D: int, DV: int, dtype: torch.dtype) -> Config:
+def choose(
+    capability: tuple[int, int], shared: int, processors: int, D: int, DV: int, dtype: torch.dtype
+) -> Config:
     """The shipped configuration for (capability, D), or one that fits `shared` bytes of shared memory."""
     config = safe(shared, D, DV, dtype)
+    if join_bytes(config.block_d, config.join.columns) <= shared:
+        config = config._replace(programs=2 * processors)
     if dtype == torch.bfloat16:
         config = config._replace(**SHIPPED.get((capability, config.block_d, config.block_dv), {}))
     return config
@@ -93,8 +118,9 @@ def safe(shared: int, D: int, DV: int, dtype: torch.dtype) -> Config:
         along, block_k, columns = min(along, BDV), min(block_k, BD), BDV if C > 16 else min(32, BDV)
         need = shared_elements(C, BD, BDV, block_k, along, columns) * (2 if half else 4)
         if longest >= C and need <= shared:
-            launches = (Launch(n) for n in (C, along, columns, columns, along, block_k, block_k))
-            return Config(C, BD, BDV, precision, *launches)
+            launches = [Launch(n) for n in (C, along, columns, columns, along, block_k, block_k, along, along)]
+            launches.append(Launch(min(64, BDV), warps=8 if BD > 64 else 4))
+            return Config(C, BD, BDV, precision, 25 if dtype == torch.float32 else 17, 0, 4, *launches)
     raise ValueError(f"head dims {D} and {DV} need more than {shared} bytes of shared memory")
 
 
@@ -104,6 +130,11 @@ def shared_elements(C: int, BD: int, BDV: int, block_k: int, along: int, columns
     rows = 2 * C * BD + 2 * BD * along + 4 * C * along
     outputs = 2 * C * BD + C * columns + BD * columns
     return max(keys, rows, outputs) + 2 * C * C
+
+
+def join_bytes(BD: int, columns: int) -> int:
+    """Bound on the shared memory of join_kernel: M and a block of S, each in two bf16 parts or in fp32."""
+    return 4 * BD * (BD + columns)
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
@@ -143,6 +174,7 @@ class GDNProblem(Problem):
         self.scratch = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32
         self.split = self.scratch == torch.bfloat16
         self.grid = self.layout.chunks, self.B * self.E
+        self.pieces = pieces(call)
         # What kernels take after their tensors and strides; those of the query side take all.
         self.counts = self.T, self.layout.chunks, self.E, self.E // self.k.shape[2]
         self.all_counts = self.T, self.layout.chunks, self.H, *self.counts[2:]
@@ -153,6 +185,7 @@ class GDNProblem(Problem):
             "C": self.config.chunk,
             "LEVELS": (self.config.chunk // 8).bit_length() - 1,
             "BD": self.config.block_d,
+            "BITS": self.config.bits,
             "VARLEN": self.layout.per_chunk is not None,
             "SEGMENTS": self.segments is not None,
             "READ": self.read is not None,
@@ -164,15 +197,43 @@ class GDNProblem(Problem):
         options: dict[str, Any] = {"num_warps": how.warps, "num_stages": how.stages, "maxnreg": how.registers}
         launch(kernel, grid, *arguments, call=self.number, **options, **(self.constants | changed))
 
-    def along_rows(self, columns: int) -> tuple[int, int]:
-        """The grid of a kernel that takes so many value columns of a state through all chunks of its row."""
-        return -(-self.DV // columns), self.layout.rows * self.E
+    def along_rows(self, columns: int, *, moves: bool = False) -> tuple[int, int, int]:
+        """The grid of a kernel that takes so many value columns of a state through the chunks of a piece of its row,
+        with `moves` those of M, too."""
+        blocks = -(-self.DV // columns) + (-(-self.D // columns) if moves else 0)
+        return blocks, self.layout.rows * self.E, self.pieces
 
     def states(self) -> Tensor:
         return self.new(self.layout.slots, self.E, self.D, self.DV, dtype=self.scratch)
 
+    def edges(self) -> Tensor:
+        """A state for each piece."""
+        return self.new(self.layout.rows, self.pieces, self.E, self.D, self.DV)
+
     def per_token(self) -> Tensor:
         return self.new(self.B, self.T, self.E, self.DV, dtype=self.scratch)
+
+
+def pieces(x: Call) -> int:
+    """Into how many pieces scan and back cut a row; of sequences laid end to end one of the mean length decides."""
+    C, rows = (config := configure(x.q, x.v)).chunk, len(x.q) if x.cu is None else len(x.cu) - 1
+    chunks = -(-x.q.shape[1] // C) if x.cu is None else (x.q.shape[1] // C + rows) // rows
+    return config.pieces(rows * x.g.shape[2], chunks, int(x.v.shape[3]))
+
+
+class Kept(NamedTuple):
+    """What the backward pass takes over, where there are two parts each (fp32: one, and nothing): b [B,T,E], Te
+    [B,T,E,C]. Where rows are cut, else nothing: what enters each piece [rows,pieces,E,D,Dv], M [rows,pieces,E,D,D], and
+    whether it counts as zero [rows,pieces,E]."""
+
+    b: Tensor
+    b_low: Tensor
+    Te: Tensor
+    Te_low: Tensor
+    starts: Tensor
+    M: Tensor
+    M_low: Tensor
+    dead: Tensor
 
 
 class Solved(NamedTuple):
@@ -184,46 +245,82 @@ class Solved(NamedTuple):
     e: tuple[Tensor, Tensor]
 
 
-def prepare(x: GDNProblem, b: tuple[Tensor, ...], Te: tuple[Tensor, ...]) -> None:
+def of_chunks(x: GDNProblem, kept: Kept) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """b and Te, both parts of each."""
+    return (kept.b, kept.b_low), (kept.Te, kept.Te_low if x.split else kept.Te)
+
+
+def prepare(x: GDNProblem, kept: Kept) -> None:
     """Fill b and Te."""
+    b, Te = of_chunks(x, kept)
     x.launch(
         prepare_kernel, x.grid, x.k, x.g, x.beta, x.segments, x.layout.per_chunk, *b, *Te, *strides(x.k),
         *x.counts, how=x.config.prepare,
     )  # fmt: skip
 
 
-def solve(
-    x: GDNProblem, b: tuple[Tensor, ...], Te: tuple[Tensor, ...], last: Tensor | None, *, exact: bool
-) -> Solved:
+def scan(x: GDNProblem, kept: Kept, first: Tensor | None, results: tuple[Tensor | None, ...], how: Launch) -> None:
+    """One launch of the scan: S, e in two parts and the last state, or of pieces A, M in two parts and what is dead."""
+    moves, (b, Te) = results[0] is None, of_chunks(x, kept)
+    x.launch(
+        scan_kernel, x.along_rows(how.columns, moves=moves), x.k, x.v, x.beta, x.write, x.segments, x.layout.per_row,
+        x.cu, *b, *Te, first, *results, *strides(x.k, x.v), *x.counts, how=how, BV=how.columns,
+        START=first is not None, LAST=results[3] is not None,
+    )  # fmt: skip
+
+
+def join(x: GDNProblem, A: Tensor, kept: Kept, first: Tensor | None, into: Tensor, *, reverse: bool) -> None:
+    """What enters each piece, `reverse` the gradient of what leaves it."""
+    how = x.config.join
+    x.launch(
+        join_kernel, x.along_rows(how.columns), A, kept.M, kept.M_low, kept.dead, first, into, x.E, how=how,
+        BV=how.columns, START=first is not None, REVERSE=reverse,
+    )  # fmt: skip
+
+
+def enter_pieces(x: GDNProblem, kept: Kept) -> None:
+    """Fill what is kept of pieces."""
+    A = x.edges()
+    M_low = kept.M_low if x.split else None
+    scan(x, kept, x.S0, (None, None, None, None, A, kept.M, M_low, kept.dead), x.config.sums)
+    join(x, A, kept, x.S0, kept.starts, reverse=False)
+
+
+def solve(x: GDNProblem, kept: Kept, last: Tensor | None, *, exact: bool) -> Solved:
     """Everything up to the states that enter the chunks; the state after the last token goes to `last`. `exact` keeps
     both parts of e."""
-    how, high = x.config.scan, x.per_token()
+    high = x.per_token()
     low = torch.empty_like(high) if x.split and exact else None
-    out = Solved(b, Te, x.states(), (high, high if low is None else low))
-    x.launch(
-        scan_kernel, x.along_rows(how.columns), x.k, x.v, x.beta, x.write, x.segments, x.layout.per_row, x.cu, *b,
-        *Te, x.S0, out.S, high, low, last, *strides(x.k, x.v), *x.counts, how=how,
-        BV=how.columns, START=x.S0 is not None, LAST=last is not None,
-    )  # fmt: skip
+    out = Solved(*of_chunks(x, kept), x.states(), (high, high if low is None else low))
+    first = x.S0 if x.pieces == 1 else kept.starts
+    scan(x, kept, first, (out.S, high, low, last, None, None, None, None), x.config.scan)
     return out
 
 
 def results(x: Call) -> tuple[Tensor, ...]:
-    """Room for o [B,T,H,Dv], the state after the last token [rows,E,D,Dv] in fp32, and for the backward pass both parts
-    of b and Te (of Te in fp32 one, and nothing)."""
+    """Room for o [B,T,H,Dv], the state after the last token [rows,E,D,Dv] in fp32, and what is kept."""
     (B, T, H, D), E, DV, rows = x.q.shape, x.g.shape[2], x.v.shape[-1], len(x.q) if x.cu is None else len(x.cu) - 1
     kind = torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32
-    Te = B, T, E, configure(x.q, x.v).chunk
-    parts = (scratch(x.q, *n, dtype=kind) for n in (Te, Te if kind == torch.bfloat16 else (0,)))
-    o, b, b_low = scratch(x.q, B, T, H, DV, dtype=x.q.dtype), scratch(x.q, B, T, E), scratch(x.q, B, T, E)
-    return o, scratch(x.q, rows, E, D, DV), b, b_low, *parts
+    P = pieces(x)
+    cut = (rows, P, E) if P > 1 else (0, 1, E)
+    sizes = (B, T, E, configure(x.q, x.v).chunk), (*cut, D, D)
+    Te, Te_low, M, M_low = (
+        scratch(x.q, *n, dtype=kind) for size in sizes for n in (size, size if kind == torch.bfloat16 else (0,))
+    )
+    kept = Kept(
+        scratch(x.q, B, T, E), scratch(x.q, B, T, E), Te, Te_low, scratch(x.q, *cut, D, DV), M, M_low,
+        scratch(x.q, *cut, dtype=torch.int32),
+    )  # fmt: skip
+    return scratch(x.q, B, T, H, DV, dtype=x.q.dtype), scratch(x.q, rows, E, D, DV), *kept
 
 
 def forward(number: int, call: Call, o: Tensor, S1: Tensor, *parts: Tensor) -> None:
-    x = GDNProblem(number, call)
-    c, b, Te = x.config, parts[:2], parts[2:] if x.split else parts[2:3] * 2
-    prepare(x, b, Te)
-    s = solve(x, b, Te, S1, exact=False)
+    x, kept = GDNProblem(number, call), Kept(*parts)
+    c = x.config
+    prepare(x, kept)
+    if x.pieces > 1:
+        enter_pieces(x, kept)
+    s = solve(x, kept, S1, exact=False)
     x.launch(
         output_kernel, (*x.grid, -(-x.DV // c.output.columns)), x.q, x.k, x.beta, x.read, x.segments,
         x.layout.per_chunk, *s.b, s.S, s.e[0], o, x.scale, *strides(x.q, x.k), *x.all_counts, how=c.output,
@@ -232,10 +329,10 @@ def forward(number: int, call: Call, o: Tensor, S1: Tensor, *parts: Tensor) -> N
 
 
 def backward(number: int, call: Call, do: Tensor, dS1: Tensor | None, *parts: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, g, beta, of both gates and of the first state; `parts` are the forward's b and Te."""
-    x, do = GDNProblem(number, call), dense(do)
+    """Gradients of q, k, v, g, beta, of both gates and of the first state; `parts` are what the forward pass kept."""
+    x, do, kept = GDNProblem(number, call), dense(do), Kept(*parts)
     c, du = x.config, x.new(x.B, x.T, x.E, x.DV)
-    s = solve(x, parts[:2], parts[2:] if x.split else parts[2:3] * 2, None, exact=True)
+    s = solve(x, kept, None, exact=True)
     x.launch(
         local_kernel, (*x.grid, -(-x.DV // c.local.columns)), x.q, x.k, do, x.read, x.segments, x.layout.per_chunk,
         *s.b, du, x.scale, *strides(x.q, x.k, do), *x.all_counts, how=c.local, BV=c.local.columns,
@@ -243,11 +340,20 @@ def backward(number: int, call: Call, do: Tensor, dS1: Tensor | None, *parts: Te
     dS, dx, dS0 = x.states(), x.per_token(), None if x.S0 is None else torch.empty_like(x.S0)
     last = None if dS1 is None else dS1.float().contiguous()
     dx_low = torch.empty_like(dx) if x.split else None
-    x.launch(
-        back_kernel, x.along_rows(c.back.columns), x.q, x.k, do, x.beta, x.read, x.segments, x.layout.per_row, x.cu,
-        *s.b, *s.Te, du, last, dS, dx, dx_low, dS0, x.scale, *strides(x.q, x.k, do), *x.all_counts,
-        how=c.back, BV=c.back.columns, START=last is not None, LAST=dS0 is not None,
-    )  # fmt: skip
+
+    def walk(how: Launch, first: Tensor | None, *made: Tensor | None) -> None:
+        x.launch(
+            back_kernel, x.along_rows(how.columns), x.q, x.k, do, x.beta, x.read, x.segments, x.layout.per_row, x.cu,
+            *s.b, *s.Te, du, first, *made, x.scale, *strides(x.q, x.k, do), *x.all_counts, how=how, BV=how.columns,
+            START=first is not None, LAST=made[3] is not None,
+        )  # fmt: skip
+
+    if x.pieces > 1:
+        A, ends = x.edges(), x.edges()
+        walk(c.back_sums, None, None, None, None, None, A)
+        join(x, A, kept, last, ends, reverse=True)
+        last = ends
+    walk(c.back, last, dS, dx, dx_low, dS0, None)
     both = dx, dx if dx_low is None else dx_low
     return *_gradients(x, s, do, dS, both), dS0
 
@@ -329,7 +435,7 @@ def step(number: int, x: StepCall, o: Tensor, S1: Tensor) -> None:
 
 NAMESPACE = own_namespace(__name__, "gdn")
 chunked_op = operator(
-    NAMESPACE, "gdn", Call, results, forward, "o S1 | b b_low Te Te_low", kept="b b_low Te Te_low",
+    NAMESPACE, "gdn", Call, results, forward, f"o S1 | {' '.join(Kept._fields)}", kept=" ".join(Kept._fields),
     backward=backward, leaves="q k v g beta read_gate write_gate S0", flops=flops,
 )  # fmt: skip
 step_op = operator(NAMESPACE, "gdn_step", StepCall, step_results, step, "o S1")

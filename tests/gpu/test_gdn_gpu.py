@@ -25,6 +25,10 @@ CASES: list[dict[str, Any]] = [
     *({"D": D, "DV": DV} for D in (16, 32, 64, 80, 96, 128, 256) for DV in (D, 64, 128)),
     *({"D": D, "DV": D, "dtype": kind, "slack": 1} for D in (32, 64, 80, 128, 256) for kind in ("float16", "float32")),
     *({"T": T, "D": 128, "DV": 128} for T in (2, 63, 64, 65, 1000)),
+    # Long enough for rows to be cut into pieces; with weak gates all of them matter.
+    *({"T": 2500, "gate": gate, "D": 128, "DV": 128, "state": True, "heads": True} for gate in (0.05, 1.0, 30.0)),
+    {"T": 2500, "gate": 0.05, "state": True, "segments": 1100},
+    {"T": 1500, "gate": 0.05, "state": True, "dtype": "float32", "D": 128, "DV": 64, "slack": 1},
     *({"H": H, "Hkv": Hkv, "E": E} for H, Hkv, E in ((8, 8, 8), (6, 2, 2), (8, 1, 1), (8, 2, 4))),
     *({"gate": gate, "dtype": kind} for gate in (10.0, 300.0) for kind in ("bfloat16", "float16", "float32")),
     *({"special": s} for s in ("open", "closed", "infinite", "zero", "silent")),
