@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .layout import TokenLayout, once
 from .layers.norm import HeadNorm
+from .layers.pool import check_pool, on_rows, put, take
 from .layers.softmax_heads import SoftmaxHeads, SplitState
 
 
@@ -104,6 +105,8 @@ class Mixer(nn.Module):
     geometric: ClassVar[bool] = False
     # Whether it needs as many keys as queries.
     square: ClassVar[bool] = True
+    # Whether it changes rows of a pool itself. For one that does not they are copied out and back.
+    pools: ClassVar[bool] = False
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
@@ -185,14 +188,22 @@ class Mixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any = None
     ) -> tuple[Tensor, Any]:
         """`mix`, the exact window beside it where there is one, and softmax in the heads that keep it; arguments and
-        results as for `mix`, of all heads.
+        results as for `mix`, of all heads. With rows in the layout `state` is a pool, which is changed in place and
+        returned.
 
-        Raises ValueError when a causal mechanism or window is called as attention to both sides.
+        Raises ValueError when a causal mechanism or window is called as attention to both sides, for rows that do not
+        fit, and for rows beside heads that keep softmax.
         """
         alone = self.near is None and self.softmax is None
         if not layout.causal and q.shape[1] > 1 and not (self.bidirectional and alone):
             what = "what stands beside it" if self.bidirectional else self.title
             raise ValueError(f"{self.site.path}: called as attention to both sides, and {what} looks back only")
+        if layout.rows is not None and self.softmax is not None:
+            raise ValueError(
+                f"{self.site.path}: the heads that keep softmax hold every token, and a row of a pool has one size. Hand "
+                "in the states of the batch, without rows"
+            )
+        check_pool(layout.rows, state, q.shape[0], layout.segments)
         q, k, v = as_autocast(q, k, v)
         if self.softmax is None:
             return self._linear(q, k, v, x, layout, state)
@@ -210,13 +221,25 @@ class Mixer(nn.Module):
         o, mass, far = self._far(q, k, v, x, layout, far)
         if self.near is None:
             return o, far
-        o, near = self.near(o, mass, q, k, v, x, layout, near)
-        return o, WindowedState(far, near)
+        if layout.rows is None:
+            o, near = self.near(o, mass, q, k, v, x, layout, near)
+            return o, WindowedState(far, near)
+        o, ring = self.near(o, mass, q, k, v, x, layout._replace(rows=None), take(near, layout.rows))
+        put(near, layout.rows, ring)
+        return torch.where((layout.rows >= 0)[:, None, None, None], o, 0.0), state
 
     def _far(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
     ) -> tuple[Tensor, Tensor | None, Any]:
         """What the mechanism computes, its normaliser where it has one, and its state."""
+        rows = layout.rows
+        if rows is not None and not self.pools:
+
+            def copied(state: Any, padding: Tensor) -> tuple[Tensor, Tensor | None, Any]:
+                return self._far(q, k, v, x, layout._replace(padding=padding, rows=None), state)
+
+            o, mass, state = on_rows(copied, state, rows, layout.padding, q.shape[1])
+            return o, mass, state
         if self.normalised:
             return self.mix_with_mass(q, k, v, x, layout, state)
         o, state = self.mix(q, k, v, x, layout, state)

@@ -362,25 +362,29 @@ def output_kernel(p_q, p_k, p_beta, p_gate, p_seg, p_chunks, p_b, p_b_low, p_S, 
 
 
 @jit
-def step_kernel(p_q, p_k, p_v, p_g, p_beta, p_read, p_write, p_padding, p_S, p_o, p_S1, scale, s_qb, s_qh, s_kb, s_kh,
-                s_vb, s_vh, s_pb, H, E, SHARE, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-                READ: tl.constexpr, WRITE: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+def step_kernel(p_q, p_k, p_v, p_g, p_beta, p_read, p_write, p_padding, p_rows, p_S, p_o, p_S1, scale, s_qb, s_qh,
+                s_kb, s_kh, s_vb, s_vh, s_pb, s_S, H, E, SHARE, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+                BV: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
     """One token of every row: o [B,1,H,DV] and the new state. Grid (blocks of BV, E, B)."""
     i_e, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_d, o_v, place = tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV), i_b * E + i_e
     g, beta = tl.load(p_g + place).to(tl.float32), tl.load(p_beta + place).to(tl.float32)
-    real = 1.0
+    real, row, held = 1.0, i_b, D
     if PADDED:
         real = tl.load(p_padding + i_b * s_pb).to(tl.float32)
+    if p_rows is not None:
+        row = tl.load(p_rows + i_b).to(tl.int64)
+        real, held = tl.where(row >= 0, real, 0.0), tl.where(row >= 0, D, 0)
+    memory = row * s_S + i_e * (D * DV)
     # [BD], [BV], [BD, BV]
     b_k = tl.load(p_k + i_b * s_kb + i_e // SHARE * s_kh + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     b_v = tl.load(p_v + i_b * s_vb + i_e // SHARE * s_vh + o_v, mask=o_v < DV, other=0.0).to(tl.float32)
     if WRITE:
         b_v *= tl.load(p_write + place).to(tl.float32)
-    b_S = load_state(p_S + place * (D * DV), o_d, o_v, D, DV) * tl.exp(tl.maximum(g, -30.0) * real)
+    b_S = load_rows(p_S + memory, o_d, o_v, DV, held, DV) * tl.exp(tl.maximum(g, -30.0) * real)
     b_e = (b_v - tl.sum(b_k[:, None] * b_S, 0)) * (beta * real)
     b_S += b_k[:, None] * b_e[None, :]
-    store_state(p_S1 + place * (D * DV), b_S, o_d, o_v, D, DV)
+    store_rows(p_S1 + memory, b_S, o_d, o_v, DV, held, DV)
     for i_q in range(i_e * (H // E), (i_e + 1) * (H // E)):
         b_q = tl.load(p_q + i_b * s_qb + i_q * s_qh + o_d, mask=o_d < D, other=0.0).to(tl.float32)
         b_o = tl.sum(b_q[:, None] * b_S, 0) * (scale * real)

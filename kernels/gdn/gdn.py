@@ -29,11 +29,12 @@ from transformers import initialization as init
 from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.conv import short_conv
 from ..layers.recurrent import Recurrent
-from .launch import chunked_op, runs_on, step_op
+from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, Site
 from ..layers.scan import each_sequence, numbered
+from ..layers.pool import check_pool, on_rows, put, take
 
 
 def gdn(
@@ -48,6 +49,7 @@ def gdn(
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: DeltaState | None = None,
+    rows: Tensor | None = None,
     read_gate: Tensor | None = None,
     write_gate: Tensor | None = None,
     chunk_size: int = 64,
@@ -60,6 +62,7 @@ def gdn(
     multiplies q (default D^-1/2). `read_gate` [B,T,H] multiplies o, `write_gate` [B,T,E] multiplies v. `padding`
     [B,T] bool is True at real tokens; others leave the state alone and output 0. `segments` [B,T] int: the memory
     restarts where it changes. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows.
+    `rows` [B] int: `state` is a pool, of which those rows are the call's (below 0: padding); they are changed in place.
     `backend`: `auto` runs the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch; the
     others insist. `chunk_size` is PyTorch's; the kernels bring their own.
 
@@ -67,9 +70,17 @@ def gdn(
     """
     gates = {"g": (g, "BTE"), "beta": (beta, "BTE"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
     check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, **gates)
+    check_pool(rows, state, q.shape[0], cu_seqlens, segments)
     x = Inputs(q, k, v, g, beta, read_gate, write_gate)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g)):
+    kernels = q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g))
+    if rows is not None and state is not None:
+        if kernels and q.shape[1] == 1 and not wants_gradients(*x, *state):
+            return pool_op(*x, scale, padding, *state, rows), state
+        form: Any = {"scale": scale, "chunk_size": chunk_size, "backend": backend}
+        o, state = on_rows(partial(gdn, **x._asdict(), **form), state, rows, padding, q.shape[1])
+        return o, state
+    if kernels:
         return _gdn_triton(x, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
         run = partial(gdn, scale=scale, chunk_size=chunk_size, backend="torch")
@@ -253,14 +264,18 @@ class GatedDeltaNet(Recurrent, Mixer):
         """`Mixer.mix`, with SLA's gates (`recur`)."""
         g, beta = self.gates(x)
         memory, *tails = (None,) * 4 if state is None else state
-        q, queries = self._features(q, "query", tails[0], layout)
-        k, keys = self._features(k, "key", tails[1], layout)
-        v, values = self._convolved(v, "value", tails[2], layout)
+        held = tails if layout.rows is None else [take(tail, layout.rows) for tail in tails]
+        q, queries = self._features(q, "query", held[0], layout)
+        k, keys = self._features(k, "key", held[1], layout)
+        v, values = self._convolved(v, "value", held[2], layout)
         v = F.silu(v) if self.value_act == "swish" else v
         before = None if memory is None else DeltaState(memory)
         o, (memory,) = self.recur(gdn, layout, before, read_gate, write_gate, q, k, v, g, beta, scale=1.0)
         if hasattr(self, "output_gate"):
             o = o * F.silu(self.output_gate(x)).unflatten(-1, o.shape[2:])
+        if layout.rows is not None and state is not None:
+            put(tails, layout.rows, (queries, keys, values))
+            return o, state
         return o, GDNState(memory, queries, keys, values)
 
     def _convolved(self, y: Tensor, role: str, tail: Tensor | None, layout: TokenLayout) -> tuple[Tensor, Tensor]:

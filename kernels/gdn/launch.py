@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .forward import join_kernel, output_kernel, prepare_kernel, scan_kernel, step_kernel
 from .backward import back_kernel, decay_kernel, key_kernel, local_kernel, query_kernel
-from ..gpu.launch import Problem, dense, launch, lay_out, scratch, strides, width
+from ..gpu.launch import Problem, dense, in_rows, launch, lay_out, scratch, strides, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import obstacle_of, refusal, target
 
@@ -399,7 +399,7 @@ def flops(x: Any) -> tuple[int, int]:
 
 
 class StepCall(NamedTuple):
-    """The inputs of the operator for one token."""
+    """The inputs of the operators for one token; with rows S is a pool, which is changed in place."""
 
     q: Tensor
     k: Tensor
@@ -411,25 +411,27 @@ class StepCall(NamedTuple):
     scale: float
     padding: Tensor | None
     S: Tensor
+    rows: Tensor | None = None
 
 
-def step_results(x: StepCall) -> tuple[Tensor, Tensor]:
-    """Room for o [B,1,H,Dv] and the new state."""
-    return scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.q.dtype), scratch(x.S, *x.S.shape, dtype=x.S.dtype)
+def step_results(x: StepCall) -> tuple[Tensor, ...]:
+    """Room for o [B,1,H,Dv] and, without rows, the new state."""
+    o = scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.q.dtype)
+    return (o, scratch(x.S, *x.S.shape, dtype=x.S.dtype)) if x.rows is None else (o,)
 
 
-def step(number: int, x: StepCall, o: Tensor, S1: Tensor) -> None:
+def step(number: int, x: StepCall, o: Tensor, S1: Tensor | None = None) -> None:
     """One token in one launch."""
-    q, k, v, g, beta, read, write, scale, padding, S = x
+    q, k, v, g, beta, read, write, scale, padding, S, rows = x
     (B, _, H, D), DV, E = q.shape, v.shape[-1], g.shape[2]
-    q, k, v, g, beta, S = dense(q), dense(k), dense(v), g.contiguous(), beta.contiguous(), S.contiguous()
+    q, k, v, g, beta, S = dense(q), dense(k), dense(v), g.contiguous(), beta.contiguous(), in_rows(S, rows)
     BD = width(D)
     BV = 16 if BD > 128 else 32
     launch(
-        step_kernel, (-(-DV // BV), E, B), q, k, v, g, beta, _contiguous(read), _contiguous(write), padding, S, o, S1,
-        scale, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-        0 if padding is None else padding.stride(0), H, E, E // k.shape[2], call=number, num_warps=4, D=D, DV=DV, BD=BD,
-        BV=BV, READ=read is not None, WRITE=write is not None, PADDED=padding is not None,
+        step_kernel, (-(-DV // BV), E, B), q, k, v, g, beta, _contiguous(read), _contiguous(write), padding, rows, S,
+        o, S if S1 is None else S1, scale, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+        0 if padding is None else padding.stride(0), S.stride(0), H, E, E // k.shape[2], call=number, num_warps=4, D=D,
+        DV=DV, BD=BD, BV=BV, READ=read is not None, WRITE=write is not None, PADDED=padding is not None,
     )  # fmt: skip
 
 
@@ -439,3 +441,4 @@ chunked_op = operator(
     backward=backward, leaves="q k v g beta read_gate write_gate S0", flops=flops,
 )  # fmt: skip
 step_op = operator(NAMESPACE, "gdn_step", StepCall, step_results, step, "o S1")
+pool_op = operator(NAMESPACE, "gdn_step_pool", StepCall, step_results, step, "o", changed="S")

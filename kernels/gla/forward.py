@@ -347,26 +347,29 @@ def score_block(p_x, s_xt, p_y, s_yt, p_b, scale_x, scale_y, b_A, o_c, o_k, s_g,
 
 
 @jit
-def gla_step_kernel(p_q, p_k, p_v, p_g, p_rq, p_rk, p_real, p_S, p_o, p_S1, scale, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh,
-                    s_pb, H, E, SHARE, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-                    BV: tl.constexpr):  # fmt: skip
+def gla_step_kernel(p_q, p_k, p_v, p_g, p_rq, p_rk, p_real, p_rows, p_S, p_o, p_S1, scale, s_qb, s_qh, s_kb, s_kh,
+                    s_vb, s_vh, s_pb, s_S, H, E, SHARE, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+                    BD: tl.constexpr, BV: tl.constexpr):  # fmt: skip
     """One token, eq. 3 as it stands: BV columns of a memory read and written once. Grid (blocks of V, E, B)."""
     i_e, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_k, o_v = tl.arange(0, BD), tl.program_id(0) * BV + tl.arange(0, BV)
-    m_k, m_v, memory = o_k < D, o_v < DV, (i_b * E + i_e) * (D * DV)
-    real = 1
+    m_k, m_v, row, held, real = o_k < D, o_v < DV, i_b, D, 1
     if p_real is not None:
         real = tl.load(p_real + i_b * s_pb).to(tl.int32)
+    if p_rows is not None:
+        row = tl.load(p_rows + i_b).to(tl.int64)
+        held, real = tl.where(row >= 0, D, 0), tl.where(row >= 0, real, 0)
+    memory = row * s_S + i_e * (D * DV)
     b_g = tl.load(p_g + (i_b * E + i_e) * D + o_k, mask=m_k, other=0.0).to(tl.float32)
     b_k = tl.load(p_k + i_b * s_kb + i_e // SHARE * s_kh + o_k, mask=m_k, other=0.0).to(tl.float32)
     b_v = tl.load(p_v + i_b * s_vb + i_e // SHARE * s_vh + o_v, mask=m_v, other=0.0).to(tl.float32)
     if p_rk is not None:
         b_k *= tl.load(p_rk + i_b * E + i_e).to(tl.float32)
     # [BD, BV]
-    b_S = load_rows(p_S + memory, o_k, o_v, DV, D, DV)
+    b_S = load_rows(p_S + memory, o_k, o_v, DV, held, DV)
     b_S1 = b_S * tl.exp(b_g)[:, None] + b_k[:, None] * b_v[None, :]
     b_S1 = tl.where(real != 0, b_S1, b_S)
-    store_rows(p_S1 + memory, b_S1, o_k, o_v, DV, D, DV)
+    store_rows(p_S1 + memory, b_S1, o_k, o_v, DV, held, DV)
     for i_g in range(0, G):
         b_q = tl.load(p_q + i_b * s_qb + (i_e * G + i_g) * s_qh + o_k, mask=m_k, other=0.0).to(tl.float32) * scale
         if p_rq is not None:

@@ -23,6 +23,7 @@ Gates are log-space, <= 0; memories and gate sums in fp32 (fp64 stays fp64).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -34,11 +35,12 @@ from ..layers.gates import biases, log_decays
 from ..layers.output_gate import OutputGate
 from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
-from .launch import chunked_op, runs_on, step_op
+from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import GLAState, Inputs, fresh_state, gla_chunked, gla_step
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, Site
 from ..layers.scan import each_sequence, numbered
+from ..layers.pool import check_pool, on_rows
 
 
 def gla(
@@ -52,6 +54,7 @@ def gla(
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: GLAState | None = None,
+    rows: Tensor | None = None,
     read_gate: Tensor | None = None,
     write_gate: Tensor | None = None,
     chunk_size: int = 64,
@@ -62,7 +65,8 @@ def gla(
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; g [B,T,E,D] log-gates (natural log, <= 0) with Hkv | E | H: one
     memory per gate head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at real tokens;
     others leave the state alone and output 0. `segments` [B,T] int: the memory restarts where it changes.
-    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `read_gate` [B,T,H]
+    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `rows` [B] int: `state` is a
+    pool, of which those rows are the call's (below 0: padding); they are changed in place. `read_gate` [B,T,H]
     multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels on a GPU for the
     sizes and dtypes that they know, else PyTorch; `triton` and `torch` force one. `chunk_size` is that of the
     PyTorch path alone.
@@ -71,9 +75,17 @@ def gla(
     """
     gates = {"g": (g, "BTED"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
     check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, **gates)
+    check_pool(rows, state, q.shape[0], cu_seqlens, segments)
     x = Inputs(q, k, v, g, read_gate, write_gate)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] > 0 and use_kernels(backend, runs_on(q, v)):
+    kernels = q.shape[1] > 0 and use_kernels(backend, runs_on(q, v))
+    if rows is not None and state is not None:
+        if kernels and q.shape[1] == 1 and not wants_gradients(*x, *state):
+            return pool_op(*x[:4], scale, padding, *state, *x[4:], rows), state
+        form: Any = {"scale": scale, "chunk_size": chunk_size, "backend": backend}
+        o, state = on_rows(partial(gla, **x._asdict(), **form), state, rows, padding, q.shape[1])
+        return o, state
+    if kernels:
         return _gla_triton(x, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .forward import gla_mix_kernel, gla_scan_kernel, gla_step_kernel
 from .backward import gla_key_kernel
-from ..gpu.launch import Problem, dense, launch, lay_out, scratch, strides, width
+from ..gpu.launch import Problem, dense, in_rows, launch, lay_out, scratch, strides, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import refusal, target
 
@@ -243,7 +243,7 @@ def flops(x: Any) -> tuple[int, int]:
 
 
 class StepCall(NamedTuple):
-    """The inputs of the operator for one token."""
+    """The inputs of the operators for one token; with rows S is a pool, which is changed in place."""
 
     q: Tensor
     k: Tensor
@@ -254,25 +254,28 @@ class StepCall(NamedTuple):
     S: Tensor
     read_gate: Tensor | None
     write_gate: Tensor | None
+    rows: Tensor | None = None
 
 
-def step_results(x: StepCall) -> tuple[Tensor, Tensor]:
-    """Room for o [B,1,H,Dv] and the new memory."""
-    return scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.q.dtype), scratch(x.S, *x.S.shape)
+def step_results(x: StepCall) -> tuple[Tensor, ...]:
+    """Room for o [B,1,H,Dv] and, without rows, the new memory."""
+    o = scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.q.dtype)
+    return (o, scratch(x.S, *x.S.shape)) if x.rows is None else (o,)
 
 
-def step(number: int, x: StepCall, o: Tensor, S1: Tensor) -> None:
+def step(number: int, x: StepCall, o: Tensor, S1: Tensor | None = None) -> None:
     """One token in one launch."""
-    q, k, v, g, scale, padding, S, read, write = x
+    q, k, v, g, scale, padding, S, read, write, rows = x
     (B, _, H, D), DV, E = q.shape, v.shape[-1], g.shape[2]
-    q, k, v, g, S = dense(q), dense(k), dense(v), g.contiguous(), S.contiguous()
+    q, k, v, g, S = dense(q), dense(k), dense(v), g.contiguous(), in_rows(S, rows)
     read, write = (None if y is None else y.contiguous() for y in (read, write))
     BD = width(D)
     BV = max(16, min(2048 // BD, width(DV)))
     launch(
-        gla_step_kernel, (-(-DV // BV), E, B), q, k, v, g, read, write, padding, S, o, S1, scale, q.stride(0),
-        q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0 if padding is None else padding.stride(0),
-        H, E, E // k.shape[2], call=number, num_warps=2, G=H // E, D=D, DV=DV, BD=BD, BV=BV,
+        gla_step_kernel, (-(-DV // BV), E, B), q, k, v, g, read, write, padding, rows, S, o, S if S1 is None else S1,
+        scale, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+        0 if padding is None else padding.stride(0), S.stride(0), H, E, E // k.shape[2], call=number, num_warps=2,
+        G=H // E, D=D, DV=DV, BD=BD, BV=BV,
     )  # fmt: skip
 
 
@@ -282,3 +285,4 @@ chunked_op = operator(
     backward=backward, leaves="q k v g S0 read_gate write_gate", flops=flops,
 )  # fmt: skip
 step_op = operator(NAMESPACE, "gla_step", StepCall, step_results, step, "o S1")
+pool_op = operator(NAMESPACE, "gla_step_pool", StepCall, step_results, step, "o", changed="S")

@@ -248,6 +248,18 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def in_rows(state: Tensor, rows: Tensor | None) -> Tensor:
+    """A state as a step reads it: each of its rows dense. A pool, of which `rows` are named, is changed where it lies.
+
+    Raises ValueError for a pool whose rows are not dense.
+    """
+    if rows is None:
+        return state.contiguous()
+    if state.numel() and not state[:1].is_contiguous():
+        raise ValueError(f"each row of a pool of states must be dense, found strides {state.stride()}")
+    return state
+
+
 # ---------------------------------------------------------------- operators
 
 # A library takes its operators along when it goes.

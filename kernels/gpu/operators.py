@@ -54,6 +54,7 @@ def operator(
     backward: Callable[..., Sequence[Tensor | None]] | None = None,
     usual: int = 1,
     flops: Callable[[Any], tuple[int, int]] | None = None,
+    changed: str = "",
 ) -> Any:
     """Register `name`, and with a backward pass `name`_backward, for a GPU and the interpreter's CPU; returns the first.
 
@@ -61,11 +62,14 @@ def operator(
     gradients; that of one with a question mark is computed only if it is wanted, and `backward` gets a bool for each
     of those after the gradients. `kept` outputs go to the backward pass, as all inputs do. Its kernels compile
     with those of the forward pass, for the gradients of the first `usual` outputs (0: they compile at the first
-    backward pass). The gradient of the first output always arrives.
+    backward pass). The gradient of the first output always arrives. `changed` inputs are written in place.
     """
     wanted, free = (part.split() for part in (outputs + "|").split("|")[:2])
     kinds = typing.get_type_hints(arguments)
-    schema = ", ".join(f"{_kind(kind)} {field}" for field, kind in kinds.items())
+    marks = {field: f"Tensor({letter}!)" for field, letter in zip(changed.split(), "abcdefgh", strict=False)}
+    fields_as = {field: _kind(kind).replace("Tensor", marks.get(field, "Tensor")) for field, kind in kinds.items()}
+    last = dict.fromkeys(arguments._field_defaults, "=None")
+    schema = ", ".join(f"{kind} {field}{last.get(field, '')}" for field, kind in fields_as.items())
     library = torch.library.Library(namespace, "FRAGMENT")
     _libraries.append(library)
 

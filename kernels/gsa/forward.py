@@ -175,34 +175,41 @@ def output_chunk(p_q, s_qt, s_qh, p_k, s_kt, p_v, s_vt, p_g, p_seg, row, p_b, p_
 
 
 @jit
-def step_kernel(p_q, p_k, p_v, p_g, p_real, p_K, p_V, p_seen, p_o, p_K1, p_V1, p_seen1, scale,
-                s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_gb, s_pb, H, E, SHARE, M: tl.constexpr, D: tl.constexpr,
-                DV: tl.constexpr, BM: tl.constexpr, BX: tl.constexpr, BG: tl.constexpr, PADDED: tl.constexpr,
-                PREC: tl.constexpr):  # fmt: skip
+def step_kernel(p_q, p_k, p_v, p_g, p_real, p_rows, p_K, p_V, p_seen, p_o, p_K1, p_V1, p_seen1, scale,
+                s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_gb, s_pb, s_K, s_V, s_n, H, E, SHARE, M: tl.constexpr,
+                D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BX: tl.constexpr, BG: tl.constexpr,
+                PADDED: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One token, eq. 6 as it stands: both memories read and written once, BX columns at a time. BG >= G rows of
     queries. Grid (E, B)."""
     i_e, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_m, o_g, G = tl.arange(0, BM), tl.arange(0, BG), H // E
-    memory = (i_b * E + i_e) * M
     # [BM]
     b_g = tl.load(p_g + i_b * s_gb + i_e * M + o_m, mask=o_m < M, other=0.0).to(tl.float32)
-    real = 1
-    if PADDED:
+    real, row, held = 1, i_b, M
+    if p_real is not None:
         real = tl.load(p_real + i_b * s_pb).to(tl.int32)
+    if p_rows is not None:
+        row = tl.load(p_rows + i_b).to(tl.int64)
+        real, held = tl.where(row >= 0, real, 0), tl.where(row >= 0, M, 0)
+    if PADDED:
         b_g = tl.where(real != 0, b_g, 0.0)
     b_alpha, b_s = tl.exp(b_g)[:, None], write_strength(b_g)[:, None]
     if i_e == 0:
-        tl.store(p_seen1 + i_b, tl.load(p_seen + i_b) + real)
+        seen = tl.load(p_seen + row * s_n, mask=row >= 0, other=0)
+        tl.debug_barrier()  # all threads load it, and none may do so behind the store
+        tl.store(p_seen1 + row * s_n, seen + real, mask=row >= 0)
+    p_K, p_K1 = p_K + row * s_K + i_e * (M * D), p_K1 + row * s_K + i_e * (M * D)
+    p_V, p_V1 = p_V + row * s_V + i_e * (M * DV), p_V1 + row * s_V + i_e * (M * DV)
     # [BG, BM]
     b_l = tl.zeros([BG, BM], tl.float32)
     for i_d in tl.static_range(0, D, BX):
         o_d = i_d + tl.arange(0, BX)
         # [BM, BX], [BX], [BG, BX]
-        b_K = load_memory(p_K + memory * D, o_m, o_d, M, D)
+        b_K = load_memory(p_K, o_m, o_d, held, D)
         b_k = tl.load(p_k + i_b * s_kb + i_e // SHARE * s_kh + o_d, mask=o_d < D, other=0.0).to(tl.float32)
         b_q = load_rows(p_q + i_b * s_qb + i_e * G * s_qh, o_g, o_d, s_qh, G, D)
         b_K = b_alpha * b_K + b_s * b_k[None, :]
-        store_memory(p_K1 + memory * D, b_K, o_m, o_d, M, D)
+        store_memory(p_K1, b_K, o_m, o_d, held, D)
         b_K, b_K_low = parts(b_K, b_q.dtype == tl.bfloat16)
         b_l += dot_given_left(b_q, tl.trans(b_K), tl.trans(b_K_low), PREC)
     b_p = softmax(b_l * scale, o_m, M)
@@ -211,9 +218,9 @@ def step_kernel(p_q, p_k, p_v, p_g, p_real, p_K, p_V, p_seen, p_o, p_K1, p_V1, p
     for i_d in tl.static_range(0, DV, BX):
         o_d = i_d + tl.arange(0, BX)
         # [BM, BX], [BX]
-        b_V = load_memory(p_V + memory * DV, o_m, o_d, M, DV)
+        b_V = load_memory(p_V, o_m, o_d, held, DV)
         b_v = tl.load(p_v + i_b * s_vb + i_e // SHARE * s_vh + o_d, mask=o_d < DV, other=0.0).to(tl.float32)
         b_V = b_alpha * b_V + b_s * b_v[None, :]
-        store_memory(p_V1 + memory * DV, b_V, o_m, o_d, M, DV)
+        store_memory(p_V1, b_V, o_m, o_d, held, DV)
         b_o = tl.dot(as_operand(b_p, PREC), as_operand(b_V, PREC), input_precision=PREC)
         store_rows(p_o + (i_b * H + i_e * G) * DV, b_o, o_g, o_d, DV, G, DV)

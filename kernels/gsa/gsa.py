@@ -32,7 +32,7 @@ from transformers import initialization as init
 from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
 from .launch import runs_on
-from .ops import chunked_op, step_op
+from .ops import chunked_op, pool_op, step_op
 from .abc_gates import ABCState, abc_gates
 from .chunks import Read
 from .eager import (
@@ -42,6 +42,7 @@ from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, positions
 from ..layers.norm import give_size
 from ..layers.scan import document_tokens, each_sequence, numbered
+from ..layers.pool import check_pool, on_rows, put, take
 
 
 def gsa(
@@ -55,6 +56,7 @@ def gsa(
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: GSAState | None = None,
+    rows: Tensor | None = None,
     read: Read = "softmax",
     chunk_size: int = 64,
     backend: Backend = "auto",
@@ -64,16 +66,25 @@ def gsa(
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; g [B,T,E,M] log-gates (natural log, <= 0) with Hkv | E | H: one
     memory per gate head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at real tokens;
     others leave the state alone and output 0. `segments` [B,T] int: both memories restart where it changes.
-    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `read` makes p of l.
+    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `rows` [B] int: `state` is a
+    pool, of which those rows are the call's (below 0: padding); they are changed in place. `read` makes p of l.
     `backend`: `auto` runs the Triton kernels on a GPU for the sizes and dtypes that they know and for softmax, else
     PyTorch; `triton` and `torch` force one. `chunk_size` is that of the PyTorch path alone.
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
     check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, g=(g, "BTEM"))
+    check_pool(rows, state, q.shape[0], cu_seqlens, segments)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     obstacle = runs_on(q, v, g) if read == "softmax" else f"slots are read by {read}"
-    if q.shape[1] > 0 and use_kernels(backend, obstacle):
+    kernels = q.shape[1] > 0 and use_kernels(backend, obstacle)
+    if rows is not None and state is not None:
+        if kernels and q.shape[1] == 1 and not wants_gradients(q, k, v, g, *state):
+            return pool_op(q, k, v, g, scale, padding, *state, rows), state
+        form: Any = {"scale": scale, "read": read, "chunk_size": chunk_size, "backend": backend}
+        o, state = on_rows(partial(gsa, q, k, v, g, **form), state, rows, padding, q.shape[1])
+        return o, state
+    if kernels:
         return _gsa_triton(q, k, v, g, scale, padding, segments, cu_seqlens, state)
     if cu_seqlens is not None:
         run = partial(gsa, scale=scale, read=read, chunk_size=chunk_size, backend="torch")
@@ -168,6 +179,7 @@ class GatedSlotAttention(Mixer):
 
     title = "Gated slot attention"
     paper = "arXiv 2409.07146"
+    pools = True
     state_formula = (
         "4 E M (D + Dv) + 8: E memories (key heads, or query heads) of M slots, key and value dims D, Dv; 4 E M more with"
         " decay=none"
@@ -289,12 +301,14 @@ class GatedSlotAttention(Mixer):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
     ) -> tuple[Tensor, Any]:
-        padding, segments, total = layout.padding, layout.segments, None
+        padding, segments, rows, total, pool = layout.padding, layout.segments, layout.rows, None, None
         if self.decay == "none":
-            state, before = (None, None) if state is None else state
+            state, pool = (None, None) if state is None else state
             f = self._before_gates(x)
-            g, total = abc_gates(f, padding, segments, before)
+            g, total = abc_gates(f, padding, segments, pool if rows is None else take(pool, rows))
         seen = None if state is None else state.seen
+        if rows is not None:
+            seen = take(seen, rows)
         if total is None:
             g = self.gates(x, padding, segments, 0 if seen is None else seen)
         q, k, v = _act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act)
@@ -309,9 +323,13 @@ class GatedSlotAttention(Mixer):
                 padding=padding,
                 segments=segments,
                 state=state,
+                rows=rows,
                 read=self.read,
                 chunk_size=self.chunk_size,
             )
+        if rows is not None and total is not None:
+            put(pool, rows, total)
+            total = pool
         if segments is not None:  # the clock counts the tokens of one document
             seen = torch.zeros_like(state.seen) if seen is None else seen
             state = state._replace(seen=document_tokens(seen, padding, segments, (x.shape[0], x.shape[1])))

@@ -23,7 +23,7 @@ from .sweep import (
     read_kernel,
     sums_kernel,
 )
-from ..gpu.launch import dense, entry, launch, lay_out, scratch, strides, unavailable, width
+from ..gpu.launch import dense, entry, in_rows, launch, lay_out, scratch, strides, unavailable, width
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
@@ -361,18 +361,33 @@ def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
 
 def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One token in one launch: o [B,1,H,Dv] and the new state."""
-    q, k, v, g, scale, padding, K, V, seen = inputs
+    K, V, seen = inputs[6].contiguous(), inputs[7].contiguous(), inputs[8]
+    after = torch.empty_like(K), torch.empty_like(V), torch.empty_like(seen)
+    return _launch_step(number, inputs[:6], None, (K, V, seen), after), *after
+
+
+def _step_pool(number: int, *inputs: Any) -> Tensor:
+    """One token in one launch: o [B,1,H,Dv]; its rows of the pool are changed."""
+    *_, K, V, seen, rows = inputs
+    pool = in_rows(K, rows), in_rows(V, rows), seen
+    return _launch_step(number, inputs[:6], rows, pool, pool)
+
+
+def _launch_step(
+    number: int, inputs: tuple[Any, ...], rows: Tensor | None, state: tuple[Tensor, ...], after: tuple[Tensor, ...]
+) -> Tensor:
+    q, k, v, g, scale, padding = inputs
     (B, _, H, D), DV, (E, M) = q.shape, v.shape[-1], g.shape[2:]
-    q, k, v, g, K, V = dense(q), dense(k), dense(v), g.contiguous(), K.contiguous(), V.contiguous()
-    o, K1, V1, seen1 = q.new_empty(B, 1, H, DV), torch.empty_like(K), torch.empty_like(V), torch.empty_like(seen)
-    c = configure(q, v, g)
+    q, k, v, g = dense(q), dense(k), dense(v), g.contiguous()
+    o, c = q.new_empty(B, 1, H, DV), configure(q, v, g)
     launch(
-        step_kernel, (E, B), q, k, v, g, padding, K, V, seen, o, K1, V1, seen1, scale, q.stride(0), q.stride(2),
+        step_kernel, (E, B), q, k, v, g, padding, rows, *state, o, *after, scale, q.stride(0), q.stride(2),
         k.stride(0), k.stride(2), v.stride(0), v.stride(2), g.stride(0), 0 if padding is None else padding.stride(0),
-        H, E, E // k.shape[2], call=number, num_warps=c.step_warps, M=M, D=D, DV=DV, BM=c.block_m, BX=c.step_columns,
-        BG=width(H // E), PADDED=padding is not None, PREC=c.precision,
+        *(x.stride(0) for x in state), H, E, E // k.shape[2], call=number, num_warps=c.step_warps, M=M, D=D, DV=DV,
+        BM=c.block_m, BX=c.step_columns, BG=width(H // E), PADDED=padding is not None or rows is not None,
+        PREC=c.precision,
     )  # fmt: skip
-    return o, K1, V1, seen1
+    return o
 
 
 def _rehearse(number: int, *inputs: Any) -> None:
@@ -381,4 +396,5 @@ def _rehearse(number: int, *inputs: Any) -> None:
     _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, None, *inputs)
 
 
-forward, backward, step = entry(_forward, _rehearse), entry(_backward), entry(_step)
+forward, backward = entry(_forward, _rehearse), entry(_backward)
+step, step_pool = entry(_step), entry(_step_pool)

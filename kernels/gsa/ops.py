@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .launch import Call, backward, forward, step
+from .launch import Call, backward, forward, step, step_pool
 from ..gpu.launch import operator
 from ..gpu.operators import own_namespace
 
@@ -25,6 +25,10 @@ BACKWARD = (
 STEP = (
     "gsa_step(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? padding, Tensor K, Tensor V, Tensor seen)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+STEP_POOL = (
+    "gsa_step_pool(Tensor q, Tensor k, Tensor v, Tensor g, float scale, Tensor? padding, Tensor(a!) K, Tensor(b!) V,"
+    " Tensor(c!) seen, Tensor rows) -> Tensor"
 )
 
 
@@ -47,6 +51,10 @@ def _fake_step(
     return (q.new_empty(*q.shape[:3], v.shape[-1]), *(torch.empty_like(x) for x in state))
 
 
+def _fake_step_pool(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, g, ctx.scale, segments, cu, K0, V0 = inputs
     ctx.save_for_backward(q, k, v, g, segments, cu, K0, V0)
@@ -64,6 +72,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dK1: Tensor | None, dV1: Tensor 
 chunked_op = operator(NAMESPACE, FORWARD, forward, _fake_forward, _save, _differentiate)
 backward_op = operator(NAMESPACE, BACKWARD, backward, _fake_backward)
 step_op = operator(NAMESPACE, STEP, step, _fake_step)
+pool_op = operator(NAMESPACE, STEP_POOL, step_pool, _fake_step_pool)
 
 
 def _forward_flops(q: Any, k: Any, v: Any, g: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -84,13 +84,13 @@ def load_sums(p_b, o_r, o_m, s_g, size, M: tl.constexpr):
 
 
 @jit
-def load_memory(p_S, o_m, o_d, M: tl.constexpr, D: tl.constexpr):
+def load_memory(p_S, o_m, o_d, M, D: tl.constexpr):
     """A memory [BM,BD] of scratch [slots,E,M,D]."""
     return load_rows(p_S, o_m, o_d, D, M, D)
 
 
 @jit
-def store_memory(p_S, b_S, o_m, o_d, M: tl.constexpr, D: tl.constexpr):
+def store_memory(p_S, b_S, o_m, o_d, M, D: tl.constexpr):
     store_rows(p_S, b_S, o_m, o_d, D, M, D)
 
 

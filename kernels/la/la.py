@@ -29,8 +29,9 @@ from ..layers.features import Features
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention, linear_attention_both_ways
 from ..linear.bidirectional_launch import both_op
-from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, step_op, use_triton
+from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, step_op, use_triton
 from ..mixer import Bounds, Mixer, Site, check_power_of_two
+from ..layers.pool import check_pool, on_rows
 from ..layers.scan import document_tokens, each_sequence, numbered
 
 
@@ -55,6 +56,7 @@ def la(
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: LAState | None = None,
+    rows: Tensor | None = None,
     unit: bool = False,
     chunk_size: int = 64,
     backend: Backend = "auto",
@@ -65,26 +67,28 @@ def la(
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv], Hkv dividing H, as the kernel is to see them (features), or with `unit`
     as their unit vectors; `a`, `b` numbers or [H], not 0 where they have gradients. `padding` [B,T] bool is True at
     real tokens; others add nothing and output 0. `segments` [B,T] int: sums restart where it changes. `cu_seqlens`
-    [S+1] int32 with B=1: S sequences end to end; `state` then has S rows. Without `causal` every token sees its whole
-    document, and no state goes in. `backend`: `auto` runs the Triton kernels on a GPU for what they know, else PyTorch;
+    [S+1] int32 with B=1: S sequences end to end; `state` then has S rows. `rows` [B] int: `state` is a pool, of
+    which those rows are the call's (below 0: padding); they are changed in place. Without `causal` every token sees its
+    whole document, and no state goes in. `backend`: `auto` runs the Triton kernels on a GPU for what they know, else PyTorch;
     the others insist. `chunk_size` is PyTorch's, `precision` that of the kernels' products of fp32.
 
     Raises ValueError for shapes that do not fit, a state without `causal`, or `triton` where it cannot run.
     """
     check_shapes(q, k, v, k.shape[2], padding, segments, cu_seqlens)
+    check_pool(rows, state, q.shape[0], cu_seqlens, segments)
     if state is not None and not causal:
         raise ValueError("a state has no meaning where every token sees all others; pass causal=True")
     way: Any = {"causal": causal, "unit": unit, "backend": backend, "precision": precision, "chunk_size": chunk_size}
     if cu_seqlens is not None and not (causal and use_triton(backend, q, v, k.shape[2])):
         return each_sequence(partial(la, a=a, b=b, **way), cu_seqlens, state, q=q, k=k, v=v)
-    o, _, last = la_with_mass(q, k, v, a, b, padding, segments, cu_seqlens, state, **way)
+    o, _, last = la_with_mass(q, k, v, a, b, padding, segments, cu_seqlens, state, rows=rows, **way)
     return o, fresh_state(q, k, v) if last is None else last
 
 
 def la_with_mass(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor | float, b: Tensor | float, padding: Tensor | None, segments: Tensor |
     None, cu: Tensor | None, state: LAState | None, *, causal: bool, unit: bool, backend: Backend, precision: Precision,
-    chunk_size: int,
+    chunk_size: int, rows: Tensor | None = None,
 )-> tuple[Tensor, Tensor, LAState | None]:  # fmt: skip
     """`la`, and the normaliser g [B,T,H] beside its results; without `causal` the state is what came."""
     entered, dtype = state, q.dtype
@@ -94,10 +98,21 @@ def la_with_mass(
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3]), state
     obstacle = "" if causal or segments is None else "documents in one row, and every token sees its own"
     kernels = use_triton(backend, q, v, k.shape[2], obstacle)
+    slopes = [y for y in (a, b) if isinstance(y, Tensor)]
+    apart = not kernels or q.shape[1] != 1 or wants_gradients(q, k, v, *slopes, *(state or ())[:3])
+    if rows is not None and state is not None and apart:
+        way: Any = {"causal": causal, "unit": unit, "backend": backend, "precision": precision}
+        run = partial(la_with_mass, q, k, v, a, b, segments=None, cu=None, chunk_size=chunk_size, **way)
+        o, g, state = on_rows(run, state, rows, padding, q.shape[1])
+        return o, g, state
     if unit and not (kernels and fits_unit(q, v)):
         q, k, unit = unit_vectors(q), unit_vectors(k), False
     if kernels:
         a, b = (_per_head(y, q) for y in (a, b))
+        if rows is not None and state is not None:
+            inputs = q.to(v.dtype), k.to(v.dtype), v, a, b, None, None, None, 1.0, unit, padding
+            o, g = pool_op(*inputs, *state, rows)
+            return o.to(dtype), g, state
         first = None if entered is None else _pack(entered)
         o, g, state = _la_triton(q, k, v, a, b, causal, padding, segments, cu, state, first, unit, precision)
         return o.to(dtype), g, state
@@ -238,6 +253,7 @@ class LinearAttention(Mixer):
 
     title = "Linear attention, kernel a + b x"
     paper = "arXiv 2510.21956"
+    pools = True
     state_formula = "4 E (F Dv + F + Dv) + 8: E key heads, value dim Dv, F features (2 D for hedgehog, else D)"
     bidirectional = True
     normalised = True
@@ -298,7 +314,7 @@ class LinearAttention(Mixer):
             q, k = self.feature_map(q, "query"), self.feature_map(k, "key")
             o, g, state = la_with_mass(
                 q, k, v, a, b, layout.padding, layout.segments, None, state, causal=layout.causal, unit=self.unit,
-                backend="auto", precision="tf32", chunk_size=self.chunk_size,
+                backend="auto", precision="tf32", chunk_size=self.chunk_size, rows=layout.rows,
             )  # fmt: skip
         return o.to(v.dtype), g.clamp_min(GUARD), state
 

@@ -20,6 +20,7 @@ from .rotary import rotated
 class Recurrent(Mixer):
     """A mixer with `state_count` memories of `key_dim` features: one per key head or query head."""
 
+    pools = True
     # Where q and k are rotated, as rotary.py's Rope, for a mechanism with the choice.
     rope: str = "before"
     # What `calibrate` tries for each memory: the name of a start, as `start_from` knows it -> candidates.
@@ -54,8 +55,8 @@ class Recurrent(Mixer):
         # Autocast would run the fp32 memories' products in half precision.
         with torch.autocast(inputs[0].device.type, enabled=False):
             o, state = op(
-                *inputs, **gates, padding=layout.padding, segments=layout.segments, state=state, write_gate=write_gate,
-                read_gate=None if self.norm else read_gate, chunk_size=self.chunk_size,
+                *inputs, **gates, padding=layout.padding, segments=layout.segments, state=state, rows=layout.rows,
+                write_gate=write_gate, read_gate=None if self.norm else read_gate, chunk_size=self.chunk_size,
             )  # fmt: skip
             return o if self.norm is None else self.norm(o, read_gate), state
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..layers.arguments import use_kernels
-from ..gpu.launch import Layout, Problem, dense, launch, lay_out, scratch, strides, unavailable, width
+from ..gpu.launch import Layout, Problem, dense, in_rows, launch, lay_out, scratch, strides, unavailable, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import obstacle_of, target
-from .states import delta_kernel, join_kernel, lengths_kernel, scan_kernel, step_kernel
+from .states import delta_kernel, join_kernel, lengths_kernel, scan_kernel, step_kernel, sums_kernel
 from .causal import gradients_kernel, out_kernel
 from .slopes import slope_gradients, sums_so_far
 
@@ -470,7 +470,7 @@ def flops(x: Any) -> tuple[int, int]:
 
 
 class StepCall(NamedTuple):
-    """The inputs of the operator for one token."""
+    """The inputs of the operators for one token; with rows S, z, u and tokens are pools, changed in place."""
 
     q: Tensor
     k: Tensor
@@ -487,33 +487,43 @@ class StepCall(NamedTuple):
     z: Tensor | None
     u: Tensor | None
     tokens: Tensor | None
+    rows: Tensor | None = None
 
 
 def step_results(x: StepCall) -> tuple[Tensor, ...]:
-    """Room for o [B,1,H,Dv], g [B,1,H], and the new S, z, u and token counts (empty without them)."""
-    after = (scratch(x.q, 0) if y is None else scratch(x.q, *y.shape, dtype=y.dtype) for y in x[11:])
+    """Room for o [B,1,H,Dv], g [B,1,H] and, without rows, the new S, z, u and token counts (empty without them)."""
+    state = x[11:15] if x.rows is None else ()
+    after = (scratch(x.q, 0) if y is None else scratch(x.q, *y.shape, dtype=y.dtype) for y in state)
     o = scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.q.dtype)
     return o, scratch(x.q, *x.q.shape[:3]), *after
 
 
 def step(number: int, x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None:
-    """One token in one launch."""
-    q, k, v, a, b, log_decay, read, write, scale, unit, padding, *state = x
+    """One token in one launch; in two where sums of keys lie in a pool."""
+    q, k, v, a, b, log_decay, read, write, scale, unit, padding, *state, rows = x
     (B, _, H, D), DV, E = q.shape, v.shape[-1], x.S.shape[1]
     q, k, v = dense(q), dense(k), dense(v)
-    state = [None if y is None else y.contiguous() for y in state]
+    state = [None if y is None else in_rows(y, rows) for y in state]
+    steps = [0 if y is None else y.stride(0) for y in state]
     numbers = [None if y is None else y.float().contiguous() for y in (a, b)]
     lam = None if log_decay is None else log_decay.float().contiguous()
     gates = [None if y is None else y.contiguous() for y in (read, write)]
     BD, BZ = width(D), min(32, width(DV))
     real = None if padding is None else padding.view(torch.uint8)
     launch(
-        step_kernel, (E * -(-DV // BZ), B), q, k, v, *state, o, g, *after, *numbers, lam, *gates, real, scale,
-        q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-        0 if real is None else real.stride(0), H, E, E // k.shape[2], call=number, num_warps=4, NORM=a is not None,
+        step_kernel, (E * -(-DV // BZ), B), q, k, v, *state, o, g, *(after or state), *numbers, lam, *gates, real,
+        rows, scale, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+        0 if real is None else real.stride(0), *steps, H, E, E // k.shape[2], call=number, num_warps=4,
+        NORM=a is not None,
         UNIT=unit, D=D, DV=DV, BD=BD, BZ=BZ, G=H // E, DECAY=lam is not None, READ=read is not None,
         WRITE=write is not None, PADDED=real is not None, GUARD=GUARD,
     )  # fmt: skip
+    if rows is not None and a is not None:
+        launch(
+            sums_kernel, (E, B), k, state[1], state[3], real, rows, k.stride(0), k.stride(2),
+            0 if real is None else real.stride(0), steps[1], steps[3], E // k.shape[2], call=number, num_warps=1,
+            UNIT=unit, D=D, BD=BD, PADDED=real is not None,
+        )  # fmt: skip
 
 
 NAMESPACE = own_namespace(__name__, "linear")
@@ -522,3 +532,6 @@ chunked_op = operator(
     backward=backward, leaves="q k v a? b? read write first", usual=0, flops=flops,
 )  # fmt: skip
 step_op = operator(NAMESPACE, "linear_step", StepCall, step_results, step, "o g S z u tokens")
+pool_op = operator(
+    NAMESPACE, "linear_step_pool", StepCall, step_results, step, "o g", changed="S z u tokens"
+)  # fmt: skip

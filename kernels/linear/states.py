@@ -248,20 +248,27 @@ def delta_kernel(p_o, p_do, p_g, p_dg, p_rg, p_delta, p_real, s_ob, s_ot, s_oh, 
 
 @jit
 def step_kernel(p_q, p_k, p_v, p_S, p_z, p_u, p_n, p_o, p_g, p_S1, p_z1, p_u1, p_n1, p_a, p_b, p_lam, p_read, p_write,
-                p_real, scale, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_pb, H, E, SHARE, NORM: tl.constexpr,
-                UNIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BZ: tl.constexpr,
-                G: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PADDED: tl.constexpr,
-                GUARD: tl.constexpr):  # fmt: skip
-    """One token in the recurrent form: BZ columns of a state are read and written once. Grid (E * blocks, B)."""
+                p_real, p_rows, scale, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_pb, s_S, s_z, s_u, s_n, H, E, SHARE,
+                NORM: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+                BZ: tl.constexpr, G: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
+                PADDED: tl.constexpr, GUARD: tl.constexpr):  # fmt: skip
+    """One token in the recurrent form: BZ columns of a state are read and written once. In a pool z and n, which all
+    programs of a row read, are left to `sums_kernel`. Grid (E * blocks, B)."""
     blocks: tl.constexpr = tl.cdiv(DV, BZ)
     i_e, i_z, i_b = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
     o_d, o_z = tl.arange(0, BD), i_z * BZ + tl.arange(0, BZ)
     m_d, m_z = o_d < D, o_z < DV
-    memory = i_b * E + i_e
-    o_S, m_S = memory * (D * DV) + o_d[:, None] * DV + o_z[None, :], m_d[:, None] & m_z[None, :]
-    real, keep = tl.full([], 1.0, tl.float32), 1.0
+    real, keep, row = tl.full([], 1.0, tl.float32), 1.0, i_b
     if PADDED:
         real = (tl.load(p_real + i_b * s_pb) != 0).to(tl.float32)
+    m_row, m_col = m_d, m_z
+    if p_rows is not None:
+        row = tl.load(p_rows + i_b).to(tl.int64)
+        real = tl.where(row >= 0, real, 0.0)
+        m_row, m_col = o_d < tl.where(row >= 0, D, 0), o_z < tl.where(row >= 0, DV, 0)
+    memory = i_b * E + i_e
+    o_S = row * s_S + i_e * (D * DV) + o_d[:, None] * DV + o_z[None, :]
+    m_S = m_row[:, None] & m_col[None, :]
     if DECAY:
         keep = tl.exp(tl.load(p_lam + i_e) * real)
     # [BD, BZ], [BD], [BZ]
@@ -278,14 +285,16 @@ def step_kernel(p_q, p_k, p_v, p_S, p_z, p_u, p_n, p_o, p_g, p_S1, p_z1, p_u1, p
         b_S = keep * b_S + b_k[:, None] * b_v[None, :]
     tl.store(p_S1 + o_S, b_S, mask=m_S)
     if NORM:
-        b_z = tl.load(p_z + memory * D + o_d, mask=m_d, other=0.0) + b_k
-        b_u = tl.load(p_u + memory * DV + o_z, mask=m_z, other=0.0) + b_v
-        n = tl.load(p_n + i_b)
-        tl.store(p_u1 + memory * DV + o_z, b_u, mask=m_z)
-        if i_z == 0:
-            tl.store(p_z1 + memory * D + o_d, b_z, mask=m_d)
+        b_z = tl.load(p_z + row * s_z + i_e * D + o_d, mask=m_row, other=0.0) + b_k
+        b_u = tl.load(p_u + row * s_u + i_e * DV + o_z, mask=m_col, other=0.0) + b_v
+        n = tl.load(p_n + row * s_n, mask=row >= 0, other=0)
+        if p_rows is not None:
+            tl.debug_barrier()  # several threads load each of few numbers, and none may do so behind the store
+        elif i_z == 0:
+            tl.store(p_z1 + row * s_z + i_e * D + o_d, b_z, mask=m_d)
             if i_e == 0:
-                tl.store(p_n1 + i_b, n + real.to(tl.int64))
+                tl.store(p_n1 + row * s_n, n + real.to(tl.int64))
+        tl.store(p_u1 + row * s_u + i_e * DV + o_z, b_u, mask=m_col)
         n = n.to(tl.float32) + real
     for i_g in range(G):
         i_h = i_e * G + i_g
@@ -306,3 +315,26 @@ def step_kernel(p_q, p_k, p_v, p_S, p_z, p_u, p_n, p_o, p_g, p_S1, p_z1, p_u1, p
                 b_o *= tl.load(p_read + i_b * H + i_h).to(tl.float32)
         b_o = tl.where(real > 0.0, b_o, 0.0)
         tl.store(p_o + (i_b * H + i_h) * DV + o_z, b_o.to(p_o.dtype.element_ty), mask=m_z)
+
+
+@jit
+def sums_kernel(p_k, p_z, p_n, p_real, p_rows, s_kb, s_kh, s_pb, s_z, s_n, SHARE, UNIT: tl.constexpr, D: tl.constexpr,
+                BD: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+    """z and n after the token of `step_kernel`, in their rows of a pool. Grid (E, B)."""
+    i_e, i_b, o_d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BD)
+    row = tl.load(p_rows + i_b).to(tl.int64)
+    real = tl.where(row >= 0, 1, 0)
+    if PADDED:
+        real *= tl.load(p_real + i_b * s_pb).to(tl.int32)
+    m_d = o_d < D * real
+    b_k = tl.load(p_k + i_b * s_kb + i_e // SHARE * s_kh + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if UNIT:
+        b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-12)
+    p_z += row * s_z + i_e * D
+    b_z = tl.load(p_z + o_d, mask=m_d, other=0.0) + b_k
+    tl.debug_barrier()  # as in `step_kernel`
+    tl.store(p_z + o_d, b_z, mask=m_d)
+    if i_e == 0:
+        n = tl.load(p_n + row * s_n, mask=real != 0, other=0)
+        tl.debug_barrier()
+        tl.store(p_n + row * s_n, n + 1, mask=real != 0)

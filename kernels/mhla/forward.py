@@ -285,65 +285,77 @@ def state_kernel(p_S, p_w, p_past, p_old, p_current, p_mixed, N: int, done, E, X
 
 
 @jit
-def step_kernel(p_q, p_k, p_v, p_w, p_padding, p_past, p_old, p_current, p_mixed, p_tokens, p_o, p_g, p_past1, p_old1,
-                p_current1, p_mixed1, p_tokens1, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_pb, C, H, E, M: tl.constexpr,
-                F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BY: tl.constexpr, BG: tl.constexpr,
-                NORM: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
-    """One token: its output, and the new state. EDGE: a block may be complete now, else only `current` and `tokens`
-    change. Grid (blocks of BY of the Y columns, B*E)."""
+def step_kernel(p_q, p_k, p_v, p_w, p_padding, p_rows, p_past, p_old, p_current, p_mixed, p_tokens, p_o, p_g, p_past1,
+                p_old1, p_current1, p_mixed1, p_tokens1, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_pb, s_past, s_old,
+                s_current, s_mixed, s_n, C, H, E, M: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr,
+                BY: tl.constexpr, BG: tl.constexpr, NORM: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
+                START: tl.constexpr, END: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+    """One token: its output, and the new state, columns START to END of it. EDGE: a block may be complete now, else only
+    `current` and `tokens` change. In a pool, whose rows are changed in place, `p_tokens` are copies of the rows.
+    Grid (blocks of BY of the columns, B*E)."""
     Y: tl.constexpr = DV + (1 if NORM else 0)
     i_b, i_e, G = tl.program_id(1) // E, tl.program_id(1) % E, H // E
-    o_y, o_g = tl.program_id(0) * BY + tl.arange(0, BY), tl.arange(0, BG)
-    tokens = tl.load(p_tokens + i_b)
-    real = tokens * 0 + 1
+    o_y, o_g = START + tl.program_id(0) * BY + tl.arange(0, BY), tl.arange(0, BG)
+    tokens, row = tl.load(p_tokens + i_b), i_b.to(tl.int64)
+    real, held = tokens * 0 + 1, F
     if PADDED:
         real = (tl.load(p_padding + i_b * s_pb) != 0).to(tl.int64)
+    if p_rows is not None:
+        row = tl.load(p_rows + i_b).to(tl.int64)
+        real, held = tl.where(row >= 0, real, 0), tl.where(row >= 0, F, 0)
     full = (real > 0) & ((tokens + real) % C == 0)
     p_w += i_e * M * M
     p_next = p_w + tl.minimum((tokens + real) // C, M - 1) * M
     own = tl.load(p_w + tl.minimum(tokens // C, M - 1) * M)
     b_v = tl.load(p_v + i_b * s_vb + i_e * s_vh + o_y, mask=o_y < DV, other=0.0).to(tl.float32)
     b_v = tl.where(o_y == DV, 1.0, b_v) * real
-    base = tl.program_id(1).to(tl.int64) * (F * Y)
-    stride = E * (F * Y)
-    p_past += i_b.to(tl.int64) * (M - 2) * stride + i_e * (F * Y)
-    p_past1 += i_b.to(tl.int64) * (M - 2) * stride + i_e * (F * Y)
+    head, stride = i_e * (F * Y), E * (F * Y)
+    p_past, p_past1 = p_past + row * s_past + head, p_past1 + row * s_past + head
+    p_old, p_old1 = p_old + row * s_old + head, p_old1 + row * s_old + head
+    p_current, p_current1 = p_current + row * s_current + head, p_current1 + row * s_current + head
+    p_mixed, p_mixed1 = p_mixed + row * s_mixed + head, p_mixed1 + row * s_mixed + head
     # [BG, BY], [BG]
     b_o = tl.zeros([BG, BY], tl.float32)
     b_g = tl.zeros([BG], tl.float32)
     for i_f in range(0, F, BF):
         o_f = i_f + tl.arange(0, BF)
+        m_f = o_f < held
         b_k = tl.load(p_k + i_b * s_kb + i_e * s_kh + o_f, mask=o_f < F, other=0.0).to(tl.float32) * real
         m_q = (o_g < G)[:, None] & (o_f < F)[None, :]
         b_q = tl.load(p_q + i_b * s_qb + (i_e * G + o_g)[:, None] * s_qh + o_f[None, :], mask=m_q, other=0.0)
         b_q = b_q.to(tl.float32)
-        o_S, m_S = o_f[:, None] * Y + o_y[None, :], (o_f < F)[:, None] & (o_y < Y)[None, :]
-        b_current = tl.load(p_current + base + o_S, mask=m_S, other=0.0) + b_k[:, None] * b_v[None, :]
-        b_mixed = tl.load(p_mixed + base + o_S, mask=m_S, other=0.0)
+        o_S, m_S = o_f[:, None] * Y + o_y[None, :], m_f[:, None] & (o_y < END)[None, :]
+        b_current = tl.load(p_current + o_S, mask=m_S, other=0.0) + b_k[:, None] * b_v[None, :]
+        b_mixed = tl.load(p_mixed + o_S, mask=m_S, other=0.0)
         b_o += tl.dot(b_q, b_mixed + own * b_current, input_precision=PREC)
-        if NORM:
-            b_z = own * (tl.load(p_current + base + o_f * Y + DV, mask=o_f < F, other=0.0) + b_k)
-            b_z += tl.load(p_mixed + base + o_f * Y + DV, mask=o_f < F, other=0.0)
+        if NORM and START == 0:
+            b_z = own * (tl.load(p_current + o_f * Y + DV, mask=m_f, other=0.0) + b_k)
+            b_z += tl.load(p_mixed + o_f * Y + DV, mask=m_f, other=0.0)
             b_g += tl.sum(b_q * b_z[None, :], 1)
         if EDGE:
+            m_edge, count = m_S, M - 2
+            if p_rows is not None:  # what does not change is neither read nor written
+                m_edge = (o_f < tl.where(full, held, 0))[:, None] & (o_y < END)[None, :]
+                count = tl.where(full, M - 2, 0)
             b_next = tl.zeros([BF, BY], tl.float32)
             b_newer = b_current
-            for i_d in range(M - 2):
-                b_older = tl.load(p_past + i_d * stride + o_S, mask=m_S, other=0.0)
-                tl.store(p_past1 + i_d * stride + o_S, tl.where(full, b_newer, b_older), mask=m_S)
+            for i_d in range(count):
+                b_older = tl.load(p_past + i_d * stride + o_S, mask=m_edge, other=0.0)
+                tl.store(p_past1 + i_d * stride + o_S, tl.where(full, b_newer, b_older), mask=m_edge)
                 b_next += tl.load(p_next + i_d + 1) * b_newer
                 b_newer = b_older
-            b_old = tl.load(p_old + base + o_S, mask=m_S, other=0.0) + tl.where(full, b_newer, 0.0)
+            b_old = tl.load(p_old + o_S, mask=m_edge, other=0.0) + tl.where(full, b_newer, 0.0)
             b_next += tl.load(p_next + M - 1) * b_old
-            tl.store(p_old1 + base + o_S, b_old, mask=m_S)
-            tl.store(p_mixed1 + base + o_S, tl.where(full, b_next, b_mixed), mask=m_S)
+            tl.store(p_old1 + o_S, b_old, mask=m_edge)
+            tl.store(p_mixed1 + o_S, tl.where(full, b_next, b_mixed), mask=m_edge)
             b_current = tl.where(full, 0.0, b_current)
-        tl.store(p_current1 + base + o_S, b_current, mask=m_S)
-    o_h = i_b * H + i_e * G + o_g
-    if NORM:
-        b_g = tl.maximum(b_g, 1e-6)
-        b_o = b_o / b_g[:, None]
-        tl.store(p_g + o_h, b_g, mask=o_g < G)
-    m_o = (o_g < G)[:, None] & (o_y < DV)[None, :]
-    tl.store(p_o + o_h[:, None] * DV + o_y[None, :], (b_o * real).to(p_o.dtype.element_ty), mask=m_o)
-    tl.store(p_tokens1 + i_b, tokens + real)
+        tl.store(p_current1 + o_S, b_current, mask=m_S)
+    if START == 0:
+        o_h = i_b * H + i_e * G + o_g
+        if NORM:
+            b_g = tl.maximum(b_g, 1e-6)
+            b_o = b_o / b_g[:, None]
+            tl.store(p_g + o_h, b_g, mask=o_g < G)
+        m_o = (o_g < G)[:, None] & (o_y < DV)[None, :]
+        tl.store(p_o + o_h[:, None] * DV + o_y[None, :], (b_o * real).to(p_o.dtype.element_ty), mask=m_o)
+        tl.store(p_tokens1 + row * s_n, tokens + real, mask=row >= 0)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import Problem, dense, interpreted, launch, scratch, strides, unavailable, width
+from ..gpu.launch import Problem, dense, in_rows, interpreted, launch, scratch, strides, unavailable, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import obstacle_of, target
 from .forward import mix_kernel, output_kernel, state_kernel, step_kernel, summary_kernel
@@ -268,7 +268,8 @@ def flops(x: Any) -> tuple[int, int]:
 
 
 class StepCall(NamedTuple):
-    """The inputs of the operator for one token; `edge`: whether any row may complete a block."""
+    """The inputs of the operators for one token; `edge`: whether any row may complete a block. With rows the state is a
+    pool, which is changed in place."""
 
     q: Tensor
     k: Tensor
@@ -283,31 +284,39 @@ class StepCall(NamedTuple):
     places: int
     normalise: bool
     edge: bool
+    rows: Tensor | None = None
 
 
 def step_results(x: StepCall) -> tuple[Tensor, ...]:
-    """Room for o [B,1,H,Dv], the normaliser [B,1,H] (nothing without), and the new state: past, old and mixed are empty
-    where `edge` is False, for they stay what they are."""
+    """Room for o [B,1,H,Dv], the normaliser [B,1,H] (nothing without) and, without rows, the new state: past, old and
+    mixed are empty where `edge` is False, for they stay what they are."""
     o = scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.v.dtype)
     g = scratch(x.q, *(x.q.shape[:3] if x.normalise else (0,)))
+    if x.rows is not None:
+        return o, g
     past, old, mixed = (scratch(y, *(y.shape if x.edge else (0,)), dtype=y.dtype) for y in (x.past, x.old, x.mixed))
     current, tokens = (scratch(y, *y.shape, dtype=y.dtype) for y in (x.current, x.tokens))
     return o, g, past, old, current, mixed, tokens
 
 
-def step(number: int, x: StepCall, *made: Tensor) -> None:
-    q, k, v, w, padding, *state, places, normalise, edge = x
+def step(number: int, x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None:
+    """One token in one launch. In a pool the normaliser's sums, which all programs of a memory read, have another."""
+    q, k, v, w, padding, *state, places, normalise, edge, rows = x
     q, k, v, w = dense(q), dense(k), dense(v), w.contiguous()
     (B, _, H, D), DV, (E, M) = q.shape, v.shape[-1], w.shape[:2]
     exact = torch.float32 in (q.dtype, v.dtype)
-    launch(
-        step_kernel, (-(-(DV + normalise) // 32), B * E), q, k, v, w, padding,
-        *(y.contiguous() for y in state), *made, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0),
-        v.stride(2), 0 if padding is None else padding.stride(0), places, H, E, call=number, num_warps=4, M=M, F=D,
-        DV=DV, BF=min(64, width(D)), BY=32, BG=width(H // E),
-        NORM=normalise, PADDED=padding is not None, EDGE=edge,
-        PREC="ieee" if interpreted() else "bf16x6" if exact else "bf16x3",
-    )  # fmt: skip
+    state = [in_rows(y, rows) for y in state]
+    tokens = state[-1] if rows is None else state[-1].index_select(0, rows.clamp_min(0))
+    columns = [(0, DV + normalise)] if rows is None else [(0, DV), (DV, DV + 1)][: 1 + normalise]
+    for start, end in columns:
+        launch(
+            step_kernel, (-(-(end - start) // 32), B * E), q, k, v, w, padding, rows, *state[:4], tokens, o, g,
+            *(after or state), q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+            0 if padding is None else padding.stride(0), *(y.stride(0) for y in state), places, H, E, call=number,
+            num_warps=4, M=M, F=D, DV=DV, BF=min(64, width(D)), BY=32, BG=width(H // E), NORM=normalise,
+            PADDED=padding is not None, EDGE=edge, START=start, END=end,
+            PREC="ieee" if interpreted() else "bf16x6" if exact else "bf16x3",
+        )  # fmt: skip
 
 
 NAMESPACE = own_namespace(__name__, "mhla")
@@ -316,3 +325,6 @@ mhla_op = operator(
     backward=backward, leaves="q k v w", flops=flops,
 )  # fmt: skip
 step_op = operator(NAMESPACE, "mhla_step", StepCall, step_results, step, "o g past old current mixed tokens")
+pool_op = operator(
+    NAMESPACE, "mhla_step_pool", StepCall, step_results, step, "o g", changed="past old current mixed tokens"
+)  # fmt: skip

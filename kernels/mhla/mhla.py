@@ -29,6 +29,7 @@ Letters: B batch, T time, H query heads, E key heads, G = H/E, F features, Dv va
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -46,11 +47,12 @@ from .eager import (
 )  # fmt: skip
 from ..mixer import Bounds, Mixer, Site, check_power_of_two
 from ..layers.norm import give_size, head_norm
+from ..layers.pool import check_pool, on_rows
 from ..layers.output_gate import OutputGate
 from ..layers.rotary import rotated, settled
 from ..layers.row_softmax import row_softmax
 from .bidirectional_launch import exceeds_offsets, grid_op
-from .launch import exceeds_grid, mhla_op, runs_on, step_op
+from .launch import exceeds_grid, mhla_op, pool_op, runs_on, step_op
 
 
 def mhla(
@@ -65,6 +67,7 @@ def mhla(
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: MHLAState | None = None,
+    rows: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, MHLAState]:
     """Causal MHLA in time linear in T: o [B,T,H,Dv] in v's dtype and the state after the last token.
@@ -72,14 +75,15 @@ def mhla(
     q [B,T,H,F], k [B,T,E,F] features, v [B,T,E,Dv], E dividing H; w [E,M,M] weights by row and distance, M >= 2;
     blocks of `block_size` tokens, a power of two. `padding` [B,T] bool is True at real tokens; the others count for
     nothing and output 0. `segments` [B,T] int: a document ends where it changes, and so does its block. `cu_seqlens`
-    [S+1] int32 with B=1: S sequences end to end; `state` then has S rows. Without `normalise`, only the numerator.
+    [S+1] int32 with B=1: S sequences end to end; `state` then has S rows. `rows` [B] int: `state` is a pool, of which
+    those rows are the call's (below 0: padding); they are changed in place. Without `normalise`, only the numerator.
     `backend`: `auto` runs the Triton kernels on a GPU for the sizes and dtypes that they know, else PyTorch, as for a
     state that goes in before several tokens; the others insist. The kernels take features in v's dtype, and the state
     that they return has no gradient.
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run.
     """
-    o, _, state = mix_causal(q, k, v, w, block_size, normalise, padding, segments, cu_seqlens, state, backend)
+    o, _, state = mix_causal(q, k, v, w, block_size, normalise, padding, segments, cu_seqlens, state, backend, rows)
     return o, state
 
 
@@ -135,13 +139,21 @@ COPIED = 1 << 24
 
 def mix_causal(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, C: int, normalise: bool, padding: Tensor | None, segments: Tensor |
-    None, cu: Tensor | None, state: MHLAState | None, backend: Backend = "auto",
+    None, cu: Tensor | None, state: MHLAState | None, backend: Backend = "auto", rows: Tensor | None = None,
 )-> tuple[Tensor, Tensor, MHLAState]:  # fmt: skip
     """`mhla`, and the normaliser [B,T,H] beside its results (1 without `normalise`)."""
     check_shapes(q, k, v, k.shape[2], padding, segments, cu)
+    check_pool(rows, state, q.shape[0], cu, segments)
     check_weights(k.shape[2], w)
     dtype, T = torch.promote_types(v.dtype, torch.float32), q.shape[1]
     w = w.to(dtype)
+    if rows is not None and state is not None:
+        if T == 1 and _steps_on(backend, q, k, v, w, state):
+            o, g = pool_op(q, k, v, w.float(), padding, *state, C, normalise, True, rows)
+            return o, g if normalise else w.new_ones(q.shape[:3]), state
+        way: Any = {"segments": None, "cu": None, "backend": backend}
+        o, g, state = on_rows(partial(mix_causal, q, k, v, w, C, normalise, **way), state, rows, padding, T)
+        return o, g, state
     start = fresh_state(k, w.shape[-1], v.shape[-1] + normalise, dtype) if state is None and T < 2 else state
     if T == 0 and start is not None:
         return v.new_zeros(*q.shape[:3], v.shape[-1]), w.new_zeros(q.shape[:3]), start
@@ -153,8 +165,8 @@ def mix_causal(
             q.to(dtype), k.to(dtype) * real, with_one(v, normalise, dtype) * real, w, start, padding, C
         )
         return *divided(sums, normalise, padding, v.dtype), last
-    rows = q.shape[2] * (q.shape[0] if cu is None else cu.shape[0] - 1)
-    obstacle = exceeds_grid(rows) if state is None else "a state goes in"
+    programs = q.shape[2] * (q.shape[0] if cu is None else cu.shape[0] - 1)
+    obstacle = exceeds_grid(programs) if state is None else "a state goes in"
     triton = _use_triton(backend, q, v, w, True, obstacle)
     if triton and padding is None and segments is None and cu is None:
         inputs = q.to(v.dtype), k.to(v.dtype), v, w.float()
@@ -280,6 +292,7 @@ class MultiHeadLinearAttention(Mixer):
 
     title = "Multi-head linear attention: mixed summaries of blocks"
     paper = "arXiv 2601.07832"
+    pools = True
     state_formula = (
         "4 E F (Dv + 1) (M + 1) + 8: E key heads, F features (2 D for hedgehog, else D), value dim Dv, M blocks;"
         " Dv without normaliser"
@@ -449,7 +462,8 @@ class MultiHeadLinearAttention(Mixer):
             w = self.weights(q.device)
             if layout.causal:
                 padding, segments, *_ = layout
-                o, g, state = mix_causal(q, k, v, w, self.block_size, self.normalise, padding, segments, None, state)
+                given = q, k, v, w, self.block_size, self.normalise, padding, segments, None, state
+                o, g, state = mix_causal(*given, rows=layout.rows)
             else:
                 if self.site.causal:  # a decoder told to look both ways: what it has is weights by distance
                     index = torch.arange(self.blocks, device=q.device)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention
-from ..linear.launch import Precision, chunked_op, step_op, use_triton
+from ..linear.launch import Precision, chunked_op, pool_op, step_op, use_triton
 from ..mixer import Bounds, Mixer, Site
 from ..layers.scan import each_sequence, numbered
+from ..layers.pool import check_pool, on_rows
 
 
 class RetNetState(NamedTuple):
@@ -51,6 +52,7 @@ def retnet(
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: RetNetState | None = None,
+    rows: Tensor | None = None,
     read_gate: Tensor | None = None,
     write_gate: Tensor | None = None,
     chunk_size: int = 64,
@@ -62,7 +64,8 @@ def retnet(
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `log_decay` [E] natural logarithms of gamma, without gradient, with
     Hkv | E | H: one memory per state head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at
     real tokens; others leave the state alone, without decay, and output 0. `segments` [B,T] int: the memory restarts
-    where it changes. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows.
+    where it changes. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `rows` [B]
+    int: `state` is a pool, of which those rows are the call's (below 0: padding); they are changed in place.
     `read_gate` [B,T,H] multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels
     on a GPU for what they know, else PyTorch; the others insist. `chunk_size` is PyTorch's, `precision` that of the
     kernels' products of fp32.
@@ -71,9 +74,20 @@ def retnet(
     """
     fixed = {"log_decay": (log_decay, "E"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
     check_shapes(q, k, v, log_decay.shape[0], padding, segments, cu_seqlens, **fixed)
+    check_pool(rows, state, q.shape[0], cu_seqlens, segments)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] > 0 and use_triton(backend, q, v, log_decay.shape[0]):
-        gates = read_gate, write_gate
+    gates = read_gate, write_gate
+    kernels = q.shape[1] > 0 and use_triton(backend, q, v, log_decay.shape[0])
+    if rows is not None and state is not None:
+        if kernels and q.shape[1] == 1 and not wants_gradients(q, k, v, *gates, *state):
+            inputs = q.to(v.dtype), k.to(v.dtype), v, None, None, log_decay, *gates, scale, False, padding
+            o, _ = pool_op(*inputs, *state, None, None, None, rows)
+            return o.to(q.dtype), state
+        form: Any = {"log_decay": log_decay, "scale": scale, "chunk_size": chunk_size}
+        form |= {"read_gate": read_gate, "write_gate": write_gate, "backend": backend, "precision": precision}
+        o, state = on_rows(partial(retnet, q, k, v, **form), state, rows, padding, q.shape[1])
+        return o, state
+    if kernels:
         return _retnet_triton(q, k, v, log_decay, scale, padding, segments, cu_seqlens, state, *gates, precision)
     if cu_seqlens is not None:
         run = partial(retnet, log_decay=log_decay, scale=scale, chunk_size=chunk_size, backend="torch")

@@ -88,6 +88,7 @@ class SoftmaxLinearAttention(Mixer):
 
     title = "Softmax linear attention"
     paper = "arXiv 2602.01744"
+    pools = True
     state_formula = "that of the base"
     bases: ClassVar[dict[str, type[Mixer]]] = {
         "retnet": RetNet,

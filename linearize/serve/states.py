@@ -52,16 +52,20 @@ class StateLayout:
                 self.parts.append(part)
                 self.bytes += -(-part.bytes // ALIGNMENT) * ALIGNMENT
 
-    def read(self, pool: Tensor, rows: Tensor) -> Any:
-        """The states of rows [n] of a pool [N,bytes] uint8, as a mixer takes them; a copy."""
+    def views(self, pool: Tensor) -> Any:
+        """The states of all rows of a pool [N,bytes] uint8 as one state, in the same memory."""
         parts = iter(self.parts)
 
         def tensor(like: Tensor) -> Tensor:
             if not like.numel():
-                return torch.empty(len(rows), *like.shape[1:], dtype=like.dtype, device=pool.device)
-            return next(parts).view(pool).index_select(0, rows).reshape(len(rows), *like.shape[1:])
+                return torch.empty(len(pool), *like.shape[1:], dtype=like.dtype, device=pool.device)
+            return next(parts).view(pool).view(len(pool), *like.shape[1:])
 
         return map_state(tensor, self.example)
+
+    def read(self, pool: Tensor, rows: Tensor) -> Any:
+        """The states of rows [n] of a pool, as a mixer takes them; a copy."""
+        return map_state(lambda part: part.index_select(0, rows), self.views(pool))
 
     def write(self, pool: Tensor, rows: Tensor, state: Any) -> None:
         """Store a state of n sequences in rows [n] of a pool."""
@@ -182,18 +186,21 @@ def run_call(
     rotation: Any,
     out: Tensor,
 ) -> None:
-    """One call of a mixer on a batch of tokens: reads and writes the states in `pool`, writes o into `out` [T,H,Dv].
+    """One call of a mixer on a batch of tokens: changes the states in `pool`, writes o into `out` [T,H,Dv].
 
     `inputs` are q [T,H,D], k [T,Hkv,D], v [T,Hkv,Dv] and hidden states [T,hidden]; `rotation`, cos and sin [1,T,R/2],
     is for mixers that rotate q and k themselves, else None.
     """
     q, k, v, x = (tensor[call.tokens] for tensor in inputs)
-    state = None if call.fresh else layout.read(pool, call.rows)
     told = token_layout(mixer, call.padding)
     if rotation is not None:
         told = told._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
-    o, state = mixer(q, k, v, x, told, state)
-    layout.write(pool, call.rows, state)
+    # Code of checkpoints from before 2026-11-23 knows no rows.
+    if not call.fresh and q.shape[1] == 1 and "rows" in told._fields:
+        o, _ = mixer(q, k, v, x, told._replace(rows=call.rows), layout.views(pool))
+    else:
+        o, state = mixer(q, k, v, x, told, None if call.fresh else layout.read(pool, call.rows))
+        layout.write(pool, call.rows, state)
     o, places = o.flatten(0, 1), call.tokens.flatten()
     if call.real is not None:
         o, places = o[call.real], places[call.real]
