@@ -92,7 +92,8 @@ class Settings:
             raise ValueError("vLLM does not serve this converted model with " + "; ".join(reasons))
         if vllm_config.cache_config.enable_prefix_caching:
             init_logger(__name__).info(
-                "Prefix caching is off: it needs the state at the end of every cached block, which is not kept."
+                "Prefix caching is off: it needs the state at the end of every cached block, which vLLM keeps by "
+                "kernels for GPUs. Those were not tried with converted models."
             )
             vllm_config.cache_config.enable_prefix_caching = False
         # Which calls a batch becomes is decided in Python for each batch, so nothing of it is compiled or recorded.
