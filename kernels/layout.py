@@ -106,7 +106,7 @@ def part_of(layout: TokenLayout, start: int, stop: int) -> TokenLayout:
     padding, segments = (None if x is None else x[:, start:stop] for x in (layout.padding, layout.segments))
     grid = None if layout.grid is None else Grid((stop - start,))
     rotation = layout.rotation and type(layout.rotation)(*(part[:, start:stop] for part in layout.rotation))
-    return TokenLayout(padding, segments, layout.causal, grid, rotation, layout.scores)
+    return layout._replace(padding=padding, segments=segments, grid=grid, rotation=rotation)
 
 
 class Geometry(NamedTuple):

@@ -303,6 +303,7 @@ def step_kernel(p_q, p_k, p_v, p_w, p_padding, p_rows, p_past, p_old, p_current,
     if p_rows is not None:
         row = tl.load(p_rows + i_b).to(tl.int64)
         real, held = tl.where(row >= 0, real, 0), tl.where(row >= 0, F, 0)
+        tokens = tl.where(row >= 0, tokens, 0)  # padding has those of row 0, which may be any, and they index w
     full = (real > 0) & ((tokens + real) % C == 0)
     p_w += i_e * M * M
     p_next = p_w + tl.minimum((tokens + real) // C, M - 1) * M

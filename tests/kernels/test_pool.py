@@ -3,6 +3,7 @@ and by the Triton kernels in the interpreter."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -162,6 +163,15 @@ def test_rows_that_fit_no_pool_are_refused() -> None:
         mixer(*given, TokenLayout(segments=torch.zeros(2, 1, dtype=torch.long), rows=torch.tensor([0, 1])), state)
     with pytest.raises(ValueError, match=r"rows must be \[2\] integers, found \(3,\)"):
         mixer(*given, TokenLayout(rows=torch.tensor([0, 1, 2])), state)
+
+
+def test_rows_beside_heads_that_keep_softmax_are_refused() -> None:
+    """Their keys grow with the text, and a row of a pool has one size."""
+    mixer = build_mixer("gla", dataclasses.replace(SITE, softmax_groups=(1,)), resolve_options("gla", {}))
+    mixer.reset_parameters()
+    given, state = inputs(2, 1), mixer(*inputs(4, 3), TokenLayout())[1]
+    with pytest.raises(ValueError, match="a: the heads that keep softmax hold every token"):
+        mixer(*given, TokenLayout(rows=torch.tensor([0, 1])), state)
 
 
 def test_rows_whose_numbers_are_not_dense_are_refused_by_the_kernels() -> None:
