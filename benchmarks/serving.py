@@ -206,7 +206,7 @@ def bench_model(preset: str, B: int, layers: int, shape: dict[str, int], dtype: 
         cache.layers = [PoolLayer(memory, copied) for memory in memories]
         return model(ids, position_ids=places, past_key_values=cache, use_cache=True).logits
 
-    before = [memory.pool.cpu() for memory in memories]
+    before = [memory.pool.to("cpu", copy=True) for memory in memories]
     logits = {}
     for copied in (False, True):
         logits[copied] = step(copied)
