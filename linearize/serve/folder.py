@@ -6,10 +6,17 @@ from typing import Any, NamedTuple
 
 
 class Layers(NamedTuple):
-    """Attention layers by number: `linear` ones, module path by number, and those that keep `softmax`."""
+    """Attention layers by number: `linear` ones, module path by number, and those that keep `softmax`; and the key
+    `heads` of linear ones that keep it."""
 
     linear: dict[int, str]
     softmax: tuple[int, ...]
+    heads: dict[int, tuple[int, ...]]
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether there is softmax, whose keys need memory."""
+        return bool(self.softmax or self.heads)
 
 
 def is_converted(config: Any) -> bool:
@@ -21,7 +28,7 @@ def layers_of(config: Any) -> Layers:
     """The layers of a converted decoder, by its config.
 
     Raises ValueError, naming the model, for one that vLLM cannot run: an encoder, a model with several towers, one
-    whose attention modules compute softmax in their own code, or one in which some heads of linear layers keep softmax.
+    whose attention modules compute softmax in their own code, or one in which heads that keep softmax have sinks.
     """
     sites = [layer["site"] for layer in config.linearize["layers"]]
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
@@ -37,14 +44,15 @@ def layers_of(config: Any) -> Layers:
             f"{name}: {own[0]} computes softmax in its own code, which vLLM's Transformers backend cannot replace. "
             f"{_ELSEWHERE}"
         )
-    exact = [site["path"] for site in sites if site.get("softmax_groups")]
-    if exact:
+    sinks = [site["path"] for site in sites if site.get("softmax_groups") and {"s_aux", "sinks"} & {*site["extras"]}]
+    if sinks:
         raise ValueError(
-            f"{name}: some heads of {exact[0]} keep softmax (--keep-heads), and linearize's plugin serves layers that "
-            f"are linear as a whole. {_ELSEWHERE}"
+            f"{name}: heads of {sinks[0]} keep softmax (--keep-heads), which has sinks there, and linearize's plugin "
+            f"does not hand some heads' sinks to vLLM. {_ELSEWHERE}"
         )
     linear = {site["layer"]: site["path"] for site in sites}
-    return Layers(linear, tuple(i for i in range(config.num_hidden_layers) if i not in linear))
+    heads = {site["layer"]: tuple(site["softmax_groups"]) for site in sites if site.get("softmax_groups")}
+    return Layers(linear, tuple(i for i in range(config.num_hidden_layers) if i not in linear), heads)
 
 
 _ELSEWHERE = "Load it in Python, see its README.md"

@@ -96,6 +96,14 @@ def token_layout(mixer: Any, padding: Tensor | None) -> Any:
     return importlib.import_module(f"{code_of(type(mixer))}.layout").TokenLayout(padding=padding)
 
 
+def softmax_of(mixer: Any) -> Any:
+    """Take from a mixer the heads that keep softmax (softmax_heads.py's SoftmaxHeads), None where none does. It is then
+    called with the other heads alone, and the server computes these, with memory of its own for their keys."""
+    heads = getattr(mixer, "softmax", None)  # code of 0.1.0 knows none
+    mixer.softmax = None
+    return heads
+
+
 @torch.no_grad()
 def example_state(mixer: Any, dtype: torch.dtype) -> Any:
     """A mixer's state of one sequence after one token; its parameters may hold anything."""
@@ -121,10 +129,13 @@ def state_layouts(mechanisms: dict[str, Any], spec: dict[str, Any], dtype: torch
         key = repr((layer["mechanism"], sorted(layer["options"].items()), sorted(site.items())))
         if key not in known:
             kind = mechanisms[layer["mechanism"]]
-            place = importlib.import_module(f"{code_of(kind)}.mixer").Site.from_dict(site)
+            code = importlib.import_module(f"{code_of(kind)}.mixer")
+            place, options = code.Site.from_dict(site), layer["options"]
             with torch.device("cpu"):
-                mixer = kind(place, **layer["options"]).to(dtype)
-                known[key] = StateLayout(example_state(mixer, dtype))
+                # Code of 0.1.0 has no mixer_at.
+                mixer = code.mixer_at(kind, place, options) if site.get("softmax_groups") else kind(place, **options)
+                softmax_of(mixer)
+                known[key] = StateLayout(example_state(mixer.to(dtype), dtype))
         layouts[layer["site"]["layer"]] = known[key]
     return layouts
 

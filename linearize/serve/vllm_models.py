@@ -18,22 +18,25 @@ from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
 from vllm.model_executor.models.utils import maybe_prefix
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.linear_attn import (
     LinearAttentionBackend,
     LinearAttentionMetadata,
     LinearAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from linearize_kernels.hf.seam import bind, hidden_name, without_rotation
 
 from .folder import layers_of
-from .states import StateLayout, calls_of, code_of, run_call, state_layouts
+from .states import StateLayout, calls_of, code_of, run_call, softmax_of, state_layouts
 
 # ---------------------------------------------------------------- one layer
 
@@ -65,7 +68,10 @@ class StateBackend(LinearAttentionBackend):
 
 
 class StateAttention(nn.Module, MambaBase):
-    """Stands where a module's softmax was: reads each sequence's state from vLLM's memory, runs the mixer, writes."""
+    """Stands where a module's softmax was: reads each sequence's state from vLLM's memory, runs the mixer, writes.
+
+    Heads that keep softmax go to an Attention of vLLM, which holds their keys and values.
+    """
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
@@ -74,6 +80,8 @@ class StateAttention(nn.Module, MambaBase):
         super().__init__()
         self.__dict__["module"] = module  # no child: it holds this
         self.layout, self.prefix = layout, prefix
+        self.heads = softmax_of(module.mixer)
+        self.softmax: Attention | None = None
         self.hidden: Tensor | None = None
         self.rotation: Any = None
         self.kv_cache = (torch.tensor([]),)
@@ -105,17 +113,46 @@ class StateAttention(nn.Module, MambaBase):
         Where Dv < D, vLLM fills v up to D, and expects o so.
         """
         mixer: Any = self.__dict__["module"].mixer
-        site, T = mixer.site, query.shape[0]
+        site, T, heads = mixer.site, query.shape[0], self.heads
         hidden, rotation, self.hidden, self.rotation = self.hidden, self.rotation, None, None
         assert hidden is not None, f"{site.path}: its attention ran outside its module"
-        q, k, v = query.view(T, site.heads, -1), key.view(T, site.kv_heads, -1), value.view(T, site.kv_heads, -1)
+        H, Hkv = (site.heads, site.kv_heads) if heads is None else (heads.heads, heads.kv_heads)
+        q, k, v = query.view(T, H, -1), key.view(T, Hkv, -1), value.view(T, Hkv, -1)
+        if heads is not None:
+            (q, own_q), (k, own_k), (v, own_v) = ((part[0] for part in heads.split(y[None])) for y in (q, k, v))
         out = q.new_zeros(T, site.heads, v.shape[-1])
         described = get_forward_context().attn_metadata
         if described is not None:  # else vLLM measures how much memory a batch takes
             inputs = q, k, v[..., : site.value_dim], hidden.reshape(T, -1)
             for call in described[self.prefix].calls:
                 run_call(mixer, self.layout, self.kv_cache[0], call, inputs, rotation, out[..., : site.value_dim])
-        return out[None]
+        if heads is None:
+            return out[None]
+        assert self.softmax is not None
+        kept = self.softmax(own_q.flatten(1), own_k.flatten(1), own_v.flatten(1))
+        return heads.join(out[None], kept.view(1, T, -1, out.shape[-1]))
+
+
+class ClearedAttention(Attention):
+    """Attention of vLLM that holds whole documents on a CPU, where it would hold a sliding window alone.
+
+    A page that held states may have bytes that are NaN as keys, and so are their scores, seen or not. vLLM clears pages
+    before they hold keys; on a CPU it leaves out those of sliding windows.
+    """
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        spec = super().get_kv_cache_spec(vllm_config)
+        if not current_platform.is_cpu() or not isinstance(spec, SlidingWindowSpec):
+            return spec
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            dtype=spec.dtype,
+            kv_quant_mode=spec.kv_quant_mode,
+            sliding_window=spec.sliding_window,
+        )
 
 
 # ---------------------------------------------------------------- the model
@@ -158,6 +195,7 @@ class Linearized:
     config: Any
     text_config: Any
     model: Any
+    cache_config: Any
     attention_fusers: dict[int, tuple[str, Any]]
     vllm_config: Any
 
@@ -216,7 +254,7 @@ class Linearized:
             model.get_submodule(name).mixer = mixer
 
     def _create_attention_instances(self, prefix: str = "") -> None:
-        """Attention of vLLM for the layers that keep softmax, a `StateAttention` for each linear one.
+        """Attention of vLLM for the layers and heads that keep softmax, a `StateAttention` for each linear layer.
 
         Raises ValueError for a linear layer that vLLM does not find.
         """
@@ -224,14 +262,36 @@ class Linearized:
         lost = [path for number, path in layers.linear.items() if number not in found]
         if lost:
             raise ValueError(f"{lost[0]}: vLLM's Transformers backend does not find the attention call of this module")
-        if layers.softmax:
+        if layers.hybrid:
             super()._create_attention_instances(prefix)  # type: ignore[misc]
         layouts = layouts_of(self.vllm_config)
         for number in layers.linear:
             name, _ = found[number]
             module: Any = self.get_submodule(name)  # type: ignore[attr-defined]
             layer = StateAttention(module, layouts[number], maybe_prefix(prefix, f"{name}.{VLLM_ATTN_ATTR}"))
+            if layer.heads is not None:
+                whole = getattr(module, VLLM_ATTN_ATTR)
+                layer.softmax = self.attention_of(layer.heads, whole, f"{layer.prefix}.softmax")
             setattr(module, VLLM_ATTN_ATTR, layer)
+
+    def _get_attn_cls(self) -> Any:
+        kind = super()._get_attn_cls()  # type: ignore[misc]
+        return ClearedAttention if kind is Attention else kind
+
+    def attention_of(self, heads: Any, whole: Attention, prefix: str) -> Attention:
+        """Attention of vLLM for the `heads` of a layer that keep softmax, with the window and the soft cap of `whole`,
+        which vLLM made for all of them."""
+        count = len(heads.groups)
+        return ClearedAttention(
+            count * (heads.heads // heads.kv_heads),
+            whole.head_size,
+            heads.scale,
+            count,
+            cache_config=self.cache_config,
+            logits_soft_cap=getattr(self.text_config, "attn_logit_softcapping", None),
+            per_layer_sliding_window=whole.sliding_window,
+            prefix=prefix,
+        )
 
 
 def remove_hooks(module: Any, code: str) -> None:
@@ -252,7 +312,7 @@ class LinearizedForCausalLM(Linearized, TransformersForCausalLM):
 
 
 class LinearizedHybridForCausalLM(Linearized, TransformersForCausalLM):
-    """Some layers keep softmax."""
+    """Some layers, or some heads of linear ones, keep softmax."""
 
     is_hybrid = True
 
@@ -264,6 +324,6 @@ class LinearizedMoEForCausalLM(Linearized, TransformersMoEForCausalLM):
 
 
 class LinearizedHybridMoEForCausalLM(Linearized, TransformersMoEForCausalLM):
-    """Some layers keep softmax; there are experts."""
+    """Some layers, or some heads of linear ones, keep softmax; there are experts."""
 
     is_hybrid = True

@@ -12,7 +12,7 @@ from typing import Any
 
 from .folder import is_converted, layer_types, layers_of
 
-# Architecture name -> class of vllm_models.py, by whether layers keep softmax and whether there are experts.
+# Architecture name -> class of vllm_models.py, by whether layers or heads keep softmax and whether there are experts.
 NAMES = {
     (False, False): "LinearizedForCausalLM",
     (False, True): "LinearizedMoEForCausalLM",
@@ -63,7 +63,7 @@ def served_name(model_config: Any) -> str:
     Raises ValueError for one that it cannot serve (`folder.layers_of`).
     """
     layers = layers_of(model_config.hf_config)
-    return NAMES[bool(layers.softmax), bool(model_config.is_moe)]
+    return NAMES[layers.hybrid, bool(model_config.is_moe)]
 
 
 class Settings:
@@ -74,7 +74,7 @@ class Settings:
         """Write the kinds of layers into the config of a hybrid; `vllm_models.source_config` takes them out again."""
         config = model_config.hf_config
         layers = layers_of(config)
-        if layers.softmax and not hasattr(config, "source_layer_types"):
+        if layers.hybrid and not hasattr(config, "source_layer_types"):
             config.source_layer_types = getattr(config, "layer_types", None)
             config.layer_types = layer_types(config, layers)
 
@@ -96,6 +96,10 @@ class Settings:
                 "kernels for GPUs. Those were not tried with converted models."
             )
             vllm_config.cache_config.enable_prefix_caching = False
+        # A sliding window that every layer of the source has. vLLM looks for one where no layer is of another kind.
+        own = getattr(vllm_config.model_config.hf_config, "source_layer_types", None) or ()
+        if all(kind == "sliding_attention" for kind in own):
+            vllm_config.cache_config.sliding_window = vllm_config.model_config.get_sliding_window()
         # Which calls a batch becomes is decided in Python for each batch, so nothing of it is compiled or recorded.
         vllm_config.model_config.enforce_eager = True
         MambaModelConfig.verify_and_update_config(vllm_config)

@@ -45,7 +45,7 @@ SMALL: dict[str, Any] = {
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "head_dim": None, "num_attention_heads": 2}),
-    "qwen3": ("Qwen3Config", {}),
+    "qwen3": ("Qwen3Config", {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "mistral": ("MistralConfig", {"sliding_window": 24}),
     "gemma2": ("Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 32}),
     "granite": ("GraniteConfig", {"head_dim": None, "num_attention_heads": 2, "attention_multiplier": 0.18}),
@@ -59,7 +59,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Case(NamedTuple):
-    """A converted model: its architecture, and for each layer the mechanism and its options (None: softmax stays)."""
+    """A converted model: its architecture, and for each layer the mechanism and its options (None: softmax stays).
+
+    Of the options `heads` are key heads that keep softmax, as `--keep-heads` has them: "0,2".
+    """
 
     architecture: str
     layers: tuple[tuple[str, dict[str, Any]] | None, ...]
@@ -90,7 +93,9 @@ def converted(folder: Path, case: Case) -> Path:
     steps: list[Any] = []
     for number, layer in enumerate(case.layers):
         if layer is not None:
-            made = plan_conversion(str(given), layer[0], layers=str(number), options=layer[1])
+            options = {**layer[1]}
+            heads = f"{number}:{options.pop('heads')}" if "heads" in options else ""
+            made = plan_conversion(str(given), layer[0], layers=str(number), options=options, keep_heads=heads)
             steps += made[0].steps
     plan = dataclasses.replace(
         made[0], steps=tuple(steps), kept=tuple(s for s in made[0].kept if case.layers[s.layer] is None)

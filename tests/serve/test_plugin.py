@@ -38,9 +38,26 @@ def test_layers_are_read_from_the_config() -> None:
     layers = layers_of(config_of())
     assert layers.linear == {i: f"model.layers.{i}.self_attn" for i in (0, 1, 3)}
     assert layers.softmax == (2,)
+    assert layers.heads == {}
     assert is_converted(config_of())
     assert not is_converted(transformers.Qwen3Config())
     assert not is_converted(None)
+
+
+HEADS: dict[str, Any] = {"softmax_groups": [1], "extras": ["sliding_window", "softcap"]}
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_model_whose_heads_keep_softmax_is_a_hybrid_for_vllm(experts: bool) -> None:
+    """All its layers have a state; vLLM asks the config which have one."""
+    config = config_of(layers=(0, 1, 2, 3), **HEADS)
+    assert layers_of(config).heads == dict.fromkeys(range(4), (1,))
+    assert layers_of(config).softmax == ()
+    name = f"LinearizedHybrid{'MoE' if experts else ''}ForCausalLM"
+    assert vllm_plugin.served_name(model_config(config, experts)) == name
+    vllm_plugin.Settings.verify_and_update_model_config(model_config(config))
+    assert config.layer_types == ["linear_attention"] * 4
+    assert config.source_layer_types == ["full_attention"] * 4
 
 
 @pytest.mark.parametrize(
@@ -70,10 +87,11 @@ def test_a_converted_model_gets_the_class_that_fits_its_layers(
             r"LinearizedQwen3ForCausalLM is no causal language model .*self_attn sees both sides",
         ),
         (config_of(routed=False), r"layers\.0\.self_attn computes softmax in its own code"),
+        (config_of(softmax_groups=[1], extras=["s_aux"]), r"heads of model\.layers\.0\.self_attn keep .* has sinks"),
         (config_of("LlavaConfig"), r"reads more than text"),
         (config_of("T5GemmaConfig"), r"is no causal language model"),
     ],
-    ids=["encoder", "own softmax", "several towers", "encoder and decoder"],
+    ids=["encoder", "own softmax", "sinks of heads", "several towers", "encoder and decoder"],
 )
 def test_what_vllm_cannot_run_is_refused_by_name(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

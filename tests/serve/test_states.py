@@ -167,3 +167,17 @@ def test_equal_layers_share_a_layout_and_others_have_their_own() -> None:
     assert layouts[0] is layouts[2]
     ring = [part for part in layouts[3].parts if part.dtype is torch.bfloat16]
     assert [part.shape for part in ring] == [(4, 2, 8), (4, 2, 6)]
+
+
+def test_the_state_of_a_layer_is_that_of_the_heads_without_softmax() -> None:
+    """vLLM holds the keys and values of the others in memory of its own."""
+    mechanisms = {"gla": load_mechanism("gla")}
+    whole = {**SITE.__dict__, "heads": 6, "kv_heads": 3}
+
+    def layout(**site: Any) -> StateLayout:
+        layer = {"site": {**whole, **site}, "mechanism": "gla", "options": {"window": 4}}
+        return state_layouts(mechanisms, {"layers": [layer]}, torch.float32)[0]
+
+    kept = layout(softmax_groups=(1,))
+    assert kept.parts == layout(heads=4, kv_heads=2).parts
+    assert kept.bytes < layout().bytes

@@ -30,6 +30,11 @@ LENGTHS = (1, 2, 130, 7, 64, 33, 1, 90, 65, 17)
 NEW = 8
 CHUNK = {"max_num_batched_tokens": 64}
 MIXED = Case("olmo2", (("gsa", {}), ("gla", {"window": 8, "sink": 1}), ("gdn", {"faithful": True}), ("gla", {})))
+# All layers are linear, and heads keep softmax: one of four, three of them, two apart, none.
+HEADS = Case(
+    "qwen3",
+    (("gla", {"heads": "1"}), ("gsa", {"heads": "0,1,3"}), ("gdn", {"heads": "0,2", "window": 8}), ("gla", {})),
+)
 # Each mechanism and each architecture; chunked or whole.
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     # The source writes full_attention for every layer, which vLLM reads.
@@ -38,8 +43,17 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "gpt_neox retnet": (alike("gpt_neox", "retnet"), {}),
     "phi3 sla": (alike("phi3", "sla", base="gdn"), CHUNK),
     "qwen2 la, tied embeddings": (alike("qwen2", "la"), {}),
-    "mistral mhla": (alike("mistral", "mhla"), CHUNK),
-    "gemma2 gla without rope, hybrid": (alike("gemma2", "gla", keep=(2, 3), rope=False), {}),
+    # A sliding window in every layer of the source, and so in the layer and the head that keep softmax.
+    "mistral mhla, a layer and a head kept": (
+        Case("mistral", (("mhla", {}), None, ("mhla", {"heads": "1"}), ("mhla", {}))),
+        CHUNK,
+    ),
+    # Soft caps; windows in every other layer of the source.
+    "gemma2 gla without rope, layers and a head kept": (
+        Case("gemma2", (("gla", {"heads": "0"}), ("gla", {"rope": False}), None, None)),
+        {},
+    ),
+    "qwen3, kept heads of different number": (HEADS, CHUNK),
     "olmo2, layers of different states": (MIXED, CHUNK),
     "llama, different states, hybrid": (MIXED._replace(architecture="llama", layers=(None, *MIXED.layers[1:])), {}),
     "gpt2 gsa": (alike("gpt2", "gsa"), CHUNK),
@@ -66,9 +80,9 @@ def test_an_engine_writes_what_generate_writes(name: str, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model, a trained one with a tokenizer, as a hybrid."""
+    """The demo model, a trained one with a tokenizer, as a hybrid of kept layers and kept heads."""
     folder = tmp_path_factory.mktemp("demo") / "linear"
-    plan = plan_conversion(str(DEMO), "gla", layers="0,1,3,4", options={"window": 32, "sink": 1})
+    plan = plan_conversion(str(DEMO), "gla", layers="0,1,3,4", keep_heads="0:1;3:0", options={"window": 32, "sink": 1})
     convert(*plan, folder, level="none", say=lambda text: None)
     return folder
 
@@ -90,7 +104,7 @@ def test_32_requests_in_random_order_stop_sampling_and_preemption(demo: Path, mo
     order = list(range(32))
     chance.shuffle(order)
     # Eight rows for 32 requests; blocks of keys for a few of them, so that some must give theirs back.
-    with engine(demo, max_num_seqs=8, max_num_batched_tokens=128, num_gpu_blocks_override=12) as llm:
+    with engine(demo, max_num_seqs=8, max_num_batched_tokens=128, num_gpu_blocks_override=13) as llm:
         fill_with_nan(llm)
         outputs = write(llm, [prompts[i] for i in order], 24)
         assert differences(outputs, [references[i] for i in order]) == []
