@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gsa read by swish": ("gsa", {"read": "swish", "slots": 16}),
     "gla": ("gla", {}),
     "gla, window": ("gla", {"window": 5, "sink": 2, "state_heads": "query"}),
+    "window": ("window", {"window": 5, "sink": 2}),
     "retnet": ("retnet", {}),
     "retnet, features of both signs": ("retnet", {"feature_map": "hedgehog", "state_heads": "query"}),
     "gdn": ("gdn", {}),
