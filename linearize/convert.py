@@ -28,7 +28,7 @@ from .plan.plan import Plan, Step, local_steps, some
 from .plan.request import Request
 from .probe.meta_run import quiet
 from .probe.probe import model_class_of, probe
-from .terminal.output import size
+from .terminal.output import say, size
 from .verify.reload import Level, verify
 
 Say = Callable[[str], None]
@@ -97,8 +97,9 @@ def plan_conversion(
         free = [step.site for step in whole.steps if not step.site.softmax_groups]
         layers = [site.layer for site in free]
         choice = Choice.unscored(request.keep_softmax, layers, len(whole.steps))  # raises for what cannot be asked for
-        if is_auto(request.keep_heads):
-            auto_heads(request.keep_heads, heads_available(free, found))  # raises before layers are compared
+        if is_auto(request.keep_heads):  # raises before layers are compared, whichever they will be
+            most = sorted(free, key=lambda site: -len(heads_available([site], found)))[: len(free) - len(choice.kept)]
+            auto_heads(request.keep_heads, heads_available(most, found))
         local: tuple[Step, ...] = ()
         if request.kept_window is not None:
             local = local_steps([*free, *whole.kept], request.kept_window, found)
@@ -106,6 +107,10 @@ def plan_conversion(
             check_weights(source, natives)
             choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept), layers, local)
         request = dataclasses.replace(noted(request), keep_softmax=",".join(map(str, choice.kept)))
+        kept = {site.path for site in (*whole.kept, *(one for one in free if one.layer in choice.kept))}
+        if request.kept_window is not None and kept.isdisjoint(step.site.path for step in local):
+            say(f"note: --kept-window {request.kept_window}: layers {request.keep_softmax} have windows of their own")
+            request = dataclasses.replace(request, kept_window=None)
     if is_auto(request.keep_heads):
         whole = dataclasses.replace(request, keep_heads="").plan(source, found, scored=True, **facts)
         groups = heads_available([step.site for step in whole.linear], found)

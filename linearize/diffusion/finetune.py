@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
 from ..checkpoint import write as checkpoint
@@ -24,6 +27,7 @@ from ..hub.push import check_access
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
 from ..terminal.progress import progress
+from ..train.runtime import PATIENCE, settled_precision
 from ..verify.child.latents import load_parts, parts_of
 from . import convert as surgery
 from .evaluate import compare_predictions, latents_compared, picture, pillow, sample, setback
@@ -44,9 +48,6 @@ def finetune(
     `output` is None when `only` left later stages to do. Raises LinearizeError: 2 for the recipe, 3 for what does not
     fit, 4 for resources, 6 for a loss that is not finite or a failed verification, 130 when interrupted (state saved).
     """
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
     folder = Path(recipe.output_dir)
     check_run(recipe, folder, only, resume)
     if (folder / "final").exists() and resume == "auto":
@@ -54,10 +55,7 @@ def finetune(
         report: dict[str, Any] = read_json(folder / REPORT)
         return report
     pillow()
-    cpu = recipe.runtime.device == "cpu" or not torch.cuda.is_available()
-    precision = {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(recipe.runtime.precision, recipe.runtime.precision)
-    AcceleratorState._reset_state(True)  # another run in this process may have had another precision
-    accelerator = Accelerator(mixed_precision=precision, cpu=cpu)
+    accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
     from .train import Distiller
 
@@ -152,15 +150,14 @@ def dry_run(recipe: DiffusionRecipe, say: Say, only: str | None = None, resume: 
 
 def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
     """A converted pipeline, `model.base`, beside its own teacher: errors by noise level, and a picture of samples."""
-    from accelerate import Accelerator
-
     from .train import Distiller
 
     pillow()
+    accelerator = make_accelerator(recipe)
     base = Path(recipe.model.base).expanduser()
     model, noise = open_model(base, recipe)
     data, held, decode = data_of(recipe, model, base)
-    tuner = Distiller(recipe, model, data, noise, Accelerator(cpu=recipe.runtime.device == "cpu"))
+    tuner = Distiller(recipe, model, data, noise, accelerator)
     given = (model, tuner.predict, tuner.target, held, noise, recipe.eval, recipe.seed)
     with progress("predictions", latents_compared(held, recipe.eval) * len(recipe.eval.levels)) as advance:
         table = compare_predictions(*given, advance)
@@ -169,11 +166,21 @@ def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
     return {"student": str(base), "noise": noise.kind, "predictions": {"student": table}}, picture(made, decode)
 
 
+def make_accelerator(recipe: DiffusionRecipe) -> Accelerator:
+    """Devices and precision, as the recipe says and `accelerate launch` set them up."""
+    precision = settled_precision(recipe.runtime.device, recipe.runtime.precision)
+    cpu = recipe.runtime.device == "cpu" or not torch.cuda.is_available()
+    AcceleratorState._reset_state(True)  # another run in this process may have had another precision
+    waits = InitProcessGroupKwargs(timeout=PATIENCE)
+    return Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[waits])
+
+
 def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: str) -> None:
     """What is known before anything is read: the stage, and the folder of the run. Raises LinearizeError (exit 2)."""
     from .train import read_state
 
     check_base(recipe)
+    settled_precision(recipe.runtime.device, recipe.runtime.precision)  # raises for a device that is not there
     names = [stage.name for stage in recipe.stages]
     if only is not None and only not in names:
         raise LinearizeError(f"--stage {only}: the recipe has {', '.join(names)}.{did_you_mean(only, names)}")

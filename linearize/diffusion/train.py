@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from ..errors import Exit, LinearizeError
+from ..terminal.output import say
 from ..terminal.progress import progress, silent
-from ..terminal.signals import END, caught
+from ..terminal.signals import END, caught, end_or_stop
 from ..train.loop import seed_for
 from .latents import Data, Noise, inputs_of
 from .recipe import DiffusionRecipe, DiffusionStage
@@ -41,6 +42,7 @@ class Distiller:
 
     def __init__(self, recipe: DiffusionRecipe, model: Any, data: Data, noise: Noise, accelerator: Accelerator) -> None:
         self.recipe, self.data, self.noise, self.accelerator = recipe, data, noise, accelerator
+        self.interrupted = False  # by a signal, in this process
         self.model = model.to(accelerator.device).eval().requires_grad_(False)
         everything = any(stage.train == "all" for stage in recipe.stages)
         # Copied before anything trains.
@@ -126,12 +128,15 @@ class Distiller:
             schedule.load_state_dict(state["schedule"])
         loss_of = self.transfer if stage.kind == "attention_transfer" else self.match
         share = 1 / stage.batch.accumulate
-        stopping: list[int] = []
         shown = progress(stage.name, stage.steps - start) if accelerator.is_main_process else nullcontext(silent)
-        with caught((*END, signal.SIGINT), stopping.append), shown as advance:
+        with caught((*END, signal.SIGINT), self.interrupt), shown as advance:
             for step in range(start, stage.steps):
                 loss = sum(loss_of(self.batch(number, step, part), share) for part in range(stage.batch.accumulate))
+                stopping = self.interrupted
                 if accelerator.num_processes > 1:
+                    # All stop after the same step, whichever was told first.
+                    told = torch.tensor(float(stopping), device=accelerator.device)
+                    stopping = bool(accelerator.reduce(told, "sum") > 0)
                     for parameter in parameters.values():
                         if parameter.grad is not None:
                             parameter.grad = accelerator.reduce(parameter.grad, "mean")
@@ -149,11 +154,16 @@ class Distiller:
                 if ends or stopping or done % self.recipe.checkpoint.every_steps == 0:
                     own = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
                     self.save(folder, number + ends, 0 if ends else done, None if ends else own)
-                if stopping and not ends:
+                if stopping:
                     message = f"interrupted after step {done} of {stage.name}. The same command continues"
                     raise LinearizeError(message, Exit.INTERRUPTED)
         for parameter in parameters.values():
             parameter.requires_grad_(False)
+
+    def interrupt(self, number: int) -> None:
+        """A signal ends the run after this step, or at once."""
+        end_or_stop(self.interrupted, number, say)
+        self.interrupted = True
 
     def save(self, folder: Path, number: int, step: int, state: Any) -> None:
         """Where the run is, and all that it has trained."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..checkpoint.card import inherited, options_text
+from ..checkpoint.card import PLACE, inherited, options_text
 from ..checkpoint.carried import TEMPLATES, is_licence, is_read
 from ..checkpoint.shards import place_shard
 from ..checkpoint.source import Source
@@ -54,12 +54,14 @@ Written by linearize {version}. The new parameters are untrained: distil before 
 `trust_remote_code=True` loads the Python file that holds the mechanism. Only diffusers, torch and
 transformers >= 5.17 are needed. {new_parameters:,} new parameters; options {options}.
 {notes}"""
-PIPELINE = """from diffusers import DiffusionPipeline
+PIPELINE = f"""from diffusers import DiffusionPipeline
 
-pipeline = DiffusionPipeline.from_pretrained(".", trust_remote_code=True)  # the folder with these files"""
-MODEL = """from diffusers import AutoModel
+{PLACE}
+pipeline = DiffusionPipeline.from_pretrained(name, trust_remote_code=True)"""
+MODEL = f"""from diffusers import AutoModel
 
-model = AutoModel.from_pretrained(".", trust_remote_code=True)  # the folder with these files"""
+{PLACE}
+model = AutoModel.from_pretrained(name, trust_remote_code=True)"""
 
 
 def write_pipeline(folder: Path, plan: Plan, source: Source, parts: list[Part], seed: int) -> None:

@@ -37,6 +37,15 @@ def caught(kinds: Iterable[signal.Signals], action: Action) -> Iterator[None]:
             signal.signal(kind, old or signal.SIG_DFL)
 
 
+def end_or_stop(interrupted: bool, number: int, say: Callable[[str], None]) -> None:
+    """What a signal means to a run that saves: the first one, to finish a step and save; another one, to stop at once,
+    unless it is SIGHUP, which a closing terminal sends more than once. Raises KeyboardInterrupt."""
+    if interrupted and number != signal.SIGHUP:
+        raise KeyboardInterrupt
+    if not interrupted:
+        say("interrupted: finishing this step, then saving (again to stop at once)")
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Within: the first SIGTERM or SIGHUP raises KeyboardInterrupt, as Ctrl-C does, so that temporary folders are

@@ -23,7 +23,7 @@ from ..data.batches import Samples, collate, targets
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import AttentionTransfer, OnPolicyKL, Stage
-from ..terminal.signals import END, caught
+from ..terminal.signals import END, caught, end_or_stop
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
 from .progress import StageProgress, memory_bytes
@@ -208,16 +208,11 @@ class StageLoop:
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Within: the first Ctrl-C, SIGTERM or SIGHUP finishes the step and saves; a second one stops at once, unless
-        it is SIGHUP, which a closing terminal sends more than once.
-        """
+        """Within: the first Ctrl-C, SIGTERM or SIGHUP finishes the step and saves; a second one stops at once."""
 
         def on_signal(number: int) -> None:
-            if self.owner.interrupted and number != signal.SIGHUP:
-                raise KeyboardInterrupt
-            if not self.owner.interrupted:
-                self.owner.interrupted = True
-                self.owner.say("interrupted: finishing this step, then saving (again to stop at once)")
+            end_or_stop(self.owner.interrupted, number, self.owner.say)
+            self.owner.interrupted = True
 
         with caught((signal.SIGINT, *END), on_signal):
             yield

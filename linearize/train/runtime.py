@@ -42,20 +42,26 @@ def device_name(device: torch.device) -> str:
 
 
 def check_runtime(recipe: Recipe) -> str:
-    """accelerate's name for the precision: bf16 on a GPU, fp32 on a CPU, unless the recipe says otherwise.
-
-    Raises LinearizeError (exit 4) for a device that is not there, a precision it has not, a tracker not installed.
-    """
-    runtime, track = recipe.runtime, recipe.track.to
-    if runtime.device == "cuda" and not torch.cuda.is_available():
-        message = "runtime.device is cuda, but torch sees no CUDA device. Set it to cpu; linearize doctor shows torch"
-        raise LinearizeError(message, Exit.RESOURCE)
-    cpu = on_cpu(recipe)
-    if runtime.precision == "fp16" and cpu:
-        raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)
+    """`settled_precision`, and that the tracker is installed. Raises LinearizeError (exit 4)."""
+    track = recipe.track.to
     if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
         raise LinearizeError(f"track.to {track} needs: pip install {track}", Exit.RESOURCE)
-    return {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(runtime.precision, runtime.precision)
+    return settled_precision(recipe.runtime.device, recipe.runtime.precision)
+
+
+def settled_precision(device: str, precision: str) -> str:
+    """accelerate's name for the precision that a runtime asks for: bf16 on a GPU, fp32 on a CPU, unless told
+    otherwise.
+
+    Raises LinearizeError (exit 4) for a device that is not there, or a precision it has not.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        message = "runtime.device is cuda, but torch sees no CUDA device. Set it to cpu; linearize doctor shows torch"
+        raise LinearizeError(message, Exit.RESOURCE)
+    cpu = device == "cpu" or not torch.cuda.is_available()
+    if precision == "fp16" and cpu:
+        raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)
+    return {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(precision, precision)
 
 
 @contextlib.contextmanager

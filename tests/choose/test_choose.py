@@ -370,7 +370,7 @@ def test_heads_are_checked_first_and_layers_of_named_ones_become_linear(heads_pl
         raise AssertionError("layers were scored")
 
     source, asked = str(heads_place / "source"), {"keep_softmax": "auto:1", "options": OPTIONS}
-    refused = {"2:99": "99 is none of them", "2:0,1": "all 2 key heads", "2": "Write", "auto:5": "keeps 5 heads"}
+    refused = {"2:99": "99 is none of them", "2:0,1": "all 2 key heads", "2": "Write", "auto:4": "3 leave one"}
     for heads, problem in refused.items():
         with pytest.raises(LinearizeError, match=problem):
             plan_conversion(source, "gsa", keep_heads=heads, choose=unasked, **asked)

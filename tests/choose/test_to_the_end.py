@@ -68,3 +68,12 @@ def test_a_kept_window_leaves_layers_with_windows_of_their_own(source: Path) -> 
     assert [step.site.layer for step in plan.local] == [3]
     assert plan.softmax_layers == [2, 3]
     assert plan.cache_bytes(10_000)["converted"] == plan.cache_bytes(1_000)["converted"]
+
+
+def test_a_kept_window_for_chosen_layers_may_have_nothing_to_do(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_conversion(str(source), "gsa", keep_softmax="auto:1", kept_window=9, weights=False)[0]
+    assert plan.softmax_layers == [2]
+    assert plan.local == ()
+    assert "note: --kept-window 9: layers 2 have windows of their own" in capsys.readouterr().err

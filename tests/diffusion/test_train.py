@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from diffusion import pipeline, transformer
 
 from linearize.diffusion.convert import convert, plan_conversion
 from linearize.diffusion.evaluate import setback
+from linearize.diffusion.finetune import make_accelerator
 from linearize.diffusion.latents import Noise, noise_of
+from linearize.diffusion.recipe import DiffusionRecipe, DiffusionRuntime
 from linearize.diffusion.train import relative
 from linearize.diffusion.verify import verify_folder
 from linearize.errors import Exit, LinearizeError
@@ -159,7 +163,9 @@ def test_what_changed_since_is_not_pushed(linear: dict[str, Path], tmp_path: Pat
     shutil.copytree(linear[WAN], tmp_path / "linear")
     code, out, err = linearize("push", tmp_path / "linear", "user/film", "--dry-run", "--json")
     assert code == 0, err
-    files = json.loads(out)["upload"]["files"]
+    upload = json.loads(out)["upload"]
+    assert 'name = "user/film"\npipeline = DiffusionPipeline.from_pretrained(name, ' in upload["card"]
+    files = upload["files"]
     assert {"model_index.json", "README.md", "linearize.json", "vae/config.json"} <= files.keys()
     shard = max((tmp_path / "linear" / "transformer").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -208,6 +214,8 @@ def test_a_run_goes_on_where_it_was_interrupted(
         calls.append(share)
         if len(calls) == 6:
             raise KeyboardInterrupt
+        if len(calls) == 10:  # in the last step
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(self, inputs, share)
 
     for name in ("whole", "parts"):
@@ -225,6 +233,9 @@ def test_a_run_goes_on_where_it_was_interrupted(
                     assert (code, "state.pt is damaged" in " ".join(err.split())) == (Exit.USAGE, True), err
                     assert linearize("finetune", path)[0] == Exit.USAGE
                 (place / "run" / "state.pt").write_bytes(kept)
+                code, _, err = linearize("finetune", path)
+                assert (code, "interrupted after step 4 of prediction" in " ".join(err.split())) == (130, True), err
+                assert not (place / "run" / "final").exists()
         assert linearize("finetune", path)[0] == 0
         shard = max((place / "run" / "final" / "transformer").glob("*.safetensors"))
         weights.append(load_file(shard))
@@ -286,12 +297,14 @@ def test_what_a_run_cannot_do_is_told_before_anything_is_written(
         raise LinearizeError(f"nothing can be pushed to {repo}", Exit.HUB)
 
     monkeypatch.setattr("linearize.diffusion.finetune.check_access", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     make_latents(tmp_path, WAN)
     path, inside = recipe(tmp_path, sources[WAN], "la"), sources[WAN] / "run"
     for asked, wanted, said in (
         (("--stage", "prediction"), Exit.USAGE, "--stage prediction needs attention_transfer, which is not finished"),
         ((f"output_dir={inside}",), Exit.USAGE, "must be separate folders"),
         (("finish.push=user/film",), Exit.HUB, "nothing can be pushed to user/film"),
+        (("runtime.device=cuda",), Exit.RESOURCE, "torch sees no CUDA device"),
         (("convert.keep_heads=0:0",), Exit.INCOMPATIBLE, "heads of layer 0 see both sides"),
         (("convert.keep_softmax=0", "convert.kept_window=8"), Exit.INCOMPATIBLE, "is bidirectional; 'window' is not"),
     ):
@@ -333,6 +346,12 @@ def test_what_eval_does_not_do_with_a_pipeline_is_told(
         assert (code, out) == (Exit.USAGE, ""), err
         assert said in " ".join(err.split())
     assert not (tmp_path / "a.png").exists()
+
+
+def test_runs_and_eval_compute_in_the_precision_of_the_recipe() -> None:
+    for asked, found in (("bf16", "bf16"), ("auto", "no")):
+        made = DiffusionRecipe.model_construct(name="x", runtime=DiffusionRuntime(device="cpu", precision=asked))
+        assert make_accelerator(made).mixed_precision == found
 
 
 def test_a_latent_counts_the_same_in_every_batch() -> None:
