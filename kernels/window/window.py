@@ -39,6 +39,8 @@ from .blend import blend
 from .launch import runs_on, window_op
 from .step import step_op
 
+# Queries of a block, at most, and scores of some blocks that are made at once.
+BLOCK, SCORES = 256, 2**26
 # From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
 THETAS = (-8.0, 24.0, 129)
 
@@ -176,7 +178,7 @@ def _places(
     """Where rows look whose state had `count` [B] tokens; `order` [B,T] puts real tokens first; `sizes` are S, W, T."""
     (S, W, T), B, device = sizes, len(count), count.device
     document, begin, last, held = _ends(count, padding, segments, order, sizes)
-    c = min(W, T)
+    c = min(W, T, BLOCK)
     tail = -T % c
     document = F.pad(document, (0, tail), value=-1).unfold(1, W + c, c)  # [B,N,W+c]
     visible = (document[:, :, W:, None] == document[:, :, None, :]) & _band(W, c, device)
@@ -269,22 +271,35 @@ def _documents(
 
 
 def _blocks(q: Tensor, keys: Tensor, values: Tensor, places: _Places, W: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of every query to the W tokens that end with itself and to the sink, and its log-normaliser."""
-    T, Hkv = q.shape[1], keys.shape[2]
-    c = min(W, T)
+    """Attention of every query to the W tokens that end with itself and to the sink, and its log-normaliser. Without
+    gradients the scores of some blocks at a time are made, SCORES numbers or those of one block."""
+    (B, T, H, _), Hkv = q.shape, keys.shape[2]
+    c = min(W, T, BLOCK)
     S, tail = keys.shape[1] - W - T, -T % c
     q = _lengthened(q, tail).unflatten(1, (-1, c)).unflatten(3, (Hkv, -1))  # [B,N,c,Hkv,G,D]
     last = [_lengthened(y[:, S:], tail).unfold(1, W + c, c) for y in (keys, values)]  # [B,N,Hkv,D,W+c]
-    if S:
-        first = [y[places.rows, places.sinks].movedim(2, -1) for y in (keys, values)]  # [B,N,Hkv,D,S]
-        last = [torch.cat(pair, -1) for pair in zip(first, last, strict=True)]
-    keys, values = last
+    first = [y[places.rows, places.sinks].movedim(2, -1) for y in (keys, values)]  # [B,N,Hkv,D,S]
+
+    def some(n: slice) -> tuple[Tensor, Tensor]:
+        met = (torch.cat([x[:, n], y[:, n]], -1) if S else y[:, n] for x, y in zip(first, last, strict=True))
+        return _attend(q[:, n], *met, places.hidden[:, n], scale)
+
+    N, each = q.shape[1], B * H * c * (S + W + c)
+    if wants_gradients(q, keys, values) or N * each <= SCORES:
+        o, mass = some(slice(None))
+    else:
+        step = max(1, SCORES // each)
+        o, mass = (torch.cat(y, 1) for y in zip(*(some(slice(n, n + step)) for n in range(0, N, step)), strict=True))
+    return o.flatten(3, 4).flatten(1, 2)[:, :T], mass.flatten(3, 4).flatten(1, 2)[:, :T]
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Blocks of queries [B,N,c,Hkv,G,D] and what they meet, keys [B,N,Hkv,D,K]: o [B,N,c,Hkv,G,Dv] and log Z."""
     exact = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("bnckgd,bnkdw->bnckgw", scale * q.to(exact), keys.to(exact))
-    scores = scores.masked_fill(places.hidden[:, :, :, None, None], -torch.inf)
+    scores = scores.masked_fill(hidden[:, :, :, None, None], -torch.inf)
     weights, mass = _Softmax.apply(scores)  # mass [B,N,c,Hkv,G]
-    o = torch.einsum("bnckgw,bnkdw->bnckgd", weights.to(values.dtype), values)
-    return o.flatten(3, 4).flatten(1, 2)[:, :T], mass.flatten(3, 4).flatten(1, 2)[:, :T]
+    return torch.einsum("bnckgw,bnkdw->bnckgd", weights.to(values.dtype), values), mass
 
 
 def _lengthened(y: Tensor, tail: int) -> Tensor:

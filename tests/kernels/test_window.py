@@ -46,6 +46,27 @@ def test_it_is_softmax_over_first_and_last_tokens(T: int, window: int, sink: int
     )
 
 
+def test_scores_of_long_windows_are_made_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    from linearize_kernels.window import window as module
+
+    calls, real = [], module._attend
+
+    def attend(q: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        calls.append(q.shape[1])
+        return real(q, *more)
+
+    for name, value in {"BLOCK": 4, "SCORES": 2 * 2 * 4 * 4 * 15, "_attend": attend}.items():
+        monkeypatch.setattr(module, name, value)
+    q, k, v = inputs(37)
+    padding, segments = torch.rand(2, 37) > 0.3, (torch.rand(2, 37) < 0.15).long().cumsum(1)
+    for sink in (0, 3):
+        expected = definition(q, k, v, window=8, sink=sink, scale=0.3, padding=padding, segments=segments)
+        for leaf in (q, q.clone().requires_grad_()):
+            o, _, _ = window_attention(leaf, k, v, window=8, sink=sink, scale=0.3, padding=padding, segments=segments)
+            assert relative_error(o, expected) < EXACT
+    assert calls == [2] * 5 + [10] + [2] * 5 + [10]
+
+
 def test_documents_are_read_once_until_they_change() -> None:
     given = {"position_ids": torch.arange(16).repeat(2, 1)}
     document = (torch.arange(16) >= 8).long().repeat(2, 1)
