@@ -111,14 +111,15 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
     for a teacher that does not fit, 4 for a disk that is too small, 6 for logits that are not finite.
     """
     named, tokenizer, vocabulary = settled(recipe, top)
+    check_folder(output, named.facts(), top, vocabulary)  # before gigabytes are fetched
     if not dry_run:
         named = named.downloaded()
     facts = named.facts()
-    before = check_folder(output, facts, top, vocabulary)
     accelerator = make_accelerator(recipe, output)
     if not accelerator.is_main_process:
         say = no_one
     with text_folder(output, dry_run, accelerator.is_main_process) as cache:
+        before = check_folder(output, facts, top, vocabulary)  # again: another call may have ended meanwhile
         with accelerator.main_process_first(), writing(output):
             sets = open_sets(recipe, named, tokenizer, cache, top, accelerator.num_processes)
         for one in sets:  # what an earlier recipe read more of stays

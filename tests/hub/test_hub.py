@@ -706,6 +706,11 @@ def test_a_teacher_is_compared_before_any_weights_are_fetched(hub: Hub, root: Pa
     named = {"model": "user/teacher", "revision": "v1"}
     found = write_logits(make_recipe(tmp_path, linear, one, teacher=named), logs, 4, dry_run=True)
     assert found["teacher"] == {"model": "user/teacher", "commit": fitting, "sha256": None}
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine.txt").touch()
+    asked = make_recipe(tmp_path, linear, one, teacher=named)
+    assert "did not write (mine.txt)" in refused(Exit.USAGE, lambda: write_logits(asked, taken, 4))
     assert source_weights(hub) == set()
     assert not (tmp_path / "run").exists()
     assert not logs.exists()
