@@ -281,8 +281,8 @@ def _blocks(q: Tensor, keys: Tensor, values: Tensor, places: _Places, W: int, sc
     first = [y[places.rows, places.sinks].movedim(2, -1) for y in (keys, values)]  # [B,N,Hkv,D,S]
 
     def some(n: slice) -> tuple[Tensor, Tensor]:
-        met = (torch.cat([x[:, n], y[:, n]], -1) if S else y[:, n] for x, y in zip(first, last, strict=True))
-        return _attend(q[:, n], *met, places.hidden[:, n], scale)
+        k, v = (torch.cat([x[:, n], y[:, n]], -1) if S else y[:, n] for x, y in zip(first, last, strict=True))
+        return _attend(q[:, n], k, v, places.hidden[:, n], scale)
 
     N, each = q.shape[1], B * H * c * (S + W + c)
     if wants_gradients(q, keys, values) or N * each <= SCORES:
