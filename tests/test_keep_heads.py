@@ -17,7 +17,6 @@ from linearize.checkpoint.provenance import read_plan
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.plan.heads import parse_groups, regrouped, written
-from linearize.serve.folder import layers_of
 from linearize_kernels.hf.cache import record_past
 from linearize_kernels.hf.seam import mixers_of
 
@@ -279,11 +278,6 @@ def test_converting_again_restores_and_adds_heads(tmp_path: Path, folder: Path) 
             again(**asked)
     with pytest.raises(LinearizeError, match=r"layer 1 does not become linear\. Name heads of layers 3"):
         plan_conversion(str(tmp_path / "restored"), None, layers="3", keep_heads="1:1")
-
-
-def test_vllm_is_told_that_it_cannot(model: Any) -> None:
-    with pytest.raises(ValueError, match=r"some heads of model\.layers\.0\.self_attn keep softmax"):
-        layers_of(model.config)
 
 
 def test_a_cache_of_other_heads_is_refused(tmp_path: Path, source: Path, model: Any) -> None:
