@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,3 +95,11 @@ def sample(made: Any) -> torch.Tensor:
     with torch.no_grad():
         found = made(**arguments, generator=torch.Generator().manual_seed(3))
     return torch.as_tensor(found.frames if kind == "WanPipeline" else found.images)
+
+
+def saved_pipelines(place: Path, kinds: Iterable[str]) -> dict[str, Path]:
+    """Class of the transformer -> the folder in `place` of a saved pipeline around it."""
+    found = {kind: place / kind for kind in kinds}
+    for kind, folder in found.items():
+        pipeline(kind).save_pretrained(folder)
+    return found

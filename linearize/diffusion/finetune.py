@@ -27,7 +27,7 @@ from ..hub.push import check_access
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
 from ..terminal.progress import progress
-from ..train.runtime import PATIENCE, settled_precision
+from ..train.runtime import PATIENCE, settled_precision, takes_cpu
 from ..verify.child.latents import load_parts, parts_of
 from . import convert as surgery
 from .evaluate import compare_predictions, latents_compared, picture, pillow, sample, setback
@@ -169,10 +169,9 @@ def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
 def make_accelerator(recipe: DiffusionRecipe) -> Accelerator:
     """Devices and precision, as the recipe says and `accelerate launch` set them up."""
     precision = settled_precision(recipe.runtime.device, recipe.runtime.precision)
-    cpu = recipe.runtime.device == "cpu" or not torch.cuda.is_available()
     AcceleratorState._reset_state(True)  # another run in this process may have had another precision
     waits = InitProcessGroupKwargs(timeout=PATIENCE)
-    return Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[waits])
+    return Accelerator(mixed_precision=precision, cpu=takes_cpu(recipe.runtime.device), kwargs_handlers=[waits])
 
 
 def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: str) -> None:

@@ -42,7 +42,7 @@ def steps_of(prompts: Sequence[list[int]], rows: Sequence[Row]) -> int:
 def freely(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], rows: Sequence[Row], advance: Advance = silent
 ) -> dict[str, float | None]:
-    """Shares, each None where nothing asked for it; `advance` is told of the `steps_of` that are done:
+    """Shares, each None where nothing asked for it. `advance` gets the number of `steps_of` done since its last call.
 
     `recall`    values of `rows` that are written as they stand in the list, each behind the model's own earlier answers
     `python`    texts that are the beginning of a Python file still, of those whose prompt is one

@@ -89,7 +89,7 @@ def by_position(
     """Perplexities and KL of the tokens between each two of `edges`, over rows [N,T] of `size` at a time.
 
     Texts are read in parts of the first edge's length, each going on from the cache, so that no more logits are held
-    than in training. `advance` is told of tokens that are done.
+    than in training. `advance` gets the number of tokens done since its last call.
     """
     sums, counts = torch.zeros(len(edges) - 1, 3, dtype=torch.float64), [0] * (len(edges) - 1)
     trained = edges[1]

@@ -128,7 +128,7 @@ def score(model: Any, rows: Sequence[Row], size: int, advance: Advance = silent)
 
     Of needles also `depths`: the share found in each of DEPTHS parts of the text, None where none lies.
     `size` rows go through the model at a time, shorter ones filled up at the right, where no causal model looks;
-    `advance` is told of tokens that are done.
+    `advance` gets the number of tokens done since its last call.
     """
     right, loss, count = 0.0, 0.0, 0
     by_depth: list[list[float]] = [[] for _ in range(DEPTHS)]

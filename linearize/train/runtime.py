@@ -33,7 +33,12 @@ PATIENCE = timedelta(days=1)
 
 def on_cpu(recipe: Recipe) -> bool:
     """Whether a run of this recipe takes the CPU here."""
-    return recipe.runtime.device == "cpu" or not torch.cuda.is_available()
+    return takes_cpu(recipe.runtime.device)
+
+
+def takes_cpu(device: str) -> bool:
+    """Whether the `device` of a recipe's runtime is the CPU here."""
+    return device == "cpu" or not torch.cuda.is_available()
 
 
 def device_name(device: torch.device) -> str:
@@ -42,7 +47,10 @@ def device_name(device: torch.device) -> str:
 
 
 def check_runtime(recipe: Recipe) -> str:
-    """`settled_precision`, and that the tracker is installed. Raises LinearizeError (exit 4)."""
+    """The precision as `settled_precision` has it.
+
+    Raises LinearizeError (exit 4) as that does, and for a tracker that is not installed.
+    """
     track = recipe.track.to
     if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
         raise LinearizeError(f"track.to {track} needs: pip install {track}", Exit.RESOURCE)
@@ -58,7 +66,7 @@ def settled_precision(device: str, precision: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         message = "runtime.device is cuda, but torch sees no CUDA device. Set it to cpu; linearize doctor shows torch"
         raise LinearizeError(message, Exit.RESOURCE)
-    cpu = device == "cpu" or not torch.cuda.is_available()
+    cpu = takes_cpu(device)
     if precision == "fp16" and cpu:
         raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)
     return {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(precision, precision)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 import diffusers
-from diffusion import pipeline, sample, transformer
+from diffusion import pipeline, sample, saved_pipelines, transformer
 
 from linearize.diffusion import code
 from linearize.diffusion.convert import convert, plan_conversion
@@ -50,10 +50,7 @@ BLOCKS = {"frames": "2", "rows": "3", "columns": "2"}
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A saved pipeline around each class."""
-    place = tmp_path_factory.mktemp("sources")
-    for kind in INPUTS:
-        pipeline(kind).save_pretrained(place / kind)
-    return {kind: place / kind for kind in INPUTS}
+    return saved_pipelines(tmp_path_factory.mktemp("sources"), INPUTS)
 
 
 def converted(source: Path, output: Path, mechanism: str = "mhla", level: Any = "none", **arguments: Any) -> Any:

@@ -19,7 +19,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
 
 import diffusers
-from diffusion import pipeline, transformer
+from diffusion import saved_pipelines, transformer
 
 from linearize.diffusion.convert import convert, plan_conversion
 from linearize.diffusion.evaluate import setback
@@ -78,10 +78,7 @@ def recipe(place: Path, source: Path, mechanism: str = "", stages: str = STAGES,
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("sources")
-    for kind in INPUTS:
-        pipeline(kind).save_pretrained(place / kind)
-    return {kind: place / kind for kind in INPUTS}
+    return saved_pipelines(tmp_path_factory.mktemp("sources"), INPUTS)
 
 
 @pytest.fixture(scope="module")
