@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from huggingface_hub import EvalResult, ModelCardData, metadata_load
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 
 from .. import __version__
 from ..errors import redact
@@ -22,6 +22,7 @@ from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, holds_images
 from ..recipe.recipe import Recipe
 from ..terminal.output import percent, ranges
+from ..terminal.tables import task_rows
 from ..train.runtime import on_cpu
 from .carried import is_licence
 from .code import auto_names
@@ -329,6 +330,46 @@ def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
         )
         for kind, (name, value) in metrics.items()
         if value is not None
+    ]
+
+
+def with_tasks(text: str, result: dict[str, Any], name: str) -> str:
+    """A card of the model `name` with what `linearize eval --tasks` measured: a table, and entries of `model-index` for
+    tasks whose data have a name on the Hub."""
+    card = ModelCard(text)
+    data = card.data
+    assert isinstance(data, ModelCardData)
+    headings, rows = task_rows(result)
+    lines = ["## Tasks", "", *(f"| {' | '.join(row)} |" for row in (headings, ["---"] * len(headings), *rows)), ""]
+    of = f" Teacher: `{portable(result['teacher'])}`." if result["teacher"] else ""
+    about = (
+        f"`linearize eval --tasks` with lm-evaluation-harness {result['harness']}.{of} Examples: before each question."
+    )
+    before, mark, after = card.text.partition("\n## Recipe\n")
+    card.text = redact("\n".join([before.rstrip("\n"), "", *lines, about, ""]) + mark + after)
+    found = [entry for row in result["tasks"] if row["dataset"] for entry in task_results(row, result["harness"])]
+    if found:
+        data.model_name = data.model_name or name
+        data.eval_results = [*(data.eval_results or []), *found]
+    return str(card)
+
+
+def task_results(row: dict[str, Any], harness: str) -> list[EvalResult]:
+    """The entries of `model-index` for one task."""
+    where = {"dataset_type": row["dataset"], "dataset_config": row["config"], "dataset_split": row["split"]}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_name=row["task"],
+            metric_type=one["metric"],
+            metric_name=f"{one['metric']}, {row['few_shot']} examples, {one['filter']}".removesuffix(", none"),
+            metric_value=one["student"],
+            source_name=f"lm-evaluation-harness {harness}",
+            source_url="https://github.com/EleutherAI/lm-evaluation-harness",
+            **where,
+        )
+        for one in row["metrics"]
+        if one.get("student") is not None
     ]
 
 

@@ -233,6 +233,23 @@ def saved_again(folder: Path) -> Plan | None:
     return None
 
 
+def is_linearized(folder: Path) -> bool:
+    """Whether linearize wrote the folder, or transformers saved what it wrote."""
+    return (folder / checkpoint.MANIFEST).exists() or saved_again(folder) is not None
+
+
+def identity(folder: Path) -> str:
+    """A hash of the plan and the weights of a linearized folder: by it a model is known when its code is upgraded."""
+    if (folder / checkpoint.MANIFEST).exists():
+        manifest = read_json(folder / checkpoint.MANIFEST)
+        known = {key: manifest.get(key) for key in ("plan", "untouched", "written")}
+    else:
+        shards = sorted(folder.glob("*.safetensors"))
+        hashes = dict(zip([path.name for path in shards], in_parallel(known_sha256, shards), strict=True))
+        known = {"plan": read_json(folder / "config.json")["linearize"], "shards": hashes}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
 def plan_of(config: dict[str, Any]) -> Plan:
     """As much of a plan as a linearized config.json holds; a folder saved by transformers has no linearize.json."""
     layers = config["linearize"]["layers"]

@@ -20,9 +20,10 @@ NO_RECIPE = (
 # By which a result of this command is known.
 BEGINS = '{"student": "'
 PNG = b"\x89PNG"
-# Options that mean something for models that write text alone, and for models of transformers alone.
+# Options that mean something for models that write text alone, for tasks alone, and for models of transformers alone.
 OF_TEXT = ("lengths", "trials", "generate", "seed")
-OF_MODELS = (*OF_TEXT, "batch_tokens", "dtype")
+OF_TASKS = ("limit", "few_shot")
+OF_MODELS = (*OF_TEXT, "tasks", *OF_TASKS, "batch_tokens", "dtype")
 
 
 def evaluate(
@@ -49,6 +50,16 @@ def evaluate(
         ),
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Tasks of lm-evaluation-harness instead, for example arc_easy,hellaswag, or a task's own file.yaml."
+        ),
+    ] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: so many rows of each, for a try.")] = None,
+    few_shot: Annotated[
+        int | None, typer.Option(min=0, help="With --tasks: examples before each question. Default: the task's own.")
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 8192,
     device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.")] = "keep",
@@ -62,15 +73,16 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size; of models of images
-    or masked text accuracy, agreement and KL."""
-    from ..checkpoint.atomic import check_result, write_result
+    or masked text accuracy, agreement and KL; with --tasks the results of lm-evaluation-harness."""
+    from ..checkpoint.atomic import check_result
     from ..diffusion.convert import holds_diffusers
     from ..errors import LinearizeError
     from ..recipe.data import DemoSource
     from ..recipe.recipe import load_recipe
 
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}
-    given |= {"batch_tokens": batch_tokens, "dtype": dtype}
+    given |= {"batch_tokens": batch_tokens, "dtype": dtype, "tasks": tasks, "limit": limit, "few_shot": few_shot}
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     if output is not None:
         check_result(output, BEGINS, "eval")
     if holds_diffusers(student):
@@ -80,6 +92,18 @@ def evaluate(
         chosen = [f"runtime.device={device}"] if device != "auto" else []
         _evaluate_latents(student, [*chosen, *(overrides or [])], recipe, trust_remote_code, output, as_json)
         return
+    if tasks:
+        _refuse(given | {"recipe": recipe}, (*OF_TEXT, "recipe"), "with --tasks, lm-evaluation-harness measures alone")
+        if overrides:
+            raise LinearizeError(f"{' '.join(overrides)}: recipe values choose a text, and --tasks have their own")
+        from ..measure.tasks import find_tasks, run_tasks
+        from ..terminal.tables import tasks_table
+
+        result = run_tasks(student, teacher, find_tasks(tasks, batch_tokens, limit, few_shot), **options)
+        tasks_table(result)
+        _write(result, output, as_json)
+        return
+    _refuse(given, OF_TASKS, "only --tasks have rows and examples")
     if not teacher:
         raise LinearizeError("--teacher is missing: give the model that the student was converted from")
     text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
@@ -93,9 +117,8 @@ def evaluate(
     if not recipe and isinstance(text.data.eval, DemoSource):
         say(NO_RECIPE)
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
-    result: dict[str, Any] = {"student": student, "teacher": teacher, "seed": seed}
+    result = {"student": student, "teacher": teacher, "seed": seed}
     if writes_text(ours.model):
         models = [
             with_tokenizer(opened, name, False, trust_remote_code)
@@ -109,6 +132,13 @@ def evaluate(
         _refuse(given, OF_TEXT, f"a {type(ours.model).__name__} writes no text")
         result |= compare_answers(ours, theirs, text, batch_tokens, say)
         answers_table(result)
+    _write(result, output, as_json)
+
+
+def _write(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """The result as JSON: into a file, and on stdout, where either was asked for."""
+    from ..checkpoint.atomic import write_result
+
     if output is not None:
         write_result(output, json.dumps(finite(result)) + "\n")
         say(f"wrote {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,15 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
     pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(
+            "--eval",
+            help="File that linearize eval --tasks -o wrote: its results go into the card. Default: RUN/tasks.json, "
+            "where there is one of these weights.",
+            parser=path,
+        ),
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code to run that linearize did not write.")
     ] = False,
@@ -31,18 +41,26 @@ def push(
 ) -> None:
     """Upload a converted model and its card to the Hub. An interrupted push can be repeated."""
     from ..checkpoint.adopt import adopted
+    from ..checkpoint.card import with_tasks
     from ..diffusion.convert import holds_diffusers
+    from ..errors import LinearizeError
     from ..hub import push as hub
 
     asked: dict[str, Any] = {"private": private, "pr": pr, "message": message, "trust_remote_code": trust_remote_code}
     pipeline = holds_diffusers(str(folder))
+    if pipeline and evaluation is not None:
+        raise LinearizeError("--eval: tasks are for models that write text, and this is a pipeline. Leave it out")
+    results, left_out = (None, "") if pipeline else hub.results_of(folder, evaluation)
     with contextlib.nullcontext(folder) if pipeline else adopted(folder, trust_remote_code=trust_remote_code) as whole:
         if pipeline:
             from ..diffusion.push import plan_push
         else:
             from ..hub.push import plan_push
         upload = plan_push(whole, repo, **asked)
-        for note in upload.notes:
+        if results is not None:
+            card = with_tasks(upload.card, results, repo.rpartition("/")[2])
+            upload = dataclasses.replace(upload, card=card)
+        for note in (*upload.notes, *([left_out] if left_out else [])):
             say(f"note: {note}")
         result: dict[str, Any] = {"upload": upload.to_json() | {"folder": str(folder)}}
         if dry_run:

@@ -106,6 +106,29 @@ def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: boo
     return Upload(folder, repo, private, pr, message, files, card, tuple(notes))
 
 
+def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, str]:
+    """What `linearize eval --tasks -o` wrote of the weights in `folder`, for the card, or None; and why it is left out.
+
+    `path` is the file; without one it is tasks.json of the run whose model `folder` is. Raises LinearizeError (exit 2)
+    for a file that was named and cannot be used.
+    """
+    from ..checkpoint.provenance import identity
+    from ..measure.tasks import RESULTS, read_tasks
+
+    run = folder.resolve().parent
+    named = path or run / RESULTS
+    if path is None and not ((run / "run.json").is_file() and named.is_file()):
+        return None, ""
+    result, wrong = read_tasks(named), ""
+    if result["limit"] is not None:
+        wrong = f"it has {result['limit']} rows of each task, and a card is about all. Leave out --limit"
+    elif result["model"] != identity(folder):
+        wrong = f"other weights than those in {folder} were measured. Measure again: linearize eval {folder} --tasks .."
+    if wrong and path is not None:
+        raise LinearizeError(f"{named}: {wrong}")
+    return (None, f"{named} is not in the card: {wrong}") if wrong else (result, "")
+
+
 def _failed(reason: str) -> LinearizeError:
     return LinearizeError(reason, Exit.CHECK_FAILED)
 

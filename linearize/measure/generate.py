@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, CompileConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
-from ..checkpoint.provenance import saved_again
+from ..checkpoint.provenance import is_linearized
 from ..checkpoint.source import Source, open_source, read_header
-from ..checkpoint.write import MANIFEST, meta_pickle
+from ..checkpoint.write import meta_pickle
 from ..convert import load_config
 from ..data.cache_key import PROBE
 from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, os_error, reason_of
@@ -115,7 +115,7 @@ def load_any(
     """`load` for models of any kind, without a tokenizer."""
     where, kind = _device(device), _dtype(dtype)
     source = open_source(model, revision)
-    linearized = (source.folder / MANIFEST).exists() or saved_again(source.folder) is not None
+    linearized = is_linearized(source.folder)
     if teacher and not linearized:
         raise LinearizeError(f"--teacher: {model} is not linearized, softmax is all it has. Leave it out")
     if linearized:

@@ -181,6 +181,8 @@ def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
         found = json.loads(path.read_text("utf-8"))
         if found.get("kind") in ("images", "masked"):
             raise ValueError("it compares models of images or of masked text, and a report has no page for them")
+        if "tasks" in found:
+            raise ValueError("--tasks wrote it, whose results linearize push reads")
         if "student_ppl" not in found or "teacher_ppl" not in found:
             raise ValueError("no student_ppl and teacher_ppl, which linearize eval -o writes")
         return dict(found)

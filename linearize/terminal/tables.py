@@ -385,6 +385,33 @@ def answers_table(result: dict[str, Any]) -> None:
     console().print(table(columns, rows, f"{result['asked']:,} {many} of {result['data']}"))
 
 
+def tasks_table(result: dict[str, Any]) -> None:
+    """What lm-evaluation-harness measured."""
+    kinds = ("text", "short", "number", "number", "number", "number")
+    headings, rows = task_rows(result)
+    console().print(table(dict(zip(headings, kinds, strict=False)), rows, f"lm-evaluation-harness {result['harness']}"))
+
+
+def task_rows(result: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Headings and rows, one a metric, of a result of `linearize eval --tasks`; of a group its means alone."""
+    who = ["student", *(["teacher"] if result["teacher"] else [])]
+    rows: list[tuple[str, ...]] = []
+    for row in result["tasks"]:
+        numbers = ["" if row[key] is None else f"{row[key]:,}" for key in ("few_shot", "rows")]
+        for one in row["metrics"] if row["part_of"] is None else ():
+            name = one["metric"] if one["filter"] == "none" else f"{one['metric']}, {one['filter']}"
+            rows.append((row["task"], name, *numbers, *(with_error(one, which) for which in who)))
+    return ["task", "metric", "examples", "rows", *who], rows
+
+
+def with_error(metric: dict[str, Any], who: str) -> str:
+    """A value of a task's metric, with its standard error where the harness has one."""
+    value, error = metric.get(who), metric.get(f"{who}_error")
+    if value is None:
+        return ""
+    return f"{value:.4g}" if error is None else f"{value:.3f} ± {error:.3f}"
+
+
 def prediction_table(predictions: dict[str, list[dict[str, float]]]) -> None:
     """Errors of a diffusion transformer's predictions beside its teacher's, by noise level."""
     columns = {"noise level": "number", **{f"error, {name}": "number" for name in predictions}, "cosine": "number"}

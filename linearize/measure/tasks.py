@@ -1,0 +1,255 @@
+"""`linearize eval --tasks`: lm-evaluation-harness measures a student, and its teacher, on tasks of its own.
+
+The harness is given the loaded model as it is; which tasks there are, their data and their metrics are its matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from ..checkpoint.provenance import check_code, identity, is_linearized
+from ..checkpoint.source import open_source
+from ..convert import load_config
+from ..errors import Exit, LinearizeError, absent, did_you_mean, reason_of, undamaged
+from ..hub.errors import hub_errors
+from ..terminal.output import say
+from ..terminal.tables import task_rows
+from .generate import device_memory, load
+
+RESULTS = "tasks.json"  # in a run's folder: linearize push reads it
+HARNESS = "lm_eval"
+# The first version whose TaskManager loads tasks without running them.
+OLDEST = "0.4.12"
+NEEDED = f'--tasks needs lm-evaluation-harness: pip install "lm-eval>={OLDEST}"'
+# What a row of text is taken to have when a batch is counted in tokens: a question with an answer is seldom longer.
+ROW_TOKENS = 512
+# Entries of the harness's results that are no metrics.
+FACTS = ("name", "alias", "sample_len", "sample_count")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tasks:
+    """Tasks that were found under the `names` asked for, as the harness takes them (`specs`), and how to run them:
+    `limit` rows of each (None: all), `few_shot` examples before a question (None: as the task has it), `rows` at a
+    time."""
+
+    names: tuple[str, ...]
+    specs: tuple[str, ...]
+    manager: Any
+    rows: int
+    limit: int | None
+    few_shot: int | None
+
+
+def find_tasks(text: str, batch_tokens: int, limit: int | None, few_shot: int | None) -> Tasks:
+    """The tasks that `--tasks` names: of the harness, with * for any part of a name, or files of your own.
+
+    Their data are fetched. Raises LinearizeError: 2 for a task that is unknown or cannot be run here, 4 for a package
+    that is not installed, 5 for data that cannot be fetched.
+    """
+    check_harness()
+    named = [name.strip() for name in text.split(",") if name.strip()]
+    if not named:
+        raise LinearizeError("--tasks names no task. Give names with commas between, such as arc_easy,hellaswag")
+    with quiet_harness():
+        manager = index()
+        specs = list(dict.fromkeys(spec for name in named for spec in matching(name, manager)))
+        with task_errors(text), needed_packages(named):
+            loaded = manager.load(specs)["tasks"]
+    for name, task in loaded.items():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise LinearizeError(
+                f"--tasks {name}: it runs code that the model wrote. Use lm_eval itself, with --confirm_run_unsafe_code"
+            )
+        if getattr(task, "MULTIMODAL", False):
+            raise LinearizeError(f"--tasks {name}: it asks about images, and the model reads text", Exit.INCOMPATIBLE)
+    return Tasks(tuple(named), tuple(specs), manager, max(1, batch_tokens // ROW_TOKENS), limit, few_shot)
+
+
+@functools.cache
+def index() -> Any:
+    """The harness's own tasks, by name: reading their files takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def check_harness() -> None:
+    """Raise LinearizeError (exit 4) unless the harness is installed, in a version that can be used."""
+    try:
+        found = importlib.metadata.version(HARNESS)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise LinearizeError(NEEDED, Exit.RESOURCE) from error
+    if Version(found) < Version(OLDEST):
+        raise LinearizeError(f"{NEEDED}. Installed is {found}", Exit.RESOURCE)
+
+
+def matching(name: str, manager: Any) -> list[str]:
+    """The harness's names for one of `--tasks`. Raises LinearizeError (exit 2) where there is none."""
+    if name.endswith(".yaml"):
+        path = Path(name).expanduser().absolute()
+        if not path.is_file():
+            raise absent(path, f"--tasks {name}: no such file:")
+        return [str(path)]
+    found = manager.match_tasks([name])
+    if not found:
+        near = did_you_mean(name, manager.all_tasks)
+        raise LinearizeError(
+            f"--tasks {name}: lm-evaluation-harness has no such task.{near} lm_eval ls tasks lists them; the name of a "
+            "file of your own ends with .yaml"
+        )
+    return list(found)
+
+
+@contextlib.contextmanager
+def task_errors(text: str) -> Iterator[None]:
+    """Within: what the harness and its tasks raise becomes a LinearizeError that names the tasks."""
+    offline = f"offline: the data of {text} are not in the cache. Leave out --offline, and unset HF_HUB_OFFLINE"
+    try:
+        with hub_errors(text, "", offline):
+            yield
+    except LinearizeError:
+        raise
+    except OSError as error:  # so the package datasets says of the Hub
+        message = f"--tasks {text}: cannot read the data: {reason_of(error)}"
+        raise LinearizeError(message, Exit.HUB) from error
+    except Exception as error:  # tasks are data and code of many people
+        raise LinearizeError(
+            f"--tasks {text}: lm-evaluation-harness cannot load them ({type(error).__name__}: {reason_of(error)})"
+        ) from error
+
+
+def check_model(name: str, trust_remote_code: bool) -> None:
+    """Before hours with another model: raise LinearizeError as `load` does, where the files of `name` show why."""
+    source = open_source(name, None)
+    if is_linearized(source.folder):
+        check_code(source.folder, trust_remote_code)
+    else:
+        load_config(source, trust_remote_code)
+
+
+def run_tasks(student: str, teacher: str, tasks: Tasks, **options: Any) -> dict[str, Any]:
+    """The results of `student`, and of `teacher` unless that is empty, one after the other: what `--json` prints.
+
+    `options` are those of `load`. `model` tells `push` whether a folder still has the weights that were measured.
+    """
+    for name in filter(None, (teacher, student)):
+        check_model(name, options["trust_remote_code"])
+    folder = open_source(student, None).folder
+    result: dict[str, Any] = {"student": student, "teacher": teacher or None}
+    result |= {"model": identity(folder) if is_linearized(folder) else None}
+    result |= {"harness": importlib.metadata.version(HARNESS), "limit": tasks.limit, "tasks": []}
+    for who, name in (("student", student), ("teacher", teacher)):
+        if name:
+            add(result["tasks"], run_one(name, tasks, options), who)
+    return result
+
+
+@device_memory()
+def run_one(name: str, tasks: Tasks, options: dict[str, Any]) -> dict[str, Any]:
+    """What the harness finds for the model `name`, which is let go afterwards."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    opened = load(name, None, teacher=False, **options)
+    say(f"{name}: {', '.join(tasks.names)} by lm-evaluation-harness {importlib.metadata.version(HARNESS)}")
+    with quiet_harness(), needed_packages(tasks.names):
+        model = HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, batch_size=tasks.rows)
+        found = simple_evaluate(
+            model=model,
+            tasks=list(tasks.specs),
+            task_manager=tasks.manager,
+            limit=tasks.limit,
+            num_fewshot=tasks.few_shot,
+            log_samples=False,
+        )
+    return dict(found)
+
+
+def add(rows: list[dict[str, Any]], found: dict[str, Any], who: str) -> None:
+    """Add what the harness `found` for the `student`, whose rows are new, or for the `teacher`, to rows of tasks.
+
+    `part_of` is the group whose mean a task is a part of; `rows` of `of_rows` were asked; `dataset` is its name on the
+    Hub, or None for data that are elsewhere.
+    """
+    groups = found.get("groups") or {}
+    parts = {part: group for group in groups for part in found["group_subtasks"].get(group, ())}
+    for name, values in found["results"].items():
+        config, count = found["configs"].get(name, {}), found["n-samples"].get(name, {})
+        row = next((row for row in rows if row["task"] == name), None)
+        if row is None:
+            row = {"task": name, "version": found["versions"].get(name), "part_of": parts.get(name)}
+            row |= {"dataset": on_hub(config), "config": config.get("dataset_name"), "split": split_of(config)}
+            row |= {"few_shot": found["n-shot"].get(name), "rows": count.get("effective")}
+            rows.append(row | {"of_rows": count.get("original"), "metrics": []})
+            row = rows[-1]
+        for key, value in values.items():
+            metric, _, chosen = key.partition(",")
+            if key in FACTS or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            one = next((one for one in row["metrics"] if (one["metric"], one["filter"]) == (metric, chosen)), None)
+            if one is None:
+                better = found["higher_is_better"].get(name, {}).get(metric)
+                one = {"metric": metric, "filter": chosen, "higher_is_better": better}
+                row["metrics"].append(one)
+            error = values.get(f"{metric}_stderr,{chosen}")
+            one |= {who: value, f"{who}_error": error if isinstance(error, float) else None}
+
+
+def on_hub(config: dict[str, Any]) -> str | None:
+    """The name on the Hub of a task's data; None for files, which have none, and for a group."""
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as builders
+
+    path = config.get("dataset_path")
+    return path if isinstance(path, str) and path not in builders and not Path(path).exists() else None
+
+
+def split_of(config: dict[str, Any]) -> str | None:
+    """The part of the data that the harness asks about."""
+    return config.get("test_split") or config.get("validation_split")
+
+
+@contextlib.contextmanager
+def needed_packages(names: Iterable[str]) -> Iterator[None]:
+    """Within: a package that a metric or a dataset needs and that is not there becomes a LinearizeError (exit 4)."""
+    try:
+        yield
+    except ImportError as error:
+        message = f"--tasks {','.join(names)}: a package is not installed: {reason_of(error)}"
+        raise LinearizeError(message, Exit.RESOURCE) from error
+
+
+@contextlib.contextmanager
+def quiet_harness() -> Iterator[None]:
+    """Within: the harness says nothing but errors, and what tasks print goes to stderr, away from a result's JSON."""
+    log = logging.getLogger("lm_eval")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def read_tasks(path: Path) -> dict[str, Any]:
+    """What `linearize eval --tasks -o` wrote. Raises LinearizeError (exit 2) for anything else."""
+    if not path.is_file():
+        raise absent(path)
+    with undamaged(path, f"Write it again: linearize eval DIR --tasks NAMES -o {path}"):
+        found = json.loads(path.read_text("utf-8"))
+        if "tasks" not in found:
+            raise ValueError("it has no tasks: linearize eval wrote it without --tasks")
+        task_rows(found)  # all that is needed is there
+        return {**found, "model": found["model"], "limit": found["limit"], "harness": found["harness"]}

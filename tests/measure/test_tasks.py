@@ -1,0 +1,261 @@
+"""`linearize eval --tasks`: lm-evaluation-harness measures, and `push` tells its results in the card."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import Command
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
+from training import base, byte_tokenizer, text
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
+
+from linearize.checkpoint.card import with_tasks
+from linearize.checkpoint.provenance import identity
+from linearize.errors import Exit, LinearizeError
+from linearize.hub.push import results_of
+from linearize.measure import tasks
+
+ROWS = [{"q": text(6, seed), "choices": text(4, 100 + seed).split()[:2], "a": seed % 2} for seed in range(12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid with a tokenizer of bytes, its source beside it."""
+    pytest.importorskip("lm_eval")
+    return base(tmp_path_factory.mktemp("tasks"), "llama", layers="0")
+
+
+def task(place: Path, name: str = "words", **changes: Any) -> Path:
+    """A file with a task whose data lie beside it."""
+    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    config = {"task": name, "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "choices"}
+    config |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(place / "rows.jsonl")}}}
+    config |= {"test_split": "test", "doc_to_target": "a", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
+    path = place / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config | changes))
+    return path
+
+
+def accuracy(folder: Path, rows: list[dict[str, Any]], before: str = "") -> float:
+    """How often a model finds the right one of two answers the likelier."""
+    model, encode = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval(), byte_tokenizer()
+
+    def log_likelihood(question: str, answer: str) -> float:
+        context, whole = (encode(one)["input_ids"] for one in (question, f"{question} {answer}"))
+        with torch.no_grad():
+            scores = model(input_ids=torch.tensor([whole])).logits[0].log_softmax(-1)
+        return float(sum(scores[place - 1, whole[place]] for place in range(len(context), len(whole))))
+
+    found = [[log_likelihood(before + row["q"], answer) for answer in row["choices"]] for row in rows]
+    return sum(scores[row["a"]] == max(scores) for scores, row in zip(found, rows, strict=True)) / len(rows)
+
+
+def test_the_results_are_those_of_the_logits(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    output, source = tmp_path / "new" / "tasks.json", folder.parent / "source"
+    code, out, err = linearize("eval", folder, "--tasks", task(tmp_path), "--teacher", source, "-o", output, "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert json.loads(output.read_text()) == told
+    assert told["model"] == identity(folder)
+    (row,) = told["tasks"]
+    assert (row["task"], row["rows"], row["of_rows"], row["few_shot"], row["dataset"]) == ("words", 12, 12, 0, None)
+    metric = next(one for one in row["metrics"] if one["metric"] == "acc")
+    assert metric["student"] == pytest.approx(accuracy(folder, ROWS))
+    assert metric["teacher"] == pytest.approx(accuracy(source, ROWS))
+    assert metric["student_error"] > 0
+    shown = next(line.split() for line in err.splitlines() if line.startswith("words  acc "))
+    figures = [f"{metric[who]:.3f} ± {metric[f'{who}_error']:.3f}" for who in ("student", "teacher")]
+    assert shown[2:] == ["0", "12", *" ".join(figures).split()]
+
+
+def test_some_rows_behind_examples(
+    linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of two tasks: its mean is shown, its parts are in the JSON."""
+    from lm_eval.tasks import TaskManager
+
+    (tmp_path / "one.jsonl").write_text(json.dumps(ROWS[0]))
+    files = {"test": str(tmp_path / "rows.jsonl"), "train": str(tmp_path / "one.jsonl")}
+    for name in ("left", "right"):
+        task(tmp_path, name, dataset_kwargs={"data_files": files}, fewshot_split="train")
+    group = {"group": "both", "task": ["left", "right"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(group))
+    known = TaskManager(include_path=tmp_path, include_defaults=False)
+    monkeypatch.setattr(tasks, "index", lambda: known)
+    options = ("--limit", "5", "--few-shot", "1", "--batch-tokens", "1024", "--json")
+    code, out, err = linearize("eval", folder, "--tasks", "both", *options)
+    assert code == 0, err
+    told = json.loads(out)
+    assert (told["limit"], told["teacher"]) == (5, None)
+    assert {row["task"]: row["part_of"] for row in told["tasks"]} == {"both": None, "left": "both", "right": "both"}
+    shown = [line.split()[0] for line in err.splitlines() if " acc " in line]
+    assert shown == ["both"]
+    example = f"{ROWS[0]['q']} {ROWS[0]['choices'][ROWS[0]['a']]}\n\n"
+    row = next(row for row in told["tasks"] if row["task"] == "left")
+    assert (row["rows"], row["of_rows"], row["few_shot"]) == (5, 12, 1)
+    assert row["metrics"][0]["student"] == pytest.approx(accuracy(folder, ROWS[:5], example))
+    assert "teacher" not in row["metrics"][0]
+
+
+def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    unsafe, images = task(tmp_path, "unsafe", unsafe_code=True), task(tmp_path, "images", doc_to_image="q")
+    damaged = task(tmp_path, "damaged", test_split="nothing")
+    for names, code, message in (
+        ("arc_esy", Exit.USAGE, "no such task. Did you mean 'arc_easy'?"),
+        ("zzz_*", Exit.USAGE, "no such task. lm_eval ls tasks lists them"),
+        (" , ", Exit.USAGE, "--tasks names no task"),
+        (tmp_path / "unsaef.yaml", Exit.USAGE, "Did you mean 'unsafe.yaml'?"),
+        (unsafe, Exit.USAGE, "it runs code that the model wrote"),
+        (images, Exit.INCOMPATIBLE, "it asks about images"),
+        (damaged, Exit.USAGE, "lm-evaluation-harness cannot load them"),
+        ("hellaswa[g]", Exit.HUB, "offline: the data of hellaswa[g] are not in the cache"),
+    ):
+        found, _, err = linearize("eval", folder, "--tasks", names)
+        assert (found, message in err) == (code, True), err
+
+
+def test_what_goes_with_tasks(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    for options, message in (
+        (("--tasks", "arc_easy", "--trials", "2"), "--trials: with --tasks"),
+        (("--tasks", "arc_easy", "--recipe", "gsa"), "--recipe: with --tasks"),
+        (("--tasks", "arc_easy", "data.eval=null"), "recipe values choose a text"),
+        (("--limit", "3", "--teacher", folder), "--limit: only --tasks"),
+        (("--few-shot", "0", "--teacher", folder), "--few-shot: only --tasks"),
+    ):
+        code, _, err = linearize("eval", folder, *options)
+        assert (code, message in err) == (Exit.USAGE, True), err
+    code, _, err = linearize("eval", folder, "--tasks", task(tmp_path), "--teacher", tmp_path / "nobody")
+    assert (code, "no such folder" in err) == (Exit.INCOMPATIBLE, True), err
+    config = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    code, _, err = linearize("eval", tmp_path / "bert", "--tasks", task(tmp_path))
+    assert (code, "writes no text" in err) == (Exit.INCOMPATIBLE, True), err
+
+
+@pytest.mark.parametrize("version", [None, "0.4.9"])
+def test_a_harness_that_is_not_there_or_too_old(
+    linearize: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    known = importlib.metadata.version
+
+    def installed(name: str) -> str:
+        if name != "lm_eval":
+            return known(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    code, _, err = linearize("eval", folder, "--tasks", "arc_easy")
+    assert code == Exit.RESOURCE
+    assert 'pip install "lm-eval>=0.4.12"' in err
+    assert ("Installed is 0.4.9" in err) is (version is not None)
+
+
+def test_code_that_linearize_did_not_write_does_not_run(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    ran = tmp_path / "ran"
+    with (changed / "modeling_linearized.py").open("a") as file:
+        file.write(f"\nopen({str(ran)!r}, 'w')\n")
+    code, _, err = linearize("eval", changed, "--tasks", task(tmp_path))
+    assert (code, ran.exists()) == (Exit.INCOMPATIBLE, False), err
+    code, _, err = linearize("eval", changed, "--tasks", task(tmp_path), "--limit", "2", "--trust-remote-code")
+    assert (code, ran.exists()) == (Exit.OK, True), err
+
+
+# ---------------------------------------------------------------- in the card
+
+METRIC = {"metric": "acc", "filter": "none", "higher_is_better": True, "student": 0.25, "student_error": 0.01}
+ROW = {"task": "arc_easy", "version": 1.0, "part_of": None, "dataset": "allenai/ai2_arc", "config": "ARC-Easy"}
+ROW |= {"split": "test", "few_shot": 0, "rows": 2376, "of_rows": 2376, "metrics": [METRIC]}
+FOUND = {"student": "x", "teacher": "/home/me/source", "harness": "0.4.13", "limit": None, "tasks": [ROW]}
+
+
+def test_a_card_tells_the_results(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    local = {**ROW, "task": "own", "dataset": None, "metrics": [{**METRIC, "teacher": 0.5, "teacher_error": None}]}
+    part = {**ROW, "task": "part", "part_of": "mmlu", "config": "other"}
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps({**FOUND, "model": identity(folder), "tasks": [ROW, part, local]}))
+    code, out, err = linearize("push", folder, "user/repo", "--dry-run", "--json", "--eval", path)
+    assert code == 0, err
+    card = json.loads(out)["upload"]["card"]
+    assert "| arc_easy | acc | 0 | 2,376 | 0.250 ± 0.010 |  |" in card
+    assert "| own | acc | 0 | 2,376 | 0.250 ± 0.010 | 0.5 |" in card
+    assert "| part |" not in card
+    assert "Teacher: `source`" in card
+    (tmp_path / "README.md").write_text(card)
+    (model,) = metadata_load(tmp_path / "README.md")["model-index"]
+    assert model["name"] == "repo"
+    assert [one["dataset"]["name"] for one in model["results"]] == ["arc_easy", "part"]
+    first = model["results"][0]
+    where = {"name": "arc_easy", "type": "allenai/ai2_arc", "config": "ARC-Easy", "split": "test"}
+    assert first["dataset"] == where
+    assert (first["metrics"][0]["type"], first["metrics"][0]["value"]) == ("acc", 0.25)
+
+
+def test_results_join_what_a_card_has(folder: Path) -> None:
+    """Its own entries and text stay; the recipe stays last."""
+    own = EvalResult("text-generation", "some/text", "some/text", "perplexity", 9.5)
+    head = ModelCardData(license="mit", model_name="mine", eval_results=[own]).to_yaml()
+    text = f"---\n{head}\n---\n\n# Mine\n\nWords.\n\n## Recipe\n\nversion: 1\n"
+    joined = ModelCard(with_tasks(text, FOUND, "repo"))
+    assert (joined.data.model_name, joined.data.license) == ("mine", "mit")
+    assert [one.dataset_name for one in joined.data.eval_results] == ["some/text", "arc_easy"]
+    assert joined.text.index("Words.") < joined.text.index("## Tasks") < joined.text.index("## Recipe\n\nversion: 1")
+
+
+def test_a_run_has_its_results_beside_its_model(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    """RUN/tasks.json is found; with results of other weights, or of some rows, it is named and left out."""
+    run = tmp_path / "run"
+    final = shutil.copytree(folder, run / "final")
+    assert results_of(final, None) == (None, "")
+    for model, limit, reason in (
+        (identity(final), None, ""),
+        ("other", None, "other weights"),
+        (identity(final), 9, "it has 9 rows of each task"),
+    ):
+        (run / "tasks.json").write_text(json.dumps({**FOUND, "model": model, "limit": limit}))
+        (run / "run.json").unlink(missing_ok=True)
+        assert results_of(final, None) == (None, "")  # no run
+        (run / "run.json").write_text("{}")
+        result, note = results_of(final, None)
+        assert (result is None) is bool(reason)
+        assert reason in note
+        if reason:
+            code, _, err = linearize("push", final, "user/repo", "--dry-run", "--eval", run / "tasks.json")
+            assert (code, reason in err) == (Exit.USAGE, True), err
+    for wrong in ("{}", '{"student": "x", "tasks": [{}]}', "[]", '{"tasks": []}'):
+        (tmp_path / "wrong.json").write_text(wrong)
+        with pytest.raises(LinearizeError, match="is damaged"):
+            results_of(final, tmp_path / "wrong.json")
+    with pytest.raises(LinearizeError, match=r"Did you mean 'wrong\.json'"):
+        results_of(final, tmp_path / "worng.json")
+
+
+def test_a_model_is_known_by_its_weights(folder: Path, tmp_path: Path) -> None:
+    """Also one that transformers saved: that has no linearize.json."""
+    saved = tmp_path / "saved"
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    model.save_pretrained(saved)
+    first = identity(saved)
+    model.generation_config.max_new_tokens = 3
+    model.save_pretrained(saved)
+    assert identity(saved) == first
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    model.save_pretrained(saved)
+    assert identity(saved) != first
+
+
+def test_a_report_is_about_other_measures(linearize: Command, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "eval.json").write_text(json.dumps({"student": "x", "tasks": []}))
+    code, _, err = linearize("report", tmp_path)
+    assert (code, "--tasks wrote it" in err) == (Exit.USAGE, True), err
