@@ -22,6 +22,7 @@ from .commands import (
     doctor,
     estimate,
     eval,
+    export,
     finetune,
     generate,
     inspect,
@@ -122,6 +123,7 @@ app.command()(push.push)
 app.command()(mechanisms.mechanisms)
 app.command()(generate.generate)
 app.command()(serve.serve)
+app.command()(export.export)
 app.command()(verify.verify)
 app.command()(upgrade.upgrade)
 app.command()(doctor.doctor)

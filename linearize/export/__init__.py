@@ -1,0 +1,1 @@
+"""Export: a converted model in the format of another runtime."""

@@ -1,0 +1,182 @@
+"""A converted model as one function of tensors, and that function as a graph of ONNX.
+
+torch.onnx writes the graph. Two operators stand for attention: LinearAttention (opset 27) is the recurrence of a linear
+layer (of its rules `gated` is GLA, and with one decay for each head RetNet; `gated_delta` is Gated DeltaNet), and
+Attention (opset 24) is the softmax of a layer that keeps it. States, keys and values go into the graph and come out of
+it, so a prompt and each token after it are calls of the same graph.
+
+Letters: B batch, T new tokens, L tokens so far with the new ones, H query heads, Hkv key heads, E memories, D key dim,
+F features, Dv value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from ..errors import Exit, LinearizeError
+from ..probe.meta_run import quiet
+
+OPSET = 27
+# Mechanism -> rule of LinearAttention.
+RULES = {"gla": "gated", "retnet": "gated", "gdn": "gated_delta"}
+# The softmax of the layers that keep it, as transformers' registry knows it while a graph is written.
+BACKEND = "onnx_attention"
+
+
+class Part(NamedTuple):
+    """One tensor of a layer's state, as the graph names it; `grows` is whether it has a place for each token, in its
+    third dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    grows: bool
+
+
+class OneGraph(nn.Module):
+    """A converted model as a function of tokens [B,T], of the mask [B,L] that is 0 at padding, and of the parts of its
+    state, to logits and the parts afterwards. From then on the model can do nothing else."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.parts: list[Part] = []
+        self.mask = torch.empty(0)
+        self.past: dict[str, Tensor] = {}
+        self.present: dict[str, Tensor] = {}
+        cache = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+        linear = {layer["site"]["layer"]: layer for layer in model.config.linearize["layers"]}
+        for number, slot in enumerate(cache.layers):
+            if number in linear:
+                mixer = model.get_submodule(linear[number]["site"]["path"]).mixer
+                own = [
+                    self.add(f"{number}_{field}", tensor, False)
+                    for field, tensor in slot.state._asdict().items()
+                    if tensor.numel()
+                ]
+                mixer.recur = recurrence(mixer, RULES[linear[number]["mechanism"]])
+                mixer.forward = self.with_state(mixer.forward, type(slot.state), own)
+            else:
+                self.add(f"{number}_keys", slot.keys, True)
+                self.add(f"{number}_values", slot.values, True)
+        AttentionInterface.register(BACKEND, self.softmax)
+        AttentionMaskInterface.register(BACKEND, lambda *args, **kwargs: None)
+        model.set_attn_implementation(BACKEND)
+
+    def add(self, name: str, tensor: Tensor, grows: bool) -> str:
+        """Note a part, of which `tensor` is that of one row."""
+        self.parts.append(Part(name, tuple(tensor.shape[1:]), grows))
+        return name
+
+    def with_state(self, forward: Callable[..., Any], kind: Any, names: list[str]) -> Callable[..., Any]:
+        """A mixer's `forward` from and to the state's parts; parts without elements are None."""
+
+        def run(q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: Any, state: Any = None) -> tuple[Tensor, Any]:
+            fields = {name.partition("_")[2]: self.past[name] for name in names}
+            state = kind(**{field: fields.get(field) for field in kind._fields})
+            layout = layout._replace(padding=self.mask[:, -q.shape[1] :].bool(), segments=None)
+            o, state = forward(q, k, v, x, layout, state)
+            after = state._asdict()
+            self.present |= {name: after[name.partition("_")[2]] for name in names}
+            return o, state
+
+        return run
+
+    def softmax(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """An attention function of transformers: query [B,H,T,D], key and value [B,Hkv,T,.] -> [B,T,H,Dv]."""
+        if kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
+            message = f"layer {module.layer_idx} keeps softmax with sinks, which the operator Attention does not have"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
+        keys, values = f"{module.layer_idx}_keys", f"{module.layer_idx}_values"
+        B, L, T = *self.mask.shape, query.shape[2]
+        place = torch.arange(L)
+        query_place = place[L - T :, None]
+        seen = place <= query_place
+        if kwargs.get("sliding_window"):
+            seen = seen & (place > query_place - kwargs["sliding_window"])
+        # A token of padding sees itself: runtimes differ in what softmax over nothing is.
+        seen = seen & self.mask.bool()[:, None, None] | (place == query_place)
+        shapes = (
+            (*query.shape[:3], value.shape[3]),
+            (B, key.shape[1], L, key.shape[3]),
+            (B, value.shape[1], L, value.shape[3]),
+        )
+        attributes: dict[str, Any] = {"scale": float(kwargs["scaling"]), "softcap": float(kwargs.get("softcap") or 0.0)}
+        o, self.present[keys], self.present[values] = torch.onnx.ops.symbolic_multi_out(
+            "::Attention", (query, key, value, seen, self.past[keys], self.past[values]), attributes,
+            dtypes=(query.dtype, key.dtype, value.dtype), shapes=shapes,
+        )  # fmt: skip
+        return o.transpose(1, 2), None
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, past: list[Tensor]) -> tuple[Tensor, ...]:
+        names = [part.name for part in self.parts]
+        self.mask, self.past, self.present = attention_mask, dict(zip(names, past, strict=True)), {}
+        places = (attention_mask.cumsum(1) - 1).clamp_min(0)[:, -input_ids.shape[1] :]
+        logits = self.model(input_ids=input_ids, position_ids=places, use_cache=False).logits
+        return (logits, *(self.present[name] for name in names))
+
+    def empty(self, B: int) -> list[Tensor]:
+        """The state before the first token."""
+        return [
+            torch.zeros(B, part.shape[0], 0, part.shape[2]) if part.grows else torch.zeros(B, *part.shape)
+            for part in self.parts
+        ]
+
+
+def recurrence(mixer: Any, rule: str) -> Callable[..., Any]:
+    """What takes the place of a mixer's `recur`: the operator, and the norm of its output."""
+
+    def recur(
+        op: Any, layout: Any, state: Any, read: None, write: None, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor,
+        scale: float, log_decay: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        (B, T, H, _), E = q.shape, mixer.state_count
+        real = layout.padding
+        k = torch.where(real[:, :, None, None], k, 0.0)  # so padding writes nothing, and forgets nothing
+        k, v = (y if y.shape[2] == E else y.repeat_interleave(E // y.shape[2], 2) for y in (k, v))
+        decay = gates[0].flatten(2) if log_decay is None else log_decay.expand(B, T, -1)
+        decay = torch.where(real[:, :, None], decay, 0.0)
+        (past,), beta = state, gates[1] if len(gates) > 1 else None
+        attributes: dict[str, Any] = {"scale": float(scale), "q_num_heads": H, "kv_num_heads": E, "update_rule": rule}
+        inputs = (q.flatten(2), k.flatten(2), v.flatten(2), past, decay, beta)
+        o, after = torch.onnx.ops.symbolic_multi_out(
+            "::LinearAttention", inputs if beta is not None else inputs[:5], attributes, dtypes=(v.dtype, past.dtype),
+            shapes=((B, T, H * v.shape[3]), tuple(past.shape)),
+        )  # fmt: skip
+        o = o.unflatten(2, (H, v.shape[3]))
+        return (o if mixer.norm is None else mixer.norm(o)), type(state)(after)
+
+    return recur
+
+
+def write(graph: OneGraph, path: Path) -> None:
+    """Write a graph as a file of ONNX, its weights beside it. Both lengths of a call, and its rows, stay free."""
+    dynamic = torch.export.Dim.DYNAMIC
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    past = [
+        torch.zeros(2, part.shape[0], 4, part.shape[2]) if part.grows else torch.zeros(2, *part.shape)
+        for part in graph.parts
+    ]
+    shapes = [{0: dynamic, 2: dynamic} if part.grows else {0: dynamic} for part in graph.parts]
+    names = [part.name for part in graph.parts]
+    with quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            graph, (tokens, torch.ones(2, 7, dtype=torch.long), past),
+            dynamo=True, verbose=False, opset_version=18,
+            optimize=False,  # onnxscript's optimizer takes the 1e-12 in front of a square root for 0
+            input_names=["input_ids", "attention_mask", *(f"past_{name}" for name in names)],
+            output_names=["logits", *(f"present_{name}" for name in names)],
+            dynamic_shapes=({0: dynamic, 1: dynamic}, {0: dynamic, 1: dynamic}, shapes),
+        )  # fmt: skip
+    assert program is not None
+    # What torch writes means the same in later opsets, of which it knows none with LinearAttention.
+    program.model.opset_imports[""] = OPSET
+    program.save(str(path), external_data=True)

@@ -1,0 +1,169 @@
+"""`linearize export`: whether a converted model fits ONNX, and the proof that its graph computes the same."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..checkpoint.atomic import check_output, output_folder
+from ..checkpoint.carried import is_read
+from ..checkpoint.provenance import behind, check_code
+from ..checkpoint.source import open_source
+from ..checkpoint.write import MANIFEST
+from ..errors import Exit, LinearizeError
+from ..probe.meta_run import quiet
+from ..train.save import load_converted
+from .graph import RULES, OneGraph, write
+
+FILE = "model.onnx"
+INSTALL = 'pip install "linearize[onnx]"'
+# Largest difference of logits, beside the largest logit where that is above 1.
+TOLERANCE = 1e-4
+# Tokens of the rows that prove a graph: how many of each a prompt has, and how many follow it one by one.
+SHORT, LONG, STEPS = 5, 33, 2
+# Why LinearAttention cannot compute the others.
+MISSING = {
+    "gsa": "slots are read by softmax, and LinearAttention has no such rule",
+    "la": "sums are divided by their weights, and LinearAttention has no normaliser",
+    "mhla": "summaries of blocks are mixed, and LinearAttention has one state for each head",
+    "sla": "gates between heads stand around its base, and export does not write them",
+    "window": "it has no state to add up",
+}
+
+
+def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+    """Write a converted model of a folder or the Hub as ONNX in float32 into a new folder, with its tokenizer, once
+    onnx's reference evaluator computed the same logits from it.
+
+    Raises LinearizeError: 2 where `output` is in the way, 3 for a model that does not fit, 4 without onnx, for disk and
+    memory, 5 for the Hub, 6 where the graph computes something else.
+    """
+    source = open_source(model, revision)
+    if not (source.folder / MANIFEST).exists():
+        raise LinearizeError(f"{model} is not linearized. Export it without linearize", Exit.INCOMPATIBLE)
+    plan = check_code(source.folder, trust_remote_code)
+    version = behind(source.folder, plan)
+    if version is not None:
+        message = (
+            f"{model} has the code of linearize {version}. Bring it to this version first: linearize upgrade {model}"
+        )
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    with quiet():
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=True)
+    check(config, model)
+    check_output(output, overwrite=False)
+    loaded = load_converted(source.folder, torch.float32, trust_remote_code).eval()
+    with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
+        rows = proof_rows(config.get_text_config().vocab_size)
+        expected = [loaded(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+        try:
+            graph = OneGraph(loaded)
+            write(graph, work / FILE)
+        except LinearizeError:
+            raise
+        except Exception as error:  # of torch.export, which raises as it likes
+            lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+            message = (
+                f"{model} does not fit ONNX: torch.onnx could not write its graph ({type(error).__name__}: {lines[0]})"
+            )
+            raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+        prove(graph, work / FILE, rows, expected)
+        for path in source.folder.iterdir():
+            if path.is_file() and is_read(path):
+                shutil.copyfile(path, work / path.name)
+    return output / FILE
+
+
+def check(config: Any, name: str) -> None:
+    """Raise LinearizeError: 3, naming all that is missing, for a model that cannot be exported; 4 without onnx."""
+    if found := obstacles(config):
+        message = f"{name} does not fit ONNX. {'. '.join(found)}. Linear layers can be {', '.join(RULES)}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    if any(importlib.util.find_spec(package) is None for package in ("onnx", "onnxscript")):
+        raise LinearizeError(f"onnx and onnxscript are not installed: {INSTALL}", Exit.RESOURCE)
+
+
+def obstacles(config: Any) -> list[str]:
+    """Why a converted model cannot be exported, each reason with its first layer; empty where it can."""
+    if "AutoModelForCausalLM" not in config.auto_map or config.get_text_config() is not config:
+        return ["It is no language model of text alone, and export writes those"]
+    found: dict[str, list[str]] = {}
+    for layer in config.linearize["layers"]:
+        name, options, site = layer["mechanism"], layer["options"], layer["site"]
+        reasons = {
+            f"{name}: {MISSING.get(name, 'LinearAttention has no rule for it')}": name not in RULES,
+            "window: export does not write exact softmax over the last tokens beside a state": options.get("window", 0)
+            > 0,
+            "taps: export does not write the convolution of q, k and v": options.get("taps", 1) > 1,
+            "heads that keep softmax: export does not write them beside a state": bool(site.get("softmax_groups")),
+            "its softmax is in the architecture's own code": not site.get("routed", True),
+        }
+        for reason in [reason for reason, there in reasons.items() if there]:
+            found.setdefault(reason, []).append(site["path"])
+    return [f"{paths[0]}{f' and {len(paths) - 1} more' * bool(paths[1:])}, {why}" for why, paths in found.items()]
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Silence what torch's exporter logs of itself."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def proof_rows(vocabulary: int) -> list[Tensor]:
+    """Random tokens [T] of a short row and of a longer one."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocabulary, (tokens + STEPS,), generator=generator) for tokens in (SHORT, LONG)]
+
+
+def prove(graph: OneGraph, path: Path, rows: list[Tensor], expected: list[Tensor]) -> None:
+    """Run a file by onnx's reference evaluator: the short row alone, then both in a batch, each time a prompt and then
+    its last tokens one by one.
+
+    Raises LinearizeError (exit 6) where it computes something else than `expected`, the logits [T,V] of each row.
+    """
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    onnx.checker.check_model(str(path))
+    evaluator = ReferenceEvaluator(onnx.load(str(path)))
+    for chosen in ([0], [0, 1]):
+        longest = max(len(rows[i]) for i in chosen)
+        ids = torch.stack([torch.nn.functional.pad(rows[i], (longest - len(rows[i]), 0)) for i in chosen])
+        real = torch.stack([torch.arange(longest) >= longest - len(rows[i]) for i in chosen]).long()
+        past: list[Any] = [part.numpy() for part in graph.empty(len(chosen))]
+        outputs, begin = [], 0
+        for end in range(longest - STEPS, longest + 1):
+            feed = {"input_ids": ids[:, begin:end].numpy(), "attention_mask": real[:, :end].numpy()}
+            feed |= {f"past_{part.name}": tensor for part, tensor in zip(graph.parts, past, strict=True)}
+            logits, *past = evaluator.run(None, feed)
+            outputs.append(logits)
+            begin = end
+        computed = np.concatenate(outputs, 1)
+        for number, i in enumerate(chosen):
+            want = expected[i].numpy()
+            difference = np.abs(computed[number, longest - len(rows[i]) :] - want).max()
+            limit = TOLERANCE * max(1.0, np.abs(want).max())
+            if not difference <= limit:
+                raise LinearizeError(
+                    f"the graph computes other logits than the model: {difference:.1e} apart, at most {limit:.1e} was "
+                    "expected. Nothing was written. The architecture does in softmax what export does not know",
+                    Exit.CHECK_FAILED,
+                )
