@@ -51,7 +51,7 @@ def build(arguments: argparse.Namespace) -> LlamaForCausalLM:
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 2),
         head_dim=64,
-        max_position_embeddings=LENGTH,
+        max_position_embeddings=arguments.long,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,
@@ -69,7 +69,7 @@ def blocks(tokens: Tensor, rows: int, length: int, generator: torch.Generator) -
 
 def lengths(arguments: argparse.Namespace, step: int) -> tuple[int, int]:
     """Rows and length of a step's blocks: every fourth step has long ones."""
-    length = LENGTH if step % 4 == 3 else arguments.block
+    length = arguments.long if step % 4 == 3 else arguments.block
     return max(1, arguments.rows * arguments.block // length), length
 
 
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--block", type=int, default=1024)
+    parser.add_argument("--long", type=int, default=LENGTH, help="length of the blocks of every fourth step")
     parser.add_argument("--rows", type=int, default=64, help="blocks of a step and GPU")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -194,7 +195,7 @@ def main() -> None:
         AutoTokenizer.from_pretrained(arguments.text / "tokenizer").save_pretrained(arguments.out)
         weights = (arguments.out / "model.safetensors").read_bytes()
         facts |= {"parameters": model.num_parameters(), "sha256": hashlib.sha256(weights).hexdigest()}
-        for length in (512, 1024, LENGTH):
+        for length in sorted({512, 1024, LENGTH, arguments.long}):
             facts[f"heldout_ppl_{length}"] = round(perplexity(model.eval(), heldout, length), 4)
         facts["hardware"] = torch.cuda.get_device_name() if device != "cpu" else "CPU"
         facts["text"] = json.loads((arguments.text / "text.json").read_text())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .layout import TokenLayout, once
 from .layers.norm import HeadNorm
-from .layers.pool import check_pool, on_rows, put, take
+from .layers.pool import check_pool, on_rows
 from .layers.softmax_heads import SoftmaxHeads, SplitState
 
 
@@ -221,12 +221,8 @@ class Mixer(nn.Module):
         o, mass, far = self._far(q, k, v, x, layout, far)
         if self.near is None:
             return o, far
-        if layout.rows is None:
-            o, near = self.near(o, mass, q, k, v, x, layout, near)
-            return o, WindowedState(far, near)
-        o, ring = self.near(o, mass, q, k, v, x, layout._replace(rows=None), take(near, layout.rows))
-        put(near, layout.rows, ring)
-        return torch.where((layout.rows >= 0)[:, None, None, None], o, 0.0), state
+        o, near = self.near(o, mass, q, k, v, x, layout, near)
+        return o, WindowedState(far, near)
 
     def _far(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any

@@ -23,6 +23,7 @@ query W tokens into its document stands in the document that its block begins in
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -32,12 +33,13 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, use_kernels, wants_gradients
+from ..layers.pool import check_pool, on_rows
 from ..layout import TokenLayout, once
 from ..mixer import Bounds, Mixer, Site
 from ..layers.scan import numbered
 from .blend import blend
 from .launch import runs_on, window_op
-from .step import step_op
+from .step import pool_op, step_op
 
 # Queries of a block, at most, and scores of some blocks that are made at once.
 BLOCK, SCORES = 256, 2**26
@@ -73,6 +75,7 @@ def window(
     padding: Tensor | None = None,
     segments: Tensor | None = None,
     state: Ring | None = None,
+    rows: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Ring]:
     """Softmax over the first `sink` and the last `window` real tokens of the same document: o [B,T,H,Dv],
@@ -80,9 +83,11 @@ def window(
 
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `scale` multiplies q.k; `padding` [B,T] bool is True at real tokens,
     the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
-    first one. Time grows with T * window, and so does the memory of the PyTorch path. `backend`: `auto` runs the Triton
+    first one. `rows` [B] int: `state` is a pool, of which those rows are the call's (below 0: padding); they are changed
+    in place. Time grows with T * window, and so does the memory of the PyTorch path. `backend`: `auto` runs the Triton
     kernels on a GPU where no state goes in, and for one token after a state; else PyTorch. The others insist.
     """
+    check_pool(rows, state, q.shape[0], segments)
     (B, T, H, D), W = q.shape, window
     if T == 0:
         ring = empty_ring(k, v, sink + W) if state is None else state
@@ -91,22 +96,32 @@ def window(
     if state is not None:
         obstacle = _step_obstacle(q, k, v, segments, state)
         if use_kernels(backend, obstacle and f"a state goes in, and {obstacle}"):
-            o, mass, *after = step_op(q, k, v, *state, *[None] * 5, padding, W, sink, scale)
-            return o, mass, Ring(*after)
-    kernels = state is None and use_kernels(backend, obstacle)
+            return _step(q, k, v, *state, *(None,) * 5, padding, W, sink, scale, rows)
+    whole = partial(_whole, q, k, v, (sink, W, T), scale, segments)
+    if rows is not None:
+        return on_rows(whole, state, rows, padding, T)
+    return whole(padding, state, kernels=state is None and use_kernels(backend, obstacle))
+
+
+def _whole(
+    q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int, int], scale: float, segments: Tensor | None, padding: Tensor
+    | None, state: Ring | None, kernels: bool = False,
+) -> tuple[Tensor, Tensor, Ring]:  # fmt: skip
+    """What `window` returns for any number of tokens; `sizes` are S, W, T."""
+    sink, W, _ = sizes
     order: Tensor | None = None
     if padding is not None:  # real tokens first, so that places count real tokens only
         order = padding.logical_not().long().argsort(dim=1, stable=True)
         q, k, v = (y.take_along_dim(order[:, :, None, None], 1) for y in (q, k, v))
     shared = segments if state is None and padding is None else None
     if kernels:
-        spans = once(shared, ("window spans", W, sink), lambda: _spans(q, padding, segments, order, (sink, W, T)))
+        spans = once(shared, ("window spans", W, sink), lambda: _spans(q, padding, segments, order, sizes))
         o, mass, _ = window_op(q, k, v, spans.begin, spans.end, W, sink, scale)
         ring = spans.state(k, v, sink, W)
     else:
         before = empty_ring(k, v, sink + W) if state is None else state
         keys, values = torch.cat([before.keys, k], 1), torch.cat([before.values, v], 1)  # [B,S+W+T,..]
-        places = once(shared, ("window", W, sink), lambda: _places(before.held, padding, segments, order, (sink, W, T)))
+        places = once(shared, ("window", W, sink), lambda: _places(before.held, padding, segments, order, sizes))
         o, mass = _blocks(q, keys, values, places, W, scale)
         ring = places.state(keys, values)
     if order is not None and padding is not None:
@@ -114,6 +129,15 @@ def window(
         o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
         o = o * padding[:, :, None, None]
     return o, mass, ring
+
+
+def _step(*inputs: Any) -> tuple[Tensor, Tensor, Ring]:
+    """The kernel of one decode step, given the fields of its StepCall."""
+    ring, rows = inputs[3:6], inputs[-1]
+    if rows is not None:
+        return *pool_op(*inputs), Ring(*ring)
+    o, mass, *after = step_op(*inputs)
+    return o, mass, Ring(*after)
 
 
 def _step_obstacle(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, state: Ring) -> str:
@@ -371,22 +395,25 @@ class Window(nn.Module):
         gate = F.linear(x, self.far_gate.to(x.dtype))
         if state is not None and not wants_gradients(far, gate) and not _step_obstacle(q, k, v, layout.segments, state):
             share = None if self.shared else self.near_share
-            blended: Any = far, gate, self.far_logit, share, mass, layout.padding
-            o, _, *after = step_op(q, k, v, *state, *blended, self.window, self.sink, self.scale)
-            return o, Ring(*after)
+            beside: Any = far, gate, self.far_logit, share, mass, layout.padding
+            o, _, ring = _step(q, k, v, *state, *beside, self.window, self.sink, self.scale, layout.rows)
+            return o, ring
         near, own_mass, ring = self._near(q, k, v, layout, state)
         logit = self.far_logit.float() + gate.float()
         logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass.log() - own_mass
-        return blend(far, near, torch.sigmoid(logit)), ring
+        o = blend(far, near, torch.sigmoid(logit))
+        if layout.rows is not None:  # of padding log Z may be anything
+            o = torch.where((layout.rows >= 0)[:, None, None, None], o, 0.0)
+        return o, ring
 
     def _near(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None
     ) -> tuple[Tensor, Tensor, Ring]:
-        padding, segments, *_ = layout
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
+        places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
         # Autocast would round the scores to half precision.
         with torch.autocast(q.device.type, enabled=False):
-            return window(q, k, v, **sizes, padding=padding, segments=segments, state=state)
+            return window(q, k, v, **sizes, **places, state=state)
 
     @torch.no_grad()
     def calibrate(
@@ -439,6 +466,7 @@ class SinkWindow(Mixer):
         "window": "softmax over this many last tokens",
         "sink": "softmax also over this many first tokens of each document",
     }
+    pools = True
 
     def __init__(
         self,
@@ -452,7 +480,7 @@ class SinkWindow(Mixer):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
-        places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments}
+        places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
         # Autocast would round the scores to half precision.
         with torch.autocast(q.device.type, enabled=False):
             o, _, state = window(q, k, v, **sizes, **places, state=state)

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gsa read by swish": ("gsa", {"read": "swish", "slots": 16}),
     "gla": ("gla", {}),
     "gla, window": ("gla", {"window": 5, "sink": 2, "state_heads": "query"}),
+    "gsa, window of several tiles": ("gsa", {"slots": 16, "window": 70, "sink": 9}),
     "window": ("window", {"window": 5, "sink": 2}),
     "retnet": ("retnet", {}),
     "retnet, features of both signs": ("retnet", {"feature_map": "hedgehog", "state_heads": "query"}),
@@ -193,6 +194,7 @@ def step_in_a_turned_pool() -> None:
 HEAD: dict[str, Any] = {"D": 128, "DV": 128, "BD": 128, "PADDED": True, "READ": False, "WRITE": False}
 NORM: dict[str, Any] = {**HEAD, "NORM": True, "UNIT": True, "DECAY": False, "GUARD": 1e-6}
 BLOCKS: dict[str, Any] = {**HEAD, "M": 32, "F": 256, "NORM": True, "EDGE": True, "START": 0, "END": 128}
+RING: dict[str, Any] = {**HEAD, "BV": 128, "BG": 16, "BN": 64, "POOL": True, "LOG2E": 1.4427, "LOWEST": -1e30}
 KERNELS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("gsa.forward", "step_kernel", 2, {**HEAD, "M": 128, "BM": 128, "BX": 32, "BG": 16, "PREC": "tf32"}),
     ("gla.forward", "gla_step_kernel", 2, {**HEAD, "G": 4, "BV": 16, "p_rq": None, "p_rk": None, "p_real": None}),
@@ -200,6 +202,8 @@ KERNELS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("linear.states", "step_kernel", 4, {**NORM, "BZ": 32, "G": 4}),
     ("linear.states", "sums_kernel", 1, NORM),
     ("mhla.forward", "step_kernel", 4, {**BLOCKS, "BF": 64, "BY": 32, "BG": 16, "PREC": "bf16x3"}),
+    ("window.step", "step_kernel", 4, {**RING, "FAR": True, "SUM": False, "PREC": "bf16x3"}),
+    ("window.step", "count_kernel", 1, {"PADDED": True}),
 ]
 
 
@@ -208,5 +212,7 @@ def test_steps_compile(file: str, name: str, warps: int, constants: dict[str, An
     kernel = getattr(importlib.import_module(f"linearize_kernels.{file}"), name)
     kinds = {"p_rows": "*i32", "p_seen": "*i64", "p_seen1": "*i64", "p_n": "*i64", "p_n1": "*i64", "scale": "fp32"}
     kinds |= {"p_tokens": "*i64", "p_tokens1": "*i64", "p_real": "*u8", "p_padding": "*i1"}
-    kinds |= dict.fromkeys(("p_q", "p_k", "p_v", "p_o"), "*bf16")
+    kinds |= {"p_held": "*i64", "p_held1": "*i64"}
+    rings = ("p_keys", "p_keys1", "p_values", "p_values1")
+    kinds |= dict.fromkeys(("p_q", "p_k", "p_v", "p_o", *rings), "*bf16")
     assert compile_kernel(kernel, 90, constants, kinds, warps).metadata.shared <= 48 * 1024

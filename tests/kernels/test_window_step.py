@@ -37,6 +37,7 @@ def test_it_compiles_for_a_gpu_and_fits_the_smallest(D: int, dtype: str) -> None
 
     bytes_each = {"bf16": 2, "fp32": 4}[dtype]
     values = {"D": D, "DV": D, "BD": D, "BV": D, "BG": width(4), "BN": max(16, min(64, step.TILE // (bytes_each * D)))}
+    values |= {"POOL": False, "p_rows": None}
     values |= {"FAR": True, "SUM": False, "PADDED": True, "LOG2E": step.LOG2E, "LOWEST": step.LOWEST}
     values |= {"PREC": {"bf16": "bf16x3", "fp32": "bf16x6"}[dtype]}
     tensors = ("q", "k", "v", "keys", "values", "far", "gate", "theta", "share", "o", "keys1", "values1")
@@ -108,8 +109,10 @@ def steps(case: dict[str, Any], kernels: bool) -> dict[str, torch.Tensor]:
 
 def check_operator() -> None:
     """torch.library's own checks."""
-    from linearize_kernels.window.step import step_op
+    from linearize_kernels.window.step import pool_op, step_op
 
     q, k, ring = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 7, 2, 16)
     held = torch.tensor([3, 9])
     torch.library.opcheck(step_op, (q, k, k, ring, ring, held, *[None] * 6, 6, 1, 0.25))
+    rows = torch.tensor([1, 0])
+    torch.library.opcheck(pool_op, (q, k, k, ring, ring.clone(), held, *[None] * 6, 6, 1, 0.25, rows))
