@@ -20,7 +20,7 @@ import torch
 
 from . import __version__
 from .checkpoint.adopt import adopt
-from .checkpoint.atomic import write_result
+from .checkpoint.atomic import scratch_beside, write_result
 from .checkpoint.provenance import behind, check_code, read_plan, saved_again, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
@@ -176,8 +176,9 @@ def open_source_of(recipe: Recipe, weights: bool) -> Iterator[str]:
     if not isinstance(recipe.model.base, Scratch):
         yield base_path(recipe)
         return
-    near = existing_folder(Path(recipe.output_dir).absolute().parent)
-    with tempfile.TemporaryDirectory(prefix=".linearize-", dir=near if weights else None) as folder:
+    run = Path(recipe.output_dir).absolute()
+    near = existing_folder(run.parent) / run.name
+    with scratch_beside(near) if weights else tempfile.TemporaryDirectory() as folder:
         yield str(write_random(recipe, Path(folder), weights))
 
 

@@ -183,6 +183,9 @@ def text_folder(output: Path, dry_run: bool, main: bool) -> Iterator[Path]:
         output.mkdir(parents=True, exist_ok=True)
         handle = lock_folder(output / CACHE)
     try:
+        for path in output.glob("*.partial"):  # a killed call left it, which may have been of another text
+            if is_shard(path.name):
+                path.unlink()
         yield output / CACHE
     finally:
         shutil.rmtree(output / CACHE, ignore_errors=True)

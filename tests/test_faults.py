@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import os
@@ -26,7 +27,7 @@ from models import convert_folder, load, save_source
 from training import BASES, byte_tokenizer, metrics, same, stage, tensors, write_recipe
 
 from linearize import __version__
-from linearize.checkpoint.atomic import output_folder, write_atomically
+from linearize.checkpoint.atomic import output_folder, remove_leftovers, write_atomically
 from linearize.checkpoint.card import measured
 from linearize.cli import main
 from linearize.errors import Exit, LinearizeError, redact
@@ -153,6 +154,69 @@ def test_all_is_on_disk_before_it_has_its_name(source: Path, monkeypatch: pytest
     monkeypatch.setattr(Path, "rename", check)
     convert_folder(source, source.parent / "linear")
     assert synced == [str(source.parent)]
+
+
+RESULT = "import sys; from pathlib import Path; from linearize.checkpoint.atomic import write_result; "
+RESULT += "write_result(Path(sys.argv[1]), 'new')"
+SCRATCH = "import sys; from pathlib import Path; from linearize.checkpoint.atomic import scratch_beside\n"
+SCRATCH += "with scratch_beside(Path(sys.argv[1])) as work: (work / 'half').write_text('x')"
+
+
+@pytest.mark.parametrize("script", [RESULT, SCRATCH], ids=["result", "scratch"])
+def test_what_a_killed_process_left_goes_with_the_next(forks: Forks, tmp_path: Path, script: str) -> None:
+    """At each moment, the only sign of a killed process is a file that the next one removes."""
+    output, what = tmp_path / "found.json", {"script": script, "root": str(tmp_path)}
+    whole, left = forks(output, **what), 0
+    assert whole.code == 0, whole.said
+    kept = names(tmp_path)
+    for moment in range(1, whole.moments + 1):
+        killed = forks(output, **what, at=moment)
+        assert killed.code == -signal.SIGKILL, killed.said
+        left += len(names(tmp_path) - kept)
+        again = forks(output, **what)
+        assert (again.code, names(tmp_path)) == (0, kept), again.said
+    assert left >= 1
+
+
+def test_leftovers_of_others_stay(tmp_path: Path) -> None:
+    """Of a process that lives, of another output, a link, and one that is locked: its process is on another machine."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    output, elsewhere = tmp_path / "found.json", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    others = [f".found.json.linearize.{os.getppid()}.tmp", f".other.json.linearize.{dead.pid}.tmp", "found.json.tmp"]
+    others += [".found.json.linearize.tmp", f".found.json.linearize.{dead.pid}.tmp.mine", ".found.json.linearize.x.tmp"]
+    for name in others:
+        (tmp_path / name).write_text("theirs")
+    mine = tmp_path / f".found.json.linearize.{dead.pid}.tmp"
+    mine.symlink_to(elsewhere)
+    remove_leftovers(output)
+    assert names(tmp_path) == {*others, mine.name, "elsewhere"}
+    mine.unlink()
+    mine.write_text("half")
+    with mine.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_leftovers(output)
+        assert mine.exists()
+    remove_leftovers(output)
+    assert names(tmp_path) == {*others, "elsewhere"}
+
+
+def test_a_killed_push_of_a_saved_model_leaves_nothing_for_good(forks: Forks, source: Path) -> None:
+    """It writes the missing files into a folder beside the model, with its weights."""
+    parent, saved = source.parent, source.parent / "saved"
+    assert forks("convert", source, *OPTIONS, "-o", parent / "linear").code == 0
+    shutil.copytree(parent / "linear", saved)
+    (saved / "linearize.json").unlink()
+    command = ["push", saved, "user/repo", "--dry-run"]
+    kept = names(parent)
+    whole = forks(*command, root=str(parent))
+    assert (whole.code, names(parent)) == (0, kept), whole.said
+    killed = forks(*command, root=str(parent), at=whole.moments // 2)
+    assert killed.code == -signal.SIGKILL, killed.said
+    assert len(names(parent) - kept) == 1
+    assert forks(*command).code == 0
+    assert names(parent) == kept
 
 
 def test_a_run_killed_before_it_had_a_name_can_start(shared: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ..probe.meta_run import quiet
 from ..probe.probe import probe
 from . import card
 from . import write as checkpoint
-from .atomic import output_folder
+from .atomic import output_folder, scratch_beside
 from .code import SourceClasses, code_files
 from .provenance import check_code, natives_of, saved_again
 from .shards import link_or_copy
@@ -115,7 +114,7 @@ def adopted(folder: Path, *, trust_remote_code: bool = False) -> Iterator[Path]:
     if not folder.is_dir() or saved_again(folder) is None:
         yield folder
         return
-    with tempfile.TemporaryDirectory(dir=folder.resolve().parent, prefix=f".{folder.name}.") as scratch:
-        whole = Path(scratch) / folder.resolve().name
+    with scratch_beside(folder.resolve()) as scratch:
+        whole = scratch / folder.resolve().name
         adopt(folder, whole, trust_remote_code=trust_remote_code)
         yield whole

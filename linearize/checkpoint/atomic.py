@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -56,6 +57,55 @@ def _beside(output: Path, kind: str) -> Path:
     if len(os.fsencode(name)) > 200:  # of the 255 bytes that a name may have
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return output.parent / f".{name}.linearize.{kind}"
+
+
+@contextlib.contextmanager
+def scratch_beside(output: Path) -> Iterator[Path]:
+    """Within: an empty folder on the disk of `output`, for the block alone. Those of killed processes go first."""
+    remove_leftovers(output)
+    work = _beside(output, f"{os.getpid()}.tmp")
+    with _claimed(work):
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def remove_leftovers(output: Path) -> None:
+    """Remove temporary siblings of `output` whose name has the number of a process that no longer lives.
+
+    Left alone are those of other users, links, and what a process on another machine has locked, whose number means
+    nothing here.
+    """
+    begin, end = _beside(output, "").name, ".tmp"
+    with contextlib.suppress(OSError):
+        for path in list(output.parent.iterdir()):
+            number = path.name.removeprefix(begin).removesuffix(end)
+            if path.name == f"{begin}{number}{end}" and re.fullmatch("[1-9][0-9]{0,8}", number) and not _lives(number):
+                with contextlib.suppress(OSError):
+                    _remove_unlocked(path)
+
+
+def _lives(number: str) -> bool:
+    """Whether a process of that number runs."""
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file or folder of this user that nobody has locked. Raises OSError for a link and a locked one."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(handle).st_uid == os.geteuid():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -209,6 +259,7 @@ def write_result(path: Path, content: str | bytes) -> int:
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path)
         _replace(_beside(path, f"{os.getpid()}.tmp"), path, data)
     return len(data)
 
@@ -223,9 +274,11 @@ def _replace(work: Path, path: Path, data: bytes) -> None:
     try:
         work.unlink(missing_ok=True)  # a killed process left it, or it is a link to elsewhere
         with work.open("xb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        work.rename(path)
+            work.rename(path)
     finally:
         work.unlink(missing_ok=True)
