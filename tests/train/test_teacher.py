@@ -611,3 +611,17 @@ def test_a_second_pass_learns_from_the_original(root: Path, tmp_path: Path) -> N
     assert alone["teacher_ppl"] != pytest.approx(report["teacher_ppl"], rel=1e-3)
     manifest = json.loads((tmp_path / "second/run/final" / MANIFEST).read_text())
     assert manifest["teacher"]["model"] == "source"
+
+
+def test_a_shard_that_was_cut_short_goes_with_the_next_call(tmp_path: Path) -> None:
+    """Also one of another text, whose name nobody writes again; a dry run leaves it."""
+    half, whole = tmp_path / "train-0123456789ab-00000.partial", tmp_path / "train-0123456789ab-00001.safetensors"
+    foreign = tmp_path / "notes.partial"
+    for path in (half, whole, foreign):
+        path.write_text("x")
+    with writer.text_folder(tmp_path, dry_run=True, main=True):
+        assert half.exists()
+    with writer.text_folder(tmp_path, dry_run=False, main=True):
+        assert not half.exists()
+    assert whole.exists()
+    assert foreign.exists()
