@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -36,6 +37,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from linearize_kernels.hf.seam import bind, hidden_name, without_rotation
 
 from .folder import layers_of
+from .shards import shard, shard_spec
 from .states import StateLayout, calls_of, code_of, run_call, softmax_of, state_layouts
 
 # ---------------------------------------------------------------- one layer
@@ -75,10 +77,14 @@ class StateAttention(nn.Module, MambaBase):
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
-    def __init__(self, module: nn.Module, layout: StateLayout, prefix: str) -> None:
-        """`module` is the attention module with its mixer; `prefix` the name under which vLLM gives memory."""
+    def __init__(
+        self, module: nn.Module, layout: StateLayout, prefix: str, options: dict[str, Any], processes: int
+    ) -> None:
+        """`module` is the attention module with its mixer, of these `options`; `prefix` the name under which vLLM gives
+        memory; `processes` how many divide the heads."""
         super().__init__()
         self.__dict__["module"] = module  # no child: it holds this
+        self.options, self.processes, self.divided = options, processes, processes == 1
         self.layout, self.prefix = layout, prefix
         self.heads = softmax_of(module.mixer)
         self.softmax: Attention | None = None
@@ -107,12 +113,20 @@ class StateAttention(nn.Module, MambaBase):
         self.rotation = without_rotation(bound, True)
         return (), bound
 
+    def own_mixer(self) -> Any:
+        """The mixer of this process's heads, which is made of the whole one when that has its weights."""
+        module: Any = self.__dict__["module"]
+        if not self.divided:
+            module.mixer = shard(module.mixer, self.options, get_tensor_model_parallel_rank(), self.processes)
+            self.divided = True
+        return module.mixer
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """q [T,H*D], k [T,Hkv*D], v [T,Hkv*Dv] -> [1,T,H,Dv], which is what modules of transformers expect.
 
         Where Dv < D, vLLM fills v up to D, and expects o so.
         """
-        mixer: Any = self.__dict__["module"].mixer
+        mixer = self.own_mixer()
         site, T, heads = mixer.site, query.shape[0], self.heads
         hidden, rotation, self.hidden, self.rotation = self.hidden, self.rotation, None, None
         assert hidden is not None, f"{site.path}: its attention ran outside its module"
@@ -170,7 +184,8 @@ def layouts_of(vllm_config: Any) -> dict[int, StateLayout]:
     asked = vllm_config.model_config
     config = asked.hf_config
     code = config.auto_map.get("AutoModelForCausalLM") or config.auto_map["AutoModel"]
-    return model_layouts(code, asked.model, asked.revision, json.dumps(config.linearize), asked.dtype)
+    spec = shard_spec(config.linearize, vllm_config.parallel_config.tensor_parallel_size)
+    return model_layouts(code, asked.model, asked.revision, json.dumps(spec), asked.dtype)
 
 
 def source_config(config: Any) -> Any:
@@ -264,11 +279,13 @@ class Linearized:
             raise ValueError(f"{lost[0]}: vLLM's Transformers backend does not find the attention call of this module")
         if layers.hybrid:
             super()._create_attention_instances(prefix)  # type: ignore[misc]
-        layouts = layouts_of(self.vllm_config)
+        layouts, processes = layouts_of(self.vllm_config), self.vllm_config.parallel_config.tensor_parallel_size
+        options = {layer["site"]["layer"]: layer["options"] for layer in self.config.linearize["layers"]}
         for number in layers.linear:
             name, _ = found[number]
             module: Any = self.get_submodule(name)  # type: ignore[attr-defined]
-            layer = StateAttention(module, layouts[number], maybe_prefix(prefix, f"{name}.{VLLM_ATTN_ATTR}"))
+            named = maybe_prefix(prefix, f"{name}.{VLLM_ATTN_ATTR}")
+            layer = StateAttention(module, layouts[number], named, options[number], processes)
             if layer.heads is not None:
                 whole = getattr(module, VLLM_ATTN_ATTR)
                 layer.softmax = self.attention_of(layer.heads, whole, f"{layer.prefix}.softmax")

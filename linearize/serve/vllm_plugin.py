@@ -20,10 +20,6 @@ NAMES = {
     (True, True): "LinearizedHybridMoEForCausalLM",
 }
 # What the engine is asked for that linear layers do not do, and why.
-TENSOR_PARALLEL = (
-    "tensor parallelism: a mixer's gates, feature maps and norms are one set of weights for all heads, which is not "
-    "divided. Run one engine for each GPU: --data-parallel-size"
-)
 PIPELINE_PARALLEL = "pipeline parallelism: not written for layers with a state. Run one engine for each GPU"
 CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that processes can divide"
 SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
@@ -109,7 +105,6 @@ def refusals(vllm_config: Any) -> list[str]:
     """Why an engine cannot be what it was asked to be; empty where it can."""
     parallel = vllm_config.parallel_config
     asked = {
-        TENSOR_PARALLEL: parallel.tensor_parallel_size > 1,
         PIPELINE_PARALLEL: parallel.pipeline_parallel_size > 1,
         CONTEXT_PARALLEL: getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
@@ -117,4 +112,30 @@ def refusals(vllm_config: Any) -> list[str]:
         LORA: vllm_config.lora_config is not None,
         QUANTIZATION: vllm_config.model_config.quantization is not None,
     }
-    return [reason for reason, found in asked.items() if found]
+    undivided = [tensor_parallel(vllm_config)] if parallel.tensor_parallel_size > 1 else []
+    return [reason for reason in undivided if reason] + [reason for reason, found in asked.items() if found]
+
+
+def tensor_parallel(vllm_config: Any) -> str:
+    """Why the heads of a converted model cannot be divided among processes; empty where they can."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    from .shards import divides
+
+    asked, size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    config = asked.hf_config
+    kind: Any = get_class_from_dynamic_module(
+        config.auto_map["AutoModelForCausalLM"], asked.model, revision=asked.revision
+    )
+    tried: dict[str, str] = {}
+    for layer in config.linearize["layers"]:
+        site, options = layer["site"], layer["options"]
+        key = repr((layer["mechanism"], options, {**site, "layer": 0, "path": ""}))
+        if key not in tried:
+            tried[key] = divides(kind.mechanisms[layer["mechanism"]], site, options, size)
+        if tried[key]:
+            return (
+                f"tensor parallelism of {size} processes: {site['path']} ({layer['mechanism']}): {tried[key]}. Run one "
+                "engine for each GPU: --data-parallel-size"
+            )
+    return ""

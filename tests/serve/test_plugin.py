@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 import transformers
 
+from linearize.plan.mechanisms import load_mechanism, resolve_options
 from linearize.serve import vllm_plugin
 from linearize.serve.folder import is_converted, layer_types, layers_of
+from linearize_kernels.mixer import Site
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = {"causal": True, "routed": True}
@@ -135,7 +138,6 @@ def engine(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"tensor_parallel_size": 2}, "tensor parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"speculative_config": object()}, "speculative decoding"),
@@ -147,6 +149,24 @@ def test_an_engine_that_asks_for_more_is_told_why_not(asked: dict[str, Any], rea
     assert vllm_plugin.refusals(engine()) == []
     (found,) = vllm_plugin.refusals(engine(**asked))
     assert found.startswith(f"{reason}: ")
+
+
+@pytest.mark.parametrize(("mechanism", "why"), [("gla", None), ("sla", "its heads are computed from each other")])
+def test_tensor_parallelism_is_refused_where_heads_do_not_divide(
+    monkeypatch: pytest.MonkeyPatch, mechanism: str, why: str | None
+) -> None:
+    site = Site(3, "layers.3.attn", "Attention", 32, 4, 2, 8, 8, 8**-0.5, True)
+    layer = {"mechanism": mechanism, "options": resolve_options(mechanism, {}), "site": dataclasses.asdict(site)}
+    config = SimpleNamespace(auto_map={"AutoModelForCausalLM": "x"}, linearize={"layers": [layer]})
+    asked = engine(tensor_parallel_size=2)
+    asked.model_config = SimpleNamespace(hf_config=config, model="x", revision=None, quantization=None)
+    kind = SimpleNamespace(mechanisms={mechanism: load_mechanism(mechanism)})
+    monkeypatch.setattr("transformers.dynamic_module_utils.get_class_from_dynamic_module", lambda *a, **k: kind)
+    found = vllm_plugin.refusals(asked)
+    if why is None:
+        assert found == []
+    else:
+        assert found[0].startswith(f"tensor parallelism of 2 processes: layers.3.attn (sla): {why}")
 
 
 def test_the_entry_point_is_there() -> None:

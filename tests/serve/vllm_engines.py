@@ -120,6 +120,19 @@ def test_32_requests_in_random_order_stop_sampling_and_preemption(demo: Path, mo
         assert all(len(step) >= 3 for step in likely.outputs[0].logprobs)
 
 
+# ---------------------------------------------------------------- several processes
+
+
+def test_two_processes_divide_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two processes of two cores
+    case = Case("qwen3", (("gsa", {}), ("gla", {"window": 8, "sink": 1}), ("retnet", {}), None))
+    folder = converted(tmp_path, case)
+    prompts = prompts_of(LENGTHS)
+    references = expected(load(folder), prompts, NEW)
+    with engine(folder, tensor_parallel_size=2, distributed_executor_backend="mp", **CHUNK) as llm:
+        assert differences(write(llm, prompts, NEW), references) == []
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -132,8 +145,11 @@ def refusal(folder: Path, **settings: Any) -> str:
     return str(raised.value)
 
 
-def test_what_linear_layers_do_not_do_is_refused(demo: Path) -> None:
-    assert "tensor parallelism" in refusal(demo, tensor_parallel_size=2, distributed_executor_backend="mp")
+def test_what_linear_layers_do_not_do_is_refused(demo: Path, tmp_path: Path) -> None:
+    together = converted(tmp_path, alike("llama", "sla"))
+    assert "(sla): its heads are computed from each other" in refusal(
+        together, tensor_parallel_size=2, distributed_executor_backend="mp"
+    )
     assert "speculative decoding" in refusal(
         demo, speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     )
