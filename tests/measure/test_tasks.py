@@ -175,7 +175,7 @@ def test_code_that_linearize_did_not_write_does_not_run(linearize: Command, fold
 METRIC = {"metric": "acc", "filter": "none", "higher_is_better": True, "student": 0.25, "student_error": 0.01}
 ROW = {"task": "arc_easy", "version": 1.0, "part_of": None, "dataset": "allenai/ai2_arc", "config": "ARC-Easy"}
 ROW |= {"split": "test", "few_shot": 0, "rows": 2376, "of_rows": 2376, "metrics": [METRIC]}
-FOUND = {"student": "x", "teacher": "/home/me/source", "harness": "0.4.13", "limit": None, "tasks": [ROW]}
+FOUND = {"student": "x", "teacher": "/srv/source", "harness": "0.4.13", "limit": None, "tasks": [ROW]}
 
 
 def test_a_card_tells_the_results(linearize: Command, folder: Path, tmp_path: Path) -> None:
