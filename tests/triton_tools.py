@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import re
@@ -17,6 +18,30 @@ import torch
 
 def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    interpreter._patch_builtin = _patch_builtin
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """Triton's own, which at each call of a function looks at every member of its language: a third of all time.
+
+    A function that another one calls finds them patched already, all or none.
+    """
+    from triton.language.core import is_builtin
+    from triton.runtime.interpreter import _patch_attr
+
+    names = _builtins(package)
+    if names and is_builtin(getattr(package, names[0])):
+        for name in names:
+            _patch_attr(package, name, getattr(package, name), builder, scope)
+
+
+@cache
+def _builtins(package: Any) -> list[str]:
+    from triton.language.core import is_builtin
+
+    return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
 
 
 @cache
