@@ -33,7 +33,7 @@ SETTINGS = (
     "stages.attention_transfer.tokens=16k",
     "stages.logit_kl.tokens=24k",
     "stages.logit_kl.optimizer.lr=5e-5",
-    "eval.max_tokens=16384",
+    "eval.max_tokens=8192",
 )
 
 # Runs where linearize cannot be imported: one model after the other, a JSON line per piece of text.
