@@ -29,6 +29,7 @@ from .commands import (
     logits,
     mechanisms,
     push,
+    race,
     recipes,
     report,
     runs,
@@ -118,6 +119,7 @@ app.command("eval")(eval.evaluate)
 app.command()(report.report)
 app.command()(runs.runs)
 app.command()(runs.compare)
+app.command()(race.race)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(push.push)
 app.command()(mechanisms.mechanisms)

@@ -97,7 +97,7 @@ def check_command(words: list[str]) -> None:
     options = given.get("settings") or []
     if given.get("to") in mechanism_names() and options:
         build(given["to"], parse_settings(options))
-    recipe = given.get("recipe") if command.name in ("finetune", "eval", "logits") else None
+    recipe = given.get("recipe") if command.name in ("finetune", "eval", "logits", "race") else None
     if recipe in {one.name for one in presets()}:
         overrides = list(given["overrides"] or [])
         base = [] if any(one.startswith("model.base=") for one in overrides) else ["model.base=demo"]

@@ -80,10 +80,14 @@ def base(root: Path, name: str, dtype: str = "float32", layers: str = "all", **o
     place = root / "-".join([name, dtype, layers, *map(str, options.values())])
     if (place / "linear").exists():
         return place / "linear"
-    model = small_model(name, **BASES[name]).to(getattr(torch, dtype))
-    model.save_pretrained(place / "source")
-    byte_tokenizer().save_pretrained(place / "source")
-    return convert_folder(place / "source", place / "linear", layers, options=options)
+    return convert_folder(small_source(place / "source", name, dtype), place / "linear", layers, options=options)
+
+
+def small_source(folder: Path, name: str, dtype: str = "float32") -> Path:
+    """A small random model that is not converted, with a tokenizer."""
+    small_model(name, **BASES[name]).to(getattr(torch, dtype)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def text(words: int = 1500, seed: int = 5) -> str:

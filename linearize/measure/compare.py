@@ -29,7 +29,7 @@ from .evaluate import sample_count
 from .freely import beginnings, freely, steps_of
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
-from .recall import Writer, rows_of, score
+from .recall import Row, Writer, rows_of, score
 
 TASKS = ("recall", "needle")
 SET_EVAL = "set it, for example data.eval='{files: [heldout.jsonl]}'"
@@ -146,6 +146,28 @@ def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
     return build_blocks(source, tokenizer, data.pack.seq_len, cache, sft=False, max_tokens=recipe.eval.max_tokens)
 
 
+def task_rows(
+    tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
+) -> dict[tuple[str, int], list[Row]]:
+    """The rows of each task at each length. Raises LinearizeError (exit 2) for text or lengths that do not suffice."""
+    text = [token for i in range(sample_count(blocks, max_tokens)) for token in blocks[i]["input_ids"].tolist()]
+    # Needles first: a text that is too short for them is refused before anything is written or measured.
+    return {
+        (task, length): rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
+        for task in reversed(TASKS)
+        for length in request.lengths
+    }
+
+
+def check_measures(teacher: Loaded, recipe: Recipe, request: EvalRequest) -> None:
+    """Before students of that teacher are trained: raise LinearizeError (exit 2) for text or lengths that `compare`
+    would refuse."""
+    check_lengths(teacher, teacher, recipe, request)
+    with tempfile.TemporaryDirectory() as cache:
+        blocks = read_blocks(recipe, teacher.tokenizer, Path(cache))
+        task_rows(teacher.tokenizer, blocks, recipe.eval.max_tokens, request)
+
+
 def measure(
     student: Any, teacher: Any, tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
 ) -> dict[str, Any]:
@@ -153,13 +175,7 @@ def measure(
     number = sample_count(blocks, max_tokens)
     total = 2 * (number * blocks.seq_len + len(TASKS) * request.trials * sum(request.lengths))
     with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
-        text = [token for i in range(number) for token in blocks[i]["input_ids"].tolist()]
-        # Needles first: a text that is too short for them is refused before anything is written or measured.
-        made = {
-            (task, length): rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
-            for task in reversed(TASKS)
-            for length in request.lengths
-        }
+        made = task_rows(tokenizer, blocks, max_tokens, request)
         result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
         for task in TASKS:
             result[task] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from .html import Section
 from .record import RUN, RunRecord, find_runs, read_run, whole
 from .report import CONTEXTS, mechanisms
 
+# Students by name, each the runs that made it, one after the other.
+Lanes = Mapping[str, Sequence[RunRecord]]
 MEMORY_AT = 32768  # tokens of a table's column
 COLUMNS = {
     "run": "text",
@@ -124,13 +126,7 @@ def compare_page(runs: Sequence[RunRecord]) -> str:
     names = labels(runs)
     words = "".join(html.paragraph(f"Note: {note}.") for note in notes(runs))
     sections = [Section("table", "Runs", words + html.table(COLUMNS, map(cells, runs, names)))]
-    for name, title, drawn in (
-        ("perplexity", "Perplexity over the teacher's", _curves(runs, names, "eval_ppl")),
-        ("kl", "KL from the teacher", _curves(runs, names, "eval_kl")),
-        ("memory", "Memory of a sequence", _memory(runs, names)),
-    ):
-        body = html.paragraph("Not measured by these runs.") if drawn is None else f"<figure>{drawn.svg()}</figure>"
-        sections.append(Section(name, title, body))
+    sections += drawn_sections({name: [run] for name, run in zip(names, runs, strict=True)})
     best = min((run for run in runs if run.ratio() is not None), key=lambda run: run.ratio() or 0, default=None)
     about = f"{len(runs)} runs."
     if best is not None:
@@ -143,12 +139,20 @@ def _colours(count: int) -> list[tuple[str, bool]]:
     return [(SERIES[place % len(SERIES)], place >= len(SERIES)) for place in range(count)]
 
 
-def _curves(runs: Sequence[RunRecord], names: Sequence[str], key: str) -> Drawing | None:
+def curves(lanes: Lanes, key: str) -> Drawing | None:
+    """Held-out perplexity over the teacher's (`eval_ppl`), or KL (`eval_kl`), over the tokens of each student; None
+    where none was measured."""
     series = []
-    for run, name, (colour, dashed) in zip(runs, names, _colours(len(runs)), strict=True):
-        over = run.teacher_ppl if key == "eval_ppl" else 1.0
-        if over:
-            series.append(Series(name, [(x, y / over) for x, y in run.curve(key)], colour, dashed, dots=True))
+    for (name, runs), (colour, dashed) in zip(lanes.items(), _colours(len(lanes)), strict=True):
+        points, before = list[tuple[float, float]](), 0
+        for run in runs:
+            over = run.teacher_ppl if key == "eval_ppl" else 1.0
+            if over:
+                stages = filter(run.same_blocks, run.begins())
+                points += [(before + x, y / over) for stage in stages for x, y in run.curve(key, stage)]
+            before += run.tokens
+        if points:
+            series.append(Series(name, points, colour, dashed, dots=True))
     values = [y for one in series for _, y in one.points]
     if not values:
         return None
@@ -158,16 +162,32 @@ def _curves(runs: Sequence[RunRecord], names: Sequence[str], key: str) -> Drawin
     return lines(title, series, Axis("training tokens"), y, height=300)
 
 
-def _memory(runs: Sequence[RunRecord], names: Sequence[str]) -> Drawing | None:
+def memory(lanes: Lanes) -> Drawing | None:
+    """Bytes of state and cache of each student over the length of its text; None where none has any."""
     series = []
-    for run, name, (colour, dashed) in zip(runs, names, _colours(len(runs)), strict=True):
-        if run.plan is not None and run.plan.cache_bytes(1)["source"]:
-            points = [(float(n), float(run.plan.cache_bytes(n)["converted"])) for n in CONTEXTS]
-            series.append(Series(name, points, colour, dashed))
+    for (name, runs), (colour, dashed) in zip(lanes.items(), _colours(len(lanes)), strict=True):
+        plan = runs[-1].plan
+        if plan is not None and plan.cache_bytes(1)["source"]:
+            series.append(
+                Series(name, [(float(n), float(plan.cache_bytes(n)["converted"])) for n in CONTEXTS], colour, dashed)
+            )
     if not series:
         return None
     x = Axis("context, tokens", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
     return lines("State and cache while decoding", series, x, Axis("bytes", True, bytes_text), height=300)
+
+
+def drawn_sections(lanes: Lanes) -> list[Section]:
+    """Perplexity, KL and memory of students, a section each."""
+    found = []
+    for name, title, drawn in (
+        ("perplexity", "Perplexity over the teacher's", curves(lanes, "eval_ppl")),
+        ("kl", "KL from the teacher", curves(lanes, "eval_kl")),
+        ("memory", "Memory of a sequence", memory(lanes)),
+    ):
+        body = html.paragraph("Not measured by these runs.") if drawn is None else f"<figure>{drawn.svg()}</figure>"
+        found.append(Section(name, title, body))
+    return found
 
 
 # ---------------------------------------------------------------- linearize runs

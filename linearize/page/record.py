@@ -89,6 +89,18 @@ class RunRecord:
                 found.append((float(begins[entry["stage"]] + entry["tokens"]), float(value)))
         return found
 
+    def same_blocks(self, stage: str) -> bool:
+        """Whether a stage is evaluated on the text that the teacher was, in blocks of the same length."""
+        own = next((one.get("data") or {} for one in self.stages if one["name"] == stage), {})
+        length = (own.get("pack") or {}).get("seq_len")
+        shared = self.values.get("data", {}).get("pack", {}).get("seq_len")
+        return own.get("eval") is None and length in (None, shared)
+
+    def seconds(self, stage: str) -> float | None:
+        """Seconds of a stage's steps, without evaluation and start-up; None before its first step."""
+        rated = [entry for entry in self.entries if entry["stage"] == stage and entry.get("tokens_per_s")]
+        return float(rated[-1]["tokens"] / rated[-1]["tokens_per_s"]) if rated else None
+
     def layers(self, when: str) -> dict[int, float]:
         """Relative squared error of each layer's output: `before`, as converted, or `after`."""
         rows = self.report.get("layers") if when == "after" else None

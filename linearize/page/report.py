@@ -381,8 +381,7 @@ def _cost(run: RunRecord, drawn: Drawing | None) -> str:
     for stage in run.stages:
         steps = [entry for entry in run.entries if entry["stage"] == stage["name"] and entry.get("tokens_per_s")]
         if steps:
-            last = steps[-1]
-            seconds = last["tokens"] / last["tokens_per_s"]
+            last, seconds = steps[-1], run.seconds(stage["name"]) or 0.0
             memory = size(last["memory"]) if last.get("memory") else ""
             cells = (f"{last['step']:,}", f"{last['tokens']:,}", f"{last['tokens_per_s']:,}", duration(seconds), memory)
             rows.append((stage["name"], ", ".join(stage["train"]), *cells))

@@ -452,6 +452,27 @@ def runs_table(found: list[dict[str, Any]]) -> None:
     results().print(table(columns, rows))
 
 
+def race_table(plan: dict[str, Any]) -> None:
+    """What the contestants of a race will do."""
+    columns = {"contestant": "short", "what it does": "text", "softmax in": "short", "stages": "text"}
+    columns |= {"minutes": "number"}
+    rows = []
+    for one in plan["contestants"]:
+        if not one["chosen"]:
+            continue
+        stages = []
+        for recipe in one["recipes"]:
+            turned = f"layers {recipe['convert']['layers']}: " if len(one["recipes"]) > 1 else ""
+            steps = ", ".join(f"{stage['name']} {stage['steps']}" for stage in recipe["stages"])
+            stages.append(f"{turned}{steps} steps")
+        minutes = "" if one["hours"] is None else f"{60 * one['hours']:.1f}"
+        kept = one["recipes"][-1]["convert"]["keep_softmax"] or "none"
+        rows.append((one["name"], f"{one['about']} ({one['source']})", kept, "\n".join(stages), minutes))
+    out = console()
+    out.print(table(columns, rows, f"{plan['race']}: {plan['tokens']:,} training tokens each"))
+    out.print("minutes: training steps at the rates of the two stages of the common recipe, estimated from configs")
+
+
 def mechanisms_table(found: list[dict[str, Any]]) -> None:
     """One row a mechanism."""
     columns = {"name": "short", "what it is": "text", "paper": "short", "direction": "text", "backends": "text"}

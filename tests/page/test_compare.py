@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.page.compare import figures, labels, list_runs, notes, read_runs
+from linearize.page.compare import curves, figures, labels, list_runs, notes, read_runs
 from linearize.page.record import read_run
 
 
@@ -55,6 +55,21 @@ def test_the_page_of_a_comparison_draws_every_run(two: list[Path], tmp_path: Pat
     assert not page.loads
     assert "Nearest to its teacher in perplexity: b, 1.1000 times" in page.words
     assert where.read_text().count("<svg") == 3
+
+
+def test_a_stage_on_longer_text_is_not_drawn_beside_the_teacher(two: list[Path]) -> None:
+    """Its perplexity is of other blocks than the teacher's: longer ones have a lower one."""
+    drawn = {key: curves({"a": [read_run(two[0])]}, key) for key in ("eval_ppl", "eval_kl")}
+    assert all(drawn.values())
+    path = two[0] / "run.json"
+    settings = json.loads(path.read_text())
+    settings["recipe"]["stages"][1]["data"]["pack"]["seq_len"] = 64
+    path.write_text(json.dumps(settings))
+    for key, before in drawn.items():
+        after = curves({"a": [read_run(two[0])]}, key)
+        assert before is not None
+        assert after is not None
+        assert 0 < after.svg().count("<circle") == before.svg().count("<circle") - 1
 
 
 def test_runs_of_other_teachers_and_texts_are_noted(two: list[Path]) -> None:
