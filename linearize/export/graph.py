@@ -11,7 +11,7 @@ F features, Dv value dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,12 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..errors import Exit, LinearizeError
 from ..probe.meta_run import quiet
+from .ring import ring_attention
 
 OPSET = 27
 # Mechanism -> rule of LinearAttention.
 RULES = {"gla": "gated", "retnet": "gated", "gdn": "gated_delta"}
+EXPORTED = (*RULES, "window")
 # The softmax of the layers that keep it, as transformers' registry knows it while a graph is written.
 BACKEND = "onnx_attention"
 
@@ -36,7 +38,13 @@ class Part(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     grows: bool
+
+    def zeros(self, B: int, tokens: int = 0) -> Tensor:
+        """What it is before the first token, or after `tokens` of them, for B rows."""
+        shape = (self.shape[0], tokens, self.shape[2]) if self.grows else self.shape
+        return torch.zeros(B, *shape, dtype=self.dtype)
 
 
 class OneGraph(nn.Module):
@@ -55,13 +63,15 @@ class OneGraph(nn.Module):
         for number, slot in enumerate(cache.layers):
             if number in linear:
                 mixer = model.get_submodule(linear[number]["site"]["path"]).mixer
-                own = [
-                    self.add(f"{number}_{field}", tensor, False)
-                    for field, tensor in slot.state._asdict().items()
-                    if tensor.numel()
-                ]
-                mixer.recur = recurrence(mixer, RULES[linear[number]["mechanism"]])
-                mixer.forward = self.with_state(mixer.forward, type(slot.state), own)
+                for name, tensor in named(slot.state, str(number)):
+                    self.add(name, tensor, False)
+                if linear[number]["mechanism"] in RULES:
+                    mixer.recur = recurrence(mixer, RULES[linear[number]["mechanism"]])
+                else:
+                    mixer.mix = window_alone(mixer)
+                if mixer.near is not None:
+                    mixer.near._near = window_beside(mixer.near)
+                mixer.forward = self.with_state(mixer.forward, slot.state, str(number))
             else:
                 self.add(f"{number}_keys", slot.keys, True)
                 self.add(f"{number}_values", slot.values, True)
@@ -69,22 +79,18 @@ class OneGraph(nn.Module):
         AttentionMaskInterface.register(BACKEND, lambda *args, **kwargs: None)
         model.set_attn_implementation(BACKEND)
 
-    def add(self, name: str, tensor: Tensor, grows: bool) -> str:
+    def add(self, name: str, tensor: Tensor, grows: bool) -> None:
         """Note a part, of which `tensor` is that of one row."""
-        self.parts.append(Part(name, tuple(tensor.shape[1:]), grows))
-        return name
+        self.parts.append(Part(name, tuple(tensor.shape[1:]), tensor.dtype, grows))
 
-    def with_state(self, forward: Callable[..., Any], kind: Any, names: list[str]) -> Callable[..., Any]:
-        """A mixer's `forward` from and to the state's parts; parts without elements are None."""
+    def with_state(self, forward: Callable[..., Any], example: Any, prefix: str) -> Callable[..., Any]:
+        """A mixer's `forward` from and to the parts of its state, which is like `example`."""
 
         def run(q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: Any, state: Any = None) -> tuple[Tensor, Any]:
-            fields = {name.partition("_")[2]: self.past[name] for name in names}
-            state = kind(**{field: fields.get(field) for field in kind._fields})
             layout = layout._replace(padding=self.mask[:, -q.shape[1] :].bool(), segments=None)
-            o, state = forward(q, k, v, x, layout, state)
-            after = state._asdict()
-            self.present |= {name: after[name.partition("_")[2]] for name in names}
-            return o, state
+            o, after = forward(q, k, v, x, layout, filled(example, prefix, self.past))
+            self.present |= dict(named(after, prefix))
+            return o, after
 
         return run
 
@@ -125,10 +131,44 @@ class OneGraph(nn.Module):
 
     def empty(self, B: int) -> list[Tensor]:
         """The state before the first token."""
-        return [
-            torch.zeros(B, part.shape[0], 0, part.shape[2]) if part.grows else torch.zeros(B, *part.shape)
-            for part in self.parts
-        ]
+        return [part.zeros(B) for part in self.parts]
+
+
+def named(state: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state, which may hold other states, by name; without those that have no elements."""
+    for field, value in state._asdict().items():
+        if isinstance(value, tuple):
+            yield from named(value, f"{prefix}_{field}")
+        elif value is not None and value.numel():
+            yield f"{prefix}_{field}", value
+
+
+def filled(example: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
+    """A state like `example` of tensors by name; None where there is none."""
+    values = {
+        field: filled(value, f"{prefix}_{field}", tensors)
+        if isinstance(value, tuple)
+        else tensors.get(f"{prefix}_{field}")
+        for field, value in example._asdict().items()
+    }
+    return type(example)(**values)
+
+
+def window_beside(near: Any) -> Callable[..., Any]:
+    """What takes the place of `_near` in the window beside a mechanism."""
+    sizes = {"window": near.window, "sink": near.sink, "scale": near.scale}
+    return lambda q, k, v, layout, state: ring_attention(q, k, v, **sizes, padding=layout.padding, state=state)
+
+
+def window_alone(mixer: Any) -> Callable[..., Any]:
+    """What takes the place of `mix` in the mechanism `window`."""
+    sizes = {"window": mixer.window, "sink": mixer.sink, "scale": mixer.site.scale}
+
+    def mix(q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: Any, state: Any) -> tuple[Tensor, Any]:
+        o, _, state = ring_attention(q, k, v, **sizes, padding=layout.padding, state=state)
+        return o, state
+
+    return mix
 
 
 def recurrence(mixer: Any, rule: str) -> Callable[..., Any]:
@@ -161,10 +201,7 @@ def write(graph: OneGraph, path: Path) -> None:
     """Write a graph as a file of ONNX, its weights beside it. Both lengths of a call, and its rows, stay free."""
     dynamic = torch.export.Dim.DYNAMIC
     tokens = torch.zeros(2, 3, dtype=torch.long)
-    past = [
-        torch.zeros(2, part.shape[0], 4, part.shape[2]) if part.grows else torch.zeros(2, *part.shape)
-        for part in graph.parts
-    ]
+    past = [part.zeros(2, 4) for part in graph.parts]
     shapes = [{0: dynamic, 2: dynamic} if part.grows else {0: dynamic} for part in graph.parts]
     names = [part.name for part in graph.parts]
     with quiet(), torch.no_grad():

@@ -24,7 +24,7 @@ from ..checkpoint.write import MANIFEST
 from ..errors import Exit, LinearizeError
 from ..probe.meta_run import quiet
 from ..train.save import load_converted
-from .graph import RULES, OneGraph, write
+from .graph import EXPORTED, OneGraph, write
 
 FILE = "model.onnx"
 INSTALL = 'pip install "linearize[onnx]"'
@@ -38,7 +38,6 @@ MISSING = {
     "la": "sums are divided by their weights, and LinearAttention has no normaliser",
     "mhla": "summaries of blocks are mixed, and LinearAttention has one state for each head",
     "sla": "gates between heads stand around its base, and export does not write them",
-    "window": "it has no state to add up",
 }
 
 
@@ -88,7 +87,7 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
 def check(config: Any, name: str) -> None:
     """Raise LinearizeError: 3, naming all that is missing, for a model that cannot be exported; 4 without onnx."""
     if found := obstacles(config):
-        message = f"{name} does not fit ONNX. {'. '.join(found)}. Linear layers can be {', '.join(RULES)}"
+        message = f"{name} does not fit ONNX. {'. '.join(found)}. Linear layers can be {', '.join(EXPORTED)}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     if any(importlib.util.find_spec(package) is None for package in ("onnx", "onnxscript")):
         raise LinearizeError(f"onnx and onnxscript are not installed: {INSTALL}", Exit.RESOURCE)
@@ -102,9 +101,7 @@ def obstacles(config: Any) -> list[str]:
     for layer in config.linearize["layers"]:
         name, options, site = layer["mechanism"], layer["options"], layer["site"]
         reasons = {
-            f"{name}: {MISSING.get(name, 'LinearAttention has no rule for it')}": name not in RULES,
-            "window: export does not write exact softmax over the last tokens beside a state": options.get("window", 0)
-            > 0,
+            f"{name}: {MISSING.get(name, 'LinearAttention has no rule for it')}": name not in EXPORTED,
             "taps: export does not write the convolution of q, k and v": options.get("taps", 1) > 1,
             "heads that keep softmax: export does not write them beside a state": bool(site.get("softmax_groups")),
             "its softmax is in the architecture's own code": not site.get("routed", True),

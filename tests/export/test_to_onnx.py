@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from conftest import relative_error
 from models import load, save_source, tokens
 
 from linearize.errors import Exit, LinearizeError
 from linearize.export import to_onnx
+from linearize.export.ring import ring_attention
+from linearize.export.to_onnx import prove
+from linearize_kernels.window.window import empty_ring, window
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -41,21 +45,40 @@ def converted(linearize: Command, tmp_path: Path) -> Any:
     return make
 
 
+def proved_and_disproved(graph: Any, path: Path, rows: Any, expected: list[torch.Tensor]) -> None:
+    """`prove`, after it refused other logits."""
+    with pytest.raises(LinearizeError, match="the graph computes other logits than the model") as refused:
+        prove(graph, path, rows, [logits + 0.01 for logits in expected])
+    assert refused.value.code == Exit.CHECK_FAILED
+    prove(graph, path, rows, expected)
+
+
 @pytest.mark.parametrize(
     ("architecture", "arguments", "operators"),
     [
         ("gemma2", ("--to", "gla", "--keep-softmax", "0"), {"LinearAttention": 1, "Attention": 1}),  # slides, and caps
-        ("llama", ("--to", "retnet", "--set", "state_heads=query"), {"LinearAttention": 2, "Attention": 0}),
+        (
+            "llama",
+            ("--to", "retnet", "--set", "state_heads=query", "--set", "window=6", "--set", "sink=2"),
+            {"LinearAttention": 2, "Attention": 0},
+        ),
         ("qwen3", ("--to", "gdn", "--keep-softmax", "1"), {"LinearAttention": 1, "Attention": 1}),
     ],
-    ids=["gla", "retnet", "gdn"],
+    ids=["gla", "retnet with a window", "gdn"],
 )
 def test_a_graph_computes_what_its_model_computes(
-    converted: Any, linearize: Command, tmp_path: Path, architecture: str, arguments: tuple[str, ...], operators: Any
+    converted: Any,
+    linearize: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    arguments: tuple[str, ...],
+    operators: Any,
 ) -> None:
     onnx, reference = pytest.importorskip("onnx"), pytest.importorskip("onnx.reference")
     pytest.importorskip("onnxscript")
     folder = converted(architecture, *arguments)
+    monkeypatch.setattr(to_onnx, "prove", proved_and_disproved)
     code, _, said = linearize("export", folder, "-o", tmp_path / "graph")
     assert code == 0, said
     assert f"wrote {tmp_path / 'graph' / 'model.onnx'}" in said
@@ -68,27 +91,34 @@ def test_a_graph_computes_what_its_model_computes(
     with torch.no_grad():
         expected = load(folder)(rows).logits.numpy()
     evaluator, outputs, states = reference.ReferenceEvaluator(graph), [], None
-    sizes = {name.name: [dim.dim_value for dim in name.type.tensor_type.shape.dim][1:] for name in graph.graph.input}
+    empty = {}
+    for name in graph.graph.input:
+        kind = np.int64 if name.type.tensor_type.elem_type == onnx.TensorProto.INT64 else np.float32
+        empty[name.name] = np.zeros((3, *[dim.dim_value for dim in name.type.tensor_type.shape.dim][1:]), kind)
     for begin, end in ((0, 1), (1, 12), (12, 20)):  # a token alone, then a chunk behind a state, then another
         feed = {"input_ids": rows[:, begin:end].numpy(), "attention_mask": np.ones((3, end), np.int64)}
-        past = [name for name in sizes if name.startswith("past_")]
-        states = states or [np.zeros((3, *sizes[name]), np.float32) for name in past]
+        past = [name for name in empty if name.startswith("past_")]
+        states = states or [empty[name] for name in past]
         logits, *states = evaluator.run(None, feed | dict(zip(past, states, strict=True)))
         outputs.append(logits)
     assert np.abs(np.concatenate(outputs, 1) - expected).max() < 1e-4
 
 
-def test_a_graph_that_computes_something_else_is_not_written(
-    converted: Any, linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("onnx")
-    pytest.importorskip("onnxscript")
-    folder = converted("llama", "--to", "gla")
-    monkeypatch.setattr(to_onnx, "TOLERANCE", 0.0)
-    code, _, said = linearize("export", folder, "-o", tmp_path / "graph")
-    assert code == Exit.CHECK_FAILED, said
-    assert "the graph computes other logits than the model" in said
-    assert not (tmp_path / "graph").exists()
+@pytest.mark.parametrize("sink", [0, 3])
+def test_the_window_of_a_graph_is_that_of_the_kernels(sink: int) -> None:
+    """In chunks, with padding anywhere: outputs of real tokens, and what later ones see."""
+    sizes: dict[str, Any] = {"window": 5, "sink": sink, "scale": 0.4}
+    q, k, v = torch.randn(2, 30, 4, 8), torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 6)
+    padding = torch.rand(2, 30) > 0.3
+    expected, ours = None, empty_ring(k, v, 5 + sink)
+    for part in (slice(0, 2), slice(2, 3), slice(3, 19), slice(19, 30)):
+        inputs = q[:, part], k[:, part], v[:, part]
+        want, want_mass, expected = window(*inputs, **sizes, padding=padding[:, part], state=expected)
+        o, mass, ours = ring_attention(*inputs, **sizes, padding=padding[:, part], state=ours)
+        real = padding[:, part]
+        assert relative_error(o[real], want[real]) < 1e-5
+        assert relative_error(mass[real], want_mass[real]) < 1e-5
+        assert torch.equal(ours.held, expected.held)
 
 
 def config_of(changes: dict[str, dict[str, Any]]) -> Any:
@@ -109,7 +139,6 @@ def config_of(changes: dict[str, dict[str, Any]]) -> Any:
         ({"mechanism": "mhla"}, "mhla: summaries of blocks"),
         ({"mechanism": "sla"}, "sla: gates between heads"),
         ({"mechanism": "another"}, "another: LinearAttention has no rule for it"),
-        ({"options": {"window": 64}}, "window: "),
         ({"mechanism": "gdn", "options": {"taps": 4}}, "taps: "),
         ({"site": {"softmax_groups": [1]}}, "heads that keep softmax"),
         ({"site": {"routed": False}}, "in the architecture's own code"),
@@ -117,7 +146,7 @@ def config_of(changes: dict[str, dict[str, Any]]) -> Any:
 )
 def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(
-        LinearizeError, match=rf"model.layers.0.self_attn, .*{reason}.*can be gla, retnet, gdn"
+        LinearizeError, match=rf"model.layers.0.self_attn, .*{reason}.*can be gla, retnet, gdn, window"
     ) as refused:
         to_onnx.check(config_of(changes), "DIR")
     assert refused.value.code == Exit.INCOMPATIBLE
