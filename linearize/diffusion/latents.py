@@ -78,10 +78,11 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 def read_tensor(path: Path) -> Tensor:
     """The tensor of a file: its only one, or the one that has a known name. Raises LinearizeError (exit 3)."""
+    suffix = path.suffix.lower()
     try:
-        if path.suffix == ".npy":
+        if suffix == ".npy":
             return torch.from_numpy(numpy.load(path, allow_pickle=False))
-        if path.suffix == ".safetensors":
+        if suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
