@@ -148,11 +148,17 @@ class StateAttention(nn.Module, MambaBase):
 
 
 class ClearedAttention(Attention):
-    """Attention of vLLM that holds whole documents on a CPU, where it would hold a sliding window alone.
+    """Attention of vLLM whose output has its heads apart, and which holds whole documents on a CPU, where it would hold
+    a sliding window alone.
 
     A page that held states may have bytes that are NaN as keys, and so are their scores, seen or not. vLLM clears pages
     before they hold keys; on a CPU it leaves out those of sliding windows.
     """
+
+    def forward(self, *inputs: Any, **settings: Any) -> Tensor:
+        """[1,T,H,Dv], where vLLM gives [T,H*Dv]: GPT-2 joins the last two dimensions, whatever they are."""
+        out: Tensor = super().forward(*inputs, **settings)
+        return out.view(1, len(out), self.num_heads, -1)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "qwen3, kept heads of different number": (HEADS, CHUNK),
     "olmo2, layers of different states": (MIXED, CHUNK),
     "llama, different states, hybrid": (MIXED._replace(architecture="llama", layers=(None, *MIXED.layers[1:])), {}),
-    "gpt2 gsa": (alike("gpt2", "gsa"), CHUNK),
+    "gpt2 gsa, a layer kept": (alike("gpt2", "gsa", keep=(1,)), CHUNK),
     "mixtral gdn": (alike("mixtral", "gdn"), CHUNK),
     "qwen3_moe gsa hybrid": (alike("qwen3_moe", "gsa", keep=(0,)), {}),
 }
