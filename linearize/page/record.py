@@ -109,9 +109,12 @@ class RunRecord:
         return {row["layer"]: row["relative_mse"] for row in rows or ()}
 
     def ratio(self) -> float | None:
-        """Held-out perplexity over the teacher's, at the last evaluation."""
-        last, teacher = self.curve("eval_ppl"), self.teacher_ppl
-        return last[-1][1] / teacher if last and teacher else None
+        """Held-out perplexity over the teacher's, at the last evaluation; None where that saw other blocks of text."""
+        known, teacher = self.begins(), self.teacher_ppl
+        rated = [entry for entry in self.entries if entry["stage"] in known and entry.get("eval_ppl")]
+        if not rated or not teacher or not self.same_blocks(rated[-1]["stage"]):
+            return None
+        return float(rated[-1]["eval_ppl"]) / teacher
 
 
 def read_run(folder: Path, evaluation: Path | None = None, plan: Plan | None = None) -> RunRecord:
