@@ -13,8 +13,8 @@ from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 
 USUAL = "demo"
-# Beside what the demo changes in its preset: measures for minutes. The evaluation loads every result.
-FEW = ("eval.max_tokens=8192", "finish.verify=false")
+# Beside what the demo changes in its preset: the evaluation loads every result.
+FEW = ("finish.verify=false",)
 DEFAULT_TEXT = (
     "no --recipe: text, layer and rates are those of linearize demo, for models that write Python. For another model, "
     "give a recipe, for example --recipe gsa-window"

@@ -127,10 +127,7 @@ def race_tables(found: Mapping[str, Any]) -> list[Table]:
 
 def title(found: Mapping[str, Any]) -> str:
     """What was raced, in a sentence."""
-    asked = found["asked"]
-    return (
-        f"{found['teacher']['name']}, {found['tokens']:,} training tokens each in blocks of {asked['pack']['seq_len']}"
-    )
+    return f"{found['teacher']['name']}, {found['tokens']:,} training tokens each"
 
 
 # ---------------------------------------------------------------- the page
@@ -138,9 +135,9 @@ def title(found: Mapping[str, Any]) -> str:
 
 def race_page(lanes: Sequence[Lane], found: Mapping[str, Any], common: Recipe) -> str:
     """The HTML file of a race."""
-    first = lanes[0].evaluation
+    first, devices = lanes[0].evaluation, " and ".join(sorted({lane.evaluation["device"] for lane in lanes}))
     words = (
-        f"Measured beside the teacher on {first['tokens']:,} held-out tokens, in one process, on {first['device']}. KL "
+        f"Each is measured beside the teacher on {first['tokens']:,} held-out tokens, on {devices}. KL "
         "is in nats a token, top-1 is how often both find the same token the likeliest. Train is the time of steps; in "
         "all has conversion, the choice of layers and the run's own evaluations, too. Unaided is recall where the "
         "model's own answers stay in the text, Python is what still parses, repeats are runs of four tokens that were "

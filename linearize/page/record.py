@@ -97,7 +97,7 @@ class RunRecord:
         return own.get("eval") is None and length in (None, shared)
 
     def seconds(self, stage: str) -> float | None:
-        """Seconds of a stage's steps, without evaluation and start-up; None before its first step."""
+        """Seconds of a stage from its first step to its last, with the evaluations between; None before its first."""
         rated = [entry for entry in self.entries if entry["stage"] == stage and entry.get("tokens_per_s")]
         return float(rated[-1]["tokens"] / rated[-1]["tokens_per_s"]) if rated else None
 

@@ -163,9 +163,10 @@ def radlads(common: Common) -> list[Part]:
 
 
 def kept(common: Common) -> Values:
-    """The conversion of a hybrid: the recipe's own layers keep softmax, else the share that linearize chooses."""
+    """The conversion of a hybrid: the recipe's own layers or heads keep softmax, else a share of layers that linearize
+    chooses."""
     convert: Values = common.recipe.resolved()["convert"]
-    return {**convert, "keep_softmax": convert["keep_softmax"] or SHARE}
+    return convert if convert["keep_heads"] else {**convert, "keep_softmax": convert["keep_softmax"] or SHARE}
 
 
 def kl_guided(common: Common) -> list[Part]:
@@ -245,7 +246,8 @@ METHODS = {
             "rest; the original is the teacher of logits throughout",
             "stepwise replacement, as in The Mamba in the Llama, arXiv 2408.15237",
             "The layer and the stages are the race's, the paper has Mamba and trains on chats. From the second round "
-            "on, attention_transfer compares with softmax on weights that the rounds before have trained.",
+            "on, attention_transfer compares with softmax on weights that the rounds before have trained. Each round "
+            "reads the text in an order of its own.",
             progressive,
         ),
         Method(

@@ -207,7 +207,8 @@ def contestant(method: Method, common: Common, folder: Path) -> Contestant:
         values = {**resolved, "name": name, "output_dir": str(folder / name), "stages": part.stages}
         rehearsal = common.recipe.changed({**values, "convert": part.whole})
         model = resolved["model"]
-        if legs:  # goes on from the model before, and learns from the original
+        if legs:  # goes on from the model before, learns from the original, and reads the text in another order
+            values["seed"] = resolved["seed"] + len(legs)
             values["model"] = {**model, "base": str(legs[-1].folder / "final"), "revision": None, "dtype": None}
             values["teacher"] = {"model": model["base"]} | {
                 key: model[key] for key in ("revision", "dtype", "trust_remote_code")
@@ -287,19 +288,20 @@ def run_race(race: Race, say: Say) -> dict[str, Any]:
 
     Returns what race.json has. Raises LinearizeError as `finetune` and `compare` do; what is finished stays.
     """
-    running = [one for one in race.contestants if one.name in race.chosen]
+    chosen = [one for one in race.contestants if one.name in race.chosen]
     teacher = None
-    if any(evaluation(one, race) is None for one in running):
+    if any(evaluation(one, race) is None for one in chosen):
         teacher = opened(race, base_path(race.common), race.common.model.revision)
         check_measures(teacher, race.common, race.request)
-    for number, one in enumerate(running, 1):
+    for number, one in enumerate(chosen, 1):
         done = " are trained already" * finished(one)
-        say(f"contestant {number} of {len(running)}: {one.name}, {one.tokens:,} tokens{done}")
+        say(f"contestant {number} of {len(chosen)}: {one.name}, {one.tokens:,} tokens{done}")
         new, began = not any(leg.folder.exists() for leg in one.legs), time.monotonic()
         for leg in one.legs:
             if not trained(leg):
                 finetune(leg.recipe, say=say)
-        seconds = time.monotonic() - began if new else None
+        before = None if new else (read_run(one.folder).evaluation or {}).get("seconds")
+        seconds = time.monotonic() - began if new else before
         if teacher is not None and evaluation(one, race) is None:
             measured(one, race, teacher, seconds)
     lanes = [lane(one) for one in race.contestants if finished(one) and evaluation(one, race) is not None]
@@ -328,9 +330,15 @@ def measured(one: Contestant, race: Race, teacher: Loaded, seconds: float | None
     """Write eval.json of a finished contestant; `seconds` is what its runs took, where they ran in one go."""
     student = opened(race, str(one.folder / "final"))
     base = str(race.common.model.base)
-    result = {"student": str(one.folder / "final"), "teacher": base, "seed": race.request.seed}
+    result: dict[str, Any] = {"student": str(one.folder / "final"), "teacher": base, "seed": race.request.seed}
     result |= compare(student, teacher, race.common, race.request)
     result |= {ASKED: race.asked(), "seconds": seconds, "device": device_name(student.model.device)}
+    if not math.isfinite(result["kl"]) or not math.isfinite(result["student_ppl"]):
+        raise LinearizeError(
+            f"{one.name}: its student in {one.folder / 'final'} gives no finite numbers. Leave it out with --only, or "
+            "lower its learning rates",
+            Exit.CHECK_FAILED,
+        )
     write_result(one.folder / EVAL, json.dumps(finite(result)) + "\n")
 
 

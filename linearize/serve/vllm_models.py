@@ -131,6 +131,10 @@ class StateAttention(nn.Module, MambaBase):
         hidden, rotation, self.hidden, self.rotation = self.hidden, self.rotation, None, None
         assert hidden is not None, f"{site.path}: its attention ran outside its module"
         H, Hkv = (site.heads, site.kv_heads) if heads is None else (heads.heads, heads.kv_heads)
+        if query.shape[1] != H * site.key_dim:
+            raise ValueError(
+                f"{site.path}: vLLM hands over {query.shape[1]} numbers of q for {H} heads of {site.key_dim}"
+            )
         q, k, v = query.view(T, H, -1), key.view(T, Hkv, -1), value.view(T, Hkv, -1)
         if heads is not None:
             (q, own_q), (k, own_k), (v, own_v) = ((part[0] for part in heads.split(y[None])) for y in (q, k, v))

@@ -7,6 +7,7 @@ answer for every config that `linearize convert` wrote. Nothing else of lineariz
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ NAMES = {
     (True, True): "LinearizedHybridMoEForCausalLM",
 }
 # What the engine is asked for that linear layers do not do, and why.
+# Projections of q, k and v in a plan of tensor parallelism, as transformers names them.
+PROJECTION = re.compile(r"\.([qkv]|qkv)_proj$|query_key_value$|c_attn$")
 PIPELINE_PARALLEL = "pipeline parallelism: not written for layers with a state. Run one engine for each GPU"
 CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that processes can divide"
 SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
@@ -124,9 +127,16 @@ def tensor_parallel(vllm_config: Any) -> str:
 
     asked, size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     config = asked.hf_config
-    kind: Any = get_class_from_dynamic_module(
-        config.auto_map["AutoModelForCausalLM"], asked.model, revision=asked.revision
-    )
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    gathered = next((name for name, how in plan.items() if PROJECTION.search(name) and how != "colwise"), None)
+    if gathered is not None:
+        return (
+            f"tensor parallelism of {size} processes: the architecture hands the whole of {gathered} to every process "
+            f"({plan[gathered]}), and a mixer takes the heads of its own. Run one engine for each GPU: "
+            "--data-parallel-size"
+        )
+    code = config.auto_map.get("AutoModelForCausalLM") or config.auto_map["AutoModel"]
+    kind: Any = get_class_from_dynamic_module(code, asked.model, revision=asked.revision)
     tried: dict[str, str] = {}
     for layer in config.linearize["layers"]:
         site, options = layer["site"], layer["options"]

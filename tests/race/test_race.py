@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import Command
 from pages import Page
 from training import T, make_recipe, small_source, stage
@@ -124,6 +127,7 @@ def test_each_method_changes_what_it_is_about(recipe: Path, tmp_path: Path) -> N
     assert [one.steps for one in hybrid.stages] == [one.steps for one in linear.stages] == [5, 9]  # 128 to 256 tokens
     first, last = recipes["progressive"]
     assert [one.convert and one.convert.layers for one in (first, last)] == ["0", "1"]
+    assert first.seed == lolcats.seed != last.seed  # a round does not read what the one before has read
     assert last.model.base == str(Path(first.output_dir) / "final")
     assert last.teacher is not None
     assert last.teacher.model == str(recipe.parent / "source")
@@ -135,6 +139,27 @@ def test_hybrids_keep_the_layers_that_the_recipe_names(recipe: Path, tmp_path: P
         one.name: leg.recipe.convert and leg.recipe.convert.keep_softmax for one in race.contestants for leg in one.legs
     }
     assert {name for name, layers in kept.items() if layers == "1"} == {"kl-guided", "hybrid"}
+    race = plan(load_recipe(recipe, ["convert.keep_heads=auto:1"]), tmp_path / "race")
+    found = {one.name: one.legs[0].recipe.convert for one in race.contestants}
+    assert {(one.keep_softmax, one.keep_heads) for one in (found["hybrid"], found["kl-guided"]) if one} == {
+        ("", "auto:1")
+    }
+    assert found["linear"] is not None
+    assert found["linear"].keep_heads == ""
+
+
+def test_a_student_without_finite_numbers_is_no_result(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = plan(load_recipe(recipe), tmp_path / "race")
+    opened = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(story, "opened", lambda *given: opened)
+    monkeypatch.setattr(story, "device_name", lambda device: "a CPU")
+    monkeypatch.setattr(story, "compare", lambda *given: {"kl": math.nan, "student_ppl": 2.0})
+    with pytest.raises(LinearizeError, match=r"lolcats: its student in .* gives no finite numbers") as told:
+        story.measured(race.contestants[0], race, story.opened(race, "x"), None)
+    assert told.value.code == Exit.CHECK_FAILED
+    assert not (tmp_path / "race").exists()
 
 
 @pytest.mark.parametrize("steps", [FEWEST, 7, 20, 1001])
@@ -263,6 +288,7 @@ def test_a_race_that_was_stopped_goes_on_and_ends_with_one_table_and_one_page(
 def later(linearize: Command, recipe: Path, folder: Path) -> None:
     """What the same folder says afterwards: to the same race, to other measures, and to another race."""
     at = (folder / "lolcats" / "eval.json").stat().st_mtime_ns
+    spent = json.loads((folder / "lolcats" / "eval.json").read_text())["seconds"]
     code, out, err = linearize(*words(recipe, folder), "--only", "lolcats")
     assert code == 0, err
     assert (folder / "lolcats" / "eval.json").stat().st_mtime_ns == at
@@ -273,6 +299,7 @@ def later(linearize: Command, recipe: Path, folder: Path) -> None:
     found = json.loads(out)
     assert [one["name"] for one in found["contestants"]] == ["lolcats"]  # the other one has other measures
     assert found["teacher"]["written"] is None
+    assert found["contestants"][0]["all_s"] == spent  # other measures are no other training
 
     for given, said in (
         (("--tokens", str(2 * TOKENS)), f"was begun with {TOKENS:,} tokens, and this race has {2 * TOKENS:,}"),

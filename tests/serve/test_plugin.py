@@ -167,6 +167,17 @@ def test_tensor_parallelism_is_refused_where_heads_do_not_divide(
         assert found == []
     else:
         assert found[0].startswith(f"tensor parallelism of 2 processes: layers.3.attn (sla): {why}")
+    config.auto_map = {"AutoModel": "x"}  # a model without a head
+    assert vllm_plugin.refusals(asked) == found
+
+
+@pytest.mark.parametrize(("name", "projection"), [("phi3", "qkv_proj"), ("olmo2", "q_proj")])
+def test_tensor_parallelism_is_refused_where_every_process_has_all_of_q(name: str, projection: str) -> None:
+    asked = engine(tensor_parallel_size=2)
+    config = transformers.AutoConfig.for_model(name)
+    asked.model_config = SimpleNamespace(hf_config=config, model="x", revision=None, quantization=None)
+    (found,) = vllm_plugin.refusals(asked)
+    assert f"the whole of layers.*.self_attn.{projection} to every process (colwise_gather_output)" in found
 
 
 def test_the_entry_point_is_there() -> None:
