@@ -122,7 +122,8 @@ def read_plan(folder: Path) -> Plan:
         if saved_again(folder):
             raise LinearizeError(
                 f"{folder} is linearized but has no {checkpoint.MANIFEST}, which says what is whose in it; "
-                "save_pretrained leaves it out. finetune, eval, generate, verify and push take the folder as it is",
+                "save_pretrained leaves it out. finetune, eval, generate, verify, serve, export and push take the "
+                "folder as it is",
                 Exit.INCOMPATIBLE,
             ) from error
         raise LinearizeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,12 +30,14 @@ def export(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
 ) -> None:
-    """Write a converted model of gla, retnet or gdn for another runtime, and check that it computes the same."""
+    """Write a converted model of gla, retnet, gdn or window for another runtime, and check it against the model."""
     if to == "gguf":
         raise LinearizeError(NO_GGUF, Exit.INCOMPATIBLE)
     if to != "onnx":
         raise LinearizeError(f"--to {to}: choose onnx.{did_you_mean(to, ('onnx',))}")
     from ..export.to_onnx import export_onnx
 
-    folder = output or Path(f"{model.rstrip('/').rpartition('/')[2]}-onnx")
+    here = os.path.expanduser(model)
+    name = os.path.basename(os.path.realpath(here) if os.path.isdir(here) else model.rstrip("/"))
+    folder = output or Path(f"{name}-onnx")
     say(f"wrote {export_onnx(model, folder, revision=revision, trust_remote_code=trust_remote_code)}")

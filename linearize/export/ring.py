@@ -47,11 +47,14 @@ def ring_attention(
     # The last W real tokens in their order, behind whatever else there is.
     real = torch.cat([last >= 0, padding], 1)
     order = real.long() * (W + T) + torch.arange(W + T)
-    recent = order.argsort(1)[:, -W:, None, None]
+    recent = order.argsort(1)[:, -W:]
+    # Among the tokens of all rows: the reference evaluator chooses in a dimension (GatherElements) among 64 at most.
+    recent = (recent + torch.arange(k.shape[0])[:, None] * (W + T)).flatten()
     # New tokens among the first S of their row.
     chosen = (padding[:, None] & (place[:, None] == first[:, :, None])).to(k.dtype)  # [B,S,T]
     after = []
     for old, new, both in ((state.keys, k, keys), (state.values, v, values)):
         begun = torch.where((first < held)[:, :, None, None], old[:, :S], torch.einsum("bst,btkd->bskd", chosen, new))
-        after.append(torch.cat([begun, both[:, S:].gather(1, recent.expand(-1, -1, *both.shape[2:]))], 1))
+        last_ones = both[:, S:].flatten(0, 1).index_select(0, recent).unflatten(0, (k.shape[0], W))
+        after.append(torch.cat([begun, last_ones], 1))
     return o, mass, type(state)(*after, state.held + padding.long().sum(1))

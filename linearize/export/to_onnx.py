@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib.metadata
 import logging
 import shutil
 import warnings
@@ -13,25 +13,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig
 
 from ..checkpoint.atomic import check_output, output_folder
 from ..checkpoint.carried import is_read
-from ..checkpoint.provenance import behind, check_code
+from ..checkpoint.provenance import behind, check_code, is_linearized, saved_again
 from ..checkpoint.source import open_source
-from ..checkpoint.write import MANIFEST
-from ..errors import Exit, LinearizeError
+from ..convert import separate
+from ..errors import Exit, LinearizeError, os_error, reason_of
 from ..probe.meta_run import quiet
 from ..train.save import load_converted
 from .graph import EXPORTED, OneGraph, write
 
 FILE = "model.onnx"
 INSTALL = 'pip install "linearize[onnx]"'
+# The first versions that know opset 27 and write what torch.onnx asks for.
+OLDEST = {"onnx": "1.23", "onnxscript": "0.7"}
 # Largest difference of logits, beside the largest logit where that is above 1.
 TOLERANCE = 1e-4
-# Tokens of the rows that prove a graph: how many of each a prompt has, and how many follow it one by one.
-SHORT, LONG, STEPS = 5, 33, 2
+# Tokens of the rows that prove a graph: how many of each a prompt has, and how many follow it one by one. The long one
+# has more than a window holds, up to LONGEST: the reference evaluator is slow.
+SHORT, LONG, LONGEST, STEPS = 5, 33, 200, 2
 # Why LinearAttention cannot compute the others.
 MISSING = {
     "gsa": "slots are read by softmax, and LinearAttention has no such rule",
@@ -49,33 +53,35 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
     memory, 5 for the Hub, 6 where the graph computes something else.
     """
     source = open_source(model, revision)
-    if not (source.folder / MANIFEST).exists():
+    if not is_linearized(source.folder):
         raise LinearizeError(f"{model} is not linearized. Export it without linearize", Exit.INCOMPATIBLE)
+    if not separate(source.folder, output):
+        raise LinearizeError(f"{output} and the model {source.folder} must be separate folders. Choose another -o")
+    check_output(output, overwrite=False)
     plan = check_code(source.folder, trust_remote_code)
     version = behind(source.folder, plan)
     if version is not None:
-        message = (
-            f"{model} has the code of linearize {version}. Bring it to this version first: linearize upgrade {model}"
-        )
+        way = f"Bring it to this version first: linearize upgrade {model}"
+        if saved_again(source.folder):
+            way = "transformers saved it without linearize.json: linearize finetune and push write it in this version"
+        message = f"{model} has the code of linearize {version}. {way}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     with quiet():
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=True)
     check(config, model)
-    check_output(output, overwrite=False)
     loaded = load_converted(source.folder, torch.float32, trust_remote_code).eval()
     with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
-        rows = proof_rows(config.get_text_config().vocab_size)
+        rows = proof_rows(config.get_text_config())
         expected = [loaded(input_ids=row[None], use_cache=False).logits[0] for row in rows]
         try:
             graph = OneGraph(loaded)
             write(graph, work / FILE)
-        except LinearizeError:
-            raise
-        except Exception as error:  # of torch.export, which raises as it likes
-            lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
-            message = (
-                f"{model} does not fit ONNX: torch.onnx could not write its graph ({type(error).__name__}: {lines[0]})"
-            )
+        except Exception as error:  # torch.export raises as it likes, and wraps what it was refused
+            cause = error.__cause__ or error
+            if isinstance(cause, LinearizeError) or os_error(cause):
+                raise cause from None
+            what = f"{type(error).__name__}: {reason_of(cause)}"
+            message = f"{model} does not fit ONNX: torch.onnx could not write its graph ({what})"
             raise LinearizeError(message, Exit.INCOMPATIBLE) from error
         prove(graph, work / FILE, rows, expected)
         for path in source.folder.iterdir():
@@ -85,12 +91,19 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
 
 
 def check(config: Any, name: str) -> None:
-    """Raise LinearizeError: 3, naming all that is missing, for a model that cannot be exported; 4 without onnx."""
+    """Raise LinearizeError: 3, naming all that is missing, for a model that cannot be exported; 4 without onnx, and
+    for a version that is too old."""
     if found := obstacles(config):
         message = f"{name} does not fit ONNX. {'. '.join(found)}. Linear layers can be {', '.join(EXPORTED)}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    if any(importlib.util.find_spec(package) is None for package in ("onnx", "onnxscript")):
-        raise LinearizeError(f"onnx and onnxscript are not installed: {INSTALL}", Exit.RESOURCE)
+    for package, oldest in OLDEST.items():
+        try:
+            installed = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise LinearizeError(f"{package} is not installed: {INSTALL}", Exit.RESOURCE) from error
+        if Version(installed) < Version(oldest):
+            message = f"export needs {package} {oldest} or later: {INSTALL}. Installed is {installed}"
+            raise LinearizeError(message, Exit.RESOURCE)
 
 
 def obstacles(config: Any) -> list[str]:
@@ -124,18 +137,35 @@ def silent() -> Iterator[None]:
         logging.disable(before)
 
 
-def proof_rows(vocabulary: int) -> list[Tensor]:
-    """Random tokens [T] of a short row and of a longer one."""
+def proof_rows(config: Any) -> list[Tensor]:
+    """Random tokens [T] of a short row, and of a longer one that goes beyond the first tokens and the window of each
+    linear layer, as far as the model has positions."""
+    options = [layer["options"] for layer in config.linearize["layers"]]
+    beyond = max(one.get("window", 0) + one.get("sink", 0) + 3 for one in options)
+    most = min(LONGEST, (getattr(config, "max_position_embeddings", None) or LONGEST) - STEPS)
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(vocabulary, (tokens + STEPS,), generator=generator) for tokens in (SHORT, LONG)]
+    lengths = (SHORT, min(max(LONG, beyond), most))
+    return [torch.randint(config.vocab_size, (tokens + STEPS,), generator=generator) for tokens in lengths]
 
 
 def prove(graph: OneGraph, path: Path, rows: list[Tensor], expected: list[Tensor]) -> None:
     """Run a file by onnx's reference evaluator: the short row alone, then both in a batch, each time a prompt and then
     its last tokens one by one.
 
-    Raises LinearizeError (exit 6) where it computes something else than `expected`, the logits [T,V] of each row.
+    Raises LinearizeError (exit 6) where it computes something else than `expected`, the logits [T,V] of each row, or
+    cannot be run.
     """
+    try:
+        compare(graph, path, rows, expected)
+    except Exception as error:
+        if isinstance(error, LinearizeError) or os_error(error):
+            raise
+        message = f"onnx cannot run the graph ({type(error).__name__}: {reason_of(error)}). Nothing was written"
+        raise LinearizeError(message, Exit.CHECK_FAILED) from error
+
+
+def compare(graph: OneGraph, path: Path, rows: list[Tensor], expected: list[Tensor]) -> None:
+    """Compare as `prove` says. Raises LinearizeError (exit 6) for other logits, and what onnx raises of its own."""
     import onnx
     from onnx.reference import ReferenceEvaluator
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from transformers import AutoConfig
 from transformers.utils.import_utils import is_serve_available
 
-from ..checkpoint.provenance import check_code, saved_again
+from ..checkpoint.provenance import check_code, is_linearized
 from ..checkpoint.source import open_source
-from ..checkpoint.write import MANIFEST
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..probe.meta_run import quiet
 from .folder import layers_of
@@ -41,7 +40,7 @@ def server_command(
     chosen = choose(server)
     source = open_source(model, revision)
     folder = str(source.folder)
-    if not (source.folder / MANIFEST).exists() and saved_again(source.folder) is None:
+    if not is_linearized(source.folder):
         message = f"{model} is not linearized. Serve it without linearize: vllm serve, or transformers serve"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     check_code(source.folder, trust_remote_code)

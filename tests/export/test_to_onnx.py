@@ -4,6 +4,9 @@ with; and what is refused."""
 from __future__ import annotations
 
 import copy
+import errno
+import importlib.metadata
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import relative_error
-from models import load, save_source, tokens
+from models import copied, load, save_source, tokens
 
 from linearize.errors import Exit, LinearizeError
 from linearize.export import to_onnx
@@ -63,8 +66,9 @@ def proved_and_disproved(graph: Any, path: Path, rows: Any, expected: list[torch
             {"LinearAttention": 2, "Attention": 0},
         ),
         ("qwen3", ("--to", "gdn", "--keep-softmax", "1"), {"LinearAttention": 1, "Attention": 1}),
+        ("llama", ("--to", "window", "--set", "window=64", "--layers", "1"), {"LinearAttention": 0, "Attention": 1}),
     ],
-    ids=["gla", "retnet with a window", "gdn"],
+    ids=["gla", "retnet with a window", "gdn", "window"],
 )
 def test_a_graph_computes_what_its_model_computes(
     converted: Any,
@@ -159,11 +163,125 @@ def test_an_encoder_is_refused() -> None:
         to_onnx.check(config, "DIR")
 
 
-def test_onnx_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(to_onnx.importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("package", ["onnx", "onnxscript"])
+@pytest.mark.parametrize("version", [None, "0.6.9"])
+def test_onnx_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) -> None:
+    def installed(name: str) -> str:
+        if name == package and version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version if name == package and version is not None else "9"
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
     with pytest.raises(LinearizeError, match=r'pip install "linearize\[onnx\]"') as refused:
         to_onnx.check(config_of({}), "DIR")
     assert refused.value.code == Exit.RESOURCE
+    said = f"{package} is not installed" if version is None else "Installed is 0.6.9"
+    assert said in refused.value.message
+
+
+def test_the_versions_are_those_of_the_extra() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    needed = [f"{package}>={oldest}" for package, oldest in to_onnx.OLDEST.items()]
+    assert project["optional-dependencies"]["onnx"] == needed
+
+
+@pytest.mark.parametrize(
+    ("options", "places", "tokens"),
+    [
+        ({"window": 0}, 256, 33),
+        ({"window": 64}, 256, 67),
+        ({"window": 64, "sink": 4}, 256, 71),
+        ({"window": 4096}, 8192, 200),
+        ({"window": 64}, 48, 46),
+    ],
+)
+def test_a_row_of_the_proof_goes_beyond_the_window(options: dict[str, int], places: int, tokens: int) -> None:
+    """Where the model has so many positions and it is not too long; steps follow."""
+    config = config_of({"options": options})
+    config.vocab_size, config.max_position_embeddings = 97, places
+    short, long = to_onnx.proof_rows(config)
+    assert (len(short), len(long)) == (5 + 2, tokens + 2)
+
+
+def test_what_goes_wrong_with_a_graph_is_told(
+    converted: Any, linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
+    folder = converted("llama", "--to", "gla")
+
+    def wrapped(cause: Exception | None) -> Exception:
+        error = RuntimeError("Failed to export")
+        error.__cause__ = cause
+        return error
+
+    full, kept = OSError(errno.ENOSPC, "No space left on device"), LinearizeError("kept sinks", Exit.INCOMPATIBLE)
+    for place, error, expected, message in (
+        ("write", full, Exit.RESOURCE, "no space left on the disk"),
+        ("write", MemoryError(), Exit.RESOURCE, "out of memory"),
+        ("write", wrapped(MemoryError()), Exit.RESOURCE, "out of memory"),
+        ("write", wrapped(kept), Exit.INCOMPATIBLE, "error: kept sinks"),
+        ("write", wrapped(ValueError()), Exit.INCOMPATIBLE, "could not write its graph (RuntimeError: ValueError)"),
+        ("compare", full, Exit.RESOURCE, "no space left on the disk"),
+        (
+            "compare",
+            ValueError("No such operator"),
+            Exit.CHECK_FAILED,
+            "onnx cannot run the graph (ValueError: No ",
+        ),
+    ):
+
+        def fails(*args: Any, error: Exception = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(to_onnx, "write", lambda graph, path: None)
+            patched.setattr(to_onnx, place, fails)
+            code, _, said = linearize("export", folder, "-o", tmp_path / "graph")
+        assert (code, message in " ".join(said.split())) == (expected, True), said
+        assert not (tmp_path / "graph").exists()
+
+
+def test_a_model_that_transformers_saved_is_exported(
+    converted: Any, linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """save_pretrained leaves out linearize.json."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
+    monkeypatch.setattr(to_onnx, "write", lambda graph, path: path.write_text("graph"))
+    monkeypatch.setattr(to_onnx, "compare", lambda *args: None)
+    load(converted("llama", "--to", "gla")).save_pretrained(tmp_path / "saved")
+    code, _, said = linearize("export", tmp_path / "saved", "-o", tmp_path / "graph")
+    assert code == 0, said
+    assert (tmp_path / "graph" / "model.onnx").read_text() == "graph"
+    monkeypatch.setattr(to_onnx, "behind", lambda *args: "0.1.0")
+    code, _, said = linearize("export", tmp_path / "saved", "-o", tmp_path / "other")
+    assert code == Exit.INCOMPATIBLE
+    assert "linearize finetune and push write it" in " ".join(said.split())
+
+
+def test_options_and_the_default_folder(
+    zoo: Zoo, linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with the model's folder as the working directory."""
+    linear = copied(zoo.folders("llama")[1], tmp_path / "mine")
+    before = sorted(path.name for path in linear.iterdir())
+    (tmp_path / "mine-onnx").mkdir()
+    (tmp_path / "mine-onnx" / "somebody's").touch()
+    for place, arguments, expected, message in (
+        (tmp_path, (f"{linear}/",), Exit.USAGE, "mine-onnx has 1 files"),
+        (linear, (".",), Exit.USAGE, "mine-onnx and the model . must be separate folders. Choose another -o"),
+        (linear, (".", "-o", "inside/graph"), Exit.USAGE, "inside/graph and the model . must be separate folders"),
+        (linear, (".", "-o", "../mine-onnx"), Exit.USAGE, "mine-onnx has 1 files"),
+        (tmp_path, ("mine", "-o", "new", "--revision", "main"), Exit.USAGE, "a revision (main) is a branch, tag or"),
+    ):
+        monkeypatch.chdir(place)
+        code, _, said = linearize("export", *arguments)
+        assert (code, message in " ".join(said.split())) == (expected, True), said
+    assert sorted(path.name for path in linear.iterdir()) == before
+    with (linear / "modeling_linearized.py").open("a") as file:
+        file.write("\nchanged = True\n")
+    for options, message in (((), "pass --trust-remote-code"), (("--trust-remote-code",), "does not fit ONNX")):
+        code, _, said = linearize("export", linear, "-o", tmp_path / "new", *options)
+        assert (code, message in " ".join(said.split())) == (Exit.INCOMPATIBLE, True), said
 
 
 def test_a_refusal_comes_before_anything_is_written(zoo: Zoo, linearize: Command, tmp_path: Path) -> None:
