@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from packaging.version import Version
 from ..checkpoint.provenance import check_code, identity, is_linearized
 from ..checkpoint.source import open_source
 from ..convert import load_config
-from ..errors import Exit, LinearizeError, absent, did_you_mean, reason_of, undamaged
+from ..errors import Exit, LinearizeError, absent, did_you_mean, reason_of, resource_error, undamaged
 from ..hub.errors import hub_errors
 from ..terminal.output import say
 from ..terminal.tables import task_rows
@@ -130,6 +131,26 @@ def task_errors(text: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def failing_tasks(names: Iterable[str]) -> Iterator[None]:
+    """Within: what a task raises, as it makes questions of its rows or reads the answers, becomes a LinearizeError with
+    its name (exit 2). What the model raises goes on as it is, and so does what the machine refuses."""
+    try:
+        yield
+    except LinearizeError:
+        raise
+    except Exception as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        by_model = any(frame.f_globals.get("__name__", "").startswith("lm_eval.models.") for frame in frames)
+        if by_model or resource_error(error):
+            raise
+        running = [frame.f_locals["task_name"] for frame in frames if "task_name" in frame.f_locals]
+        name = running[-1] if running else ",".join(names)
+        raise LinearizeError(
+            f"--tasks {name}: it fails on its rows ({type(error).__name__}: {reason_of(error)})"
+        ) from error
+
+
 def check_model(name: str, trust_remote_code: bool) -> None:
     """Before hours with another model: raise LinearizeError as `load` does, where the files of `name` show why."""
     source = open_source(name, None)
@@ -164,7 +185,7 @@ def run_one(name: str, tasks: Tasks, options: dict[str, Any]) -> dict[str, Any]:
 
     opened = load(name, None, teacher=False, **options)
     say(f"{name}: {', '.join(tasks.names)} by lm-evaluation-harness {importlib.metadata.version(HARNESS)}")
-    with quiet_harness(), needed_packages(tasks.names):
+    with quiet_harness(), failing_tasks(tasks.names), needed_packages(tasks.names):
         model = HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, batch_size=tasks.rows)
         found = simple_evaluate(
             model=model,

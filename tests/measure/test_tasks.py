@@ -121,6 +121,36 @@ def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Pa
         assert (found, message in err) == (code, True), err
 
 
+def test_a_task_that_fails_while_it_runs(
+    linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its questions, in its metric; what the model raises, and what the machine refuses, is not the task's."""
+    short = task(tmp_path, "short", doc_to_text="{{q.split()[2].upper()}}")
+    rows = [ROWS[0], {**ROWS[1], "q": "a b"}]  # the harness tries the first when it loads a task
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, _, err = linearize("eval", folder, "--tasks", short)
+    assert (code, "--tasks short: it fails on its rows (UndefinedError: " in err) == (Exit.USAGE, True), err
+    whole = task(tmp_path)
+
+    def fails(error: Exception) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            raise error
+
+        return run
+
+    for place, error, found in (
+        ("lm_eval.api.task.ConfigurableTask.process_results", ValueError("no answer"), Exit.USAGE),
+        ("lm_eval.api.task.ConfigurableTask.process_results", MemoryError(), Exit.RESOURCE),
+        ("lm_eval.models.huggingface.HFLM._model_call", ValueError("a shape"), Exit.BUG),
+        ("lm_eval.models.huggingface.HFLM._model_call", torch.OutOfMemoryError("out of memory"), Exit.RESOURCE),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, fails(error))
+            code, _, err = linearize("eval", folder, "--tasks", whole, "--limit", "2")
+        assert code == found, err
+        assert ("--tasks words: it fails on its rows (ValueError: no answer)" in err) is (found == Exit.USAGE), err
+
+
 def test_what_goes_with_tasks(linearize: Command, folder: Path, tmp_path: Path) -> None:
     for options, message in (
         (("--tasks", "arc_easy", "--trials", "2"), "--trials: with --tasks"),
