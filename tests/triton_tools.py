@@ -20,7 +20,20 @@ def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 
-    interpreter._patch_builtin = _patch_builtin
+    make_quick(interpreter)
+
+
+def make_quick(interpreter: Any) -> None:
+    """Put `_patch_builtin` into Triton's interpreter where that is as it was when this was written; else leave it."""
+    known = {
+        "_patch_builtin": ["pkg", "builder", "scope"],
+        "_patch_attr": ["obj", "name", "member", "builder", "scope"],
+    }
+    if all(
+        hasattr(interpreter, name) and list(inspect.signature(getattr(interpreter, name)).parameters) == parameters
+        for name, parameters in known.items()
+    ):
+        interpreter._patch_builtin = _patch_builtin
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
