@@ -141,6 +141,7 @@ def choose(
         mixture.train_mixers(train, TRANSFER_LR)
     scorer = Scorer(mixture, text, recall, units)
     chosen = by_method(scoring.method, scorer, count)
+    scoring.say(f"chosen: {', '.join(named(one) if heads else str(one) for one in chosen.kept)}")
     kl = {"linear": scorer.linear, "kept": scorer.kl([chosen.kept])[0]}
     return Choice(
         asked=asked,

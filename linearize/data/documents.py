@@ -347,7 +347,11 @@ def dataset_errors(dataset: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LinearizeError(f"no folder {dataset}, and cannot fetch it: {error}", Exit.HUB) from error
+        raise LinearizeError(
+            f"no folder {dataset}, and cannot fetch it: {error}. For text of your own: "
+            "'data.train={files: [train.txt]}' 'data.eval={files: [held-out.txt]}'",
+            Exit.HUB,
+        ) from error
     except ValueError as error:  # an unknown name or split
         raise LinearizeError(f"dataset {dataset}: {error}") from error
     except Exception as error:

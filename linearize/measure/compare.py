@@ -96,7 +96,8 @@ def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalReque
         blocks = read_blocks(recipe, student.tokenizer, Path(cache))
         result = measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
     source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
-    result |= {"text": str(source), "positions": far(student, teacher, source, recipe, request)}
+    result |= {"text": str(source), "seq_len": recipe.data.pack.seq_len}
+    result |= {"positions": far(student, teacher, source, recipe, request)}
     return {**result, "generated": by_themselves(student, teacher, source, request) if request.generate else None}
 
 

@@ -114,11 +114,15 @@ class Plan:
     @property
     def softmax(self) -> str:
         """Which layers keep softmax, and over what: `layers 4-5 keep softmax`; empty where none does."""
-        parts = [f"layers {ranges([site.layer for site in self.kept])} keep softmax"] if self.kept else []
+
+        def keep(layers: list[int]) -> str:
+            return f"layer {layers[0]} keeps softmax" if len(layers) == 1 else f"layers {ranges(layers)} keep softmax"
+
+        parts = [keep([site.layer for site in self.kept])] if self.kept else []
         for options in {tuple(step.options.items()): step.options for step in self.local}.values():
-            layers = ranges([step.site.layer for step in self.local if step.options == options])
+            layers = [step.site.layer for step in self.local if step.options == options]
             reach = f"the last {options['window']:,} tokens and the first {options['sink']}"
-            parts.append(f"layers {layers} keep softmax over {reach}")
+            parts.append(f"{keep(layers)} over {reach}")
         return "; ".join(parts)
 
     @property

@@ -362,7 +362,9 @@ def comparison_table(result: dict[str, Any]) -> None:
     for row in result["state"]:
         rows.append((f"state at {row['length']} tokens", size(row["student"]), size(row["teacher"])))
     columns = {"": "text", "student": "number", "teacher": "number"}
-    console().print(table(columns, rows, f"{result['tokens']:,} tokens of {result['text']}"))
+    console().print(
+        table(columns, rows, f"{result['tokens']:,} tokens of {result['text']}, in blocks of {result['seq_len']}")
+    )
     positions_table(result["positions"])
 
 

@@ -246,7 +246,7 @@ def test_convert_chooses_what_matters_and_says_why(
     assert max(choice["scores"], key=choice["scores"].get) == str(MATTERS)
     assert choice["text"].endswith("train.jsonl")
     assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
-    for said in (f"scored by {method}", "repeats this without scoring", "layers 2 keep softmax"):
+    for said in (f"scored by {method}", "repeats this without scoring", "layer 2 keeps softmax"):
         assert said in err
     if method == "restore":
         assert json.loads(json.dumps(read_plan(tmp_path / "hybrid").to_json())) == plan

@@ -252,7 +252,7 @@ def test_finetune_ends_with_a_page_and_with_pictures_in_the_card(root: Path, tmp
     assert record.layers("before").keys() == record.layers("after").keys() == {0}
     assert [set(sample) for sample in report["samples"]] == [{"prompt", "teacher", "student", "text"}] * 3
     words = Page((tmp_path / "run" / "report.html").read_text()).words
-    assert "1 of 2 softmax layers became GSA; layers 1 keep softmax" in words
+    assert "1 of 2 softmax layers became GSA; layer 1 keeps softmax" in words
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     named = re.findall(r"!\[.+\]\((.+)\)", card)
     assert {"pictures/training.png", "pictures/fidelity.png", "pictures/memory.png"} <= set(named)
