@@ -3,7 +3,8 @@
 The mixers learn by attention transfer first; that does not depend on which layers are kept, so one run serves all
 pairs. Then each pair is compared with the source on text that is held out, and on texts that ask for a repetition.
 
-With --heads, sets of heads as --keep-heads names them are compared in place of pairs, and no method chooses.
+With --heads, sets of heads as --keep-heads names them are compared in place of pairs, and no method chooses. With
+--needles N they look for N needles as well.
 
 python -m benchmarks.pairs --set slots=64 --set state_heads=query
 python -m benchmarks.pairs --set window=64 --set sink=1 --heads "4:1" "4:1;5:0"
@@ -18,6 +19,7 @@ import math
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from linearize.data.batches import targets
 from linearize.data.packing import TextSource, build_blocks
 from linearize.demo import model_folder
 from linearize.measure.generate import load_tokenizer
+from linearize.measure.recall import Row, Writer, rows_of, score
 from linearize.plan.heads import parse_groups, written
 from linearize.plan.keep import METHODS
 from linearize.plan.mechanisms import parse_settings
@@ -60,6 +63,18 @@ def loss(mixture: Mixture, scorer: Scorer, kept: Any) -> float:
     return float(torch.stack(values).mean())
 
 
+class Reader:
+    """The hybrid that keeps softmax in some layers, or heads, as `score` calls a model."""
+
+    def __init__(self, mixture: Mixture, kept: Any) -> None:
+        self.mixture, self.gates, self.device = mixture, mixture.hybrid(kept), mixture.model.device
+
+    def __call__(self, input_ids: Tensor, use_cache: bool) -> Any:
+        places = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
+        batch = {"input_ids": input_ids, "position_ids": places}
+        return SimpleNamespace(logits=self.mixture.logits(batch, self.gates))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=str(model_folder()))
@@ -72,6 +87,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--heads", nargs="*", default=[], help="sets of heads to compare in place of pairs of layers")
+    parser.add_argument("--needles", type=int, default=0, help="texts of --length tokens that hide a needle")
     arguments = parser.parse_args()
     options = parse_settings(arguments.settings)
     plan, source, natives = plan_conversion(arguments.model, arguments.mechanism, options=options)
@@ -107,6 +123,12 @@ def main() -> None:
     whole.train_mixers(batches, TRANSFER_LR)
     scorer = Scorer(whole, compared, recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), 1, device))
     teacher = loss(whole, scorer, tuple(whole.layers))
+    around = [token for number in range(len(held)) for token in held[number]["input_ids"].tolist()]
+    writer, trials = Writer(tokenizer, scoring.seed), arguments.needles
+    needles: list[Row] = rows_of("needle", writer, arguments.length, trials, around) if trials else []
+    if needles:
+        found = score(Reader(whole, tuple(whole.layers)), needles, size)["accuracy"]
+        print(json.dumps({"kept": whole.layers, "needles": found}), flush=True)
     sets: list[Any] = [(), *itertools.combinations(whole.layers, 2)]
     if arguments.heads:
         sets = [(), *map(parse_groups, arguments.heads)]
@@ -114,6 +136,8 @@ def main() -> None:
         ratio = math.exp(loss(whole, scorer, kept) - teacher)
         named = written(kept) if arguments.heads else kept
         row = {"kept": named, "ppl_ratio": round(ratio, 4), **{f"kl_{k}": round(v, 4) for k, v in values.items()}}
+        if needles:
+            row["needles"] = score(Reader(whole, kept), needles, size)["accuracy"]
         print(json.dumps(row), flush=True)
 
 
