@@ -123,10 +123,11 @@ def main() -> None:
     whole.train_mixers(batches, TRANSFER_LR)
     scorer = Scorer(whole, compared, recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), 1, device))
     teacher = loss(whole, scorer, tuple(whole.layers))
-    around = [token for number in range(len(held)) for token in held[number]["input_ids"].tolist()]
-    writer, trials = Writer(tokenizer, scoring.seed), arguments.needles
-    needles: list[Row] = rows_of("needle", writer, arguments.length, trials, around) if trials else []
-    if needles:
+    needles = list[Row]()
+    if arguments.needles:
+        around = [token for number in range(len(held)) for token in held[number]["input_ids"].tolist()]
+        writer = Writer(tokenizer, scoring.seed)
+        needles = rows_of("needle", writer, arguments.length, arguments.needles, around)
         found = score(Reader(whole, tuple(whole.layers)), needles, size)["accuracy"]
         print(json.dumps({"kept": whole.layers, "needles": found}), flush=True)
     sets: list[Any] = [(), *itertools.combinations(whole.layers, 2)]

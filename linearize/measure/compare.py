@@ -147,7 +147,7 @@ def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
     return build_blocks(source, tokenizer, data.pack.seq_len, cache, sft=False, max_tokens=recipe.eval.max_tokens)
 
 
-def task_rows(
+def recall_rows(
     tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
 ) -> dict[tuple[str, int], list[Row]]:
     """The rows of each task at each length. Raises LinearizeError (exit 2) for text or lengths that do not suffice."""
@@ -166,7 +166,7 @@ def check_measures(teacher: Loaded, recipe: Recipe, request: EvalRequest) -> Non
     check_lengths(teacher, teacher, recipe, request)
     with tempfile.TemporaryDirectory() as cache:
         blocks = read_blocks(recipe, teacher.tokenizer, Path(cache))
-        task_rows(teacher.tokenizer, blocks, recipe.eval.max_tokens, request)
+        recall_rows(teacher.tokenizer, blocks, recipe.eval.max_tokens, request)
 
 
 def measure(
@@ -176,7 +176,7 @@ def measure(
     number = sample_count(blocks, max_tokens)
     total = 2 * (number * blocks.seq_len + len(TASKS) * request.trials * sum(request.lengths))
     with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
-        made = task_rows(tokenizer, blocks, max_tokens, request)
+        made = recall_rows(tokenizer, blocks, max_tokens, request)
         result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
         for task in TASKS:
             result[task] = []

@@ -300,10 +300,10 @@ def run_race(race: Race, say: Say) -> dict[str, Any]:
         for leg in one.legs:
             if not trained(leg):
                 finetune(leg.recipe, say=say)
-        before = None if new else (read_run(one.folder).evaluation or {}).get("seconds")
-        seconds = time.monotonic() - began if new else before
+        spent = time.monotonic() - began
         if teacher is not None and evaluation(one, race) is None:
-            measured(one, race, teacher, seconds)
+            earlier = read_run(one.folder).evaluation or {}  # by other measures
+            measured(one, race, teacher, spent if new else earlier.get("seconds"))
     lanes = [lane(one) for one in race.contestants if finished(one) and evaluation(one, race) is not None]
     check_tokens({one.name: one.tokens for one in lanes})
     found = {"race": str(race.folder), **results(lanes), ASKED: race.asked(), "versions": versions()}

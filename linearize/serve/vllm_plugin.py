@@ -20,9 +20,9 @@ NAMES = {
     (True, False): "LinearizedHybridForCausalLM",
     (True, True): "LinearizedHybridMoEForCausalLM",
 }
-# What the engine is asked for that linear layers do not do, and why.
 # Projections of q, k and v in a plan of tensor parallelism, as transformers names them.
 PROJECTION = re.compile(r"\.([qkv]|qkv)_proj$|query_key_value$|c_attn$")
+# What the engine is asked for that linear layers do not do, and why.
 PIPELINE_PARALLEL = "pipeline parallelism: not written for layers with a state. Run one engine for each GPU"
 CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that processes can divide"
 SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
@@ -115,25 +115,29 @@ def refusals(vllm_config: Any) -> list[str]:
         LORA: vllm_config.lora_config is not None,
         QUANTIZATION: vllm_config.model_config.quantization is not None,
     }
-    undivided = [tensor_parallel(vllm_config)] if parallel.tensor_parallel_size > 1 else []
-    return [reason for reason in undivided if reason] + [reason for reason, found in asked.items() if found]
+    reasons = [reason for reason, found in asked.items() if found]
+    size = parallel.tensor_parallel_size
+    why = undivided(vllm_config, size) if size > 1 else ""
+    if why:
+        advice = "Run one engine for each GPU: --data-parallel-size"
+        reasons.insert(0, f"tensor parallelism of {size} processes: {why}. {advice}")
+    return reasons
 
 
-def tensor_parallel(vllm_config: Any) -> str:
-    """Why the heads of a converted model cannot be divided among processes; empty where they can."""
+def undivided(vllm_config: Any, size: int) -> str:
+    """Why the heads of a converted model cannot be divided among `size` processes; empty where they can."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     from .shards import divides
 
-    asked, size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    asked = vllm_config.model_config
     config = asked.hf_config
     plan = getattr(config, "base_model_tp_plan", None) or {}
     gathered = next((name for name, how in plan.items() if PROJECTION.search(name) and how != "colwise"), None)
     if gathered is not None:
         return (
-            f"tensor parallelism of {size} processes: the architecture hands the whole of {gathered} to every process "
-            f"({plan[gathered]}), and a mixer takes the heads of its own. Run one engine for each GPU: "
-            "--data-parallel-size"
+            f"the architecture hands the whole of {gathered} to every process ({plan[gathered]}), and a mixer takes "
+            "the heads of its own"
         )
     code = config.auto_map.get("AutoModelForCausalLM") or config.auto_map["AutoModel"]
     kind: Any = get_class_from_dynamic_module(code, asked.model, revision=asked.revision)
@@ -144,8 +148,5 @@ def tensor_parallel(vllm_config: Any) -> str:
         if key not in tried:
             tried[key] = divides(kind.mechanisms[layer["mechanism"]], site, options, size)
         if tried[key]:
-            return (
-                f"tensor parallelism of {size} processes: {site['path']} ({layer['mechanism']}): {tried[key]}. Run one "
-                "engine for each GPU: --data-parallel-size"
-            )
+            return f"{site['path']} ({layer['mechanism']}): {tried[key]}"
     return ""

@@ -37,7 +37,7 @@ def test_their_folder_is_what_finetune_writes() -> None:
 
 
 def test_their_modules_are_in_a_converted_model(tmp_path: Path) -> None:
-    """And loading is told to run the folder's code, and not to choose an attention, which a converted model refuses."""
+    """Their loading runs the folder's code and names no attention, which a converted model refuses."""
     model = AutoModelForCausalLM.from_pretrained(base(tmp_path, "llama", layers="0"), trust_remote_code=True)
     present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     values = axolotl()
