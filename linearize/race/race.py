@@ -18,6 +18,7 @@ from ..checkpoint.atomic import check_result, write_result
 from ..convert import separate
 from ..data.batches import kind_of, tokens_per_sample
 from ..errors import Exit, LinearizeError, did_you_mean
+from ..estimate.choose import as_before
 from ..estimate.estimate import lora_targets
 from ..finetune import base_path, dry_run, finetune, no_one, plan_base, versions
 from ..measure.compare import EvalRequest, check_eval, check_measures, compare
@@ -253,13 +254,14 @@ def check_same(leg: Leg) -> None:
     recorded = read_run(leg.folder).recipe
     if recorded is None:
         raise LinearizeError(f"{leg.folder} is a run of another version of linearize. Give another -o")
-    before, now = tokens_of(recorded), tokens_of(leg.recipe)
+    recipe = as_before(leg.recipe, leg.folder / RUN)  # which has what the device chose for auto
+    before, now = tokens_of(recorded), tokens_of(recipe)
     if before != now:
         raise LinearizeError(
             f"tokens are not equal: {leg.folder} was begun with {before:,} tokens, and this race has {now:,} there. "
             f"Give the --tokens of before, {other}"
         )
-    changes = diff_resolved(weighty(recorded.resolved()), weighty(leg.recipe.resolved()))
+    changes = diff_resolved(weighty(recorded.resolved()), weighty(recipe.resolved()))
     if changes:
         raise LinearizeError(
             f"{leg.folder} is of another race ({'; '.join(changes[:3])}{' ...' if len(changes) > 3 else ''}). Give "
