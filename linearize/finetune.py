@@ -51,7 +51,7 @@ from .train.runtime import Say, check_runtime, device_name, make_accelerator, on
 from .train.save import meta_model, save_final
 from .train.session import Finetuner, check_model
 from .train.teacher import Named, check_teacher, find_teacher, meta_teacher, teacher_line
-from .verify.reload import numbers
+from .verify.reload import Level, numbers
 
 # A parameter takes at most so much: float32 weight, gradient and two moments, and the teacher's copy. A model whose
 # parameters take less than this share of the memory is not rehearsed before it trains.
@@ -326,7 +326,8 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
         if left := unread(source):
             say(UNREAD.format(", ".join(left)))
         begin(recipe, run, None, None, named, say)
-        convert(plan, source, natives, run.converted, level="keys", trust_remote_code=trust, seed=recipe.seed, say=say)
+        level: Level = "keys" if recipe.finish.verify else "none"
+        convert(plan, source, natives, run.converted, level=level, trust_remote_code=trust, seed=recipe.seed, say=say)
     run.note_base(run.converted)
 
 

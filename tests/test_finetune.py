@@ -369,7 +369,22 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert report["output"] == str(tmp_path / "run" / "final")
     assert report["stages"][-1]["name"] == "logit_kl"
     assert "logits equal the trained model's" in err
+    assert "reloaded in a clean process without linearize" in err
     assert not any(noise in err for noise in ("Loading weights", "it/s", "Warning", "%|"))
+
+
+def test_no_clean_process_starts_where_none_is_wanted(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*arguments: Any, **options: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("linearize.verify.reload.clean_command", started)
+    source = base(root, "llama").parent / "source"
+    convert = {"mechanism": "gsa", "options": {"slots": 4, "chunk_size": 16}}
+    train(make_recipe(tmp_path, source, stage("logit_kl", steps=1), convert=convert, finish={"verify": False}))
+    with pytest.raises(AssertionError):
+        train(make_recipe(tmp_path / "other", source, stage("logit_kl", steps=1), convert=convert, finish={}))
 
 
 @pytest.mark.parametrize("copy", [False, True])

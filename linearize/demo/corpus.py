@@ -5,12 +5,13 @@ The split is decided by name alone, so that it is the same on every CPython, wha
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import platform
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,12 +52,13 @@ def documents(split: Split, *, tests: bool = False, dump: Path | None = None) ->
 
     They come from the running Python, or from a `dump` written by `write_dump`.
     """
-    every = read_dump(dump) if dump else _installed(tests)
+    every: Iterable[Document] = read_dump(dump) if dump else _installed(tests)
     chosen = [document for document in every if split_of(document.name) == split]
     return [document for document in chosen if tests or not is_test(document.name)]
 
 
-def package_documents() -> list[Document]:
+@functools.cache  # a run reads them for each stage and each hash, which takes a second
+def package_documents() -> tuple[Document, ...]:
     """Sources of the installed PACKAGES, in an order by hash, so that any beginning of it is a fair sample."""
     found: dict[str, Document] = {}
     for package in PACKAGES:
@@ -65,7 +67,7 @@ def package_documents() -> list[Document]:
             for document in _sources(Path(root), tests=True):
                 if len(document.text) in PACKAGE_FILE_CHARACTERS:
                     found.setdefault(document.text, Document(f"{package}/{document.name}", document.text))
-    return sorted(found.values(), key=lambda document: zlib.crc32(document.name.encode()))
+    return tuple(sorted(found.values(), key=lambda document: zlib.crc32(document.name.encode())))
 
 
 def split_of(name: str) -> Split:
@@ -98,7 +100,8 @@ def read_dump(path: Path) -> list[Document]:
     return [Document(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _installed(tests: bool) -> list[Document]:
+@functools.cache
+def _installed(tests: bool) -> tuple[Document, ...]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = {document.name: document for document in [*_sources(root, tests), *_topics()]}
     if not any(name.endswith(".py") for name in found):
@@ -110,7 +113,7 @@ def _installed(tests: bool) -> list[Document]:
     unique: dict[str, Document] = {}
     for name in sorted(found, key=lambda name: (is_test(name), name)):
         unique.setdefault(found[name].text, found[name])
-    return list(unique.values())
+    return tuple(unique.values())
 
 
 def _sources(root: Path, tests: bool) -> Iterator[Document]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,11 @@ def check_lengths(student: Loaded, teacher: Loaded, recipe: Recipe, request: Eva
 
 
 @device_memory()
-def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalRequest) -> dict[str, Any]:
-    """All measures, on the evaluation text of a recipe; what `--json` prints.
+def compare(
+    student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalRequest, earlier: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """All measures, on the evaluation text of a recipe; what `--json` prints. `earlier` is what this gave for another
+    student of this teacher, with the same recipe and request: what the teacher wrote and recalled is not made again.
 
     Raises LinearizeError: 2 for text or lengths that do not suffice, 3 for models that do not belong together.
     """
@@ -94,24 +98,30 @@ def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalReque
     check_lengths(student, teacher, recipe, request)
     with tempfile.TemporaryDirectory() as cache:
         blocks = read_blocks(recipe, student.tokenizer, Path(cache))
-        result = measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
+        result = measure(
+            student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request, earlier
+        )
     source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
     result |= {"text": str(source), "seq_len": recipe.data.pack.seq_len}
     result |= {"positions": far(student, teacher, source, recipe, request)}
-    return {**result, "generated": by_themselves(student, teacher, source, request) if request.generate else None}
+    generated = by_themselves(student, teacher, source, request, earlier) if request.generate else None
+    return {**result, "generated": generated}
 
 
-def by_themselves(student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest) -> dict[str, Any]:
+def by_themselves(
+    student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest, earlier: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What both write after the beginnings of documents, and in lists of pairs at the first of the lengths."""
     tokenizer, length = student.tokenizer, request.lengths[0]
     prompts = beginnings(source, tokenizer, request.generate)
     rows = rows_of("recall", Writer(tokenizer, request.seed), length, request.generate, [])
     found: dict[str, Any] = {"texts": len(prompts), "rows": len(rows), "length": length}
-    with progress("texts of their own", 2 * steps_of(prompts, rows)) as advance:
-        for who, loaded in (("student", student), ("teacher", teacher)):
+    writers = {"student": student} if earlier else {"student": student, "teacher": teacher}
+    with progress("texts of their own", len(writers) * steps_of(prompts, rows)) as advance:
+        for who, loaded in writers.items():
             with evaluating(loaded.model):
                 found[who] = freely(loaded.model, tokenizer, prompts, rows, advance)
-    return found
+    return {**found, "teacher": earlier["generated"]["teacher"]} if earlier else found
 
 
 def far(student: Loaded, teacher: Loaded, source: TextSource, recipe: Recipe, request: EvalRequest) -> dict[str, Any]:
@@ -170,21 +180,30 @@ def check_measures(teacher: Loaded, recipe: Recipe, request: EvalRequest) -> Non
 
 
 def measure(
-    student: Any, teacher: Any, tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
+    student: Any,
+    teacher: Any,
+    tokenizer: Any,
+    blocks: Blocks,
+    max_tokens: int,
+    request: EvalRequest,
+    earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`compare` for models at hand, which are on one device."""
     number = sample_count(blocks, max_tokens)
-    total = 2 * (number * blocks.seq_len + len(TASKS) * request.trials * sum(request.lengths))
+    models = {"student": student} if earlier else {"student": student, "teacher": teacher}
+    asked = len(TASKS) * request.trials * sum(request.lengths)
+    total = 2 * number * blocks.seq_len + len(models) * asked
     with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
         made = recall_rows(tokenizer, blocks, max_tokens, request)
         result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
         for task in TASKS:
             result[task] = []
-            for length in request.lengths:
+            for place, length in enumerate(request.lengths):
                 rows = made[task, length]
                 size = max(1, request.batch_tokens // length)
-                models = {"student": student, "teacher": teacher}
                 scores = {who: score(model, rows, size, advance) for who, model in models.items()}
+                if earlier:
+                    scores["teacher"] = earlier[task][place]["teacher"]
                 result[task].append({"length": length, "entries": rows[0].entries, **scores})
         result["state"] = [
             {"length": length, "student": state_bytes(student, length), "teacher": state_bytes(teacher, length)}

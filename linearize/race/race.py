@@ -291,7 +291,7 @@ def run_race(race: Race, say: Say) -> dict[str, Any]:
     Returns what race.json has. Raises LinearizeError as `finetune` and `compare` do; what is finished stays.
     """
     chosen = [one for one in race.contestants if one.name in race.chosen]
-    teacher = None
+    teacher, before = None, None
     if any(evaluation(one, race) is None for one in chosen):
         teacher = opened(race, base_path(race.common), race.common.model.revision)
         check_measures(teacher, race.common, race.request)
@@ -305,7 +305,7 @@ def run_race(race: Race, say: Say) -> dict[str, Any]:
         spent = time.monotonic() - began
         if teacher is not None and evaluation(one, race) is None:
             earlier = read_run(one.folder).evaluation or {}  # by other measures
-            measured(one, race, teacher, spent if new else earlier.get("seconds"))
+            before = measured(one, race, teacher, spent if new else earlier.get("seconds"), before)
     lanes = [lane(one) for one in race.contestants if finished(one) and evaluation(one, race) is not None]
     check_tokens({one.name: one.tokens for one in lanes})
     found = {"race": str(race.folder), **results(lanes), ASKED: race.asked(), "versions": versions()}
@@ -328,12 +328,15 @@ def opened(race: Race, model: str, revision: str | None = None) -> Loaded:
     )
 
 
-def measured(one: Contestant, race: Race, teacher: Loaded, seconds: float | None) -> None:
-    """Write eval.json of a finished contestant; `seconds` is what its runs took, where they ran in one go."""
+def measured(
+    one: Contestant, race: Race, teacher: Loaded, seconds: float | None, before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Write eval.json of a finished contestant, and return it; `seconds` is what its runs took, where they ran in one
+    go. What the teacher did alone is taken from that of the contestant `before`."""
     student = opened(race, str(one.folder / "final"))
     base = str(race.common.model.base)
     result: dict[str, Any] = {"student": str(one.folder / "final"), "teacher": base, "seed": race.request.seed}
-    result |= compare(student, teacher, race.common, race.request)
+    result |= compare(student, teacher, race.common, race.request, before)
     result |= {ASKED: race.asked(), "seconds": seconds, "device": device_name(student.model.device)}
     if not math.isfinite(result["kl"]) or not math.isfinite(result["student_ppl"]):
         raise LinearizeError(
@@ -342,6 +345,7 @@ def measured(one: Contestant, race: Race, teacher: Loaded, seconds: float | None
             Exit.CHECK_FAILED,
         )
     write_result(one.folder / EVAL, json.dumps(finite(result)) + "\n")
+    return result
 
 
 def trained(leg: Leg) -> bool:

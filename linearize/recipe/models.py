@@ -363,7 +363,8 @@ class Finish(Strict):
     merge_lora: bool = True
     """false: LoRA stays apart from the weights, in final/adapter, for PeftModel.from_pretrained of peft."""
     verify: bool = True
-    """Load the finished model in a clean process and compare its logits."""
+    """Load the converted and the finished model in clean processes, and compare the latter's logits. false: neither;
+    `linearize verify` does it later."""
     push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
     """user/repo on the Hub that receives the finished model."""
 

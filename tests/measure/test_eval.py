@@ -22,11 +22,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit
-from linearize.measure.compare import state_bytes
+from linearize.measure import compare as measures
+from linearize.measure.compare import EvalRequest, compare, state_bytes
 from linearize.measure.freely import answered, freely, repetition
+from linearize.measure.generate import load
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
 from linearize.measure.write import continued
+from linearize.recipe.recipe import load_recipe
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
 from linearize_kernels.hf.seam import mixers_of
@@ -529,6 +532,33 @@ def test_texts_are_written_where_they_are_asked_for(
     assert all(0.0 <= told[who][key] <= 1.0 for who in ("student", "teacher") for key in keys)
     same = measured(linearize, folder, own, "--generate", "3", student=folder.parent / "source")["generated"]
     assert same["student"] == same["teacher"] == told["teacher"]
+
+
+def test_what_a_teacher_did_alone_is_taken_from_before(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code.jsonl").write_text("\n".join(json.dumps({"text": f"x{i} = {i}\n" * 90}) for i in range(5)))
+    text = load_recipe(recipe(folder), [f"data.eval={{files: [{tmp_path / 'code.jsonl'}]}}"])
+    student, teacher = (
+        load(str(name), None, device="cpu", dtype="float32", teacher=False, trust_remote_code=False)
+        for name in (folder, folder.parent / "source")
+    )
+    request = EvalRequest((LENGTH,), 2, 0, 1024, generate=2)
+    first = compare(student, teacher, text, request)
+    alone = {name: getattr(measures, name) for name in ("score", "freely")}
+
+    def watched(name: str) -> Any:
+        def asked(model: Any, *rest: Any) -> Any:
+            assert model is student.model
+            return alone[name](model, *rest)
+
+        return asked
+
+    for name in alone:
+        monkeypatch.setattr(measures, name, watched(name))
+    assert compare(student, teacher, text, request, first) == first
+    with pytest.raises(AssertionError):
+        compare(student, teacher, text, request)
 
 
 def test_continued_is_what_generate_writes(folder: Path) -> None:
