@@ -21,7 +21,8 @@ import torch
 from . import __version__
 from .checkpoint.adopt import adopt
 from .checkpoint.atomic import scratch_beside, write_result
-from .checkpoint.provenance import behind, check_code, read_plan, saved_again, trained_before
+from .checkpoint.manifest import read_plan, saved_again
+from .checkpoint.provenance import behind, check_code, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, chooser
@@ -45,9 +46,10 @@ from .recipe.data import DatasetSource, holds_images, parts_of
 from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
 from .terminal.output import short, size
+from .train.device import device_name, on_cpu
 from .train.random_model import named_base, write_random
 from .train.runs import Position, Run, processes, read_position
-from .train.runtime import Say, check_runtime, device_name, make_accelerator, on_cpu, stage_steps, to_source
+from .train.runtime import Say, check_runtime, make_accelerator, stage_steps, to_source
 from .train.save import meta_model, save_final
 from .train.session import Finetuner, check_model
 from .train.teacher import Named, check_teacher, find_teacher, meta_teacher, teacher_line

@@ -19,14 +19,14 @@ from models import HYBRID, convert_folder, load, logits, save_source, small_mode
 from safetensors.torch import load_file, save_file
 
 from linearize.checkpoint.carried import NAMES
-from linearize.checkpoint.provenance import read_plan
+from linearize.checkpoint.manifest import read_plan
 from linearize.checkpoint.source import read_header
 from linearize.checkpoint.write import MANIFEST
 from linearize.convert import convert, plan_conversion, unread
 from linearize.errors import Exit, LinearizeError
 from linearize.plan.mechanisms import build_mixer
 from linearize.plan.plan import Plan, choose_layers
-from linearize.probe.probe import Found
+from linearize.probe.found import Found
 from linearize.terminal.output import ranges
 from linearize.train.save import meta_model
 from linearize_kernels.hf.seam import mixers_of

@@ -13,7 +13,7 @@ from conftest import TOLERANCE, Command, relative_error
 from models import SMALL, convert_folder, load, logits, save_source, small_model, tokens
 from transformers import DynamicCache
 
-from linearize.checkpoint.provenance import read_plan
+from linearize.checkpoint.manifest import read_plan
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.plan.heads import parse_groups, regrouped, written

@@ -12,7 +12,7 @@ import transformers
 from conftest import Command
 from training import EOS, VOCAB, byte_tokenizer, same, stage, tensors, write_recipe
 
-from linearize.checkpoint.provenance import read_plan
+from linearize.checkpoint.manifest import read_plan
 from linearize.errors import LinearizeError
 from linearize.recipe.recipe import load_recipe
 from linearize.train.random_model import write_random

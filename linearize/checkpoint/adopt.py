@@ -23,7 +23,8 @@ from . import card
 from . import write as checkpoint
 from .atomic import output_folder, scratch_beside
 from .code import SourceClasses, code_files
-from .provenance import check_code, natives_of, saved_again
+from .manifest import saved_again
+from .provenance import check_code, natives_of
 from .shards import link_or_copy
 from .source import Source, open_source, read_header
 

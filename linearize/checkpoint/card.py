@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +19,10 @@ from ..errors import redact
 from ..plan.heads import written
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, holds_images
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, portable
 from ..terminal.output import percent, ranges
 from ..terminal.tables import task_rows
-from ..train.runtime import on_cpu
+from ..train.device import on_cpu
 from .carried import is_licence
 from .code import auto_names
 
@@ -298,15 +297,6 @@ def recipe_text(recipe: Recipe) -> str:
     """The recipe, without its defaults."""
     text = yaml.safe_dump(portable(recipe.model_dump(mode="json", exclude_defaults=True)), sort_keys=False)
     return f"\n## Recipe\n\n```yaml\n{text}```\n"
-
-
-def portable(value: Any) -> Any:
-    """A recipe as others may see it: of paths on this machine only the last part."""
-    if isinstance(value, dict):
-        return {key: portable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [portable(item) for item in value]
-    return Path(value).name if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~")) else value
 
 
 def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:

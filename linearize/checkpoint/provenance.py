@@ -21,14 +21,14 @@ from linearize_kernels.mixer import Site
 from .. import __version__
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.mechanisms import build_mixer, check_name, mechanism_names, present_options, renamed_options
-from ..plan.plan import DIFFUSERS, Plan, Step, some
+from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
 from . import write as checkpoint
 from .code import MODELING_FILE, SourceClasses, auto_map, modeling
 from .flatten import imported
 from .known_code import known_files, sha256_of
-from .shards import in_parallel, known_sha256
+from .manifest import plan_of, read_plan, recipes_of, saved_again
 from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_header, read_json
 
 
@@ -97,42 +97,6 @@ def refuse_code(folder: Path, origin: Origin) -> None:
         )
 
 
-def read_plan(folder: Path) -> Plan:
-    """The plan by which a folder was converted.
-
-    Raises LinearizeError (exit 3) when there is none, or a newer version wrote it.
-    """
-    try:
-        manifest = json.loads((folder / checkpoint.MANIFEST).read_text("utf-8"))
-        if manifest.get("format", 1) > checkpoint.FORMAT:
-            raise LinearizeError(
-                f"{folder} was written by linearize {manifest.get('linearize')}, in a format that is unknown to "
-                f"{__version__}. Use that version or a newer one",
-                Exit.INCOMPATIBLE,
-            )
-        plan = Plan.from_json(manifest["plan"])
-        if plan.model_type == DIFFUSERS:
-            raise LinearizeError(
-                f"{folder} holds {plan.architecture} of diffusers. Train it with a recipe of latents, as "
-                "docs/diffusers.md says",
-                Exit.INCOMPATIBLE,
-            )
-        return plan
-    except (OSError, *MALFORMED) as error:
-        if saved_again(folder):
-            raise LinearizeError(
-                f"{folder} is linearized but has no {checkpoint.MANIFEST}, which says what is whose in it; "
-                "save_pretrained leaves it out. finetune, eval, generate, verify, serve, export and push take the "
-                "folder as it is",
-                Exit.INCOMPATIBLE,
-            ) from error
-        raise LinearizeError(
-            f"{folder} is no folder written by linearize convert ({type(error).__name__}: {error}). "
-            "Convert first, or add a convert section to the recipe",
-            Exit.INCOMPATIBLE,
-        ) from error
-
-
 def with_present_options(plan: Plan) -> tuple[Plan, dict[str, str]]:
     """A plan with its options under their present names, and those that had another one: old -> new."""
     renamed: dict[str, str] = {}
@@ -161,18 +125,6 @@ def check_mixers(folder: Path, plan: Plan) -> None:
             )
 
 
-def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
-    """Hashes of the files that a folder's linearize.json lists, by name; the card is for people, and left out.
-
-    Of a folder that is `new`, those that linearize.json has are taken from there.
-    """
-    manifest = read_json(folder / checkpoint.MANIFEST)
-    names = [name for name in manifest["files"] if name != "README.md" and (folder / name).is_file()]
-    known = {**manifest.get("untouched", {}).get("shards", {}), **manifest.get("code", {})} if new else {}
-    hashes = in_parallel(lambda name: known.get(name) or known_sha256(folder / name), names)
-    return dict(zip(names, hashes, strict=True))
-
-
 def trained_before(folder: Path, teacher: str | None = None) -> str:
     """What to note of a base whose source weights earlier runs trained, or whose LoRA one left apart; else empty.
     `teacher` is the name of another teacher of logits."""
@@ -198,12 +150,6 @@ def trained_before(folder: Path, teacher: str | None = None) -> str:
     return "\n".join(notes)
 
 
-def recipes_of(folder: Path) -> list[dict[str, Any]]:
-    """The recipes by which a folder, and those that it was converted again from, were trained; the earliest first."""
-    last = read_json(folder / checkpoint.MANIFEST).get("recipe")
-    return [one for one in [*(past.recipe for past in read_plan(folder).again), last] if one is not None]
-
-
 def drifting_stages(recipe: dict[str, Any]) -> list[str]:
     """Names of the stages of a resolved recipe that train weights of the source."""
     parts = {"mixer", "all", *(["lora"] if recipe["finish"]["merge_lora"] else [])}
@@ -223,41 +169,6 @@ def untrained_mixers(folder: Path, plan: Plan) -> set[str]:
         return set(plan.again[-1].untrained)
     trained = read_json(folder / "config.json").get(TRAINED)
     return set() if trained else {step.site.path for step in plan.linear}
-
-
-def saved_again(folder: Path) -> Plan | None:
-    """`plan_of` a linearized model that save_pretrained wrote; None for any other folder."""
-    if (folder / checkpoint.MANIFEST).exists():
-        return None
-    with contextlib.suppress(OSError, *MALFORMED):
-        return plan_of(json.loads((folder / "config.json").read_text("utf-8")))
-    return None
-
-
-def is_linearized(folder: Path) -> bool:
-    """Whether linearize wrote the folder, or transformers saved what it wrote."""
-    return (folder / checkpoint.MANIFEST).exists() or saved_again(folder) is not None
-
-
-def identity(folder: Path) -> str:
-    """A hash of the plan and the weights of a linearized folder: by it a model is known when its code is upgraded."""
-    if (folder / checkpoint.MANIFEST).exists():
-        manifest = read_json(folder / checkpoint.MANIFEST)
-        known = {key: manifest.get(key) for key in ("plan", "untouched", "written")}
-    else:
-        shards = sorted(folder.glob("*.safetensors"))
-        hashes = dict(zip([path.name for path in shards], in_parallel(known_sha256, shards), strict=True))
-        known = {"plan": read_json(folder / "config.json")["linearize"], "shards": hashes}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-
-
-def plan_of(config: dict[str, Any]) -> Plan:
-    """As much of a plan as a linearized config.json holds; a folder saved by transformers has no linearize.json."""
-    layers = config["linearize"]["layers"]
-    steps = tuple(Step(Site.from_dict(one["site"]), one["mechanism"], one["options"], 0, 0) for one in layers)
-    architecture = config["architectures"][0].removeprefix("Linearized")
-    model_type, dtype = config["model_type"].removeprefix("linearized_"), str(config.get("dtype"))
-    return Plan("", None, architecture, model_type, dtype, False, False, steps, (), 0, 0)
 
 
 def check_config(folder: Path) -> None:

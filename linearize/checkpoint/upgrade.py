@@ -19,7 +19,8 @@ from . import write as checkpoint
 from .atomic import output_folder
 from .code import MODELING_FILE, code_files
 from .known_code import known_files
-from .provenance import Origin, check_code, check_mixers, natives_of, origin_of, read_plan, with_present_options
+from .manifest import read_plan
+from .provenance import Origin, check_code, check_mixers, natives_of, origin_of, with_present_options
 from .shards import link_or_copy
 from .source import open_source, read_json
 

@@ -23,6 +23,7 @@ from .atomic import MANIFEST
 from .carried import carried_files
 from .code import SourceClasses, auto_map, code_files
 from .fp8 import FP8, Places, dequantized, is_scale, places
+from .manifest import FORMAT
 from .shards import (
     BLOCK,
     NAMES,
@@ -41,7 +42,6 @@ from .templates import REFUSAL
 MIXER_SHARD = "model-mixers.safetensors"
 # Never a name that save_pretrained would choose: older safetensors write in place, into the linked source file.
 SOURCE_SHARD = "model-source-{:05d}-of-{:05d}.safetensors"
-FORMAT = 1  # of the manifest; counts what an earlier version cannot read
 INDEX = "model.safetensors.index.json"
 
 Shards = dict[str, list[str]]  # file name -> tensor names

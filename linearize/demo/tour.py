@@ -13,7 +13,7 @@ from rich.columns import Columns
 from rich.live import Live
 from rich.panel import Panel
 
-from ..checkpoint.provenance import read_plan
+from ..checkpoint.manifest import read_plan
 from ..finetune import finetune, plan_base
 from ..measure.compare import read_blocks
 from ..measure.generate import load

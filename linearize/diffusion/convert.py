@@ -19,8 +19,8 @@ from ..convert import Say, check_disk, check_paths, check_secrets, disagree, own
 from ..errors import Exit, LinearizeError
 from ..plan.plan import DIFFUSERS, Plan, some
 from ..plan.request import Request
+from ..probe.found import Found, Other
 from ..probe.meta_run import quiet
-from ..probe.probe import Found, Other
 from ..verify.child.latents import INPUTS
 from ..verify.reload import Level
 from .probe import Part, build, probe

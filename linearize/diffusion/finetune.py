@@ -27,7 +27,8 @@ from ..hub.push import check_access
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
 from ..terminal.progress import progress
-from ..train.runtime import PATIENCE, settled_precision, takes_cpu
+from ..train.device import settled_precision, takes_cpu
+from ..train.runtime import PATIENCE
 from ..verify.child.latents import load_parts, parts_of
 from . import convert as surgery
 from .evaluate import compare_predictions, latents_compared, picture, pillow, sample, setback

@@ -19,8 +19,8 @@ from linearize_kernels.mixer import Site
 from ..checkpoint.source import Source
 from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan, Step
+from ..probe.found import Found, Other
 from ..probe.meta_run import quiet
-from ..probe.probe import Found, Other
 from ..verify.child.latents import make_latents
 from .code import READERS, readers
 

@@ -9,8 +9,9 @@ import torch
 
 from ..data.batches import tokens_per_sample
 from ..recipe.recipe import Stage
+from ..train.device import on_cpu
 from ..train.progress import memory_bytes
-from ..train.runtime import make_optimizer, on_cpu
+from ..train.runtime import make_optimizer
 from ..train.save import meta_model
 from ..train.student import Student
 from ..train.teacher import give_teacher

@@ -19,7 +19,8 @@ from transformers import AutoConfig
 
 from ..checkpoint.atomic import check_output, output_folder
 from ..checkpoint.carried import is_read
-from ..checkpoint.provenance import behind, check_code, is_linearized, saved_again
+from ..checkpoint.manifest import is_linearized, saved_again
+from ..checkpoint.provenance import behind, check_code
 from ..checkpoint.source import open_source
 from ..convert import separate
 from ..errors import Exit, LinearizeError, os_error, reason_of

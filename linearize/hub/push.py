@@ -62,7 +62,8 @@ def plan_push(
     Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not write and for a link to a file
     elsewhere, 6 for one that does not verify, whose card cannot be shown, or that holds an access token.
     """
-    from ..checkpoint.provenance import check_code, read_plan
+    from ..checkpoint.manifest import read_plan
+    from ..checkpoint.provenance import check_code
     from ..verify.reload import check_keys
 
     check_name(repo)
@@ -112,7 +113,7 @@ def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, 
     `path` is the file; without one it is tasks.json of the run whose model `folder` is. Raises LinearizeError (exit 2)
     for a file that was named and cannot be used.
     """
-    from ..checkpoint.provenance import identity
+    from ..checkpoint.manifest import identity
     from ..measure.tasks import RESULTS, read_tasks
 
     run = folder.resolve().parent

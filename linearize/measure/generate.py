@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, CompileConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
-from ..checkpoint.provenance import is_linearized
+from ..checkpoint.manifest import is_linearized
 from ..checkpoint.source import Source, open_source, read_header
 from ..checkpoint.write import meta_pickle
 from ..convert import load_config

@@ -19,7 +19,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..checkpoint.provenance import check_code, identity, is_linearized
+from ..checkpoint.manifest import identity, is_linearized
+from ..checkpoint.provenance import check_code
 from ..checkpoint.source import open_source
 from ..convert import load_config
 from ..errors import Exit, LinearizeError, absent, did_you_mean, reason_of, resource_error, undamaged

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from .. import __version__
-from ..checkpoint.card import portable
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, portable
 from ..terminal.output import percent, ranges, size
 from ..terminal.tables import WRITTEN_FREELY
 from . import html

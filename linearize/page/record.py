@@ -10,11 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..checkpoint.card import portable
-from ..checkpoint.provenance import read_plan
+from ..checkpoint.manifest import read_plan
 from ..errors import MALFORMED, LinearizeError, absent, check_file, did_you_mean, undamaged
 from ..plan.plan import Plan
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, portable
 from ..train.runs import is_entry, read_lines
 
 RUN, EVAL = "run.json", "eval.json"

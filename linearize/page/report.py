@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from .. import __version__
-from ..checkpoint.card import portable
 from ..demo import model_folder
 from ..plan.plan import Plan
+from ..recipe.recipe import portable
 from ..terminal.output import percent, ranges, size
 from ..terminal.tables import alike, attention, chosen_options, short
 from . import html

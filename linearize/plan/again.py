@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import Exit, LinearizeError
-from ..probe.probe import Found
+from ..probe.found import Found
 from ..terminal.output import ranges
 from .dropped_features import check_dropped_features
 from .heads import keep_heads

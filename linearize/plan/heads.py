@@ -15,7 +15,7 @@ from .keep import UNSCORED, Choice, auto_count
 if TYPE_CHECKING:  # tables of commands that need no torch name heads
     from linearize_kernels.mixer import Site
 
-    from ..probe.probe import Found
+    from ..probe.found import Found
 
 FORM = '"3:0,1;7:2" for the key heads 0 and 1 of layer 3 and 2 of layer 7, or auto:2% or auto:4'
 

@@ -11,7 +11,7 @@ from linearize_kernels.layers.rotary import settled
 from linearize_kernels.mixer import Site
 
 from ..errors import Exit, LinearizeError
-from ..probe.probe import Found, Other
+from ..probe.found import Found, Other
 from ..terminal.output import ranges
 from .dropped_features import dropped_features
 from .heads import Group

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.source import DTYPES, Source
 from ..errors import LinearizeError
-from ..probe.probe import Found
+from ..probe.found import Found
 from ..terminal.output import say
 from .dropped_features import check_dropped_features
 from .heads import keep_heads

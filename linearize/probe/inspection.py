@@ -7,13 +7,14 @@ from typing import Any
 
 from linearize_kernels.mixer import Site
 
-from ..checkpoint.provenance import read_plan, saved_again
+from ..checkpoint.manifest import read_plan, saved_again
 from ..checkpoint.source import open_source
 from ..convert import load_config, load_model_class
 from ..errors import LinearizeError
 from ..plan.mechanisms import load_mechanism, mechanism_names
 from ..plan.plan import Plan, make_steps
-from .probe import Found, probe
+from .found import Found
+from .probe import probe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from linearize_kernels.mixer import Site
 
 from ..errors import Exit, LinearizeError, reason_of
 from ..terminal.output import ranges
+from .found import Found, Other
 from .meta_run import PROBE, Run, interface_calls, own_softmax, quiet, slots_read
 
 # Words in the class names of modules that mix tokens, and what is said of one that ran outside the interface.
@@ -30,40 +31,6 @@ PLAIN_SLOTS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 NOT_ROUTED = "no softmax(q k) v over its tokens was seen in it"
 # Names of numbers above 1, or switches, that make attention compute fewer keys than queries.
 REDUCTIONS = re.compile(r"(reduction_ratio|^sr_ratio|^linear_attention)$")
-
-
-@dataclasses.dataclass(frozen=True)
-class Other:
-    """A module that mixes tokens and keeps doing it its own way; `reason` says why it cannot become linear."""
-
-    layer: int | None
-    path: str
-    kind: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path} is {self.kind}: {self.reason}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What the probe saw: `sites` can become linear, `others` cannot.
-
-    `fixed_rotation` are the paths of sites whose rotary embedding, as far as can be seen, cannot be taken away,
-    `rotated` of those that are given theirs as an argument of its own, `numbered` of those that make it from positions.
-    `reads_masks`: attention gets another mask than the model made, so the architecture's own code needs it whole.
-    `flat` are the paths of sites whose tokens lie on a grid of rows and columns alone. `cached_tokens` is how
-    many tokens the cache holds of sites that forget the others, by path.
-    """
-
-    sites: tuple[Site, ...]
-    others: tuple[Other, ...]
-    reads_masks: bool = False
-    fixed_rotation: tuple[str, ...] = ()
-    rotated: tuple[str, ...] = ()
-    numbered: tuple[str, ...] = ()
-    flat: tuple[str, ...] = ()
-    cached_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -29,8 +29,9 @@ from ..page.record import EVAL, RUN, RunRecord, read_run
 from ..recipe.models import Scratch
 from ..recipe.recipe import AttentionTransfer, LogitKL, Recipe, diff_resolved, weighty
 from ..terminal.output import finite
+from ..train.device import device_name
 from ..train.runs import processes
-from ..train.runtime import Say, device_name, stage_steps
+from ..train.runtime import Say, stage_steps
 from ..train.save import meta_model
 from .methods import FEWEST, METHODS, Common, Method, budget, per_step
 

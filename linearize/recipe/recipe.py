@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ __all__ = [
     "fixed",
     "load_recipe",
     "per_step",
+    "portable",
     "recipe_hash",
     "weighty",
 ]
@@ -350,3 +352,12 @@ def _compact(value: Any) -> str:
         return re.sub(r"e-0?", "e-", digits)
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def portable(value: Any) -> Any:
+    """A recipe as others may see it: of paths on this machine only the last part."""
+    if isinstance(value, dict):
+        return {key: portable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [portable(item) for item in value]
+    return Path(value).name if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~")) else value

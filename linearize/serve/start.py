@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from transformers import AutoConfig
 from transformers.utils.import_utils import is_serve_available
 
-from ..checkpoint.provenance import check_code, is_linearized
+from ..checkpoint.manifest import is_linearized
+from ..checkpoint.provenance import check_code
 from ..checkpoint.source import open_source
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..probe.meta_run import quiet

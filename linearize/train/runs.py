@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from ..checkpoint.atomic import foreign_files, write_atomically
-from ..checkpoint.provenance import base_hashes
+from ..checkpoint.manifest import base_hashes
 from ..checkpoint.shards import in_parallel, sha256
 from ..errors import LinearizeError, os_error, undamaged, writing
 from ..plan.plan import some

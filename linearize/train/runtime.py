@@ -15,13 +15,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, patch_environment
-from transformers import get_scheduler
 
 from ..data.packing import TextSource
 from ..errors import Exit, LinearizeError
 from ..recipe.data import local_paths
 from ..recipe.recipe import LogitKL, Recipe, Stage
 from .deepspeed_zero3 import read_config
+from .device import on_cpu, settled_precision
 from .fsdp import read_plugin
 from .small_adamw import SmallAdamW
 
@@ -29,21 +29,6 @@ Say = Callable[[str], None]
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
 # The main process converts, tokenises and saves alone, while the others wait.
 PATIENCE = timedelta(days=1)
-
-
-def on_cpu(recipe: Recipe) -> bool:
-    """Whether a run of this recipe takes the CPU here."""
-    return takes_cpu(recipe.runtime.device)
-
-
-def takes_cpu(device: str) -> bool:
-    """Whether the `device` of a recipe's runtime is the CPU here."""
-    return device == "cpu" or not torch.cuda.is_available()
-
-
-def device_name(device: torch.device) -> str:
-    """What a report calls the device that a run took."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def check_runtime(recipe: Recipe) -> str:
@@ -55,21 +40,6 @@ def check_runtime(recipe: Recipe) -> str:
     if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
         raise LinearizeError(f"track.to {track} needs: pip install {track}", Exit.RESOURCE)
     return settled_precision(recipe.runtime.device, recipe.runtime.precision)
-
-
-def settled_precision(device: str, precision: str) -> str:
-    """accelerate's name for the precision that a runtime asks for: bf16 on a GPU, fp32 on a CPU, unless told
-    otherwise.
-
-    Raises LinearizeError (exit 4) for a device that is not there, or a precision it has not.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        message = "runtime.device is cuda, but torch sees no CUDA device. Set it to cpu; linearize doctor shows torch"
-        raise LinearizeError(message, Exit.RESOURCE)
-    cpu = takes_cpu(device)
-    if precision == "fp16" and cpu:
-        raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)
-    return {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(precision, precision)
 
 
 @contextlib.contextmanager
@@ -149,6 +119,8 @@ def caches_casts(recipe: Recipe, zero: bool) -> bool:
 
 def make_schedule(stage: Stage, optimizer: torch.optim.Optimizer, steps: int) -> Callable[[int], float]:
     """Steps done -> factor of the learning rate; the schedules of transformers, by their names."""
+    from transformers import get_scheduler  # which imports its Trainer's tools, and with them peft and bitsandbytes
+
     schedule = stage.schedule
     name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
     extra = {"min_lr_rate": schedule.min_lr_ratio} if schedule.min_lr_ratio is not None else None

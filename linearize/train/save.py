@@ -23,7 +23,8 @@ from ..checkpoint import write as checkpoint
 from ..checkpoint.atomic import output_folder
 from ..checkpoint.carried import code_of
 from ..checkpoint.code import SourceClasses, code_files
-from ..checkpoint.provenance import behind, check_code, check_code_cache, read_plan
+from ..checkpoint.manifest import read_plan
+from ..checkpoint.provenance import behind, check_code, check_code_cache
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
@@ -32,7 +33,7 @@ from ..errors import Exit, LinearizeError, reason_of, resource_error
 from ..measure.positions import TRAINED_LENGTH, trained_length
 from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, portable
 from ..verify.child.inputs import auto_class, outputs, writes_text
 from ..verify.limits import RELOADED, ROUNDED_KL, ROUNDED_RMS
 from ..verify.reload import check_keys, check_steps, compare, fits_twice, reload_logits, scratch_folder
@@ -171,7 +172,7 @@ def save_final(
         shown = {name: about for name, (_, about) in pictures.items()}
         (folder / "README.md").write_text(card.model_card(plan, base, recipe, report, shown), "utf-8")
         own = {"teacher": report["teacher"]} if report.get("teacher") else {}
-        own["recipe"] = card.portable(recipe.resolved())
+        own["recipe"] = portable(recipe.resolved())
         manifest = checkpoint.manifest(folder, plan, hashes)
         checkpoint.write_json(folder / checkpoint.MANIFEST, {**manifest, **checkpoint.past(base), **own})
         if recipe.finish.verify:

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from linearize_kernels.hf.seam import evaluating
 
-from ..checkpoint.provenance import read_plan, trained_before, untrained_mixers
+from ..checkpoint.manifest import read_plan
+from ..checkpoint.provenance import trained_before, untrained_mixers
 from ..data.batches import (
     Samples,
     check_source,

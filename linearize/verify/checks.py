@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.provenance import check_mechanisms, differences, origin_of, plan_of, read_plan, refuse_code
+from ..checkpoint.manifest import plan_of, read_plan
+from ..checkpoint.provenance import check_mechanisms, differences, origin_of, refuse_code
 from ..checkpoint.shards import in_parallel, read_tensor, sha256, tensor_sha256
 from ..checkpoint.source import DTYPES, check_folder, check_revision, open_source, read_header, read_json
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from linearize.checkpoint.adopt import adopt, adopted
-from linearize.checkpoint.provenance import read_plan
+from linearize.checkpoint.manifest import read_plan
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
 from linearize.verify.reload import check_keys

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from linearize import api
 from linearize.checkpoint.adopt import adopt
-from linearize.checkpoint.provenance import read_plan, trained_before, untrained_mixers
+from linearize.checkpoint.manifest import read_plan
+from linearize.checkpoint.provenance import trained_before, untrained_mixers
 from linearize.checkpoint.write import MANIFEST
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError

@@ -15,7 +15,7 @@ from models import SMALL, convert_folder, load, save_source, small_model
 from training import SMALL as TRAINED
 from training import byte_tokenizer, recipe_values, stage, write_data
 
-from linearize.checkpoint.provenance import read_plan
+from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose, methods
 from linearize.choose.choose import PACKAGES, Scoring, chooser, recall_batches, text_batches
 from linearize.choose.methods import gates, restore, swaps

@@ -13,7 +13,7 @@ from conftest import Command
 from models import SMALL as SIZES
 from training import SMALL, byte_tokenizer, stage, write_data, write_recipe
 
-from linearize.checkpoint.provenance import read_plan
+from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose
 from linearize.convert import plan_conversion
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import Command
-from models import SMALL, save_source
+from models import SMALL, convert_folder, save_source
 from transformers import Olmo2Config
 
 from linearize import __version__, cli
@@ -42,17 +42,48 @@ def test_help_answers_at_once() -> None:
     assert min(times) < 0.4
 
 
-@pytest.mark.parametrize(("arguments", "word"), [(["convert", "--help"], "--keep-softmax"), (["mechanisms"], "gsa")])
-def test_help_imports_neither_torch_nor_transformers(arguments: list[str], word: str) -> None:
-    code = (
-        f"import sys; from linearize.cli import main; sys.argv[1:] = {arguments}\n"
-        "try: main()\n"
-        "finally: print(*{'torch', 'transformers'} & set(sys.modules), file=sys.stderr)\n"
+# Runs each command in this process and says which packages it has imported then; the last is what a model class needs.
+IMPORTS = """
+import contextlib, json, sys
+from linearize.cli import main
+HEAVY = ["torch", "transformers", "transformers.modeling_utils", "accelerate", "torchao", "peft", "bitsandbytes",
+         "datasets", "diffusers", "deepspeed", "linearize.train.runtime"]
+found = []
+for words in json.loads(sys.argv[1]):
+    if words is None:
+        import transformers.modeling_utils
+    else:
+        sys.argv = ["linearize", *words]
+        with contextlib.redirect_stdout(sys.stderr):
+            try: main()
+            except SystemExit as ended: assert not ended.code, (words, ended.code)
+    found.append([name for name in HEAVY if name in sys.modules])
+print(json.dumps(found))
+"""
+
+
+def test_commands_import_no_more_than_they_need(source: Path, tmp_path: Path) -> None:
+    linear, run = convert_folder(source, tmp_path / "linear"), tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"recipe": {"name": "first", "model": {"base": str(linear)}}}), "utf-8")
+    quick = [["--version"], ["--help"], ["convert", "--help"], ["mechanisms"], ["recipes", "ls"]]
+    listing = [["runs", str(run.parent)]]
+    models = [["inspect", str(source)], ["inspect", str(linear)]]
+    models += [["convert", str(source), "--to", "gsa", "-o", str(tmp_path / "again"), "--verify", "none"]]
+    commands = [*quick, *listing, None, *models]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, json.dumps(commands)], capture_output=True, text=True, cwd=tmp_path
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert word in done.stdout
-    assert not done.stderr.strip()
+    assert done.returncode == 0, done.stderr
+    for words in ("--keep-softmax", "retnet", "first"):  # they did run
+        assert words in done.stderr
+    found = json.loads(done.stdout)
+    assert found[: len(quick)] == [[]] * len(quick)
+    assert found[len(quick)] == ["torch", "transformers"]
+    # transformers imports accelerate and torchao with its model classes, where they are installed.
+    needed, *later = found[len(quick) + 1 :]
+    assert not {"peft", "bitsandbytes", "datasets", "linearize.train.runtime"} & set(needed)
+    assert later == [needed] * len(models)
 
 
 def test_version(linearize: Command) -> None:

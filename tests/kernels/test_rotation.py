@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from linearize import convert as story
 from linearize.errors import Exit, LinearizeError
 from linearize.plan.plan import check_rotation, make_steps
-from linearize.probe.probe import Found, probe
+from linearize.probe.found import Found
+from linearize.probe.probe import probe
 
 WITHOUT = {"slots": 8, "rope": False}
 

@@ -17,7 +17,7 @@ from training import base, byte_tokenizer, text
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from linearize.checkpoint.card import with_tasks
-from linearize.checkpoint.provenance import identity
+from linearize.checkpoint.manifest import identity
 from linearize.errors import Exit, LinearizeError
 from linearize.hub.push import results_of
 from linearize.measure import tasks

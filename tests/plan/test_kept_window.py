@@ -13,7 +13,7 @@ from models import convert_folder, load, logits, save_source, small_model, token
 from training import SMALL, byte_tokenizer, make_recipe, stage, train
 from transformers import DynamicCache
 
-from linearize.checkpoint.provenance import read_plan
+from linearize.checkpoint.manifest import read_plan
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.plan.plan import Plan

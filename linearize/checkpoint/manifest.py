@@ -1,0 +1,112 @@
+"""Read what linearize.json says of a folder: by which plan it was made, from what, and which files are its own.
+
+Commands that list runs read these, so nothing here builds a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from linearize_kernels.mixer import Site
+
+from .. import __version__
+from ..errors import MALFORMED, Exit, LinearizeError
+from ..plan.plan import DIFFUSERS, Plan, Step
+from .atomic import MANIFEST
+from .shards import in_parallel, known_sha256
+from .source import read_json
+
+FORMAT = 1  # of the manifest; counts what an earlier version cannot read
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan by which a folder was converted.
+
+    Raises LinearizeError (exit 3) when there is none, or a newer version wrote it.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+        if manifest.get("format", 1) > FORMAT:
+            raise LinearizeError(
+                f"{folder} was written by linearize {manifest.get('linearize')}, in a format that is unknown to "
+                f"{__version__}. Use that version or a newer one",
+                Exit.INCOMPATIBLE,
+            )
+        plan = Plan.from_json(manifest["plan"])
+        if plan.model_type == DIFFUSERS:
+            raise LinearizeError(
+                f"{folder} holds {plan.architecture} of diffusers. Train it with a recipe of latents, as "
+                "docs/diffusers.md says",
+                Exit.INCOMPATIBLE,
+            )
+        return plan
+    except (OSError, *MALFORMED) as error:
+        if saved_again(folder):
+            raise LinearizeError(
+                f"{folder} is linearized but has no {MANIFEST}, which says what is whose in it; "
+                "save_pretrained leaves it out. finetune, eval, generate, verify, serve, export and push take the "
+                "folder as it is",
+                Exit.INCOMPATIBLE,
+            ) from error
+        raise LinearizeError(
+            f"{folder} is no folder written by linearize convert ({type(error).__name__}: {error}). "
+            "Convert first, or add a convert section to the recipe",
+            Exit.INCOMPATIBLE,
+        ) from error
+
+
+def plan_of(config: dict[str, Any]) -> Plan:
+    """As much of a plan as a linearized config.json holds; a folder saved by transformers has no linearize.json."""
+    layers = config["linearize"]["layers"]
+    steps = tuple(Step(Site.from_dict(one["site"]), one["mechanism"], one["options"], 0, 0) for one in layers)
+    architecture = config["architectures"][0].removeprefix("Linearized")
+    model_type, dtype = config["model_type"].removeprefix("linearized_"), str(config.get("dtype"))
+    return Plan("", None, architecture, model_type, dtype, False, False, steps, (), 0, 0)
+
+
+def saved_again(folder: Path) -> Plan | None:
+    """`plan_of` a linearized model that save_pretrained wrote; None for any other folder."""
+    if (folder / MANIFEST).exists():
+        return None
+    with contextlib.suppress(OSError, *MALFORMED):
+        return plan_of(json.loads((folder / "config.json").read_text("utf-8")))
+    return None
+
+
+def is_linearized(folder: Path) -> bool:
+    """Whether linearize wrote the folder, or transformers saved what it wrote."""
+    return (folder / MANIFEST).exists() or saved_again(folder) is not None
+
+
+def recipes_of(folder: Path) -> list[dict[str, Any]]:
+    """The recipes by which a folder, and those that it was converted again from, were trained; the earliest first."""
+    last = read_json(folder / MANIFEST).get("recipe")
+    return [one for one in [*(past.recipe for past in read_plan(folder).again), last] if one is not None]
+
+
+def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
+    """Hashes of the files that a folder's linearize.json lists, by name; the card is for people, and left out.
+
+    Of a folder that is `new`, those that linearize.json has are taken from there.
+    """
+    manifest = read_json(folder / MANIFEST)
+    names = [name for name in manifest["files"] if name != "README.md" and (folder / name).is_file()]
+    known = {**manifest.get("untouched", {}).get("shards", {}), **manifest.get("code", {})} if new else {}
+    hashes = in_parallel(lambda name: known.get(name) or known_sha256(folder / name), names)
+    return dict(zip(names, hashes, strict=True))
+
+
+def identity(folder: Path) -> str:
+    """A hash of the plan and the weights of a linearized folder: by it a model is known when its code is upgraded."""
+    if (folder / MANIFEST).exists():
+        manifest = read_json(folder / MANIFEST)
+        known = {key: manifest.get(key) for key in ("plan", "untouched", "written")}
+    else:
+        shards = sorted(folder.glob("*.safetensors"))
+        hashes = dict(zip([path.name for path in shards], in_parallel(known_sha256, shards), strict=True))
+        known = {"plan": read_json(folder / "config.json")["linearize"], "shards": hashes}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
