@@ -87,6 +87,7 @@ def test_clean_processes_agree(zoo: Zoo, tmp_path: Path) -> None:
     assert len(clean_env.in_clean_process(tmp_path)) == 2 * len(ARCHITECTURES)
 
 
+@pytest.mark.usefixtures("cold")
 def test_convert_proves_its_result(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", "gemma2")
     said: list[str] = []
