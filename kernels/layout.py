@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -107,6 +107,30 @@ def part_of(layout: TokenLayout, start: int, stop: int) -> TokenLayout:
     grid = None if layout.grid is None else Grid((stop - start,))
     rotation = layout.rotation and type(layout.rotation)(*(part[:, start:stop] for part in layout.rotation))
     return layout._replace(padding=padding, segments=segments, grid=grid, rotation=rotation)
+
+
+def joined(layouts: Sequence[TokenLayout], inputs: Sequence[Tensor]) -> TokenLayout:
+    """The layout of causal calls as one call, each of which went on with the state of the one before; `inputs` [B,T,..]
+    are one of each."""
+    if len(layouts) == 1:
+        return layouts[0]
+    B, T = len(inputs[0]), sum(x.shape[1] for x in inputs)
+    padding, segments = [one.padding for one in layouts], [one.segments for one in layouts]
+    real: Tensor | None = None
+    documents: Tensor | None = None
+    rotation: Any = None
+    if any(part is not None for part in padding):
+        parts = zip(padding, inputs, strict=True)
+        real = torch.cat([x.new_ones(x.shape[:2], dtype=torch.bool) if y is None else y for y, x in parts], 1)
+    if any(part is not None for part in segments):
+        # A call goes on in the last document of the one before.
+        numbers = [x.new_zeros(x.shape[:2]) if y is None else y for y, x in zip(segments, inputs, strict=True)]
+        documents = torch.cat([F.pad(y[:, 1:] != y[:, :-1], (1, 0)) for y in numbers], 1).cumsum(1)
+    if layouts[0].rotation is not None:
+        turned = zip(*(one.rotation for one in layouts), strict=True)
+        rotation = type(layouts[0].rotation)(*(torch.cat([x.expand(B, -1, -1) for x in part], 1) for part in turned))
+    grid = None if layouts[0].grid is None else Grid((T,))
+    return layouts[-1]._replace(padding=real, segments=documents, grid=grid, rotation=rotation)
 
 
 class Geometry(NamedTuple):

@@ -4,8 +4,9 @@
 touch, so beams, sampling, continuation and hybrids go through the code that transformers already has.
 
 A state cannot forget its last tokens. Assisted decoding asks for that, so a cache that records its past
-(`activate_past_recording`, which generate() calls) also keeps the inputs of the last UNDO tokens and the states before
-them: `crop` takes the nearest state and folds the tokens that stay into it again. The model itself does not run again.
+(`activate_past_recording`, which generate() calls) also keeps the inputs of the last UNDO tokens and three states at
+most: two that are UNDO tokens apart or more, and the one before the last call, of which tokens go most often. `crop`
+takes the nearest state and folds the tokens that stay into it again. The model itself does not run again.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from ..layers.softmax_heads import earlier, restored
-from ..layout import TokenLayout, part_of
+from ..layout import TokenLayout, joined, part_of
 
 # How many of the last tokens can be removed from a cache that records its past.
 UNDO = 128
 
 
 class Recorded(NamedTuple):
-    """One call of a mixer: the state before it (as `earlier` has it), and its inputs q, k, v and x, [B,T,...] each."""
+    """One call of a mixer: its inputs q, k, v and x, [B,T,...] each, and, where it is `kept`, the state before it (as
+    `earlier` has it)."""
 
-    before: Any
     inputs: tuple[Tensor, ...]
     layout: TokenLayout
+    before: Any
+    kept: bool = True
 
     @property
     def tokens(self) -> int:
@@ -84,10 +87,25 @@ class StateLayer(CacheLayerMixin):
             inputs, layout = tuple(x[:, first:].clone() for x in inputs), part_of(layout, first, T)
         before = self.state
         o, self.state = mixer(*inputs, layout, before)
-        self.past.append(Recorded(earlier(before, self.state, inputs[0].shape[1]), inputs, layout))
-        while sum(call.tokens for call in self.past[1:]) >= UNDO:
-            del self.past[0]
+        self._record(Recorded(inputs, layout, earlier(before, layout)))
         return torch.cat([*outputs, o], 1) if outputs else o
+
+    def _record(self, call: Recorded) -> None:
+        """Append a call, forget the state before the last one where an earlier one is near, and calls too far back."""
+        tokens = 0
+        for other in reversed(self.past[:-1]):
+            tokens += other.tokens
+            if other.kept:
+                break
+        if 0 < tokens < UNDO:
+            self.past[-1] = self.past[-1]._replace(before=None, kept=False)
+        self.past.append(call)
+        tokens = 0
+        for n in reversed(range(len(self.past))):
+            tokens += self.past[n].tokens
+            if self.past[n].kept and tokens >= UNDO:
+                del self.past[:n]
+                break
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the mixer makes the state."""
@@ -156,16 +174,19 @@ class StateLayer(CacheLayerMixin):
                 f"that may be removed, at most {UNDO}; or keep a copy.deepcopy of the cache, whose size does not grow"
             )
         self.seen -= left
-        while left:
-            call = self.past.pop()
-            before = restored(call.before, self.state)
-            self.state, stay = before, call.tokens - left
-            left -= call.tokens
-            if stay > 0:
-                inputs, layout = tuple(x[:, :stay] for x in call.inputs), part_of(call.layout, 0, stay)
-                _, self.state = self.mixer()(*inputs, layout, before)
-                self.past.append(Recorded(earlier(before, self.state, stay), inputs, layout))
-                break
+        tokens = 0
+        calls: list[Recorded] = []
+        while tokens < left or (calls and not calls[0].kept):
+            calls.insert(0, self.past.pop())
+            tokens += calls[0].tokens
+        if not left:
+            return
+        self.state, stay = restored(calls[0].before, self.state), tokens - left
+        if stay:
+            layout = part_of(joined([call.layout for call in calls], [call.inputs[0] for call in calls]), 0, stay)
+            inputs = tuple(torch.cat(parts, 1)[:, :stay] for parts in zip(*(call.inputs for call in calls), strict=True))
+            self.past.append(Recorded(inputs, layout, calls[0].before))
+            _, self.state = self.mixer()(*inputs, layout, self.state)
 
 
 def map_state(change: Callable[[Tensor], Tensor], state: Any) -> Any:

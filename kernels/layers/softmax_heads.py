@@ -64,13 +64,13 @@ class Earlier(NamedTuple):
     real: Tensor | None
 
 
-def earlier(before: Any, after: Any, tokens: int) -> Any:
-    """`before` as `Earlier` where the state `after` so many more tokens begins with its keys, so that a record of many
-    states does not hold them many times; any other state as it is."""
-    S = before.softmax.keys.shape[1] if isinstance(before, SplitState) else 0
-    if not S or after.softmax.keys.shape[1] != S + tokens:  # a sliding window forgets the first ones
+def earlier(before: Any, layout: Any) -> Any:
+    """`before` as `Earlier` where all later states begin with its keys, so that a record of some states does not hold
+    them several times; any other state as it is. `layout` is the TokenLayout of the call behind it."""
+    windowed = layout.scores is not None and layout.scores.window is not None  # which forgets the first keys
+    if windowed or not isinstance(before, SplitState):
         return before
-    return Earlier(before.linear, S, before.softmax.real)
+    return Earlier(before.linear, before.softmax.keys.shape[1], before.softmax.real)
 
 
 def restored(before: Any, now: Any) -> Any:

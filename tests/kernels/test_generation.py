@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import TOLERANCE, relative_error
 from models import ARCHITECTURES, HYBRID, Zoo, convert_folder, load, logits, save_source, small_model, tokens
 from torch import Tensor
@@ -21,10 +22,16 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize_kernels.hf.cache import StateLayer
 from linearize_kernels.hf.interface import register_backend
 from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.layers.rotary import Rotation
+from linearize_kernels.layers.scan import numbered
+from linearize_kernels.layout import Grid, TokenLayout, joined, part_of
+from linearize_kernels.mixer import Site
 
+ROOT = Path(__file__).resolve().parents[2]
 EXACT = TOLERANCE[torch.float32]
 every_model = pytest.mark.parametrize(
     ("name", "layers"), [(name, layers) for name in ARCHITECTURES for layers in ("all", HYBRID)]
@@ -365,6 +372,100 @@ def test_the_end_of_a_long_call_can_be_removed(zoo: Zoo, monkeypatch: pytest.Mon
     cache.batch_select_indices(torch.tensor([1]))
     with pytest.raises(ValueError, match="0 of the last ones"):
         cache.crop(-1)
+
+
+@some_models
+@torch.no_grad()
+def test_200_single_tokens_leave_few_states(zoo: Zoo, name: str, layers: str, options: dict[str, int]) -> None:
+    """Three at most, 128 tokens apart or before the last call; any of the last 128 tokens can be removed."""
+    model, ids, cache = zoo.model(name, layers, **options), tokens(1, 206), DynamicCache()
+    cache.linearize_records_past = True
+    for t in range(200):
+        model(ids[:, t : t + 1], past_key_values=cache)
+    for layer in [layer for layer in cache.layers if hasattr(layer, "state")]:
+        own = [tensor for call in layer.past for tensor in tensors_of(call.before)]
+        assert 2 <= sum(call.kept for call in layer.past) <= 3
+        assert sum(x.nbytes for x in own) <= 3 * sum(x.nbytes for x in tensors_of(layer.state))
+        assert 128 <= sum(call.tokens for call in layer.past) < 2 * 128
+    for removed in (1, 3, 64, 100, 128):  # within what the state before the last call knows, and behind others
+        twin, stay = copy.deepcopy(cache), 200 - removed
+        twin.crop(-removed)
+        again = model(ids[:, stay : stay + 6], past_key_values=twin).logits
+        assert relative_error(again, model(ids[:, : stay + 6]).logits[:, stay:]) < EXACT
+        twin.crop(-8)
+        assert (
+            relative_error(
+                model(ids[:, stay - 2 : stay], past_key_values=twin).logits, model(ids[:, :stay]).logits[:, -2:]
+            )
+            < EXACT
+        )
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """The tensors of a state, which may hold other states."""
+    if isinstance(state, tuple):
+        return [tensor for part in state for tensor in tensors_of(part)]
+    return [state] if isinstance(state, Tensor) else []
+
+
+@torch.no_grad()
+def test_states_that_are_kept_at_8b_take_less_than_5_percent() -> None:
+    """The most that is kept, three states and 255 tokens, in a layer of Llama 3.1 8B's shape, in bf16: the preset
+    gsa-window in all 32 layers, or in 24 beside 8 that keep softmax over 4,096 tokens. 5 % of the weights alone."""
+    preset = yaml.safe_load((ROOT / "recipes" / "gsa-window.yaml").read_text("utf-8"))["convert"]
+    site = Site(0, "layer", "Attention", 4096, 32, 8, 128, 128, 128**-0.5, causal=True)
+    weights, states, inputs = 2 * 8_030_261_248, {}, {}
+    for name, options in ((preset["mechanism"], preset["options"]), ("window", {"window": 4096, "sink": 4})):
+        mixer = build_mixer(name, site, resolve_options(name, options, site)).to(torch.bfloat16)
+        mixer.reset_parameters()
+        layer = StateLayer()
+        for T in (1, 128, 126, 1):
+            given = [torch.randn(1, T, *shape).bfloat16() for shape in ((32, 128), (8, 128), (8, 128), (4096,))]
+            layer.absorb(mixer, tuple(given), TokenLayout())
+            layer.activate_past_recording()
+        assert [call.kept for call in layer.past] == [True, True, True]
+        states[name] = sum(x.nbytes for call in layer.past for x in tensors_of(call.before))
+        inputs[name] = sum(x.nbytes for call in layer.past for x in call.inputs)
+    gsa, window = states["gsa"], states["window"]
+    taken = {"states": 32 * gsa, "states and inputs": 32 * (gsa + inputs["gsa"]), "hybrid": 24 * gsa + 8 * window}
+    print({what: f"{size / 2**20:.0f} MiB, {size / weights:.1%}" for what, size in taken.items()})
+    assert max(taken.values()) <= 0.05 * weights
+
+
+@torch.no_grad()
+def test_calls_of_padded_rows_are_replayed_as_one(zoo: Zoo) -> None:
+    """The tokens that stay are of several calls; only the first of these has a state, and a mask that hides tokens."""
+    model, ids = zoo.model("llama"), tokens(2, 60)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[1, :5] = 0
+    cache = DynamicCache()
+    cache.linearize_records_past = True
+    for start, stop in ((0, 20), (20, 21), (21, 40), (40, 41), (41, 42)):
+        model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+    assert [call.kept for call in cache.layers[0].past] == [True, False, False, False, True]
+    cache.crop(-12)
+    again = model(ids[:, 30:], attention_mask=mask, past_key_values=cache).logits
+    assert relative_error(again, model(ids, attention_mask=mask).logits[:, 30:]) < EXACT
+
+
+def test_layouts_of_calls_are_joined() -> None:
+    """Also those of calls that say nothing of padding or of documents; a call goes on in the last document."""
+    chance = torch.Generator().manual_seed(0)
+    x = torch.zeros(2, 12, 3)
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[1, :3] = False
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 5, 5, 5], [0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2]])
+    angles = Rotation(*torch.rand(2, 1, 12, 4, generator=chance))
+    whole = TokenLayout(real, documents, True, Grid((12,)), angles)
+    parts = [part_of(whole, start, stop) for start, stop in ((0, 5), (5, 7), (7, 12))]
+    parts[1] = parts[1]._replace(padding=None, segments=None)
+    found = joined(parts, x.split([5, 2, 5], 1))
+    assert torch.equal(found.padding, real)
+    assert torch.equal(found.segments, numbered(documents))
+    assert found.grid == whole.grid
+    assert all(torch.equal(ours, theirs.expand(2, -1, -1)) for ours, theirs in zip(found.rotation, angles, strict=True))
+    bare = TokenLayout()
+    assert joined([bare, bare], x.split([5, 7], 1)) == bare
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", "all"), ("llama", HYBRID), ("gpt2", "all")])
