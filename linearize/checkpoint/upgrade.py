@@ -14,7 +14,7 @@ from ..convert import check_paths
 from ..diffusion.convert import holds_diffusers
 from ..errors import Exit, LinearizeError, absent
 from ..plan.plan import Plan
-from ..verify.reload import check_keys, check_steps, compare, fits_twice, reload_logits
+from ..verify.reload import TOO_LARGE, check_keys, check_steps, compare, fits_twice, reload_logits
 from . import write as checkpoint
 from .atomic import output_folder
 from .code import MODELING_FILE, code_files
@@ -131,7 +131,7 @@ def compared(old: Path, new: Path) -> str:
     """
     message = "reloaded in a clean process: {} tensors, none missing, none unexpected"
     if not fits_twice([old]):
-        return message.format(check_keys(new)) + "; logits not compared, twice the weights exceed free memory"
+        return message.format(check_keys(new)) + TOO_LARGE
     with ThreadPoolExecutor() as pool:
         before, after = pool.submit(reload_logits, old), pool.submit(reload_logits, new)
         count, logits, child = after.result()

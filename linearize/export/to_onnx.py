@@ -26,6 +26,7 @@ from ..convert import separate
 from ..errors import Exit, LinearizeError, os_error, reason_of
 from ..probe.meta_run import quiet
 from ..train.save import load_converted
+from ..verify.child.inputs import proof_length
 from .graph import EXPORTED, OneGraph, write
 
 FILE = "model.onnx"
@@ -35,8 +36,8 @@ OLDEST = {"onnx": "1.23", "onnxscript": "0.7"}
 # Largest difference of logits, beside the largest logit where that is above 1.
 TOLERANCE = 1e-4
 # Tokens of the rows that prove a graph: how many of each a prompt has, and how many follow it one by one. The long one
-# has more than a window holds, up to LONGEST: the reference evaluator is slow.
-SHORT, LONG, LONGEST, STEPS = 5, 33, 200, 2
+# has more than a window holds (`proof_length`).
+SHORT, LONG, STEPS = 5, 33, 2
 # Why LinearAttention cannot compute the others.
 MISSING = {
     "gsa": "slots are read by softmax, and LinearAttention has no such rule",
@@ -141,11 +142,8 @@ def silent() -> Iterator[None]:
 def proof_rows(config: Any) -> list[Tensor]:
     """Random tokens [T] of a short row, and of a longer one that goes beyond the first tokens and the window of each
     linear layer, as far as the model has positions."""
-    options = [layer["options"] for layer in config.linearize["layers"]]
-    beyond = max(one.get("window", 0) + one.get("sink", 0) + 3 for one in options)
-    most = min(LONGEST, (getattr(config, "max_position_embeddings", None) or LONGEST) - STEPS)
     generator = torch.Generator().manual_seed(0)
-    lengths = (SHORT, min(max(LONG, beyond), most))
+    lengths = (SHORT, proof_length(config, LONG, STEPS))
     return [torch.randint(config.vocab_size, (tokens + STEPS,), generator=generator) for tokens in lengths]
 
 

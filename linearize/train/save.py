@@ -36,7 +36,7 @@ from ..probe.meta_run import quiet
 from ..recipe.recipe import Recipe, portable
 from ..verify.child.inputs import auto_class, outputs, writes_text
 from ..verify.limits import RELOADED, ROUNDED_KL, ROUNDED_RMS
-from ..verify.reload import check_keys, check_steps, compare, fits_twice, reload_logits, scratch_folder
+from ..verify.reload import TOO_LARGE, check_keys, check_steps, compare, fits_twice, reload_logits, scratch_folder
 from .student import ADAPTER, Student
 
 # ---------------------------------------------------------------- loading
@@ -281,7 +281,7 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     """
     message = "reloaded in a clean process: {} tensors, none missing, none unexpected"
     if trained is None:
-        return message.format(check_keys(folder)) + "; logits not compared, twice the weights exceed free memory"
+        return message.format(check_keys(folder)) + TOO_LARGE
     words = student.model.config.get_text_config().vocab_size if writes_text(student.model) else 0
     if student.lora is not None and not recipe.keeps_adapter:
         merged = logits_of(student.model)

@@ -132,6 +132,9 @@ CGROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 CHILD = Path(__file__).parent / "child"
+# What else is said where keys alone were checked.
+NOT_COMPARED = "; logits and decoding not compared: "
+TOO_LARGE = NOT_COMPARED + "twice the weights exceed free memory"
 REFUSED = ("linearize", "linearize_kernels", "triton", "peft")
 
 
@@ -151,10 +154,8 @@ def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) 
         return message + f"{difference:.1e}){steps}"
     message = message.format(check_keys(folder))
     if cut:
-        return message + "; logits not compared, for transformers does not dequantize blocks that an edge cuts"
-    if level == "auto":
-        message += "; logits not compared, twice the weights exceed free memory (--verify full forces it)"
-    return message
+        return message + NOT_COMPARED + "transformers does not dequantize blocks that an edge cuts"
+    return message + (TOO_LARGE + " (--verify full forces it)" if level == "auto" else NOT_COMPARED + "--verify keys")
 
 
 def fits_twice(folders: Iterable[Path]) -> bool:
@@ -235,7 +236,9 @@ def check_steps(loaded: dict[str, Any]) -> str:
         _fail(f"single steps through a cache {off} {row['detail']}".rstrip())
     if row["status"] == "skipped" or row["detail"]:
         return f"; single steps through a cache not compared with one pass: {row['detail']}"
-    return f"; single steps through a cache equal one pass (largest difference {row['difference']:.1e})"
+    proof = f"rows of {row['tokens']} tokens, largest difference {row['difference']:.1e}"
+    held = f"; the window of {row['window']} held all of a row" if row["window"] else ""
+    return f"; single steps through a cache equal one pass ({proof}{held})"
 
 
 def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = RELOADED) -> float:

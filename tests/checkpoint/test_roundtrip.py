@@ -29,7 +29,7 @@ from models import (
 )
 from safetensors.torch import load_file
 
-from linearize.convert import plan_conversion
+from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.verify.reload import check_keys, check_logits
 from linearize_kernels.hf.seam import mixers_of
@@ -91,14 +91,42 @@ def test_clean_processes_agree(zoo: Zoo, tmp_path: Path) -> None:
 def test_convert_proves_its_result(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", "gemma2")
     said: list[str] = []
-    from linearize.convert import convert, plan_conversion
-
     plan = plan_conversion(str(source), "gsa", layers=HYBRID, options={"slots": 8})
     result = convert(*plan, tmp_path / "linear", level="full", say=said.append)
     assert said == [result]
     assert "none missing, none unexpected" in result
     assert "logits equal the source class" in result
     assert "single steps through a cache equal one pass" in result
+
+
+@pytest.mark.parametrize(("window", "proved"), [(0, "24 tokens"), (40, "50 tokens"), (900, "206 tokens")])
+def test_the_proof_goes_beyond_the_window(tmp_path: Path, window: int, proved: str) -> None:
+    """As far as its rows may be long; the sentence says where a window held all of them."""
+    source = save_source(tmp_path / "source", max_position_embeddings=1024)
+    options = {"window": window, "sink": 1} if window else {}
+    plan = plan_conversion(str(source), "gla", layers="0", options=options)
+    said = convert(*plan, tmp_path / "linear", level="full", say=lambda text: None)
+    assert f"; single steps through a cache equal one pass (rows of {proved}, largest difference " in said
+    assert ("the window of 901 held all of a row" in said) == (window == 900)
+
+
+def test_a_proof_by_keys_says_what_it_leaves_out(tmp_path: Path) -> None:
+    plan = plan_conversion(str(save_source(tmp_path / "source")), "gla")
+    said = convert(*plan, tmp_path / "linear", level="keys", say=lambda text: None)
+    assert said.endswith("; logits and decoding not compared: --verify keys")
+
+
+def test_steps_beyond_the_window_that_go_wrong_are_found(tmp_path: Path) -> None:
+    """They are right as long as the window holds all tokens."""
+    source, folder = save_source(tmp_path / "source"), tmp_path / "linear"
+    plan, opened, natives = plan_conversion(str(source), "window", options={"window": 40})
+    convert(plan, opened, natives, folder, level="none", say=lambda text: None)
+    right, step = (folder / "state.py").read_text(), "o, self.state = mixer(*inputs, layout, self.state)"
+    wrong = right.replace(step, f"{step} if self.seen < 44 else (mixer(*inputs, layout, self.state)[0], self.state)")
+    assert wrong != right
+    (folder / "state.py").write_text(wrong)
+    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
+        check_logits(folder, opened, plan, False)
 
 
 @pytest.mark.parametrize("layers", ["all", HYBRID])

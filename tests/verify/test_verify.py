@@ -36,6 +36,20 @@ def edit(path: Path, old: str, new: str) -> None:
 BEHAVIOURS = {*behaviours.CHECKS, "constant state", "trust"}
 
 
+@pytest.mark.parametrize(("window", "length"), [(8, 40), (60, 70)])
+def test_rows_are_longer_than_the_window(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, window: int, length: int) -> None:
+    """A prompt that fills it and tokens that leave it, before the single steps."""
+    seen: list[int] = []
+
+    def note(model: Any, ids: Any) -> float:
+        seen.append(ids.shape[1])
+        return 0.0
+
+    monkeypatch.setattr(behaviours, "CHECKS", {"rows": note})
+    assert behaviours.written(zoo.model("llama", window=window, sink=1), 40, LIMIT)["rows"]["status"] == "passed"
+    assert seen == [length]
+
+
 def failing(folder: Path, wanted: set[str] = BEHAVIOURS) -> set[str]:
     """Names of the wanted behaviours that fail, computed in this process."""
     model = load(folder)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .encoder_behaviours import BOTH_WAYS, heads
-from .inputs import auto_class, difference, make_inputs, make_tokens, tokens_of, writes_text
+from .inputs import auto_class, difference, make_inputs, make_tokens, proof_length, reach_of, tokens_of, writes_text
 
 STEPS = 6
 # The shortest rows that can be cut up in all the ways below.
@@ -257,7 +257,8 @@ def attempt(check: Callable[[Any, Any], float | None], model: Any, given: Any) -
 
 
 def behave(model: Any, folder: str, length: int, limit: float) -> dict[str, dict[str, Any]]:
-    """Every check of a loaded model, on rows of `length` tokens where it takes as many, by name."""
+    """Every check of a loaded model by name, on rows of `length` tokens where it takes as many; of more beside a longer
+    window."""
     checks = written(model, length, limit) if writes_text(model) else both_ways(model, length, limit)
     checks["trust"] = result(lambda: loads_without_trust(folder))
     return checks
@@ -270,13 +271,18 @@ def rows(model: Any, B: int, length: int) -> Tensor:
 
 
 def decoding(model: Any, limit: float) -> dict[str, Any] | None:
-    """The row of `steps` on short rows; None for a model that writes no text."""
-    return run(steps, model, rows(model, 2, 24), limit) if writes_text(model) else None
+    """The row of `steps` on short rows, which go beyond windows where they can (`proof_length`), with the number of
+    their `tokens` and the `window` that holds all of them (0: none does); None for a model that writes no text."""
+    if not writes_text(model):
+        return None
+    ids, reach = rows(model, 2, proof_length(model.config, 24 - STEPS, STEPS) + STEPS), reach_of(model.config)
+    T = ids.shape[1]
+    return {**run(steps, model, ids, limit), "tokens": T, "window": reach if reach >= T else 0}
 
 
 def written(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
     """The checks of a model that writes text."""
-    ids = rows(model, 3, length)
+    ids = rows(model, 3, max(length, proof_length(model.config, 1, STEPS) + STEPS))
 
     def finite() -> str:
         return "" if bool(call(model, ids).logits.isfinite().all()) else "logits that are not finite"

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The most tokens of a prompt that proves decoding.
+LONGEST = 200
+
 
 def auto_class(config: Any) -> str:
     """The Auto class that loads a checkpoint with its head: what its own code is registered for, else causal."""
@@ -75,6 +78,19 @@ def most_tokens(model: Any) -> int | None:
             # OPT and others have two rows more; RoBERTa has not, and begins behind the row of padding.
             return rows if part.padding_idx is None else part.num_embeddings - part.padding_idx - 1
     return rows if any(table.ndim == 2 and len(table) == rows for table in model.buffers()) else None
+
+
+def reach_of(config: Any) -> int:
+    """How many tokens the largest window of the linear layers sees, with the first ones; 0 where there is none."""
+    options = [layer["options"] for layer in config.linearize["layers"]]
+    return max((one.get("window", 0) + one.get("sink", 0) for one in options), default=0)
+
+
+def proof_length(config: Any, least: int, steps: int) -> int:
+    """How many tokens a prompt has that proves decoding, `steps` following it: `least`, or enough that tokens have left
+    every window, up to LONGEST and the positions of the model."""
+    places = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST + steps
+    return int(max(1, min(max(least, reach_of(config) + 3), LONGEST, places - steps)))
 
 
 def make_tokens(model: Any, B: int, T: int) -> Tensor:
