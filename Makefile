@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := -m pip install --quiet --disable-pip-version-check
 CLEAN := .venv-clean-current .venv-clean-517
 
-.PHONY: demo test lint types unit clean-load architectures architectures-docs digits serving docs environments environment clean
+.PHONY: demo test test-slow lint types unit clean-load architectures architectures-docs digits serving docs environments environment clean
 
 demo: .venv/ready
 	$(BIN)/linearize demo
@@ -23,8 +23,13 @@ lint: .venv/ready-test
 types: .venv/ready-test .venv/typing/linearize_kernels
 	MYPYPATH=.venv/typing $(BIN)/mypy
 
+# The tests of seconds, one or more of each mechanism and each command; plain `pytest` runs these and the slow ones.
 unit: .venv/ready-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+# The others: whole matrices, several processes, large models, compilers. CI runs both parts.
+test-slow: .venv/ready-test
+	$(BIN)/python -m pytest -m slow
 
 # Converted models load, compute the same, generate, and refuse without trust where there is no linearize.
 clean-load: .venv/ready-test $(CLEAN:=/ready)

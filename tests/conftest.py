@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before torch is imported anywhere: two workers on two cores must not start four threads each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,6 +41,13 @@ WRONG_SHAPES: list[tuple[dict[str, torch.Tensor], str]] = [
     ({"segments": torch.ones(2, 4, dtype=torch.long)}, r"segments must be \[B,T\]"),
     ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens needs B=1"),
 ]
+
+
+def with_slow(values: Iterable[Any], *slow: Any) -> list[Any]:
+    """`values` as parameters of a test, those of `slow` marked slow."""
+    found = list(values)
+    assert all(one in found for one in slow), slow
+    return [pytest.param(one, marks=pytest.mark.slow) if one in slow else one for one in found]
 
 
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:

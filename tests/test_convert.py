@@ -779,6 +779,7 @@ def source_with_code(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_source_with_its_own_code(tmp_path: Path) -> None:
     source = source_with_code(tmp_path / "source")
     with pytest.raises(LinearizeError, match="ships its own code") as caught:

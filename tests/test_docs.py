@@ -294,6 +294,7 @@ def test_every_page_is_in_the_navigation() -> None:
 # ---------------------------------------------------------------- the example
 
 
+@pytest.mark.slow
 def test_the_mechanism_of_the_docs_passes_the_tests_of_mechanisms(tmp_path: Path) -> None:
     """It is the `plain` of docs/add-a-mechanism.md, put into a copy of the kernels."""
     (block, *_) = blocks(ROOT / "docs/add-a-mechanism.md", "python")

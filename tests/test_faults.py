@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import with_slow
 from forks import NO_MOUNT, Done, Forks, Task
 from models import convert_folder, load, save_source
 from training import BASES, byte_tokenizer, metrics, same, stage, tensors, write_recipe
@@ -82,7 +83,7 @@ def moments(kind: str, total: int, count: int) -> list[int]:
     return [generator.randrange(low, max(high, low + 1)) for low, high in pairwise(bounds)]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", with_slow([False, True], False))
 def test_a_killed_convert_leaves_the_old_or_the_new(forks: Forks, source: Path, overwrite: bool) -> None:
     """Ten random moments of a first conversion, ten of one that replaces another."""
     before, parent, output = snapshot(source), source.parent, source.parent / "linear"
@@ -202,6 +203,7 @@ def test_leftovers_of_others_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == {*others, "elsewhere"}
 
 
+@pytest.mark.slow
 def test_a_killed_push_of_a_saved_model_leaves_nothing_for_good(forks: Forks, source: Path) -> None:
     """It writes the missing files into a folder beside the model, with its weights."""
     parent, saved = source.parent, source.parent / "saved"
@@ -267,7 +269,7 @@ def test_an_interrupt_leaves_nothing_of_a_conversion(forks: Forks, source: Path,
     assert snapshot(source) == before
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", with_slow([signal.SIGTERM, signal.SIGHUP], signal.SIGHUP))
 def test_no_child_outlives_a_conversion(source: Path, kind: signal.Signals) -> None:
     """Ended while clean processes check the result: they end too, and their temporary folders are removed."""
     parent, scratch = source.parent, source.parent / "scratch"
@@ -317,14 +319,14 @@ def assert_as_undisturbed(folder: Path, whole: Path) -> None:
     assert not left
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", with_slow(range(6), *range(1, 6)))
 def test_a_killed_finetune_continues(
     forks: Forks, shared: Path, trained: tuple[Path, int], tmp_path: Path, part: int
 ) -> None:
-    """Twelve random moments, in two halves so that two workers share them."""
+    """Twelve random moments, two for each part."""
     whole, total = trained
     before = snapshot(shared)
-    for moment in moments("finetune", total, 12)[part::2]:
+    for moment in moments("finetune", total, 12)[part::6]:
         folder = tmp_path / str(moment)
         recipe = recipe_in(folder, shared)
         killed = forks("finetune", recipe, root=str(folder), at=moment)
@@ -337,6 +339,7 @@ def test_a_killed_finetune_continues(
     assert snapshot(shared) == before
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_finetune_is_130_and_the_command_continues(
     forks: Forks, shared: Path, trained: tuple[Path, int], tmp_path: Path
 ) -> None:
@@ -502,6 +505,7 @@ def test_a_small_disk_and_one_that_is_read_only(forks: Forks, source: Path, opti
     assert snapshot(source) == before
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_while_training(forks: Forks, shared: Path, tmp_path: Path) -> None:
     """Before the data, at it, at a checkpoint's weights and at its optimizer, at the end; with room again the run goes
     on."""

@@ -195,6 +195,7 @@ def test_gradient_checkpointing_is_on_only_when_asked(
     assert calls
 
 
+@pytest.mark.slow
 def test_compile(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph that a compiler would get computes the same; code generation itself is not ours to test."""
     compiled = []
@@ -440,6 +441,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> list[dict[st
     return json.loads(out)["stages"]
 
 
+@pytest.mark.slow
 def test_dry_run_needs_a_config_and_no_more(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "config-only"
     source.mkdir()
@@ -470,6 +472,7 @@ def test_dry_run_of_a_converted_base(root: Path, tmp_path: Path, capsys: pytest.
     assert row["steps"] == 4
 
 
+@pytest.mark.slow
 def test_a_teacher_that_was_trained_is_told(root: Path, tmp_path: Path) -> None:
     said: list[str] = []
     for parts in (["new"], ["new", "lora"], ["new", "lora", "mixer"]):

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 160 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["copy", "cast", "pickle"])
 def test_a_shard_is_never_held_whole(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-m", "benchmarks.convert", f"tiny-{how}", "--at", str(tmp_path), "--json"]

@@ -58,6 +58,7 @@ def test_a_recipe_parses_and_says_how_it_was_measured(path: Path) -> None:
     assert keys == ["command", "hardware", "duration", "result"]
 
 
+@pytest.mark.slow
 def test_transformers_runs_in_a_folder_named_as_its_optional_package_is() -> None:
     """`kernels` is also the import name of a package that transformers looks for; ours is a folder, not a package."""
     code = (

@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from linearize import __version__
@@ -24,6 +26,7 @@ def cells() -> list[str]:
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_without_a_network(tmp_path: Path) -> None:
     """Its cells one after the other, with budgets of a few steps."""
     code = "\n".join(cells())
@@ -69,3 +72,18 @@ def test_hooks_are_targets_of_make() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     assert {hook["entry"] for hook in hooks} == {"make lint", "make types", "make test"}
     assert all(hook["entry"].split()[1] in targets for hook in hooks)
+
+
+def test_both_parts_of_the_tests_are_all_of_them_and_ci_runs_both() -> None:
+    """A test is marked slow or it is not, and a marker that is misspelt is an error."""
+    make = (ROOT / "Makefile").read_text("utf-8")
+    rules = dict(re.findall(r"^([\w-]+):(.*\n(?:\t.*\n)*)", make, re.MULTILINE))
+    assert re.findall(r"-m pytest (.*)", rules["unit"]) == ['-m "not slow"']
+    assert re.findall(r"-m pytest (.*)", rules["test-slow"]) == ["-m slow"]
+    assert "unit" in rules["test"].split()
+    ran = re.findall(r"^part .*\b(make [\w-]+)$", (ROOT / ".ci" / "run").read_text("utf-8"), re.MULTILINE)
+    assert {"make test", "make test-slow"} <= set(ran)
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]
+    assert "--strict-markers" in options["addopts"].split()
+    assert not {"-m", "-k", "--deselect", "--ignore"} & set(options["addopts"].split())
+    assert options["testpaths"] == ["tests"]

@@ -33,6 +33,7 @@ def recipe(folder: Path, config: Any, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_random_model_is_planned_trained_and_saved(tmp_path: Path, linearize: Command) -> None:
     path = recipe(tmp_path / "one", LLAMA)
     code, out, err = linearize("finetune", path, "--dry-run", "--json")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TOLERANCE, Command, relative_error
+from conftest import TOLERANCE, Command, relative_error, with_slow
 from models import Zoo
 from torch.autograd import DeviceType
 
@@ -45,7 +45,7 @@ def test_every_mechanism_with_kernels_has_a_case(linearize: Command) -> None:
     assert {one["name"] for one in told if "triton" in one["backends"]} <= set(case_names())
 
 
-@pytest.mark.parametrize("name", case_names())
+@pytest.mark.parametrize("name", with_slow(case_names(), "gsa", "mhla"))
 def test_a_case_is_measured(linearize: Command, name: str) -> None:
     code, out, err = linearize("bench", "kernels", "--mechanism", name, "--tokens", 16, "--json")
     assert code == 0, err
@@ -378,6 +378,7 @@ def test_a_preset_decides_mechanism_options_and_layers(linearize: Command, zoo: 
     assert told["hybrid"]["layers"] == told["gsa-window"]["layers"] - 1
 
 
+@pytest.mark.slow
 def test_every_preset_can_be_measured() -> None:
     for one in presets():
         asked, images = bench_model.settle(None, one.name, {}), one.name.startswith("vit-")
@@ -559,6 +560,7 @@ def test_a_model_of_images_is_measured_at_each_size(
         assert found == list(itertools.product((64, 96), (1, 2), names))
 
 
+@pytest.mark.slow
 def test_compiled_inference_is_measured_on_demand(
     linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

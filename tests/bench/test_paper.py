@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, with_slow
 
 from benchmarks import kernel_tables
 from linearize.bench import measured, paper
@@ -24,7 +24,7 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("name", paper_names())
+@pytest.mark.parametrize("name", with_slow(paper_names(), "saga", "sla"))
 def test_every_row_of_a_paper_is_tried(linearize: Command, tmp_path: Path, name: str) -> None:
     kept = tmp_path / "rows.json"
     code, out, err = linearize("bench", "paper", name, "--tiny", "--save", kept)

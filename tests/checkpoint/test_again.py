@@ -70,6 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------- what it does
 
 
+@pytest.mark.slow
 def test_one_more_layer_becomes_linear_and_the_others_stay_as_trained(place: Path, tmp_path: Path) -> None:
     message = again(place / "trained", tmp_path / "more", layers="3", level="full")
     assert "logits equal the source class with mixers" in message
@@ -130,6 +131,7 @@ def test_what_transformers_saved_and_linearize_took_back(place: Path, tmp_path: 
     assert same(own(tmp_path / "more"), own(tmp_path / "saved"))
 
 
+@pytest.mark.slow
 def test_a_second_training_keeps_what_the_first_one_learned(place: Path, tmp_path: Path) -> None:
     """Calibration sets gates and norms of the new layer alone, and the teacher is the source still."""
     again(place / "trained", tmp_path / "more", layers="3")
@@ -186,6 +188,7 @@ def test_a_second_training_says_that_source_weights_were_trained(place: Path, tm
     assert config["linearize_trained"]
 
 
+@pytest.mark.slow
 def test_the_command_line_converts_again(place: Path, tmp_path: Path, linearize: Command) -> None:
     before = sorted(file.name for file in place.rglob("*"))
     code, _, err = linearize("convert", place / "trained", "--layers", "3", "--restore", "0", "--dry-run")

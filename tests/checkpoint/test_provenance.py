@@ -122,6 +122,7 @@ def test_generate_and_eval(linearize: Command, written: Path) -> None:
     assert json.loads(out)["top1_agreement"] == 1
 
 
+@pytest.mark.slow
 def test_finetune_trains_with_the_code_of_this_version(linearize: Command, written: Path, tmp_path: Path) -> None:
     """On the old folder, which stays as it was; the result is this version's."""
     folder = written / "llama-gsa"

@@ -80,6 +80,7 @@ def test_every_mixer_parameter_gets_a_gradient(zoo: Zoo, name: str, layers: str)
             assert parameter.grad.abs().max() > 0, f"{path} {key}"
 
 
+@pytest.mark.slow
 def test_clean_processes_agree(zoo: Zoo, tmp_path: Path) -> None:
     for name in ARCHITECTURES:
         for layers in LAYERS:
@@ -87,6 +88,7 @@ def test_clean_processes_agree(zoo: Zoo, tmp_path: Path) -> None:
     assert len(clean_env.in_clean_process(tmp_path)) == 2 * len(ARCHITECTURES)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cold")
 def test_convert_proves_its_result(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", "gemma2")

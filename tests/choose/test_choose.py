@@ -285,6 +285,7 @@ def test_the_choice_is_the_same_each_time(place: Path) -> None:
     assert first.choice.scores.keys() == {"0", "1", "2", "3"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_less_text")
 def test_a_recipe_chooses_on_its_own_text_and_once(place: Path) -> None:
     convert = {"mechanism": "gsa", "options": OPTIONS, "keep_softmax": "auto:1", "score_by": "swaps"}
@@ -416,6 +417,7 @@ def test_heads_are_chosen_beside_layers_whose_softmax_has_a_window(heads_place: 
     assert [step["mechanism"] for step in plan["steps"]] == ["gsa", "gsa", "gsa", "window"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_less_text")
 def test_a_recipe_chooses_layers_then_heads_and_trains_the_rest(heads_place: Path) -> None:
     convert = {"mechanism": "gsa", "options": OPTIONS, "keep_softmax": "auto:1", "keep_heads": "auto:20%"}

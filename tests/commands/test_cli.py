@@ -250,6 +250,7 @@ def test_tables_of_layers_fit_a_terminal(
     assert [row.split()[0] for row in rows] == (["0,2-15", "1"] if command[0] == "convert" else ["0-15"])
 
 
+@pytest.mark.slow
 def test_a_recipe_is_planned_without_training(linearize: Command, tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "demo.yaml"
     code, out, err = linearize("finetune", recipe, f"output_dir={tmp_path / 'run'}", "--dry-run", "--json")

@@ -118,6 +118,7 @@ def test_predictions_come_closer_to_the_teachers(
     assert total(report["predictions"]["trained"]) < 0.95 * total(report["predictions"]["converted"])
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_converted_distilled_evaluated_and_pushed(
     sources: dict[str, Path], tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,11 +59,16 @@ def proved_and_disproved(graph: Any, path: Path, rows: Any, expected: list[torch
 @pytest.mark.parametrize(
     ("architecture", "arguments", "operators"),
     [
-        ("gemma2", ("--to", "gla", "--keep-softmax", "0"), {"LinearAttention": 1, "Attention": 1}),  # slides, and caps
-        (
+        # Slides, and caps.
+        pytest.param(
+            *("gemma2", ("--to", "gla", "--keep-softmax", "0"), {"LinearAttention": 1, "Attention": 1}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "llama",
             ("--to", "retnet", "--set", "state_heads=query", "--set", "window=6", "--set", "sink=2"),
             {"LinearAttention": 2, "Attention": 0},
+            marks=pytest.mark.slow,
         ),
         ("qwen3", ("--to", "gdn", "--keep-softmax", "1"), {"LinearAttention": 1, "Attention": 1}),
         ("llama", ("--to", "window", "--set", "window=64", "--layers", "1"), {"LinearAttention": 0, "Attention": 1}),

@@ -128,6 +128,7 @@ def refused(code: Exit, call: Callable[[], Any]) -> str:
 # ---------------------------------------------------------------- there and back
 
 
+@pytest.mark.slow
 def test_what_is_pushed_loads_elsewhere_and_nothing_leaves_this_machine(folder: Path, tmp_path: Path) -> None:
     """Every process is watched: an audit hook sees Python's sockets, and a proxy would catch those of native code."""
     (tmp_path / "guard").mkdir()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import with_slow
 from test_gdn_gpu import build, outcome
 from triton_tools import (
     compile_kernel,
@@ -66,7 +67,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("group", CASES)
+@pytest.mark.parametrize("group", with_slow(CASES, "pieces", "sizes"))
 def test_kernels_match_the_reference(group: str) -> None:
     assert complaints(compare, CASES[group], TOLERANCE) == []
 

@@ -622,6 +622,7 @@ def test_gradient_checkpointing_changes_nothing(zoo: Zoo, name: str, layers: str
     assert all(torch.equal(grads[0][key], grads[1][key]) for key in grads[0])
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break(tmp_path: Path) -> None:
     """Two layers and four tokens: tracing takes seconds per layer."""
     torch._dynamo.reset()

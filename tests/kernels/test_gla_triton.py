@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import with_slow
 from triton_tools import (
     compile_kernel,
     complaints,
@@ -60,7 +61,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("group", CASES)
+@pytest.mark.parametrize("group", with_slow(CASES, "gates", "sizes"))
 def test_kernels_match_the_reference(group: str) -> None:
     assert complaints(compare, CASES[group], TOLERANCE) == []
 

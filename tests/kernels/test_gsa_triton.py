@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import with_slow
 from triton_tools import (
     compile_kernel,
     complaints,
@@ -59,11 +60,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("group", CASES)
+SLOW = ("heads_and_sizes", "segments", "sequences", "strong_gates", "sweep_in_pieces", "sweep_in_steps")
+
+
+@pytest.mark.parametrize("group", with_slow(CASES, *SLOW))
 def test_kernels_match_the_reference(group: str) -> None:
     assert complaints(compare, CASES[group], TOLERANCE) == []
 
 
+@pytest.mark.slow
 def test_operators_compile_checkpoint_and_count() -> None:
     interpreted(check_operators)
 

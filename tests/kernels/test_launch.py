@@ -28,7 +28,12 @@ def run(case: str, cache: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("case", ["again", "ahead", "ints", "kinds", "alignment", "stages", "failure"])
+LATER = ("ahead", "ints", "alignment", "failure")
+
+
+@pytest.mark.parametrize(
+    "case", ["again", "kinds", "stages", *(pytest.param(one, marks=pytest.mark.slow) for one in LATER)]
+)
 def test_launches(case: str, tmp_path: Path) -> None:
     assert run(case, tmp_path).split() == ["fine"]
 

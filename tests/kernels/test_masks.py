@@ -215,6 +215,7 @@ def model_layout(model: Any) -> dict[str, Any]:
     return vars(__import__("sys").modules[type(model).__module__.rpartition(".")[0] + ".layout"])
 
 
+@pytest.mark.slow
 def test_compiled_graphs_follow_and_refuse(tmp_path: Path) -> None:
     torch._dynamo.reset()
     source = save_source(tmp_path / "source", num_hidden_layers=2)

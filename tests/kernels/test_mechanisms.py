@@ -397,10 +397,13 @@ def test_memory_for_the_backward_pass_is_linear(name: str, variant: str) -> None
 WINDOWED = {load_mechanism(n).normalised: n for n in reversed(mechanism_names()) if load_mechanism(n).causal}
 
 
+COMPILED = [(n, v) for n, v in CASES if v == "default" or (v == "window" and n in WINDOWED.values())]
+
+
 # Not as published: GSA's gradients there are 6e-5 from float64 with or without the compiler.
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [(n, v) for n, v in CASES if v == "default" or (v == "window" and n in WINDOWED.values())],
+    [pytest.param(n, v, marks=pytest.mark.slow if n in ("gdn", "gla", "gsa", "sla") else ()) for n, v in COMPILED],
 )
 def test_compiles_as_one_graph_with_gradients(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)

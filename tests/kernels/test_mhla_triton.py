@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import with_slow
 from triton_tools import (
     compile_kernel,
     complaints,
@@ -51,11 +52,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("group", CASES)
+SLOW = ("far", "grids", "heads_and_sizes", "many_groups_of_documents", "segments")
+
+
+@pytest.mark.parametrize("group", with_slow(CASES, *SLOW))
 def test_kernels_match_the_reference(group: str) -> None:
     assert complaints(compare, CASES[group], TOLERANCE) == []
 
 
+@pytest.mark.slow
 def test_operators_compile_checkpoint_and_count() -> None:
     interpreted(check_operators)
 

@@ -72,6 +72,7 @@ def command(*arguments: str | Path) -> tuple[int, str]:
     return code, told.getvalue()
 
 
+@pytest.mark.slow
 @settings(quick, max_examples=150)
 @given(st.sampled_from(sorted(ARCHITECTURES)), CHANGES, LAYERS)
 def test_any_config_is_planned_or_refused(
@@ -163,6 +164,7 @@ def test_any_recipe_reads_back_or_its_mistakes_have_places(tmp_path: Path, tree:
         assert re.match(rf"{re.escape(str(path))}:\d+:\d+[ :]", line), refusal.message
 
 
+@pytest.mark.slow
 @settings(quick, max_examples=60)
 @given(near_recipes())
 def test_any_recipe_is_planned_or_refused(tmp_path: Path, tree: dict[str, Any]) -> None:

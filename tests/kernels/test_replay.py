@@ -107,6 +107,7 @@ def test_every_mechanism_replays(zoo: Zoo, record: Callable[[Any], Recorder], na
     assert recorder.replayed == 2 * NEW - 3
 
 
+@pytest.mark.slow
 def test_a_compiled_step_replays(zoo: Zoo, record: Callable[[Any], Recorder]) -> None:
     model, ids = zoo.model("llama"), tokens(2, 9)
     plain, recorder = generate(model, ids), record(model)

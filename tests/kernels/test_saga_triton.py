@@ -55,6 +55,7 @@ def test_kernels_match_the_reference(group: str) -> None:
     assert complaints(compare, CASES[group], TOLERANCE) == []
 
 
+@pytest.mark.slow
 def test_operators_compile_checkpoint_and_count() -> None:
     interpreted(check_operators)
 

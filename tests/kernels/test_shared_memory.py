@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent.parent
 CASES = ("llama", "five heads", "every size", "hedgehog")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_launches_fit(case: str, tmp_path: Path) -> None:
     paths = [os.environ.get("PYTHONPATH", ""), *map(str, (TESTS.parent, TESTS, TESTS / "kernels"))]

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from architectures import SMALL_OPTIONS, small_config, small_model, survey
-from conftest import TOLERANCE, Command, relative_error
+from conftest import TOLERANCE, Command, relative_error, with_slow
 from encoders import ENCODERS, WITHOUT_GRID
 from torch import Tensor
 
@@ -35,8 +35,9 @@ BIASED = ("BeitForImageClassification", "SwinForImageClassification", "Swinv2For
 HYBRIDS = ("ViTForImageClassification", "CLIPModel", "SwinForImageClassification", "SegformerForImageClassification")
 HYBRIDS += ("BertForMaskedLM", "WhisperForConditionalGeneration")
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
-# One clean process serves several.
-SHARES = [[*ENCODERS][start::3] for start in range(3)]
+# One clean process serves several; the first has one of images and one of text.
+FIRST = ["ViTForImageClassification", "BertForMaskedLM"]
+SHARES = [FIRST, *([name for name in ENCODERS if name not in FIRST][start::3] for start in range(3))]
 # Linear attention has nothing to do with the grid: those that differ in more than that.
 PLAIN = ["SwinForImageClassification", "PvtForImageClassification", "SegformerForImageClassification", *WITHOUT_GRID]
 
@@ -77,7 +78,7 @@ def noisy(model: Any) -> Any:
 # ---------------------------------------------------------------- families
 
 
-@pytest.mark.parametrize("share", SHARES, ids=" ".join)
+@pytest.mark.parametrize("share", with_slow(SHARES, *SHARES[1:]), ids=" ".join)
 def test_families_convert_to_saga_and_reload_in_a_clean_process(tmp_path: Path, share: list[str]) -> None:
     """Logits of the source class with the same mixers, of another resolution too, and the teacher's of the source."""
     rows = survey(tmp_path, share, "saga", HYBRIDS)
@@ -98,6 +99,7 @@ def gradients_reach_every_mixer(model: Any) -> None:
             assert parameter.grad.isfinite().all(), f"{path} {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "names"), [("la", PLAIN), ("mhla", BLOCKS)], ids=["la", "mhla"])
 def test_families_convert_to_other_mechanisms(tmp_path: Path, mechanism: str, names: list[str]) -> None:
     rows = survey(tmp_path, names, mechanism, HYBRIDS)
@@ -670,8 +672,8 @@ def test_checkpointing_changes_no_gradient(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mechanism"),
     [
-        ("ViTForImageClassification", "saga"),
-        ("DeiTForImageClassification", "mhla"),
+        pytest.param("ViTForImageClassification", "saga", marks=pytest.mark.slow),
+        pytest.param("DeiTForImageClassification", "mhla", marks=pytest.mark.slow),
         ("SegformerForImageClassification", "saga"),
     ],
 )

@@ -112,6 +112,7 @@ def test_the_result_is_the_source_with_mixers_in_the_chosen_layers(folders: Fold
     assert torch.equal(logits(model, ids, attention_mask=mask), linear)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), [("gptj", "aot_eager"), ("bloom", "eager")])
 def test_it_compiles_around_the_captured_modules(folders: Folders, name: str, backend: str) -> None:
     """With breaks in the graph; gradients too, and the state of a cache."""
@@ -200,6 +201,7 @@ def without_dropout(model: torch.nn.Module) -> None:
             module.p = 0.0
 
 
+@pytest.mark.slow
 def test_clean_processes_agree(folders: Folders, tmp_path: Path) -> None:
     for number, name in enumerate(VARIANTS):
         clean_env.lay_out(tmp_path / name, *folders(name, HYBRID if number % 2 else "all"))

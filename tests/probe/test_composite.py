@@ -94,6 +94,7 @@ def test_text_layers_become_linear_in_place(folders: Folders, name: str, layers:
         assert relative_error(logits(model, **blank), linear) > 1e-3
 
 
+@pytest.mark.slow
 def test_clean_processes_agree(folders: Folders, tmp_path: Path) -> None:
     for name in COMPOSITES:
         clean_env.lay_out(tmp_path / name, *folders(name))

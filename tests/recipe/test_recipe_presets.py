@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import Command
+from conftest import Command, with_slow
 from models import small_model
 from training import BASES, T, byte_tokenizer, make_recipe, metrics, stage, train, write_data
 from training import base as converted
@@ -90,7 +90,14 @@ def tiny(preset: Preset, folder: Path) -> list[str]:
 # ---------------------------------------------------------------- what ships
 
 
-@by_name
+QUICK = ("gsa-window", "vit-saga")
+
+
+@pytest.mark.parametrize(
+    "preset",
+    with_slow(PRESETS, *(preset for preset in PRESETS if preset.name not in QUICK)),
+    ids=lambda preset: preset.name,
+)
 def test_a_preset_is_planned_and_trains(
     linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, preset: Preset
 ) -> None:

@@ -100,6 +100,7 @@ def assert_same_run(folder: Path, one: Path) -> None:
         assert relative_error(trained[name], value) < 1e-3, name
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(model: Path, one: Path, tmp_path: Path) -> None:
     done = launch(*FINETUNE, recipe_in(tmp_path, model, 1, 2))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -108,6 +109,7 @@ def test_two_processes_train_what_one_does(model: Path, one: Path, tmp_path: Pat
     assert_same_run(tmp_path, one)
 
 
+@pytest.mark.slow
 def test_two_nodes_train_what_one_process_does(model: Path, one: Path, tmp_path: Path) -> None:
     """torchrun twice, as on two machines that share a disk; over loopback, with gloo."""
     recipe = recipe_in(tmp_path, model, 1, 2)
@@ -134,6 +136,7 @@ class Stop(BaseException):
     """Ends a run from within, as abruptly as an exception can."""
 
 
+@pytest.mark.slow
 def test_shards_train_the_same_and_resume_on_another_number_of_processes(
     model: Path, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import with_slow
 from forks import Done, Forks
 from training import AT, LORA, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
 
@@ -344,6 +345,7 @@ def short(folder: Path, root: Path, **changes: Any) -> Any:
     return make_recipe(folder, source, steps, convert=convert, checkpoint={"every_steps": 1})
 
 
+@pytest.mark.slow
 def test_a_finished_model_stays_until_the_new_one_is_ready(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,7 +371,10 @@ def test_a_finished_model_stays_until_the_new_one_is_ready(
     assert "finished already" in said[0]
 
 
-@pytest.mark.parametrize("place", ["final", "converted", "checkpoints/logit_kl-2-end"])
+PLACES = ["final", "converted", "checkpoints/logit_kl-2-end"]
+
+
+@pytest.mark.parametrize("place", with_slow(PLACES, *PLACES[1:]))
 def test_starting_over_removes_nothing_that_linearize_did_not_write(place: str, root: Path, tmp_path: Path) -> None:
     recipe = short(tmp_path, root)
     train(recipe)

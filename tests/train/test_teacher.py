@@ -126,6 +126,7 @@ def perplexity(model: Path, place: Path) -> float:
     return float(cross_entropy(logits, targets(batch)).exp())
 
 
+@pytest.mark.slow
 def test_the_source_by_name_is_the_teacher_that_it_is_anyway(root: Path, tmp_path: Path) -> None:
     """Through a transfer, which keeps the source, a stage of all weights, and one on the student's own text."""
     loss = {"kl": 1.0, "ce": 0.5, "temperature": 2.0, "tokens_at_once": 12}
@@ -272,6 +273,7 @@ def test_teachers_that_make_no_sense(root: Path, tmp_path: Path, stages: Any, te
     assert caught.value.code == Exit.USAGE
 
 
+@pytest.mark.slow
 def test_the_estimate_counts_the_teacher(root: Path, tmp_path: Path) -> None:
     folder = base(root, "llama")
 
@@ -301,6 +303,7 @@ def test_the_estimate_counts_the_teacher(root: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- stored
 
 
+@pytest.mark.slow
 def test_all_tokens_stored_are_the_teacher_itself(root: Path, tmp_path: Path) -> None:
     """More than an epoch, cross entropy beside it, two stages of one text, evaluations; fewer tokens bound the KL."""
     loss = {"kl": 1.0, "ce": 0.5}
@@ -592,6 +595,7 @@ def test_two_processes_write_and_read_what_one_does(root: Path, tmp_path: Path, 
 # ---------------------------------------------------------------- a second pass
 
 
+@pytest.mark.slow
 def test_a_second_pass_learns_from_the_original(root: Path, tmp_path: Path) -> None:
     """All weights of a hybrid were trained; converted further, it is trained towards the model that it began as."""
     linear = convert_folder(source(root), tmp_path / "hybrid", "0")

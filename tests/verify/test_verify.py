@@ -228,6 +228,7 @@ def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(result.stdout, parse_constant=pytest.fail)  # which is called for Infinity and NaN
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cold")
 def test_a_folder_of_links_passes_strictly(zoo: Zoo, tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
