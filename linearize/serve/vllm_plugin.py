@@ -7,6 +7,8 @@ answer for every config that `linearize convert` wrote. Nothing else of lineariz
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -27,12 +29,17 @@ PIPELINE_PARALLEL = "pipeline parallelism: not written for layers with a state. 
 CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that processes can divide"
 SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
 LORA = "LoRA adapters: vLLM's LoRA does not know mixers, which an adapter may change. Merge it into the weights first"
+PREFIX_CACHING = (
+    "Prefix caching is off: it needs the state at the end of every cached block, which vLLM keeps by kernels for GPUs. "
+    "Those were not tried with converted models"
+)
 QUANTIZATION = "quantization: quantized projections in front of a mixer were not tried. Serve the float weights"
 
 
 def register() -> None:
     """Teach vLLM's registry converted models; calling it again changes nothing."""
     from vllm import ModelRegistry
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     if getattr(ModelRegistry, "serves_linearized", False):
@@ -43,6 +50,8 @@ def register() -> None:
     registry: Any = ModelRegistry
     registry.inspect_model_cls = renaming(registry.inspect_model_cls)
     registry.resolve_model_cls = renaming(registry.resolve_model_cls)
+    arguments: Any = EngineArgs
+    arguments.create_engine_config = telling(arguments.create_engine_config)
     registry.serves_linearized = True
 
 
@@ -52,6 +61,21 @@ def renaming(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(architectures: str | list[str], model_config: Any) -> Any:
         config = getattr(model_config, "hf_config", None)
         return method(served_name(model_config) if is_converted(config) else architectures, model_config)
+
+    return call
+
+
+def telling(create: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.create_engine_config` that says why a converted model has no prefix caching, where it was asked for:
+    vLLM's own default is on, and is off without a word."""
+
+    @functools.wraps(create)
+    def call(arguments: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = arguments.enable_prefix_caching
+        made = create(arguments, *args, **kwargs)
+        if asked and is_converted(made.model_config.hf_config):
+            logging.getLogger("vllm.linearize").warning(PREFIX_CACHING)  # below the logger that vLLM prints
+        return made
 
     return call
 
@@ -83,18 +107,12 @@ class Settings:
 
         Raises ValueError with all the reasons.
         """
-        from vllm.logger import init_logger
         from vllm.model_executor.models.config import MambaModelConfig
 
         reasons = refusals(vllm_config)
         if reasons:
             raise ValueError("vLLM does not serve this converted model with " + "; ".join(reasons))
-        if vllm_config.cache_config.enable_prefix_caching:
-            init_logger(__name__).info(
-                "Prefix caching is off: it needs the state at the end of every cached block, which vLLM keeps by "
-                "kernels for GPUs. Those were not tried with converted models."
-            )
-            vllm_config.cache_config.enable_prefix_caching = False
+        vllm_config.cache_config.enable_prefix_caching = False  # PREFIX_CACHING
         # A sliding window that every layer of the source has. vLLM looks for one where no layer is of another kind.
         own = getattr(vllm_config.model_config.hf_config, "source_layer_types", None) or ()
         if all(kind == "sliding_attention" for kind in own):

@@ -180,6 +180,21 @@ def test_tensor_parallelism_is_refused_where_every_process_has_all_of_q(name: st
     assert f"the whole of layers.*.self_attn.{projection} to every process (colwise_gather_output)" in found
 
 
+@pytest.mark.parametrize(
+    ("asked", "config", "told"),
+    [(True, config_of(), True), (None, config_of(), False), (True, transformers.Qwen3Config(), False)],
+)
+def test_prefix_caching_that_is_asked_for_is_off_with_its_reason(
+    asked: bool | None, config: Any, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a warning, by a logger that vLLM prints; its own default says nothing."""
+    made = SimpleNamespace(model_config=model_config(config))
+    create = vllm_plugin.telling(lambda arguments, context: made)
+    assert create(SimpleNamespace(enable_prefix_caching=asked), "context") is made
+    found = [(one.name, one.levelname, one.getMessage()) for one in caplog.records]
+    assert found == [("vllm.linearize", "WARNING", vllm_plugin.PREFIX_CACHING)] * told
+
+
 def test_the_entry_point_is_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["linearize"].partition(":")

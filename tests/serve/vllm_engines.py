@@ -55,7 +55,11 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     ),
     "qwen3, kept heads of different number": (HEADS, CHUNK),
     "olmo2, layers of different states": (MIXED, CHUNK),
-    "llama, different states, hybrid": (MIXED._replace(architecture="llama", layers=(None, *MIXED.layers[1:])), {}),
+    # The last layer is what `--kept-window` makes of a kept one.
+    "llama, different states, hybrid, a window alone": (
+        Case("llama", (None, *MIXED.layers[1:3], ("window", {"window": 12, "sink": 4}))),
+        {},
+    ),
     "gpt2 gsa, a layer kept": (alike("gpt2", "gsa", keep=(1,)), CHUNK),
     "mixtral gdn": (alike("mixtral", "gdn"), CHUNK),
     "qwen3_moe gsa hybrid": (alike("qwen3_moe", "gsa", keep=(0,)), {}),
@@ -172,12 +176,16 @@ def test_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
     assert "LinearizedBertForMaskedLM is no causal language model" in refusal(tmp_path / "linear")
 
 
-def test_prefix_caching_is_off(demo: Path) -> None:
+@pytest.mark.parametrize("asked", [True, None])
+def test_prefix_caching_is_off_with_a_reason_where_it_was_asked_for(
+    demo: Path, asked: bool | None, capfd: pytest.CaptureFixture[str]
+) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    made = EngineArgs(str(demo), trust_remote_code=True, enable_prefix_caching=True).create_engine_config()
+    made = EngineArgs(str(demo), trust_remote_code=True, enable_prefix_caching=asked).create_engine_config()
     assert made.cache_config.enable_prefix_caching is False
     assert made.model_config.is_hybrid
+    assert ("Prefix caching is off: it needs the state" in "".join(capfd.readouterr())) == bool(asked)
 
 
 # ---------------------------------------------------------------- over HTTP
@@ -248,12 +256,14 @@ def serving(folder: Path, log: Path, *options: str) -> Iterator[Server]:
 PROMPT = "import os\n\n\ndef main():\n"
 
 
-def greedy(folder: Path, new: int) -> str:
-    """What generate() adds to PROMPT."""
+def greedy(folder: Path, new: int, messages: list[dict[str, str]] | None = None) -> str:
+    """What generate() adds to PROMPT, or answers in a chat."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = tokenizer(PROMPT).input_ids
+    if messages is not None:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True).input_ids
     tokens, _ = expected(load(folder), [ids], new)[0]
     return tokenizer.decode(tokens)
 
@@ -290,3 +300,11 @@ def test_transformers_serves_the_same_text(demo: Path, tmp_path: Path) -> None:
         assert text
         events = server.stream("/v1/completions", **wanted)
         assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == text
+        asked = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 8, "temperature": 0}
+        said = server.post("/v1/chat/completions", **asked)["choices"][0]["message"]
+        assert said["role"] == "assistant"
+        assert said["content"]
+        assert greedy(demo, 8, asked["messages"]).startswith(said["content"])
+        events = server.stream("/v1/chat/completions", **asked)
+        parts = [event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]]
+        assert "".join(parts) == said["content"]
