@@ -45,7 +45,7 @@ def convert(
         int | None,
         typer.Option(
             help="Layers that keep softmax have it over so many last tokens and the first four: their memory is "
-            "bounded. With auto the plan says what that costs."
+            "bounded. What that costs is measured with auto alone, and the plan says it."
         ),
     ] = None,
     score_by: Annotated[
