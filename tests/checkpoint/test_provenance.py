@@ -105,6 +105,7 @@ def test_verify(linearize: Command, written: Path) -> None:
     assert {check["status"] for check in json.loads(out)["checks"]} == {"passed"}
 
 
+@pytest.mark.slow
 def test_verify_of_an_encoder_and_of_diffusers(linearize: Command, written: Path) -> None:
     for name in ("vit-la", "dit-la"):
         code, _, err = linearize("verify", written / name)

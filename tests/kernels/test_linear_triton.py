@@ -111,6 +111,7 @@ def slope_error(case: dict[str, Any]) -> float:
     return float((ours - exact).norm() / exact.norm())
 
 
+@pytest.mark.slow
 def test_operators_compile_checkpoint_and_count() -> None:
     interpreted(check_operators)
 

@@ -224,6 +224,7 @@ def flip(path: Path) -> None:
         file.write(bytes([last ^ 1]))
 
 
+@pytest.mark.slow
 def test_what_changed_since_a_run_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit of a checkpoint, the text, the base: each by its name, before anything is removed; put back, it goes on."""
     held = {"data": {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}}

@@ -338,6 +338,7 @@ def test_all_tokens_stored_are_the_teacher_itself(root: Path, tmp_path: Path) ->
     assert metrics(tmp_path / "bound", "eval_ppl")[0] == pytest.approx(metrics(tmp_path / "live", "eval_ppl")[0])
 
 
+@pytest.mark.slow
 def test_a_base_is_its_own_teacher_on_disk(root: Path, tmp_path: Path, linearize: Command) -> None:
     """By the command line: counted, written, read; the model named beside the rows is compared with who wrote them."""
     section = {"mechanism": "gsa", "options": {"slots": 8}}

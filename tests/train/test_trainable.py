@@ -189,6 +189,7 @@ def test_bfloat16_is_saved_as_bfloat16(root: Path, tmp_path: Path, monkeypatch: 
     assert relative_error(ours, logits) < 2 * TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.slow
 def test_a_base_in_float32_may_train_in_bfloat16(root: Path, tmp_path: Path) -> None:
     folder = base(root, "llama")
     runtime = {"device": "cpu", "precision": "bf16"}
