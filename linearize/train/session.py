@@ -37,6 +37,7 @@ from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyK
 from ..verify.child.inputs import most_tokens
 from .chunked_head import obstacle
 from .deepspeed_zero3 import partition, read_config
+from .fit import Fit
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, seed_for
 from .runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
@@ -242,8 +243,8 @@ class Finetuner:
 
     def calibrate(self) -> None:
         """Before anything is measured or trained: from a few blocks, gates and norms start where each layer's output is
-        nearest to the teacher's, and windows with their share, the same in every process. Mixers that an earlier run
-        trained stay as they are."""
+        nearest to the teacher's, and windows with their share; where a stage learns from the teacher, mixers that are
+        far from softmax are fitted. The same in every process. Mixers that an earlier run trained stay as they are."""
         untrained = untrained_mixers(self.base, read_plan(self.base))
         if not untrained:
             return
@@ -253,7 +254,8 @@ class Finetuner:
         count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
         batch = collate([blocks[order.block(k)] for k in range(count)], self.device)
         with self.accelerator.autocast():
-            listen(self.student, Calibration(self.student, untrained), batch)
+            listener = Fit if any(learns_from_teacher(stage) for stage in self.recipe.stages) else Calibration
+            listen(self.student, listener(self.student, untrained), batch)
         for name, parameter in self.student.named_parameters():
             if ".mixer." in name:
                 parameter.data.copy_(broadcast(parameter.data))
@@ -478,3 +480,8 @@ def check_writing(model: Any, stage: OnPolicyKL, seq_len: int) -> None:
     if stage.loss.prompt >= seq_len:
         message = f"{stage.name}: loss.prompt is {stage.loss.prompt}, data.pack.seq_len {seq_len}"
         raise LinearizeError(f"{message}. Leave room for what the student writes, for example {max(1, seq_len // 2)}")
+
+
+def learns_from_teacher(stage: Stage) -> bool:
+    """Whether a stage compares with what its teacher computes; sft, and cross entropy alone, do not."""
+    return isinstance(stage, AttentionTransfer | FeatureCosine) or stage.learns_logits

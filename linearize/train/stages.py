@@ -95,9 +95,12 @@ class Calibration(Listener):
 
     @torch.no_grad()
     def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
-        if self.untrained is not None and mixer.site.path not in self.untrained:
-            return
-        mixer.calibrate_all(*inputs, o, target, layout)
+        if self.hears(mixer):
+            mixer.calibrate_all(*inputs, o, target, layout)
+
+    def hears(self, mixer: Any) -> bool:
+        """Whether a mixer is one of those to be set."""
+        return self.untrained is None or mixer.site.path in self.untrained
 
 
 class Power(Listener):
