@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoImageProcessor
 
+from ..checkpoint.shards import in_parallel
 from ..errors import Exit, LinearizeError, absent, check_file
 from ..measure.generate import check_tokens, load_tokenizer
 from ..recipe.data import ArraySource, Data, ImageSource, MixSource, Pack, holds_images, local_paths, parts_of
@@ -36,6 +37,7 @@ from .packing import Blocks, MixedBlocks, build_blocks
 Batch = dict[str, Tensor]
 Samples = Blocks | MixedBlocks | MaskedBlocks | Images | WithLogits
 Kind = Literal["text", "masked", "images"]
+HASHED_IMAGES = 2**30  # bytes of a folder whose contents are compared when a run goes on
 FEW_IMAGES = 16  # of a step; docs/vision.md has what one a step did
 INPUTS = ("input_ids", "position_ids", "attention_mask", "pixel_values")
 
@@ -246,15 +248,21 @@ def check_there(source: Any, start: Path) -> None:
 
 
 def source_hash(source: Any, start: Path) -> str:
-    """A hash of what a recipe's source holds: of a dataset on the Hub its address, of a folder of images their names
-    and sizes, else of all bytes.
+    """A hash of what a recipe's source holds: of a dataset on the Hub its address, of images beyond HASHED_IMAGES bytes
+    their names, sizes and times of change, else of all bytes.
     """
     facts: Any
     if isinstance(source, MixSource):
         facts = [[source_hash(part, start), share] for part, share in parts_of(source)]
     elif isinstance(source, ImageSource):
         (folder,) = local_paths(source, start)
-        facts = sorted((str(file.relative_to(folder)), file.stat().st_size) for file in image_files(folder))
+        files = image_files(folder)
+        stats = [file.stat() for file in files]
+        if sum(one.st_size for one in stats) <= HASHED_IMAGES:
+            known: list[Any] = in_parallel(digest, files)
+        else:
+            known = [[one.st_size, one.st_mtime_ns] for one in stats]
+        facts = [*zip((str(file.relative_to(folder)) for file in files), known, strict=True)]
     elif isinstance(source, ArraySource):
         facts = [digest(file) for file in local_paths(source, start)]
     else:

@@ -21,7 +21,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -187,17 +187,25 @@ class Run:
         known = old.get("data", {}) if data is None else data
         inputs: dict[str, Any] = {"data": dict(known), "base": {} if base is None else base_hashes(base)}
         inputs["teacher"] = teacher
-        changed = changes(old.get("data", {}), inputs["data"])
-        if base is not None:
-            changed += [str(base / name) for name in changes(old.get("base", {}), inputs["base"])]
-        if old.get("teacher") is not None and old["teacher"] != teacher:
-            changed.append(f"the teacher {old['teacher'].get('model')}")
+        with self._undamaged_record():
+            changed = changes(old.get("data", {}), inputs["data"])
+            if base is not None:
+                changed += [str(base / name) for name in changes(old.get("base", {}), inputs["base"])]
+            if old.get("teacher") is not None and old["teacher"] != teacher:
+                changed.append(f"the teacher {old['teacher'].get('model')}")
         if changed:
             raise LinearizeError(
                 f"changed since this run began: {some(changed)}. {START_OVER}, or restore what was there"
             )
         if self.resume_from is not None:
             check_checkpoint(self.resume_from)
+        position = read_position(self.resume_from) if self.resume_from else None
+        best = self.read_best()
+        at = (position.stage, position.step) if position else (-1, 0)
+        # Evaluated beyond the resume point: the run will come there again.
+        stale = best is not None and (best[0].stage, best[0].step) > at
+        if best is not None and not stale:
+            check_checkpoint(self.best, BEST)
         leftovers = self._leftovers()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.resume == "never":
@@ -209,10 +217,8 @@ class Run:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
-        position = read_position(self.resume_from) if self.resume_from else None
-        best = self.read_best()
-        if best is not None and (position is None or (best[0].stage, best[0].step) > (position.stage, position.step)):
-            discard(self.best)  # evaluated beyond the resume point; the run will come there again
+        if stale:
+            discard(self.best)
         self._rewind_metrics(position)
         settings = {"max_steps": self.max_steps, "processes": processes(), "commit": commit, "finished": False}
         self._write_record({"recipe": self.recipe.resolved(), **settings, "versions": versions, **inputs})
@@ -232,11 +238,7 @@ class Run:
         foreign = [path / name for path in removed for name in sorted(os.listdir(path)) if name not in CHECKPOINT_FILES]
         replaced = [self.final] if self.resume != "never" else [self.final, self.converted]
         foreign += [path / name for path in replaced for name in foreign_files(path)]
-        if foreign:
-            raise LinearizeError(
-                f"{some(list(map(str, foreign)))}: linearize did not write that, and this start would remove it. Move "
-                "it away, or choose a new output_dir"
-            )
+        refuse_foreign(foreign)
         halves = [self.folder / f"{name}.tmp" for name in RECORDS]
         halves += [self.folder / f".{place.name}.linearize.tmp" for place in (self.final, self.converted)]
         return removed + [path for path in (*halves, *self.folder.glob("cache/*.partial")) if path.exists()]
@@ -315,9 +317,7 @@ class Run:
             with writing(target, f". Last checkpoint: {newest}"):
                 work.mkdir(parents=True)
                 write(work)
-                files = sorted(work.iterdir())
-                hashes = {file.name: value for file, value in zip(files, in_parallel(sha256, files), strict=True)}
-                write_atomically(work / POSITION, json.dumps({**dataclasses.asdict(position), "files": hashes}))
+                write_atomically(work / POSITION, json.dumps({**dataclasses.asdict(position), "files": hashes(work)}))
                 for file in work.iterdir():
                     with file.open("rb") as handle:
                         os.fsync(handle.fileno())
@@ -336,7 +336,8 @@ class Run:
         with writing(self.best):
             work.mkdir(parents=True)
             write(work)
-            write_atomically(work / BEST, json.dumps({**dataclasses.asdict(position), "score": score}))
+            facts = {**dataclasses.asdict(position), "score": score, "files": hashes(work)}
+            write_atomically(work / BEST, json.dumps(facts))
             discard(self.best)
             work.rename(self.best)
 
@@ -347,6 +348,7 @@ class Run:
         with undamaged(self.best / BEST, f"Remove {self.best}"):
             values = json.loads((self.best / BEST).read_text("utf-8"))
             score = dict(values.pop("score"))
+            values.pop("files", None)
             return Position(**values), score
 
     def scores(self, stage: int) -> list[dict[str, Any]]:
@@ -423,6 +425,15 @@ class Run:
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
 
+def refuse_foreign(foreign: Sequence[Path]) -> None:
+    """Raise LinearizeError (exit 2) for files that a start would remove, though linearize did not write them."""
+    if foreign:
+        raise LinearizeError(
+            f"{some(list(map(str, foreign)))}: linearize did not write that, and this start would remove it. Move "
+            "it away, or choose a new output_dir"
+        )
+
+
 def read_lines(metrics: Path) -> list[dict[str, Any]]:
     """The objects in metrics.jsonl, without a line cut short by a kill."""
     lines = []
@@ -450,14 +461,20 @@ def changed_versions(old: Mapping[str, str], now: Mapping[str, str]) -> list[str
     return [f"note: this run began with {'; '.join(other)}: losses may differ a little"] if other else []
 
 
-def check_checkpoint(checkpoint: Path) -> None:
-    """Raise LinearizeError (exit 2) unless a checkpoint's files are as they were saved.
+def hashes(folder: Path) -> dict[str, str]:
+    """The hash of each file in a folder, by name."""
+    files = sorted(folder.iterdir())
+    return {file.name: value for file, value in zip(files, in_parallel(sha256, files), strict=True)}
+
+
+def check_checkpoint(checkpoint: Path, record: str = POSITION) -> None:
+    """Raise LinearizeError (exit 2) unless a checkpoint's files are as its `record` says that they were saved.
 
     Checkpoints of earlier versions have no hashes.
     """
-    with undamaged(checkpoint / POSITION, earlier(checkpoint)):
-        hashes = dict(json.loads((checkpoint / POSITION).read_text("utf-8")).get("files", {}))
-    for name, value in hashes.items():
+    with undamaged(checkpoint / record, earlier(checkpoint)):
+        saved = dict(json.loads((checkpoint / record).read_text("utf-8")).get("files", {}))
+    for name, value in saved.items():
         with reading(checkpoint / name):
             if sha256(checkpoint / name) != value:
                 raise ValueError("not the bytes that were saved")
@@ -480,6 +497,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def earlier(checkpoint: Path) -> str:
     """What to do about a damaged checkpoint."""
+    if checkpoint.name == "best":
+        return f"Remove {checkpoint}, and the run keeps the best weights that it measures from here on, else its last"
     return f"Remove {checkpoint}, and the run goes on from an earlier checkpoint"
 
 

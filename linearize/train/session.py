@@ -40,7 +40,7 @@ from .deepspeed_zero3 import partition, read_config
 from .fit import Fit
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, seed_for
-from .runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
+from .runs import BEST, OPTIMIZER, WEIGHTS, Position, Run, check_checkpoint, read_position, reading
 from .runtime import Say, in_turns, make_optimizer, make_schedule, stage_steps, to_source
 from .samples import write_samples
 from .save import load_converted
@@ -411,6 +411,7 @@ class Finetuner:
         stage = self.recipe.stages[position.stage]
         self.say(f"keeps the weights of step {position.step} of {stage.name}, the lowest KL that was measured")
         self.kept = self.run.best
+        check_checkpoint(self.kept, BEST)
         with reading(self.kept / WEIGHTS):
             self.student.load_state(load_file(self.kept / WEIGHTS))
         if self.accelerator.is_main_process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from transformers import ViTConfig, ViTImageProcessor
 
-from linearize.data.batches import open_processor
+from linearize.data import batches
+from linearize.data.batches import open_processor, source_hash
 from linearize.data.documents import end_token
 from linearize.data.images import Images, find_images
 from linearize.data.masked import MaskedBlocks
@@ -286,3 +288,23 @@ def test_text_of_an_encoder_ends_with_its_separator() -> None:
     assert end_token(SimpleNamespace(eos_token_id=None, sep_token_id=4)) == 4  # type: ignore[arg-type]
     with pytest.raises(LinearizeError, match="no eos token"):
         end_token(SimpleNamespace(eos_token_id=None, sep_token_id=None))  # type: ignore[arg-type]
+
+
+def test_another_picture_of_the_same_size_is_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "0" / "a.bmp"
+    file.parent.mkdir()
+    found = []
+    for most, content, at in (
+        (batches.HASHED_IMAGES, b"0", 1),
+        (batches.HASHED_IMAGES, b"0", 2),  # copied again
+        (batches.HASHED_IMAGES, b"1", 1),
+        (99, b"1", 1),  # as in a folder too large to be read
+        (99, b"1", 2),
+        (99, b"11", 2),
+    ):
+        monkeypatch.setattr(batches, "HASHED_IMAGES", most)
+        file.write_bytes(100 * content)
+        os.utime(file, (at, at))
+        found.append(source_hash(ImageSource(images=str(tmp_path)), Path()))
+    assert found[0] == found[1]
+    assert len({*found}) == 5

@@ -106,6 +106,42 @@ def test_what_changes_no_weight_may_change_and_the_start_says_what_is_left(
     assert same(tensors(tmp_path / "run/final"), tensors(tmp_path / "whole/run/final"))
 
 
+@pytest.mark.parametrize("when", ["before it goes on", "while it trains"])
+def test_best_weights_with_a_flipped_bit_are_refused(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    asked = recipe(tmp_path, root, 4, finish={"verify": False, "keep": "best"}, checkpoint={"every_steps": 2})
+    weights, take = tmp_path / "run/best/trained.safetensors", Finetuner.take_best
+    kept = []
+
+    def flip() -> None:
+        kept.append(weights.read_bytes())
+        weights.write_bytes(kept[0][:-2] + bytes([kept[0][-2] ^ 64]) + kept[0][-1:])
+
+    def flipped(tuner: Finetuner) -> None:
+        flip()
+        take(tuner)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if when == "while it trains":
+            patch.setattr(Finetuner, "take_best", flipped)
+        else:
+            patch.setattr("linearize.finetune.save_final", killed)
+            with pytest.raises(KeyboardInterrupt):
+                train(asked)
+            flip()
+        with pytest.raises(LinearizeError) as refused:
+            train(asked)
+    assert f"{weights} is damaged (ValueError: not the bytes that were saved)" in refused.value.message
+    assert f"Remove {weights.parent}, and the run keeps the best weights that it" in refused.value.message
+    assert not (tmp_path / "run/final").exists()
+    weights.write_bytes(kept[0])
+    assert Path(train(asked)["output"]).is_dir()
+
+
 def test_another_learning_rate_is_offered(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     halfway(tmp_path, root, monkeypatch)
     slower = stage("logit_kl", "mixer", steps=8, optimizer={"lr": 1e-3})
