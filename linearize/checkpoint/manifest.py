@@ -88,14 +88,24 @@ def recipes_of(folder: Path) -> list[dict[str, Any]]:
     return [one for one in [*(past.recipe for past in read_plan(folder).again), last] if one is not None]
 
 
+def listed_files(folder: Path) -> list[str]:
+    """The files that a folder's linearize.json lists. Raises LinearizeError (exit 3) where it lists none."""
+    path = folder / MANIFEST
+    listed = read_json(path).get("files") if path.exists() else None
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        message = f"{path} does not say which files are the model's. Convert or train again"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    return listed
+
+
 def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
     """Hashes of the files that a folder's linearize.json lists, by name; the card is for people, and left out.
 
     Of a folder that is `new`, those that linearize.json has are taken from there.
     """
-    manifest = read_json(folder / MANIFEST)
-    names = [name for name in manifest["files"] if name != "README.md" and (folder / name).is_file()]
-    known = {**manifest.get("untouched", {}).get("shards", {}), **manifest.get("code", {})} if new else {}
+    names = [name for name in listed_files(folder) if name != "README.md" and (folder / name).is_file()]
+    manifest = read_json(folder / MANIFEST) if new else {}
+    known = {**manifest.get("untouched", {}).get("shards", {}), **manifest.get("code", {})}
     hashes = in_parallel(lambda name: known.get(name) or known_sha256(folder / name), names)
     return dict(zip(names, hashes, strict=True))
 

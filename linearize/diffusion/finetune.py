@@ -17,12 +17,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
+from ..checkpoint import carried
 from ..checkpoint import write as checkpoint
 from ..checkpoint.atomic import output_folder, write_atomically, write_result
+from ..checkpoint.manifest import base_hashes, listed_files
+from ..checkpoint.provenance import check_code_cache
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, read_header, read_json
 from ..convert import check_disk, separate
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import Exit, LinearizeError, check_file, did_you_mean, undamaged
 from ..hub.push import check_access
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
@@ -34,6 +37,7 @@ from . import convert as surgery
 from .evaluate import compare_predictions, latents_compared, picture, pillow, sample, setback
 from .latents import Data, Noise, noise_of, read_data
 from .recipe import DiffusionRecipe
+from .record import RECORD, begin, check_owned, finished, read_record, write_record
 from .verify import origin_of, refuse_code, verify_folder
 
 Say = Callable[[str], None]
@@ -51,10 +55,11 @@ def finetune(
     """
     folder = Path(recipe.output_dir)
     check_run(recipe, folder, only, resume)
-    if (folder / "final").exists() and resume == "auto":
+    if finished(folder, resume):
         say(f"{folder / 'final'} is finished already; --resume never starts over")
-        report: dict[str, Any] = read_json(folder / REPORT)
-        return report
+        with undamaged(folder / REPORT, f"Remove {folder / 'final'}, and the same command writes both again"):
+            report: dict[str, Any] = read_json(folder / REPORT)
+            return report
     pillow()
     accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
@@ -74,13 +79,22 @@ def finetune(
     data, held, decode = data_of(recipe, known, base)
     if recipe.finish.push is not None and main:
         check_access(recipe.finish.push)
-    if main:  # all that can be known is checked
-        if resume == "never":
+    if main:
+        converted = folder / "converted" if planned is not None else base
+        there = planned is None or (resume == "auto" and converted.exists())
+        if there:
+            kept_files(converted)
+        record, notes = begin(recipe, folder, converted if there else None, resume)
+        for note in notes:
+            say(note)
+        if resume == "never":  # all that can be known is checked
             start_over(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        write_record(folder, record)
         write_atomically(folder / "recipe.json", json.dumps(recipe.resolved(), indent=2) + "\n")
-        if planned is not None and not (folder / "converted").exists():
-            surgery.convert(*planned, folder / "converted", level="keys", seed=recipe.seed, say=say)
+        if planned is not None and not there:
+            surgery.convert(*planned, converted, level="keys", seed=recipe.seed, say=say)
+            write_record(folder, record | {"base": base_hashes(converted, new=True)})
     accelerator.wait_for_everyone()
     if opened is None:
         base = folder / "converted"
@@ -118,6 +132,7 @@ def finetune(
         # First, for a run with `final` counts as finished and has a report.
         write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
         save(base, folder / "final", model, trained_names(tuner), report, png, recipe)
+        write_record(folder, read_record(folder) | {"finished": True})
         (folder / STATE).unlink(missing_ok=True)
         say(f"saved {folder / 'final'}; samples of student and teacher are in {folder / PICTURE}")
         if recipe.finish.push is not None:
@@ -177,7 +192,7 @@ def make_accelerator(recipe: DiffusionRecipe) -> Accelerator:
 
 def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: str) -> None:
     """What is known before anything is read: the stage, and the folder of the run. Raises LinearizeError (exit 2)."""
-    from .train import read_state
+    from .train import check_state, read_state
 
     check_base(recipe)
     settled_precision(recipe.runtime.device, recipe.runtime.precision)  # raises for a device that is not there
@@ -186,6 +201,8 @@ def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: s
         raise LinearizeError(f"--stage {only}: the recipe has {', '.join(names)}.{did_you_mean(only, names)}")
     if resume not in ("auto", "never"):
         raise LinearizeError(f"--resume {resume}: a run on latents goes on from its own state; give auto or never")
+    for name in ("recipe.json", RECORD, STATE, REPORT, "metrics.jsonl"):
+        check_file(folder / name)
     if (folder / "recipe.json").exists():
         old, new = (
             {key: value for key, value in one.items() if key not in FREE}
@@ -194,11 +211,15 @@ def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: s
         changed = diff_resolved(old, new) if resume == "auto" else []
         if changed:
             raise LinearizeError(f"{folder} was begun by another recipe: {'; '.join(changed[:5])}. Choose another name")
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and {path.name for path in folder.iterdir()} - {RECORD}:
         raise LinearizeError(f"{folder} is not empty, and no run on latents. Choose another output_dir")
-    finished, state = (folder / "final").exists() and resume == "auto", folder / STATE
-    if only is not None and not finished:
-        known = resume == "auto" and state.exists()
+    if finished(folder, resume):
+        return
+    check_owned(folder, resume)
+    known, state = resume == "auto" and (folder / STATE).exists(), folder / STATE
+    if known:
+        check_state(state)
+    if only is not None:
         done = read_state(state, "cpu", mmap=True)["stage"] if known else 0
         if names.index(only) > done:
             message = f"--stage {only} needs {names[done]}, which is not finished in {folder}"
@@ -216,11 +237,10 @@ def check_base(recipe: DiffusionRecipe) -> None:
 
 
 def start_over(folder: Path) -> None:
-    """Remove what an earlier run on latents left in its folder."""
+    """Remove what an earlier run on latents left in its folder, but its finished model, which `save` replaces."""
     if (folder / "recipe.json").exists():
-        for name in ("converted", "final"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        for name in (STATE, REPORT, PICTURE, "recipe.json", "metrics.jsonl"):
+        shutil.rmtree(folder / "converted", ignore_errors=True)
+        for name in (STATE, "metrics.jsonl"):
             (folder / name).unlink(missing_ok=True)
 
 
@@ -266,6 +286,7 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
     Raises LinearizeError (exit 3) for a folder that linearize did not convert, for code that it did not write, and for
     models that take more than latents and prompts.
     """
+    check_code_cache()
     diffusers = surgery.load_diffusers(base)
     diffusers.utils.logging.disable_progress_bar()
     name = converted_part(base, recipe.model.trust_remote_code)
@@ -349,6 +370,26 @@ def trained_names(tuner: Any) -> set[str]:
     return {name for stage in tuner.recipe.stages for name in tuner.trained(stage)}
 
 
+def kept_files(base: Path) -> list[Path]:
+    """The files of a converted folder that its trained copy has: those that linearize.json lists and that are not
+    written anew, and the transformer's weights by whatever name.
+
+    Raises LinearizeError (exit 3) for a pipe, and for a link that leaves the folder.
+    """
+    listed = {*listed_files(base)} - {checkpoint.MANIFEST, "README.md", PICTURE}
+    weights = base / parts_of(base)[0]
+    found = [path for path in sorted(base.rglob("*")) if not path.is_dir()]
+    found = [
+        path
+        for path in found
+        if path.relative_to(base).as_posix() in listed or (path.parent == weights and path.suffix in surgery.WEIGHTS)
+    ]
+    for path in found:
+        if path.suffix not in surgery.WEIGHTS:  # which may lie on another disk
+            carried.check_file(path, base)
+    return found
+
+
 def save(
     base: Path, output: Path, model: Any, names: set[str], report: dict[str, Any], png: bytes, recipe: DiffusionRecipe
 ) -> None:
@@ -361,12 +402,10 @@ def save(
     prefix = f"{part}/" if part else ""
     values = {name: value.detach().cpu() for name, value in model.named_parameters() if name in names}
     hashes = checkpoint.no_hashes() | {kind: manifest[kind] for kind in checkpoint.no_hashes() if kind in manifest}
-    with output_folder(output, overwrite=False) as folder:
-        for path in sorted(base.rglob("*")):
+    with output_folder(output, overwrite=True) as folder:
+        for path in kept_files(base):
             name = path.relative_to(base)
             target = folder / name
-            if not path.is_file() or name.as_posix() in (checkpoint.MANIFEST, "README.md"):
-                continue
             target.parent.mkdir(parents=True, exist_ok=True)
             header = read_header(path) if path.suffix == ".safetensors" and path.parent == base / part else {}
             if not header.keys() & values.keys():

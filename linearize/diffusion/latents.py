@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError
+from ..errors import Exit, LinearizeError, check_file
 from ..plan.plan import some
 from .recipe import Latents
 
@@ -61,6 +61,13 @@ def read_data(source: Latents, start: Path, model: Any, encode: Callable[[Tensor
     return Data([one for rows in latents.values() for one in rows], prompts)
 
 
+def files_of(source: Latents, start: Path) -> dict[str, tuple[Path, list[Path]]]:
+    """The folders of a source, `latents` and where it has them `prompts`, each with its files that are read."""
+    named = {"latents": (source.latents, (*ARRAYS, *IMAGES)), "prompts": (source.prompts, ARRAYS)}
+    given = {key: (start / Path(name).expanduser(), kinds) for key, (name, kinds) in named.items() if name is not None}
+    return {key: (folder, _files(folder, kinds)) for key, (folder, kinds) in given.items()}
+
+
 def _wrong(message: str) -> LinearizeError:
     return LinearizeError(message, Exit.INCOMPATIBLE)
 
@@ -71,6 +78,8 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     if not found:
         raise _wrong(f"{folder} holds no {', '.join(suffixes)} file")
+    for path in found:
+        check_file(path)
     if len({path.stem for path in found}) < len(found):
         raise _wrong(f"{folder} holds two files of one stem, which tells the prompts apart")
     return found

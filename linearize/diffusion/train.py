@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import get_scheduler
 
-from ..errors import Exit, LinearizeError
+from ..errors import MALFORMED, Exit, LinearizeError, reason_of
 from ..terminal.output import say
 from ..terminal.progress import progress, silent
 from ..terminal.signals import END, caught, end_or_stop
@@ -182,8 +183,28 @@ class Distiller:
         if not (folder / "state.pt").exists():
             return 0, 0, None
         found = read_state(folder / "state.pt", self.accelerator.device)
-        self.model.load_state_dict(found["weights"], strict=False)
-        return found["stage"], found["step"], found["state"]
+        try:
+            self.model.load_state_dict(found["weights"], strict=False)
+            return found["stage"], found["step"], found["state"]
+        except (RuntimeError, *MALFORMED) as error:  # of another model
+            raise damaged(folder / "state.pt", error) from error
+
+
+def check_state(path: Path) -> None:
+    """Raise LinearizeError (exit 2) where a part of the file is not what `save` wrote, by the checksums in it."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            broken = file.testzip()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise damaged(path, error) from error
+    if broken is not None:
+        raise damaged(path, ValueError(f"{broken} has another checksum"))
+
+
+def damaged(path: Path, error: Exception) -> LinearizeError:
+    """The error for a state that cannot be read."""
+    message = f"{path} is damaged ({type(error).__name__}: {reason_of(error)})"
+    return LinearizeError(f"{message}. Restore it, or start over with --resume never")
 
 
 def read_state(path: Path, device: Any, mmap: bool = False) -> dict[str, Any]:
@@ -191,9 +212,7 @@ def read_state(path: Path, device: Any, mmap: bool = False) -> dict[str, Any]:
     try:
         return dict(torch.load(path, map_location=device, mmap=mmap, weights_only=True))
     except Exception as error:  # what torch raises for damaged files
-        what = str(error).partition("\n")[0]
-        message = f"{path} is damaged ({type(error).__name__}: {what})"
-        raise LinearizeError(f"{message}. Restore it, or start over with --resume never") from error
+        raise damaged(path, error) from error
 
 
 def scheduled(optimizer: Any, stage: DiffusionStage) -> Any:

@@ -240,6 +240,106 @@ def test_a_run_goes_on_where_it_was_interrupted(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def flipped(path: Path, at: int) -> None:
+    """Change one bit of a file, which may be a hard link."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 64
+    path.unlink()
+    path.write_bytes(data)
+
+
+QUICK = STAGES.replace("steps: 30", "steps: 2").replace("accumulate: 2", "accumulate: 1")
+MORE = "checkpoint: {every_steps: 1}\nfinish: {verify: false}\n"
+
+
+def stopped(linearize: Command, monkeypatch: pytest.MonkeyPatch, *command: Any) -> int:
+    """The exit code of a command whose second stage is interrupted."""
+    from linearize.diffusion import train
+
+    def stop(*_: Any) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(train.Distiller, "match", stop)
+        return linearize(*command)[0]
+
+
+def test_a_run_goes_on_with_what_it_began_with(
+    linear: dict[str, Path], tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_latents(tmp_path, WAN)
+    shutil.copytree(linear[WAN], tmp_path / "linear")
+    path = recipe(tmp_path, tmp_path / "linear", stages=QUICK, more=MORE)
+    assert stopped(linearize, monkeypatch, "finetune", path) == Exit.INTERRUPTED
+    shard = max((tmp_path / "linear" / "transformer").glob("*.safetensors"))
+    state = tmp_path / "run" / "state.pt"
+    kept = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and file != tmp_path / "recipe"}
+    for file, at, said in (
+        (tmp_path / "latents" / "0.npy", -1, "changed since this run began: data.train.latents"),
+        (tmp_path / "prompts" / "5.npy", -1, "changed since this run began: data.train.prompts"),
+        (shard, -1, f"changed since this run began: {shard}"),
+        (state, len(kept[state]) // 2, f"{state} is damaged"),
+    ):
+        flipped(file, at)
+        code, out, err = linearize("finetune", path)
+        assert (code, out) == (Exit.USAGE, ""), err
+        assert said.replace(" ", "") in "".join(err.split())
+        file.write_bytes(kept[file])
+    assert {file: file.read_bytes() for file in kept} == kept
+    record = tmp_path / "run" / "inputs.json"
+    record.write_text(record.read_text().replace(torch.__version__, "1.0"))
+    code, _, err = linearize("finetune", path)
+    assert code == 0, err
+    assert f"this run began with torch 1.0, now {torch.__version__}" in " ".join(err.split())
+
+
+def test_starting_over_keeps_the_finished_model_until_the_new_one_is_ready(
+    sources: dict[str, Path], tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_latents(tmp_path, WAN)
+    path = recipe(tmp_path, sources[WAN], "la", stages=QUICK, more=MORE)
+    assert linearize("finetune", path)[0] == 0
+    run = tmp_path / "run"
+    for place in ("final", "converted"):
+        mine = run / place / "thesis.txt"
+        mine.write_text("mine")
+        code, _, err = linearize("finetune", path, "--resume", "never")
+        assert code == Exit.USAGE, err
+        assert "linearize did not write that, and this start would remove it" in " ".join(err.split())
+        assert mine.read_text() == "mine"
+        mine.unlink()
+    card = run / "final" / "README.md"
+    at = card.stat().st_mtime_ns
+    assert stopped(linearize, monkeypatch, "finetune", path, "--resume", "never") == Exit.INTERRUPTED
+    assert card.stat().st_mtime_ns == at
+    code, _, err = linearize("finetune", path)  # goes on, for what is finished is the model of before
+    assert (code, "finished already" in err) == (0, False), err
+    assert card.stat().st_mtime_ns > at
+    assert "finished already" in linearize("finetune", path)[2]
+
+
+def test_only_what_linearize_wrote_goes_along(linear: dict[str, Path], tmp_path: Path, linearize: Command) -> None:
+    make_latents(tmp_path, WAN)
+    shutil.copytree(linear[WAN], tmp_path / "linear")
+    (tmp_path / "secret").write_text("root")
+    (tmp_path / "linear" / "aws.json").write_text("{}")
+    (tmp_path / "linear" / "words.txt").symlink_to(tmp_path / "secret")
+    stages = "stages: [{kind: prediction, optimizer: {lr: 1.0e-3}, steps: 1}]\n"
+    path = recipe(tmp_path, tmp_path / "linear", stages=stages, more=MORE)
+    code, _, err = linearize("finetune", path)
+    assert code == 0, err
+    final = tmp_path / "run" / "final"
+    written = {file.relative_to(final).as_posix() for file in final.rglob("*") if file.is_file()}
+    theirs = {*json.loads((linear[WAN] / "linearize.json").read_text())["files"]}
+    assert written == theirs | {"samples.png"}
+    config = tmp_path / "linear" / "vae" / "config.json"
+    config.rename(tmp_path / "elsewhere.json")
+    config.symlink_to(tmp_path / "elsewhere.json")
+    code, _, err = linearize("finetune", path, f"output_dir={tmp_path / 'other'}")
+    assert (code, "is a link to" in " ".join(err.split())) == (Exit.INCOMPATIBLE, True), err
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
