@@ -243,15 +243,22 @@ def upgrade_base(recipe: Recipe, run: Run, base: Path, say: Say) -> None:
 
 def begin(recipe: Recipe, run: Run, base: Path | None, commit: str | None, named: Named | None, say: Say) -> None:
     """Open the run's folder, unless the data, the files of `base` or the teacher are others than the run began with."""
-    data = {}
+    data = data_hashes(recipe)
+    for note in run.start(versions(), commit, data, base, named.downloaded().facts() if named else None):
+        say(note)
+
+
+def data_hashes(recipe: Recipe) -> dict[str, str]:
+    """`source_hash` of each source of a recipe, by its name there."""
+    found = {}
     for number, stage in enumerate(recipe.stages):
         for split in ("train", "eval"):
             source = getattr(recipe.data_for(stage), split)
             if source is not None:
                 own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
-                data[f"{own}data.{split}"] = source_hash(source, recipe.folder)
-    for note in run.start(versions(), commit, data, base, named.downloaded().facts() if named else None):
-        say(note)
+                name = f"{own}data.{split}"
+                found[name] = found.get(name) or source_hash(source, recipe.folder)
+    return found
 
 
 def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool = True) -> Source:

@@ -20,16 +20,18 @@ from ..data.batches import kind_of, tokens_per_sample
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..estimate.choose import as_before
 from ..estimate.estimate import lora_targets
-from ..finetune import base_path, dry_run, finetune, no_one, plan_base, versions
+from ..finetune import base_path, data_hashes, dry_run, finetune, no_one, plan_base, versions
 from ..measure.compare import EvalRequest, check_eval, check_measures, compare
 from ..measure.generate import Loaded, load
 from ..page.html import BEGINS
 from ..page.race import Lane, race_page, results
-from ..page.record import EVAL, RUN, RunRecord, read_run
+from ..page.record import EVAL, RUN, RunRecord, read_run, whole
+from ..plan.plan import some
 from ..recipe.models import Scratch
 from ..recipe.recipe import AttentionTransfer, LogitKL, Recipe, diff_resolved, weighty
 from ..terminal.output import finite
 from ..train.device import device_name
+from ..train.runs import changes as changed
 from ..train.runs import processes
 from ..train.runtime import Say, stage_steps
 from ..train.save import meta_model
@@ -250,9 +252,10 @@ def check_folder(race: Race) -> None:
 
 
 def check_same(leg: Leg) -> None:
-    """Raise LinearizeError (exit 2) for a run in the folder of a leg that trains on other tokens, or otherwise."""
+    """Raise LinearizeError (exit 2) for a run in the folder of a leg that has other tokens, text or settings."""
     other = "or another -o for a race of its own"
-    recorded = read_run(leg.folder).recipe
+    run = read_run(leg.folder)
+    recorded = run.recipe
     if recorded is None:
         raise LinearizeError(f"{leg.folder} is a run of another version of linearize. Give another -o")
     recipe = as_before(leg.recipe, leg.folder / RUN)  # which has what the device chose for auto
@@ -267,6 +270,14 @@ def check_same(leg: Leg) -> None:
         raise LinearizeError(
             f"{leg.folder} is of another race ({'; '.join(changes[:3])}{' ...' if len(changes) > 3 else ''}). Give "
             f"the recipe of before, {other}"
+        )
+    now_read = data_hashes(leg.recipe)
+    with whole(leg.folder):
+        text = changed(run.settings.get("data") or {}, now_read)
+    if text:
+        raise LinearizeError(
+            f"{leg.folder} read other text: {some(text)} changed since it began, and contestants read the same. Give "
+            f"the text of before, {other}"
         )
 
 

@@ -312,6 +312,13 @@ def later(linearize: Command, recipe: Path, folder: Path) -> None:
 
     code, _, err = linearize(*words(recipe, folder, "stages.logit_kl.optimizer.memory=auto"))
     assert code == 0, err  # "full", which the runs have, is what was chosen for it
+    text = recipe.parent / "train.jsonl"
+    before = text.read_text()
+    text.write_text(before + before.splitlines()[0])
+    code, _, err = linearize(*words(recipe, folder, "--only", "linear"))
+    text.write_text(before)
+    assert code == Exit.USAGE
+    assert f"{folder / 'lolcats'} read other text: data.train changed since it began" in " ".join(err.split())
 
     lines = (folder / "progressive-1" / "metrics.jsonl").read_text().splitlines()
     kept = [line for line in lines if json.loads(line)["stage"] != "logit_kl"]
