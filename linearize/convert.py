@@ -197,6 +197,8 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
             del config.quantization_config
         return config
     except Exception as error:  # validators of many architectures raise as they like
+        if trust_remote_code and isinstance(error, OSError):
+            check_code_cache()
         path = source.folder / "config.json"
         raise LinearizeError(f"{path} cannot be used: {reason_of(error)}", Exit.INCOMPATIBLE) from error
 

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoConfig
 
 from . import __version__
 from .checkpoint.atomic import lock_folder, write_atomically
-from .checkpoint.provenance import check_code
+from .checkpoint.provenance import check_code, open_config
 from .checkpoint.source import open_source
 from .convert import load_config
 from .data.batches import check_source, check_vocabulary, collate, forward, open_samples, targets
@@ -245,7 +244,7 @@ def base_vocabulary(recipe: Recipe) -> int:
         source = open_source(base_path(recipe), recipe.model.revision, weights=False)
         if source.converted:
             check_code(source.folder, trust)
-            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=True)
+            config = open_config(source.folder)
         else:
             config = load_config(source, trust)
     return int(config.get_text_config().vocab_size)

@@ -50,6 +50,11 @@ COMMANDS = {
     "inspect": ["source"],
     "convert": ["source", "--to", "gsa", "--set", "slots=4", "-o", "out", "--verify", "none"],
     "eval": ["ours", "--teacher", "source", "--lengths", "64", "--trials", "1"],
+    "serve": ["ours"],
+    "export": ["ours", "-o", "onnx"],
+    "logits": ["recipe.yaml", "teacher.model=source", "-o", "logits", "--top", "4"],
+    "estimate": ["recipe.yaml"],
+    "upgrade": ["ours", "-o", "upgraded"],
 }
 OF_OURS = ("generate", "verify", "push", "finetune")
 
@@ -117,6 +122,31 @@ def test_a_mechanism_that_is_unknown_is_named(
     damage(place / "ours")
     code, message = told(linearize, place, monkeypatch, command)
     assert (code, said in message) == (Exit.INCOMPATIBLE, True), message
+
+
+def piped(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (of_layers("mechanism", "gsaa"), "unknown mechanism 'gsaa'. Did you mean 'gsa'?"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
+        (piped, "config.json is a pipe or a device: not a file"),
+    ],
+    ids=["mechanism", "nested", "pipe"],
+)
+def test_every_command_names_what_is_wrong_with_a_folder(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage, said: str
+) -> None:
+    damage(place / "ours")
+    monkeypatch.setattr("linearize.serve.start.is_installed", lambda name: True)
+    for command in ("serve", "export", "logits", "estimate", "upgrade", "eval"):
+        code, message = told(linearize, place, monkeypatch, command)
+        assert (code, said in message) == (Exit.INCOMPATIBLE, True), (command, message)
+    assert not {"onnx", "logits", "upgraded"} & {path.name for path in place.iterdir()}
 
 
 @pytest.mark.parametrize("folder", ["ours", "source"])
@@ -337,6 +367,7 @@ def test_a_cache_of_code_that_cannot_be_made(
     """As with an HF_HOME that is no folder."""
     home = home.replace("FILE", str(place / "recipe.yaml"))
     monkeypatch.setattr("linearize.checkpoint.provenance.HF_MODULES_CACHE", home)
-    for command in ("generate", "finetune"):
+    monkeypatch.setattr("linearize.serve.start.is_installed", lambda name: True)
+    for command in ("generate", "finetune", "serve", "export", "estimate"):
         code, message = told(linearize, place, monkeypatch, command)
         assert (code, f"cannot make {home}" in message, "Set HF_HOME" in message) == (Exit.RESOURCE, True, True)

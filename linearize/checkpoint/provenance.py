@@ -19,7 +19,7 @@ from linearize_kernels.hf.seam import TRAINED
 from linearize_kernels.mixer import Site
 
 from .. import __version__
-from ..errors import MALFORMED, Exit, LinearizeError
+from ..errors import MALFORMED, Exit, LinearizeError, reason_of, resource_error
 from ..plan.mechanisms import build_mixer, check_name, mechanism_names, present_options, renamed_options
 from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
@@ -66,6 +66,22 @@ def check_code_cache() -> None:
             "HF_HOME, or HF_MODULES_CACHE, to a folder that can be written",
             Exit.RESOURCE,
         ) from error
+
+
+def open_config(folder: Path) -> Any:
+    """The config object of a converted folder, by its own code, which `check_code` has seen.
+
+    Raises LinearizeError: 3 for values that it refuses, 4 where transformers has no place for that code.
+    """
+    check_code_cache()
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    except Exception as error:  # validators of many architectures raise as they like
+        if resource_error(error) is not None:
+            raise
+        message = f"{folder / 'config.json'} cannot be used: {reason_of(error)}. Restore it, or convert the model again"
+        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
 
 
 def check_mechanisms(folder: Path, plan: Plan) -> None:

@@ -17,12 +17,13 @@ from ..plan.plan import Plan
 from ..verify.reload import TOO_LARGE, check_keys, check_steps, compare, fits_twice, reload_logits
 from . import write as checkpoint
 from .atomic import output_folder
+from .carried import check_file
 from .code import MODELING_FILE, code_files
 from .known_code import known_files
-from .manifest import read_plan
+from .manifest import listed_files, read_plan
 from .provenance import Origin, check_code, check_mixers, natives_of, origin_of, with_present_options
 from .shards import link_or_copy
-from .source import open_source, read_json
+from .source import open_source
 
 WEIGHTS = ".safetensors"
 
@@ -82,8 +83,11 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
     replaced |= {"config.json", checkpoint.MANIFEST}
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if output is not None:
-        present &= set(read_json(folder / checkpoint.MANIFEST)["files"])
+        present &= set(listed_files(folder))
     carried = tuple(sorted(present - replaced))
+    for name in carried if output is not None else ():
+        if not name.endswith(WEIGHTS):  # which may lie on another disk
+            check_file(folder / name, folder)
     return Upgrade(folder, output or folder, origin.version, plan, renamed, code, config, carried)
 
 

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoConfig
 
 from ..checkpoint.atomic import check_output, output_folder
-from ..checkpoint.carried import is_read
+from ..checkpoint.carried import carried_files, is_read
 from ..checkpoint.manifest import is_linearized, saved_again
-from ..checkpoint.provenance import behind, check_code
+from ..checkpoint.provenance import behind, check_code, open_config
 from ..checkpoint.source import open_source
 from ..convert import separate
 from ..errors import Exit, LinearizeError, os_error, reason_of
@@ -68,8 +67,9 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
             way = "transformers saved it without linearize.json: linearize finetune and push write it in this version"
         message = f"{model} has the code of linearize {version}. {way}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    with quiet():
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=True)
+    config = open_config(source.folder)
+    # Before anything is computed, for links that lead elsewhere are refused.
+    carried = [path for path in carried_files(source.folder) if path.parent == source.folder and is_read(path)]
     check(config, model)
     loaded = load_converted(source.folder, torch.float32, trust_remote_code).eval()
     with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
@@ -86,9 +86,8 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
             message = f"{model} does not fit ONNX: torch.onnx could not write its graph ({what})"
             raise LinearizeError(message, Exit.INCOMPATIBLE) from error
         prove(graph, work / FILE, rows, expected)
-        for path in source.folder.iterdir():
-            if path.is_file() and is_read(path):
-                shutil.copyfile(path, work / path.name)
+        for path in carried:
+            shutil.copyfile(path, work / path.name)
     return output / FILE
 
 

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer, CompileConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from ..checkpoint.manifest import is_linearized
+from ..checkpoint.provenance import check_code_cache
 from ..checkpoint.source import Source, open_source, read_header
 from ..checkpoint.write import meta_pickle
 from ..convert import load_config
@@ -166,6 +167,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, *MALFORMED) as error:
+        if trust_remote_code and isinstance(error, OSError):
+            check_code_cache()
         if not trust_remote_code and "trust_remote_code=True" in str(error):
             message = f"the tokenizer of {folder} has code of its own. Read it, then pass --trust-remote-code"
             raise LinearizeError(

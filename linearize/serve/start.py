@@ -6,14 +6,12 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from transformers import AutoConfig
 from transformers.utils.import_utils import is_serve_available
 
 from ..checkpoint.manifest import is_linearized
-from ..checkpoint.provenance import check_code
+from ..checkpoint.provenance import check_code, open_config
 from ..checkpoint.source import open_source
 from ..errors import Exit, LinearizeError, did_you_mean
-from ..probe.meta_run import quiet
 from .folder import layers_of
 
 SERVERS = ("vllm", "transformers")
@@ -45,8 +43,7 @@ def server_command(
         message = f"{model} is not linearized. Serve it without linearize: vllm serve, or transformers serve"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     check_code(source.folder, trust_remote_code)
-    with quiet():
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config = open_config(source.folder)
     if "AutoModelForCausalLM" not in config.auto_map:
         message = f"{config.architectures[0]} writes no text, which is what servers are for. Load it in Python"
         raise LinearizeError(message, Exit.INCOMPATIBLE)

@@ -24,7 +24,7 @@ from ..checkpoint.atomic import output_folder
 from ..checkpoint.carried import code_of
 from ..checkpoint.code import SourceClasses, code_files
 from ..checkpoint.manifest import read_plan
-from ..checkpoint.provenance import behind, check_code, check_code_cache
+from ..checkpoint.provenance import behind, check_code, check_code_cache, open_config
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
@@ -76,6 +76,8 @@ def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
                 ignore_mismatched_sizes=True,  # they are told below
             )
     except Exception as error:  # loaders of many architectures raise as they like
+        if trust_remote_code and isinstance(error, OSError):
+            check_code_cache()  # which says what to do
         if isinstance(error, LinearizeError) or resource_error(error) is not None:
             raise
         message = (
@@ -110,7 +112,6 @@ def meta_model(
     """
     with scratch_folder() as scratch:
         if planned is not None:
-            check_code_cache()
             plan, source, natives = planned
             folder = scratch
             for path in code_of(source.folder):  # which ours imports
@@ -125,8 +126,8 @@ def meta_model(
             if upgrade is not None:
                 folder = Path(scratch)
                 write_code(folder, upgrade)
+        config = open_config(folder)
         with quiet(), torch.device(device):
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
             dtype = dtype or getattr(torch, plan.dtype)
             return getattr(transformers, auto_class(config)).from_config(config, dtype=dtype, trust_remote_code=True)
 

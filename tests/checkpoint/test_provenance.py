@@ -285,6 +285,10 @@ def test_upgrade_to_another_folder(linearize: Command, written: Path, tmp_path: 
     assert not (output / "mine.txt").exists()
     shard = "model-source-00001-of-00001.safetensors"
     assert (output / shard).samefile(folder / shard)
+    (folder / "README.md").rename(tmp_path / "elsewhere.md")
+    (folder / "README.md").symlink_to(tmp_path / "elsewhere.md")
+    code, _, err = linearize("upgrade", folder, "-o", tmp_path / "linked", "--trust-remote-code")
+    assert (code, "README.md is a link to" in " ".join(err.split())) == (3, True), err
     assert linearize("upgrade", folder, "-o", output)[0] == 2  # the output is not empty
     assert linearize("upgrade", folder, "-o", folder / "inside")[0] == 2
     assert linearize("upgrade", folder, "-o", folder)[0] == 2

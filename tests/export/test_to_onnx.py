@@ -300,6 +300,15 @@ def test_a_refusal_comes_before_anything_is_written(zoo: Zoo, linearize: Command
     assert not (tmp_path / "graph").exists()
 
 
+def test_a_link_to_a_file_elsewhere_is_refused(converted: Any, linearize: Command, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("root")
+    folder = converted("llama", "--to", "gla")
+    (folder / "vocab.txt").symlink_to(tmp_path / "secret")
+    code, _, said = linearize("export", folder, "-o", tmp_path / "graph")
+    assert (code, "vocab.txt is a link to" in " ".join(said.split())) == (Exit.INCOMPATIBLE, True), said
+    assert not (tmp_path / "graph").exists()
+
+
 def test_other_formats_are_refused(linearize: Command, tmp_path: Path) -> None:
     code, _, said = linearize("export", tmp_path, "--to", "gguf")
     assert code == Exit.INCOMPATIBLE
