@@ -133,7 +133,9 @@ def choose(
     tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
     seq_len = min(scoring.seq_len, most_tokens(model) or scoring.seq_len)
     train, text = text_batches(scoring.text, tokenizer, seq_len, model.device)
-    recall = recall_batches(tokenizer, min(seq_len, RECALL_TOKENS), scoring.seed, model.device)
+    recall, lacking = recall_batches(tokenizer, min(seq_len, RECALL_TOKENS), scoring.seed, model.device)
+    if lacking:
+        scoring.say(f"scored on text alone: {lacking}")
     with torch.random.fork_rng():
         torch.manual_seed(scoring.seed)
         mixture = Mixture(model, plan, local)
@@ -151,6 +153,7 @@ def choose(
         text=str(scoring.text),
         tokens=sum(int(batch["asked"].sum()) for batch in text),
         recalls=sum(len(batch["input_ids"]) for batch in recall),
+        lacking=lacking,
         kl=kl,
         window=window_cost(mixture, chosen.kept, local[0].options, scoring, tokenizer) if local else {},
     )
@@ -174,7 +177,10 @@ def window_cost(
         blocks = build_blocks(scoring.text, tokenizer, length, Path(scratch), sft=False, max_tokens=LONG_ROWS * length)
         text = cut(blocks, range(min(LONG_ROWS, len(blocks))), 1, device)
     rows = {"text": [batch | {"asked": batch["valid"]} for batch in text]}
-    rows["recall"] = recall_batches(tokenizer, length, scoring.seed, device)[:LONG_ROWS]
+    recall, lacking = recall_batches(tokenizer, length, scoring.seed, device)
+    if lacking:
+        scoring.say(f"the cost of the window is measured on text alone: {lacking}")
+    rows["recall"] = recall[:LONG_ROWS]
     last, found = min(BATCH_TOKENS, length - reach), {}
     for kind, batches in rows.items():
         sums, count = torch.zeros(3, dtype=torch.float64), 0
@@ -234,15 +240,15 @@ def cut(blocks: Blocks, numbers: range, size: int, device: torch.device) -> list
     return [collate([blocks[number] for number in part], device) for part in places]
 
 
-def recall_batches(tokenizer: Any, length: int, seed: int, device: torch.device) -> list[Batch]:
-    """Texts that ask for what they said before; none where they do not fit into `length` tokens."""
+def recall_batches(tokenizer: Any, length: int, seed: int, device: torch.device) -> tuple[list[Batch], str]:
+    """Texts that ask for what they said before, and why there are none: where they do not fit into `length` tokens."""
     writer = Writer(tokenizer, seed)
     try:
         rows = [writer.recall(length) for _ in range(RECALLS)]
     except LinearizeError:
-        return []
+        return [], f"a text that asks for a repetition does not fit into {length} tokens"
     size = max(1, BATCH_TOKENS // length)
-    return [recall_batch(rows[start : start + size], device) for start in range(0, len(rows), size)]
+    return [recall_batch(rows[start : start + size], device) for start in range(0, len(rows), size)], ""
 
 
 def recall_batch(rows: list[Row], device: torch.device) -> Batch:

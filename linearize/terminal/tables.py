@@ -145,6 +145,8 @@ def choice_table(choice: Choice, flag: str) -> None:
     out.print(table({what: "number", "score": "number", "attention": "short"}, rows))
     out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
     recall = f" and {choice.recalls} texts that ask for a repetition" if choice.recalls else ""
+    if choice.lacking:
+        recall = f" alone ({choice.lacking})"
     out.print(f"scored on {choice.tokens:,} tokens of {choice.text}{recall}, mixers trained for a moment")
     for kind, linear in choice.kl["linear"].items():
         out.print(

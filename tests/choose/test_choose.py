@@ -28,6 +28,7 @@ from linearize.finetune import dry_run, finetune
 from linearize.plan.heads import leaves_one, named, unscored_heads
 from linearize.plan.keep import METHODS, Choice
 from linearize.recipe.recipe import Recipe
+from linearize.terminal.tables import choice_table
 from linearize_kernels.hf.seam import mixers_of
 
 OPTIONS = {"slots": 8, "chunk_size": 16}
@@ -276,13 +277,19 @@ def test_the_plan_says_what_a_window_of_kept_softmax_costs(
 
 
 @pytest.mark.usefixtures("_less_text")
-def test_the_choice_is_the_same_each_time(place: Path) -> None:
+def test_the_choice_is_the_same_each_time(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scoring = Scoring(text=TextSource(files=(place / "train.jsonl",)), seq_len=64, say=quiet)
     arguments: dict[str, Any] = {"options": OPTIONS, "keep_softmax": "auto:25%", "choose": chooser(scoring)}
     first, second = (plan_conversion(str(place / "source"), "gsa", **arguments)[0] for _ in range(2))
     assert first == second
     assert first.choice is not None
     assert first.choice.scores.keys() == {"0", "1", "2", "3"}
+    # Blocks that short have no room for recall, and the plan says so.
+    assert (first.choice.recalls, first.choice.kl["linear"].keys()) == (0, {"text"})
+    assert first.choice.lacking == "a text that asks for a repetition does not fit into 64 tokens"
+    choice_table(first.choice, "--keep-softmax")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "train.jsonl alone (a text that asks for a repetition does not fit into 64 tokens)" in shown
 
 
 @pytest.mark.slow
@@ -474,13 +481,14 @@ def test_text_for_training_is_not_what_is_scored(place: Path) -> None:
 
 
 def test_recalls_ask_for_values_alone() -> None:
-    (batch,) = recall_batches(byte_tokenizer(), 512, 0, torch.device("cpu"))[:1]
+    batch = recall_batches(byte_tokenizer(), 512, 0, torch.device("cpu"))[0][0]
     tokenizer = byte_tokenizer()
     for ids, asked in zip(batch["input_ids"], batch["asked"], strict=True):
         values = ids[asked.nonzero()[:, 0] + 1]
         words = re.split("[ ,()]+", tokenizer.decode(ids))
         assert {*tokenizer.decode(values).split()} <= {*words}
-    assert recall_batches(byte_tokenizer(), 32, 0, torch.device("cpu")) == []  # no room for the questions
+    none, lacking = recall_batches(byte_tokenizer(), 32, 0, torch.device("cpu"))  # no room for the questions
+    assert (none, "does not fit into 32 tokens" in lacking) == ([], True)
 
 
 def test_without_a_text_python_sources_are_read() -> None:
