@@ -250,7 +250,7 @@ def begin(recipe: Recipe, run: Run, base: Path | None, commit: str | None, named
 
 def data_hashes(recipe: Recipe) -> dict[str, str]:
     """`source_hash` of each source of a recipe, by its name there."""
-    found = {}
+    found = dict[str, str]()
     for number, stage in enumerate(recipe.stages):
         for split in ("train", "eval"):
             source = getattr(recipe.data_for(stage), split)

@@ -178,7 +178,7 @@ def is_shard(name: str) -> bool:
 def is_written(path: Path, key: str, rows: int) -> bool:
     """Whether a shard with at least so many rows is there already. Raises LinearizeError (exit 2) for one that was made
     from something else."""
-    if not path.exists():
+    if not path.is_file():
         return False
     try:
         with safe_open(path, "pt") as shard:
