@@ -23,7 +23,7 @@ from .known_code import known_files
 from .manifest import listed_files, read_plan
 from .provenance import Origin, check_code, check_mixers, natives_of, origin_of, with_present_options
 from .shards import link_or_copy
-from .source import open_source
+from .source import check_folder, open_source
 
 WEIGHTS = ".safetensors"
 
@@ -59,6 +59,7 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
     if holds_diffusers(str(folder)):
         message = f"{folder} is a model of diffusers, which upgrade does not rewrite. Convert its source again"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
+    check_folder(folder)
     read_plan(folder)  # which says what to do where there is none
     source = open_source(str(folder), None)
     if output is not None:

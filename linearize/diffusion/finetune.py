@@ -25,7 +25,7 @@ from ..checkpoint.provenance import check_code_cache
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, read_header, read_json
 from ..convert import check_disk, separate
-from ..errors import Exit, LinearizeError, check_file, did_you_mean, undamaged
+from ..errors import Exit, LinearizeError, check_file, did_you_mean, reason_of, resource_error, undamaged
 from ..hub.push import check_access
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
@@ -290,7 +290,13 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
     diffusers = surgery.load_diffusers(base)
     diffusers.utils.logging.disable_progress_bar()
     name = converted_part(base, recipe.model.trust_remote_code)
-    model = load_parts(base)[name]
+    try:
+        model = load_parts(base)[name]
+    except Exception as error:  # loaders of many components raise as they like
+        if resource_error(error) is not None:
+            raise
+        message = f"{base} cannot be loaded: {reason_of(error)}. Restore it, or convert its source again"
+        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
     check_inputs(base, model)
     return model, noise_of(recipe.noise, type(model).__name__, component(base, "scheduler", diffusers))
 
