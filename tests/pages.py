@@ -62,6 +62,7 @@ def eval_result(depths: bool = True) -> dict[str, Any]:
     ]
     positions = {"trained_length": 512, "rows": 4, "text": "joined", "blocks": blocks, "grows": 1.2}
     figures = {
+        "text": "/some/where/held.txt",
         "tokens": 999,
         "student_ppl": 10.5,
         "teacher_ppl": 10.0,
@@ -99,7 +100,7 @@ def made_up_run(folder: Path, root: Path, steps: int = 40, name: str = "tiny", e
     report = {
         "layers": [{**one, "relative_mse": 0.05} for one in layers],
         "samples": [sample],
-        "device": "CPU, 1 threads",
+        "device": "CPU, 1 thread",
     }
     (place / "report.json").write_text(
         json.dumps({"output": str(place / "final"), "stages": [], "teacher_ppl": 10.0, **report})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,14 +16,35 @@ MOST_POINTS = 240  # of one line: more cannot be told apart
 MOST_HINTS = 60  # of one line that has dots
 
 
+def number(value: float, digits: int = 3) -> str:
+    """A number for people, in so many digits: 0.0031, 12.5, 20M."""
+    if value == 0:
+        return "0"
+    if abs(value) < 999.5:
+        return f"{value:.{digits}g}" if abs(value) >= 1e-3 else f"{value:.{digits - 2}e}".replace("e-0", "e-")
+    for unit in ("k", "M", "B"):
+        value /= 1000
+        if abs(value) < 999.5:
+            return f"{value:.{digits}g}{unit}"
+    return f"{value / 1000:.{digits}g}T"
+
+
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """What an axis shows: its label, whether it is logarithmic, how a value is written, ticks where they are given."""
 
     label: str
     log: bool = False
-    text: Callable[[float], str] = lambda value: number(value)
+    text: Callable[[float], str] = number
     ticks: tuple[float, ...] | None = None
+
+    def between(self, low: float, high: float) -> Axis:
+        """This axis from `low` to `high`, with ticks; numbers get as many digits as tell the ticks apart."""
+        marks = tuple(value for value in self.ticks or ticks(low, high, self.log) if low <= value <= high)
+        if self.text is not number:
+            return dataclasses.replace(self, ticks=marks)
+        enough = (n for n in range(3, 15) if len({number(value, n) for value in marks}) == len(marks))
+        return dataclasses.replace(self, ticks=marks, text=functools.partial(number, digits=next(enough, 15)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +57,6 @@ class Series:
     dashed: bool = False
     dots: bool = False
     faint: bool = False
-
-
-def number(value: float) -> str:
-    """A number for people: 0.0031, 12.5, 20M."""
-    if value == 0:
-        return "0"
-    if abs(value) < 999.5:
-        return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}".replace("e-0", "e-")
-    for unit in ("k", "M", "B"):
-        value /= 1000
-        if abs(value) < 999.5:
-            return f"{value:.3g}{unit}"
-    return f"{value / 1000:.3g}T"
 
 
 def binary(value: float) -> str:
@@ -142,9 +151,10 @@ def lines(
     xs, ys = ([point[place] for one in shown for point in one.points] for place in (0, 1))
     low_x, high_x = (min(xs), max(xs)) if max(xs) > min(xs) else limits(xs, x.log)
     low_y, high_y = limits(ys, y.log)
+    x, y = x.between(low_x, high_x), y.between(low_y, high_y)
     across = scale(low_x, high_x, x.log, LEFT, width - RIGHT)
     down = scale(low_y, high_y, y.log, height - BOTTOM, TOP)
-    shapes = frame(title, x, y, (low_x, high_x), (low_y, high_y), across, down, width, height)
+    shapes = frame(title, x, y, across, down, width, height)
     for one in shown:
         points = tuple((across(a), down(b)) for a, b in thinned(one.points))
         if len(points) == 1 and one.dashed:  # one value for all: a level
@@ -167,27 +177,23 @@ def frame(
     title: str,
     x: Axis,
     y: Axis,
-    across_ends: Point,
-    down_ends: Point,
     across: Callable[[float], float],
     down: Callable[[float], float],
     width: float,
     height: float,
 ) -> list[Line | Box | Dot | Text]:
-    """Title, grid, ticks and labels."""
+    """Title, grid, ticks and labels; both axes are `between` their ends."""
     shapes: list[Line | Box | Dot | Text] = [Text(0, 14, title, "ink", 13)]
     shapes.append(Text(0, TOP - 10, y.label))
-    for value in y.ticks or ticks(*down_ends, y.log):
-        if down_ends[0] <= value <= down_ends[1]:
-            place = down(value)
-            shapes += [Line(((LEFT, place), (width - RIGHT, place)), "grid", 1.0)]
-            shapes += [Text(LEFT - 8, place + 4, y.text(value), anchor="end")]
+    for value in y.ticks or ():
+        place = down(value)
+        shapes += [Line(((LEFT, place), (width - RIGHT, place)), "grid", 1.0)]
+        shapes += [Text(LEFT - 8, place + 4, y.text(value), anchor="end")]
     shapes.append(Line(((LEFT, height - BOTTOM), (width - RIGHT, height - BOTTOM)), "soft", 1.0))
-    for value in x.ticks or ticks(*across_ends, x.log):
-        if across_ends[0] <= value <= across_ends[1]:
-            place = across(value)
-            shapes.append(Line(((place, height - BOTTOM), (place, height - BOTTOM + 4)), "soft", 1.0))
-            shapes.append(Text(place, height - BOTTOM + 17, x.text(value), anchor="middle"))
+    for value in x.ticks or ():
+        place = across(value)
+        shapes.append(Line(((place, height - BOTTOM), (place, height - BOTTOM + 4)), "soft", 1.0))
+        shapes.append(Text(place, height - BOTTOM + 17, x.text(value), anchor="middle"))
     shapes.append(Text(width - RIGHT, height - 6, x.label, anchor="end"))
     return shapes
 
@@ -235,15 +241,15 @@ def before_after(
     every = math.ceil(len(layers) * 26 / (width - LEFT - RIGHT))
     shown = tuple(float(layer) for layer in layers[::every])
     across = lambda value: places[int(value)]  # noqa: E731
-    ends = (float(min(layers)), float(max(layers)))
-    shapes = frame(title, Axis("layer", ticks=shown), y, ends, (low, high), across, down, width, height)
+    x = Axis("layer", ticks=shown).between(min(layers), max(layers))
+    shapes = frame(title, x, y.between(low, high), across, down, width, height)
     radius = min(4.5, max(2.0, step / 4))
     for layer in layers:
-        x = places[layer]
+        place = places[layer]
         if layer in kept:
             shapes.append(
                 Box(
-                    x - step * 0.4,
+                    place - step * 0.4,
                     TOP,
                     step * 0.8,
                     height - TOP - BOTTOM,
@@ -255,11 +261,11 @@ def before_after(
             continue
         ring, disc = (found.get(layer) for found in (before, after))
         if ring is not None and disc is not None:
-            shapes.append(Line(((x, down(ring)), (x, down(disc))), "soft", 1.2))
+            shapes.append(Line(((place, down(ring)), (place, down(disc))), "soft", 1.2))
         if ring is not None:
-            shapes.append(Dot(x, down(ring), radius, "orange", False, f"layer {layer} before: {number(ring)}"))
+            shapes.append(Dot(place, down(ring), radius, "orange", False, f"layer {layer} before: {number(ring)}"))
         if disc is not None:
-            shapes.append(Dot(x, down(disc), radius, "blue", True, f"layer {layer} after: {number(disc)}"))
+            shapes.append(Dot(place, down(disc), radius, "blue", True, f"layer {layer} after: {number(disc)}"))
     names = [("as converted", "orange", False)] * bool(before) + [("after training", "blue", False)] * bool(after)
     names += [("keeps softmax", "soft", False)] * bool(kept)
     shapes += legend(names, width)

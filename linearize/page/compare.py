@@ -10,7 +10,7 @@ from typing import Any
 from .. import __version__
 from ..errors import LinearizeError
 from ..plan.heads import written
-from ..terminal.output import percent, ranges, size
+from ..terminal.output import counted, percent, ranges, size
 from ..terminal.tables import short
 from . import html
 from .charts import Axis, Series, binary, bytes_text, lines
@@ -128,10 +128,10 @@ def compare_page(runs: Sequence[RunRecord]) -> str:
     sections = [Section("table", "Runs", words + html.table(COLUMNS, map(cells, runs, names)))]
     sections += drawn_sections({name: [run] for name, run in zip(names, runs, strict=True)})
     best = min((run for run in runs if run.ratio() is not None), key=lambda run: run.ratio() or 0, default=None)
-    about = f"{len(runs)} runs."
+    about = f"{counted(len(runs), 'run')}."
     if best is not None:
         about += f" Nearest to its teacher in perplexity: {names[list(runs).index(best)]}, {best.ratio():.4f} times."
-    return html.page("Runs compared", about, [], sections, f"Written by linearize {__version__}: linearize compare.")
+    return html.page("Runs compared", about, {}, sections, f"Written by linearize {__version__}: linearize compare.")
 
 
 def _colours(count: int) -> list[tuple[str, bool]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import redact
 from ..terminal.output import printable
@@ -33,6 +33,7 @@ p { margin: 6px 0; max-width: 72ch; }
 nav { margin-top: 14px; font-size: 14px; }
 nav a { color: var(--blue); margin-right: 14px; text-decoration: none; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px; margin-top: 20px; }
+.caption { font-size: 13px; margin: 20px 0 -12px; }
 .tile { border: 1px solid var(--grid); border-radius: 8px; padding: 10px 14px; }
 .tile b { display: block; font-size: 21px; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: 13px; }
@@ -54,6 +55,10 @@ footer { font-size: 13px; padding-top: 28px; padding-bottom: 40px; }
 """
 
 
+# Figures on top of a page, (value, what it is), in groups by where they are from.
+Tiles = Mapping[str, Sequence[tuple[str, str]]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Section:
     """A part of a page; `body` is HTML."""
@@ -63,20 +68,26 @@ class Section:
     body: str
 
 
-def page(title: str, about: str, tiles: Iterable[tuple[str, str]], sections: Sequence[Section], foot: str) -> str:
+def page(title: str, about: str, tiles: Tiles, sections: Sequence[Section], foot: str) -> str:
     """The whole file. Secrets are taken out, and characters that a terminal would obey are written out."""
     style = STYLE % {
         theme: " ".join(f"--{name}: {pair[place]};" for name, pair in COLOURS.items())
         for place, theme in enumerate(("light", "dark"))
     }
-    boxes = "".join(f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for value, name in tiles)
+    boxes = "".join(_tiles(caption, group) for caption, group in tiles.items())
     links = "".join(f'<a href="#{one.name}">{text(one.title)}</a>' for one in sections)
     parts = "".join(f'<section id="{one.name}"><h2>{text(one.title)}</h2>{one.body}</section>\n' for one in sections)
     return redact(
         f"{BEGINS}<title>{text(title)}</title><style>{style}</style></head>\n"
-        f'<body><header><h1>{text(title)}</h1><p class="soft">{text(about)}</p><div class="tiles">{boxes}</div>'
+        f'<body><header><h1>{text(title)}</h1><p class="soft">{text(about)}</p>{boxes}'
         f"<nav>{links}</nav></header>\n<main>{parts}</main>\n<footer>{text(foot)}</footer></body></html>\n"
     )
+
+
+def _tiles(caption: str, tiles: Sequence[tuple[str, str]]) -> str:
+    """A group of tiles under what they have in common."""
+    boxes = "".join(f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for value, name in tiles)
+    return (f'<p class="soft caption">{text(caption)}</p>' if caption else "") + f'<div class="tiles">{boxes}</div>'
 
 
 def text(value: object) -> str:

@@ -10,13 +10,13 @@ import yaml
 
 from .. import __version__
 from ..recipe.recipe import Recipe, portable
-from ..terminal.output import percent, ranges, size
+from ..terminal.output import duration, percent, ranges, size
 from ..terminal.tables import WRITTEN_FREELY
 from . import html
 from .compare import drawn_sections
 from .html import Section
 from .record import RunRecord
-from .report import LONGEST_SAMPLE, duration
+from .report import LONGEST_SAMPLE
 
 CACHED = (512, 32768)  # tokens of a text whose state is in the table
 TASKS = {"recall": "recall", "needle": "needles"}
@@ -158,7 +158,7 @@ def race_page(lanes: Sequence[Lane], found: Mapping[str, Any], common: Recipe) -
     ]
     tiles = [(one["name"], what) for what, one in best.items()]
     foot = f"Written by linearize {__version__}: linearize race."
-    return html.page("Methods of conversion compared", f"{title(found)}.", tiles, sections, foot)
+    return html.page("Methods of conversion compared", f"{title(found)}.", {"": tiles}, sections, foot)
 
 
 def samples(lanes: Sequence[Lane]) -> str:

@@ -15,7 +15,7 @@ from .. import __version__
 from ..demo import model_folder
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
-from ..terminal.output import percent, ranges, size
+from ..terminal.output import counted, duration, percent, ranges, size
 from ..terminal.tables import alike, attention, chosen_options, short
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
@@ -111,19 +111,33 @@ def summary(run: RunRecord) -> str:
     return " ".join(parts)
 
 
-def _tiles(run: RunRecord) -> list[tuple[str, str]]:
-    tiles, curve = [], run.curve("eval_ppl")
-    if curve and run.teacher_ppl:
-        tiles.append((f"{curve[-1][1] / run.teacher_ppl:.3f}x", "perplexity over the teacher's"))
-        tiles.append((f"{curve[-1][1]:.4g}", f"held-out perplexity (teacher {run.teacher_ppl:.4g})"))
-    if run.evaluation:
-        tiles.append((f"{run.evaluation['kl']:.3g}", "KL from the teacher, nats a token"))
-        tiles.append((percent(run.evaluation["top1_agreement"]), "same likeliest token"))
+def _tiles(run: RunRecord) -> html.Tiles:
+    """Figures of the run's last evaluation, and apart from them those of `linearize eval`, which read another text."""
+    own, caption, ratio = list[tuple[str, str]](), "The run", run.ratio()
+    for _, ppl in run.curve("eval_ppl")[-1:]:
+        read = [entry.get("eval_tokens") for entry in run.entries if entry.get("eval_ppl") is not None][-1]
+        caption += "'s last evaluation" + (f", {read:,} held-out tokens" if read else "")
+        beside = "" if ratio is None else f" (teacher {run.teacher_ppl:.4g})"
+        own += [] if ratio is None else [(f"{ratio:.3f}x", "perplexity over the teacher's")]
+        own.append((f"{ppl:.4g}", f"held-out perplexity{beside}"))
+    own += [(f"{kl:.3g}", "KL from the teacher, nats a token") for _, kl in run.curve("eval_kl")[-1:]]
+    own.append((short(run.tokens), "training tokens"))
     if run.plan is not None and run.plan.cache_bytes(1)["source"]:
         cache = run.plan.cache_bytes(32768)
-        tiles.append((size(cache["converted"]), f"state at 32k tokens (softmax {size(cache['source'])})"))
-    tiles.append((short(run.tokens), "training tokens"))
-    return tiles
+        own.append((size(cache["converted"]), f"state at 32k tokens (softmax {size(cache['source'])})"))
+    found = run.evaluation
+    if found is None:
+        return {caption: own}
+    said = "linearize eval"
+    if found.get("text"):
+        said += f", {found['tokens']:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
+    theirs = [
+        (f"{found['student_ppl'] / found['teacher_ppl']:.3f}x", "perplexity over the teacher's"),
+        (f"{found['student_ppl']:.4g}", f"perplexity (teacher {found['teacher_ppl']:.4g})"),
+        (f"{found['kl']:.3g}", "KL from the teacher, nats a token"),
+        (percent(found["top1_agreement"]), "same likeliest token"),
+    ]
+    return {caption: own, said: theirs}
 
 
 # ---------------------------------------------------------------- what was converted
@@ -391,15 +405,9 @@ def _cost(run: RunRecord, drawn: Drawing | None) -> str:
     columns |= dict.fromkeys(("steps", "tokens", "tokens/s", "time", "peak memory"), "number")
     where = run.report.get("device") or "a device that this run did not note"
     count = run.settings.get("processes") or 1
-    words = f"On {where}, {count} process{'es' * (count > 1)}. Time is that of steps, without evaluation and start-up."
+    words = f"On {where}, {counted(count, 'process', 'processes')}. "
+    words += "Time is that of steps, without evaluation and start-up."
     return html.paragraph(words) + html.table(columns, rows)
-
-
-def duration(seconds: float) -> str:
-    """`48 s`, `12 min`, `3.4 h`."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _recipe(run: RunRecord, drawn: Drawing | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -72,6 +73,28 @@ def test_a_page_says_what_the_run_says(run: Path) -> None:
     assert "\\x1b[31m" in words
     assert "4,096" in words
     assert "2.13.0" in words
+
+
+def test_tiles_keep_figures_of_the_run_and_of_eval_apart(run: Path) -> None:
+    """The run ends at 12.0 over 10.0 and KL 0.1; linearize eval read another text, 10.5 over 10.0 and KL 0.07."""
+    text = html.unescape(report_page(read_run(run)))
+    own, theirs = re.findall(r'<p class="soft caption">(.*?)</p><div class="tiles">(.*?)</div></div>', text)
+    assert own[0] == "The run's last evaluation, 512 held-out tokens"
+    assert re.findall("<b>(.*?)</b>", own[1])[:3] == ["1.200x", "12", "0.1"]
+    assert theirs[0] == "linearize eval, 999 tokens of held.txt"
+    assert re.findall("<b>(.*?)</b>", theirs[1]) == ["1.050x", "10.5", "0.07", "90.0%"]
+    (run / "eval.json").unlink()
+    assert report_page(read_run(run)).count('class="soft caption"') == 1
+
+
+def test_tiles_compare_the_same_blocks_alone(run: Path) -> None:
+    """A last stage that is evaluated on blocks of another length has no ratio to what the teacher had."""
+    settings = json.loads((run / "run.json").read_text())
+    settings["recipe"]["stages"][-1]["data"] = {"pack": {"seq_len": 16}}
+    (run / "run.json").write_text(json.dumps(settings))
+    tiles = report_page(read_run(run)).partition("<nav>")[0]
+    assert "1.200x" not in tiles
+    assert "held-out perplexity<" in tiles
 
 
 def test_every_colour_of_a_page_has_a_light_and_a_dark_value(run: Path) -> None:
@@ -298,6 +321,20 @@ def test_ticks_are_few_and_within(low: float, high: float, log: bool) -> None:
     assert 2 <= len(found) <= 8
     assert all(low * 0.99 <= value <= high * 1.01 for value in found)
     assert len({charts.number(value) for value in found}) == len(found)
+
+
+@pytest.mark.parametrize("values", [(9.8701, 9.8697, 9.8702), (1e-5, 1.0002e-5), (12_345_000.0, 12_345_100.0)])
+@pytest.mark.parametrize("log", [False, True])
+def test_ticks_of_a_flat_curve_tell_each_other_apart(values: tuple[float, ...], log: bool) -> None:
+    series = [charts.Series("student", list(enumerate(values, 1)), "blue", dots=True)]
+    svg = charts.lines("t", series, charts.Axis("x"), charts.Axis("perplexity", log)).svg()
+    labels = [node.text for node in ElementTree.fromstring(svg).iter("text") if node.get("text-anchor") == "end"]
+    assert len(labels) > 3  # the ticks, and the label of the other axis
+    assert len(labels) == len(set(labels))
+    layers = dict(enumerate(values))
+    svg = charts.before_after("t", [*layers], {}, layers, [], "error", log).svg()
+    labels = [node.text for node in ElementTree.fromstring(svg).iter("text") if node.get("text-anchor") == "end"]
+    assert len(labels) == len(set(labels))
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
