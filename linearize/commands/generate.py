@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..terminal.output import Json, print_json, say, show
+from ..terminal.output import Json, counted, print_json, say, show
 
 
 def generate(
@@ -35,7 +35,7 @@ def generate(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a text, and print it token by token."""
+    """Continue a text: print it, and what the model writes after it token by token."""
     from linearize_kernels.hf.seam import NO_TEACHER, TRAINED
 
     from ..measure.generate import Sampling, check_request, generate, load
@@ -54,4 +54,4 @@ def generate(
         print_json(result)
     else:
         print()
-        say(f"{len(result['tokens'])} tokens, {result['tokens_per_s']:.1f} a second")
+        say(f"{counted(len(result['tokens']), 'token')}, {result['tokens_per_s']:.1f} a second")

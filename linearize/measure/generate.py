@@ -25,6 +25,7 @@ from ..train.save import load_converted, load_whole
 from ..verify.child.inputs import most_tokens, writes_text
 
 DTYPE_NAMES = ("keep", "float32", "bfloat16", "float16")
+PROMPT_END = 8  # tokens of a prompt behind which new ones are decoded
 LOWEST = 1e-6  # temperature; below, logits divided by it leave float32
 
 
@@ -46,20 +47,32 @@ class Sampling(NamedTuple):
 
 
 class Stream(TextStreamer):
-    """Hands text over as soon as no later token can change it, and keeps the tokens."""
+    """Hands over the prompt, and its continuation as soon as no later token can change it; keeps the new tokens.
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write, self.text, self.tokens = write, "", list[int]()
+    They are decoded behind the prompt's end: by themselves those of SentencePiece lose the space before the first word.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: str, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.prompt, self.write, self.text, self.tokens, self.left_out = prompt, write, "", list[int](), 0
 
     def put(self, value: torch.Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            self.tokens += value.flatten().tolist()
+        value = value.flatten()
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt = False
+            value = value[-PROMPT_END:]
+            self.left_out = len(self.tokenizer.decode(value, skip_special_tokens=True))
+        else:
+            if not self.tokens:
+                self.write(self.prompt)
+            self.tokens += value.tolist()
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.text += text
-        self.write(text)
+        shown = text[self.left_out :]
+        self.left_out = max(self.left_out - len(text), 0)
+        self.text += shown
+        self.write(shown)
 
 
 @contextlib.contextmanager
@@ -237,7 +250,7 @@ class Numbers(LogitsProcessor):
 def generate(
     loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[str], None], compiled: bool = False
 ) -> dict[str, Any]:
-    """Continue `prompt`; `write` gets pieces of text as they become known. Returns what `--json` prints.
+    """Continue `prompt`; `write` gets it, then pieces of new text as they become known. Returns what `--json` prints.
 
     `tokens_per_s` counts new tokens over the whole time, the prompt's pass included; with `compiled` torch.compile
     makes the decode step. Raises LinearizeError: 2 for a prompt without a token and more tokens than the model takes, 3
@@ -252,7 +265,7 @@ def generate(
     check_tokens(model, int(inputs["input_ids"].max()))
     check_fits(model, inputs["input_ids"].shape[1], sampling.max_new_tokens)
     inputs["input_ids"] = inputs["input_ids"].long()
-    stream = Stream(tokenizer, write)
+    stream = Stream(tokenizer, prompt, write)
     # A model's own settings may have beams, which cannot be streamed, and a top_k, which would cut what top_p leaves.
     sampled = sampling.temperature > 0
     style: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1}
@@ -280,6 +293,7 @@ def generate(
         ) from error
     seconds = time.monotonic() - began
     return {
+        "prompt": prompt,
         "text": stream.text,
         "tokens": stream.tokens,
         "tokens_per_s": len(stream.tokens) / seconds,
