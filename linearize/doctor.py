@@ -158,14 +158,19 @@ def _unreachable(endpoint: str) -> str:
     return ""
 
 
+def typed(state: str) -> str:
+    """What was found, and on a line of its own the command to type, which a table would break between its words."""
+    return state.replace(": pip install", ":\npip install")
+
+
 def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What `linearize doctor` found: a result (`ok`, `missing`, `optional` or `note`) and what it is of."""
     for package in found["packages"]:
         state = package["problem"] or f"{package['version']} (needs {package['needed'] or 'any'})"
-        yield "missing" if package["problem"] else "ok", f"{package['name']}: {state}"
+        yield "missing" if package["problem"] else "ok", typed(f"{package['name']}: {state}")
     for extra, missing in found["extras"].items():
         state = f'without {", ".join(missing)}: pip install "linearize[{extra}]"' if missing else "complete"
-        yield "optional" if missing else "ok", f"extra {extra}: {state}"
+        yield "optional" if missing else "ok", typed(f"extra {extra}: {state}")
     for device in found["cuda"]["devices"]:
         memory = f"{size(device['free'])} of {size(device['total'])} free"
         yield "ok", f"{device['name']}, capability {device['capability']}, {memory}"

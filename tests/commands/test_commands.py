@@ -6,9 +6,11 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,9 @@ import pytest
 import torch
 from conftest import Command
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training import EOS, base, byte_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from linearize.demo import model_folder
 from linearize.errors import Exit
@@ -160,12 +163,29 @@ def test_text_is_streamed(linearize: Command) -> None:
     pieces: list[str] = []
     result = generate(loaded, "def read", Sampling(20, 0.8, 1.0, 5), pieces.append)
     assert len([piece for piece in pieces if piece]) > 3
-    assert "".join(pieces) == result["text"]
+    assert "".join(pieces) == result["prompt"] + result["text"]
+    assert result["prompt"] == "def read"
     style = ("--max-new-tokens", "20", "--temperature", "0.8", "--seed", "5")
     code, out, err = linearize("generate", model_folder(), "def read", *style)
     assert code == 0
-    assert out == result["text"] + "\n"
+    assert out == "def read" + result["text"] + "\n"
     assert err.startswith(f"{len(result['tokens'])} tokens, ")
+
+
+@pytest.mark.parametrize("prompt", ["a b", "b a b a b a b a b a b a b", "a"])
+def test_the_first_word_keeps_its_space(folder: Path, prompt: str) -> None:
+    """SentencePiece decodes a space before a word only where it is not the first one."""
+    vocabulary = {"<unk>": 0, "▁a": 1, "▁b": 2} | {f"▁w{n}": n for n in range(3, 257)}
+    cutter = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    cutter.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    cutter.decoder = decoders.Metaspace(prepend_scheme="always")
+    loaded = load(str(folder), None, device="cpu", dtype="keep", teacher=False, trust_remote_code=False)
+    loaded = loaded._replace(tokenizer=PreTrainedTokenizerFast(tokenizer_object=cutter))
+    pieces: list[str] = []
+    result = generate(loaded, prompt, Sampling(5, 0.0, 1.0, 0), pieces.append)
+    assert result["text"].startswith(" ")
+    assert "".join(pieces) == prompt + result["text"]
+    assert len(result["text"].split()) == len(result["tokens"])
 
 
 def test_weights_go_where_and_how_they_should(folder: Path) -> None:
@@ -410,7 +430,7 @@ def test_what_is_missing_is_exit_4(
     pretend(monkeypatch, package, version)
     code, out, _ = linearize("doctor")
     assert code == Exit.RESOURCE
-    assert said in out
+    assert said in " ".join(out.split())
     code, out, _ = linearize("doctor", "--json")
     assert code == Exit.RESOURCE
     assert [line.startswith(said) for line in json.loads(out)["missing"]] == [True]
@@ -430,7 +450,27 @@ def test_a_missing_extra_is_told_with_its_remedy(linearize: Command, monkeypatch
     pretend(monkeypatch, "datasets", None)
     code, out, _ = linearize("doctor")
     assert code == 0
-    assert 'extra train: without datasets: pip install "linearize[train]"' in out
+    lines = [line.strip() for line in out.splitlines()]
+    assert "optional  extra train: without datasets:" in lines
+    assert 'pip install "linearize[train]"' in lines  # whole, on a line of its own
+    pretend(monkeypatch, "peft", None)
+    code, out, _ = linearize("doctor")
+    assert code == Exit.RESOURCE
+    hints = [line.strip() for line in out.splitlines() if "pip install" in line]
+    assert all(len(shlex.split(hint)) == 3 and hint.startswith('pip install "') for hint in hints), hints
+    assert any(hint.startswith('pip install "peft>=') for hint in hints)
+
+
+def test_every_extra_that_a_hint_names_is_there() -> None:
+    """In messages and pages; the table of the page on installing has them all."""
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    files = [*root.glob("linearize/**/*.py"), *root.glob("docs/*.md"), root / "README.md", root / "CONTRIBUTING.md"]
+    found = re.compile(r"pip install[^\n]*?(?:linearize|\.)\[([\w,]+)\]")
+    named = {extra for path in files for text in found.findall(path.read_text()) for extra in text.split(",")}
+    assert {"train", "onnx", "vllm"} <= named <= extras
+    table = (root / "docs/install.md").read_text()
+    assert extras == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
 
 
 def test_a_doctor_works_without_torch() -> None:
