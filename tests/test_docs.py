@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from conftest import Command
 
 from linearize.cli import app
 from linearize.data.batches import FEW_IMAGES
+from linearize.demo import model_folder
 from linearize.diffusion.recipe import holds_latents, load_latents_recipe
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import (
@@ -147,6 +149,31 @@ def test_commands_of_linearize_parse(page: Path) -> None:
 def test_the_readme_converts_finetunes_and_makes() -> None:
     assert {words[0] for words in linearize_commands(PAGES[0])} >= {"convert", "finetune"}
     assert {words[1] for words in shell_commands(PAGES[0]) if words[0] == "make"} >= {"demo", "test"}
+
+
+# Commands of seconds, where they neither choose layers nor name what a reader has to put there.
+QUICK = ("doctor", "inspect", "convert", "generate", "mechanisms", "recipes")
+
+
+def runs_here(words: list[str]) -> bool:
+    """Whether a command takes seconds and needs nothing that is not in this folder: no model of the Hub, no DIR."""
+    if words[0] not in QUICK or any(word.isupper() or "auto:" in word or "=MODEL" in word for word in words[1:]):
+        return False
+    return words[0] not in ("inspect", "convert", "generate") or (len(words) > 1 and Path(words[1]).exists())
+
+
+def test_commands_that_need_no_network_run(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of README and the site, page after page, in a folder that has the model that linearize ships."""
+    (tmp_path / "linearize/demo").mkdir(parents=True)
+    (tmp_path / "linearize/demo/model").symlink_to(model_folder())
+    monkeypatch.chdir(tmp_path)
+    done = list[list[str]]()
+    for words in (words for page in PAGES for words in linearize_commands(page)):
+        if words and words not in done and runs_here(words):
+            code, _, err = linearize(*words)
+            assert code == 0, (words, err)
+            done.append(words)
+    assert {words[0] for words in done} == {*QUICK}
 
 
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
