@@ -33,7 +33,7 @@ from .errors import Exit, LinearizeError, did_you_mean, existing_folder, os_erro
 from .estimate.advice import advise
 from .estimate.cards import Device, card, present
 from .estimate.choose import as_before, choose, is_open, plainly
-from .estimate.estimate import estimate, refusal
+from .estimate.estimate import StageCost, estimate, refusal
 from .estimate.measure import measure_stages
 from .estimate.memory import Rehearsal
 from .hub.push import check_access, push_saved
@@ -42,11 +42,12 @@ from .measure.positions import warning_of
 from .page.record import read_run
 from .page.report import PAGE, card_pictures, report_page
 from .plan.keep import is_auto
-from .recipe.data import DatasetSource, holds_images, parts_of
+from .recipe.data import DatasetSource, described, holds_images, parts_of
 from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
-from .terminal.output import short, size
+from .terminal.output import counted, duration, short, size
 from .train.device import device_name, on_cpu
+from .train.progress import pace
 from .train.random_model import named_base, write_random
 from .train.runs import Position, Run, processes, read_position
 from .train.runtime import Say, check_runtime, make_accelerator, stage_steps, to_source
@@ -116,20 +117,22 @@ def finetune(
 
 
 def what_is_left(recipe: Recipe, run: Run, position: Position) -> str:
-    """What a run that goes on says first: from which step, and how long all stages will take at the last rate."""
-    left = 0
+    """What a run that goes on says first: from which step, and how long all stages will take, by the last rate."""
+    left, message = 0, f"{run.folder} goes on after step {position.step} of {recipe.stages[position.stage].name}"
+    equal = 0.0  # tokens of the stage that has a rate
     for number, stage in enumerate(recipe.stages[position.stage :], position.stage):
         per_step = stage.batch.blocks * processes()
         length = tokens_per_sample(recipe.data_for(stage))
         steps = stage_steps(stage, per_step, length, run.max_steps)
         if steps is None:
-            return f"{run.folder} goes on after step {position.step} of {recipe.stages[position.stage].name}"
+            return message
         done = 0 if number > position.stage else steps if position.done else position.step
-        left += max(steps - done, 0) * per_step * length
-    message = f"{run.folder} goes on after step {position.step} of {recipe.stages[position.stage].name}"
+        tokens = max(steps - done, 0) * per_step * length
+        left += tokens
+        equal += tokens * pace(stage) / pace(recipe.stages[position.stage])
     message += f"; {short(left)} tokens of all stages are left"
-    rate = run.last_rate()
-    return message + (f", {left / rate / 3600:.2g} hours at the last {rate:,.0f} tokens/s" if rate and left else "")
+    rate = run.last_rate(recipe.stages[position.stage].name)
+    return message + (f", about {duration(equal / rate)} after its last {rate:,.0f} tokens/s" if rate and left else "")
 
 
 def check_only(recipe: Recipe, only: str | None) -> None:
@@ -335,6 +338,8 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
         if left := unread(source):
             say(UNREAD.format(", ".join(left)))
         begin(recipe, run, None, None, named, say)
+        if plan.rounding:
+            say(f"{plan.rounding}; model.dtype=null keeps {plan.source_dtype}")
         level: Level = "keys" if recipe.finish.verify else "none"
         convert(plan, source, natives, run.converted, level=level, trust_remote_code=trust, seed=recipe.seed, say=say)
     run.note_base(run.converted)
@@ -374,24 +379,39 @@ def dry_run(
                 say(note)
         if planned is not None:
             plan = planned[0]
-            say(f"{plan.source}: {len(plan.linear)} layers become {plan.linear[0].mechanism}")
+            say(f"{plan.source}: {counted(len(plan.linear), 'layer')} become {plan.linear[0].mechanism}")
+            if plan.rounding:
+                say(f"{plan.rounding}; model.dtype=null keeps {plan.source_dtype}")
             if plan.choice is not None:
-                kept, of = len(plan.softmax_layers), len(plan.steps) + len(plan.kept)
-                say(f"softmax stays in {kept} of {of} layers ({plan.choice.asked}); the run measures which")
+                kept, of = len(plan.softmax_layers), counted(len(plan.steps) + len(plan.kept), "layer")
+                say(f"softmax stays in {kept} of {of} ({plan.choice.asked}); the run measures which")
             if plan.heads_choice is not None:
-                asked, count = plan.heads_choice.asked, len(plan.softmax_groups)
-                say(f"softmax stays in {count} key heads of linear layers ({asked}); the run measures which")
+                asked, count = plan.heads_choice.asked, counted(len(plan.softmax_groups), "key head")
+                say(f"softmax stays in {count} of linear layers ({asked}); the run measures which")
         if named is not None:
             say(teacher_line(named, rehearsal.student.other))
         if cost.too_large:
             say(f"note: {refusal(cost, advise(rehearsal, device, cost)).message}")
-        rows = [one.row(device) for one in cost.stages]
+        rows = [one.row(device) | {"data": data_of(recipe, one)} for one in cost.stages]
         if measure:
             if gpu is not None:
                 raise LinearizeError("--measure runs on the device that is here: leave out --gpu")
             for row, found in zip(rows, measure_stages(rehearsal, [one.stage for one in cost.stages]), strict=True):
                 row["measured"] = found
         return {"stages": rows, **cost.summary(price)}
+
+
+def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
+    """What a stage reads: `train` and `eval` by their names, and `seq_len`, `tokens`, `eval_tokens`, which it asks for;
+    an image counts as one token, and `tokens` is None where epochs ask for as many as there are."""
+    data = recipe.data_for(cost.stage)
+    return {
+        "train": described(data.train),
+        "tokens": cost.tokens,
+        "seq_len": tokens_per_sample(data),
+        "eval": None if data.eval is None else described(data.eval),
+        "eval_tokens": None if data.eval is None else recipe.eval.max_tokens,
+    }
 
 
 def settle(recipe: Recipe, resume: str, say: Say) -> Recipe:

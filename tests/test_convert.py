@@ -125,6 +125,23 @@ def test_a_cast_is_planned(shared: Path) -> None:
     assert plan.needed_bytes == 2 * (weights + plan.new_parameters)
 
 
+@pytest.mark.parametrize(
+    ("stored", "asked", "said"),
+    [
+        ("float32", "bfloat16", "the source's float32 weights are stored as bfloat16, shard by shard"),
+        ("bfloat16", "float32", "the source's bfloat16 weights are stored as float32, shard by shard"),
+        ("bfloat16", "bfloat16", "source weights stay as they are"),
+        ("bfloat16", "keep", "source weights stay as they are"),
+    ],
+)
+def test_a_dtype_that_changes_is_said(tmp_path: Path, linearize: Any, stored: str, asked: str, said: str) -> None:
+    small_model("llama").to(getattr(torch, stored)).save_pretrained(tmp_path / "source")
+    plan, _, _ = plan_conversion(str(tmp_path / "source"), "gsa", dtype=asked)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).rounding == plan.rounding
+    code, _, err = linearize("convert", tmp_path / "source", "--to", "gsa", "--dtype", asked, "--dry-run")
+    assert (code, said in " ".join(err.split())) == (0, True), err
+
+
 def test_what_is_dropped_is_said(tmp_path: Path) -> None:
     plan, _, _ = plan_conversion(str(save_source(tmp_path / "gemma", "gemma2")), "gsa")
     assert [note.partition(":")[0] for note in plan.notes] == ["sliding_window", "softcap"]
@@ -534,7 +551,7 @@ def test_an_output_in_the_way_is_kept(source: Path) -> None:
     output.mkdir()
     (output / "notes.txt").write_text("mine")
     plan = plan_conversion(str(source), "gsa", options={"slots": 8})
-    with pytest.raises(LinearizeError, match=r"has 1 files\. --overwrite replaces only what linearize wrote") as caught:
+    with pytest.raises(LinearizeError, match=r"has 1 file\. --overwrite replaces only what linearize wrote") as caught:
         convert(*plan, output, level="none")
     assert caught.value.code == Exit.USAGE
     with pytest.raises(LinearizeError, match=r"files that linearize did not write \(notes.txt\)"):

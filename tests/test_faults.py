@@ -430,7 +430,7 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
             output.mkdir()
             (output / "thesis.txt").write_text("theirs")
 
-    with pytest.raises(LinearizeError, match="linear has 1 files"):
+    with pytest.raises(LinearizeError, match="linear has 1 file"):
         write()
     assert contents(tmp_path) == {"linear/thesis.txt": b"theirs"}
 

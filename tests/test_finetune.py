@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import tracking
-from conftest import relative_error
+from conftest import Command, relative_error
 from training import BASES, T, base, byte_tokenizer, make_recipe, metrics, same, stage, tensors, train, write_recipe
 from transformers import AutoTokenizer
 
@@ -27,6 +27,8 @@ from linearize.data.documents import TextSource
 from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
 from linearize.errors import Exit, LinearizeError
+from linearize.recipe.data import described
+from linearize.recipe.models import Data
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
 from linearize.train.runtime import make_schedule
@@ -463,6 +465,60 @@ def test_dry_run_needs_a_config_and_no_more(root: Path, tmp_path: Path, capsys: 
     assert dry_run(capsys, recipe, "data.pack.seq_len=32", "--stage", "logit_kl") == [kl]
     assert "Did you mean 'logit_kl'?" in refusal(capsys, recipe, "--dry-run", "--stage", "logit_kll", code=Exit.USAGE)
     assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_names_the_data(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], linearize: Command
+) -> None:
+    mix = {"mix": [{"source": {"files": ["train.jsonl", "short.txt"]}, "weight": 3}, {"source": {"demo": "train"}}]}
+    stages = [stage("attention_transfer"), {**stage("sft", "all"), "data": {"train": mix}}]
+    held = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}
+    recipe = write_recipe(tmp_path, base(root, "llama"), *stages, data=held)
+    first, second = (row["data"] for row in dry_run(capsys, recipe))
+    assert first == {
+        "train": "train.jsonl",
+        "tokens": 256,
+        "seq_len": 32,
+        "eval": "heldout.txt",
+        "eval_tokens": 65536,
+    }
+    assert second["train"] == "75% train.jsonl, short.txt + 25% the demo's train documents"
+    for arguments in (("finetune", recipe, "--dry-run"), ("estimate", recipe)):
+        code, _, err = linearize(*arguments)
+        words = " ".join(err.split())
+        assert code == 0
+        assert "attention_transfer trains on train.jsonl: 256 tokens asked for, in blocks of 32" in words
+        assert "sft trains on 75% train.jsonl" in words
+        assert "evaluated on heldout.txt, at most 65.5k tokens" in words
+        assert words.count("heldout.txt") == 1  # both stages have it
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"path": "some/set", "name": "en", "split": "train[:1%]"}, "some/set (en, train[:1%])"),
+        ({"path": "some/set", "data_files": ["a/*.parquet"]}, "some/set (a/*.parquet, train)"),
+        ({"files": [f"{n}.txt" for n in range(5)]}, "0.txt, 1.txt, 2.txt and 2 more files"),
+        ({"files": [f"{n}.txt" for n in range(4)]}, "0.txt, 1.txt, 2.txt and 1 more file"),
+        ({"images": "folder"}, "folder"),
+        ({"arrays": "a.npz"}, "a.npz"),
+    ],
+)
+def test_a_source_has_a_name_for_people(source: dict[str, Any], words: str) -> None:
+    assert described(Data.model_validate({"train": source}).train) == words
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
+def test_a_base_that_is_rounded_is_told(root: Path, tmp_path: Path, dtype: str | None) -> None:
+    source, said = base(root, "llama").parent / "source", list[str]()
+    model = {"base": str(source), "dtype": dtype}
+    convert = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}}
+    recipe = make_recipe(tmp_path, source, stage("attention_transfer", steps=1), convert=convert, model=model)
+    wanted = ["the source's float32 weights are stored as bfloat16; model.dtype=null keeps float32"]
+    for act in (lambda: story.dry_run(recipe, said.append), lambda: story.finetune(recipe, say=said.append)):
+        act()
+        assert [line for line in said if "weights are stored as" in line] == wanted * (dtype == "bfloat16")
+        said.clear()
 
 
 def test_dry_run_of_a_converted_base(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ import transformers
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from ..train.device import device_name
+
 # Of repeated runs, for each number.
 SECONDS = 0.4
 # At most, in which the CPU may get ahead of the device.
@@ -30,7 +32,7 @@ def here() -> str:
 def machine() -> dict[str, str]:
     """Hardware, versions, date."""
     return {
-        "device": torch.cuda.get_device_name() if here() == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "device": device_name(torch.device(here())),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "triton": _version("triton"),

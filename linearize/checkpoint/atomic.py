@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..errors import LinearizeError, check_file, writing
 from ..plan.plan import some
+from ..terminal.output import counted
 
 ATTEMPTS = 100  # to lock a folder that others make and remove meanwhile; each fails only when another one was done
 MANIFEST = "linearize.json"  # names the files that linearize wrote into a folder
@@ -180,7 +181,8 @@ def check_output(output: Path, overwrite: bool, carried: Collection[str] = ()) -
         return
     if not overwrite:
         raise LinearizeError(
-            f"{output} has {len(files)} files. --overwrite replaces only what linearize wrote; or choose another -o"
+            f"{output} has {counted(len(files), 'file')}. --overwrite replaces only what linearize wrote; or choose "
+            "another -o"
         )
     foreign = [name for name in foreign_files(output) if name not in carried]
     if foreign:

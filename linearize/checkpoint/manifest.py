@@ -106,7 +106,7 @@ def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
     names = [name for name in listed_files(folder) if name != "README.md" and (folder / name).is_file()]
     manifest = read_json(folder / MANIFEST) if new else {}
     known = {**manifest.get("untouched", {}).get("shards", {}), **manifest.get("code", {})}
-    hashes = in_parallel(lambda name: known.get(name) or known_sha256(folder / name), names)
+    hashes = in_parallel(lambda name: known.get(name) or known_sha256(folder / name), names, "hashing")
     return dict(zip(names, hashes, strict=True))
 
 
@@ -117,6 +117,6 @@ def identity(folder: Path) -> str:
         known = {key: manifest.get(key) for key in ("plan", "untouched", "written")}
     else:
         shards = sorted(folder.glob("*.safetensors"))
-        hashes = dict(zip([path.name for path in shards], in_parallel(known_sha256, shards), strict=True))
+        hashes = dict(zip([path.name for path in shards], in_parallel(known_sha256, shards, "hashing"), strict=True))
         known = {"plan": read_json(folder / "config.json")["linearize"], "shards": hashes}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

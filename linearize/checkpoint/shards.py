@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 
 from ..errors import Exit, LinearizeError
+from ..terminal.progress import progress
 from .source import Entry, read_header
 
 BLOCK = 16 * 2**20  # bytes; a multiple of the size of every dtype
@@ -181,13 +182,18 @@ def tensor_sha256(path: Path, entry: Entry) -> str:
     return digest.hexdigest()
 
 
-def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """`work` on each item, in threads: hashing, reading and writing all let other threads run.
+def in_parallel(work: Callable[[T], R], items: Collection[T], what: str) -> list[R]:
+    """`work` on each item, in threads: hashing, reading and writing all let other threads run. `what` that is tells a
+    person who waits.
 
     What an error or an interrupt finds waiting is not begun.
     """
-    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    pool, done = ThreadPoolExecutor(min(8, os.cpu_count() or 1)), list[R]()
     try:
-        return list(pool.map(work, items))
+        with progress(what, len(items)) as advance:
+            for result in pool.map(work, items):
+                done.append(result)
+                advance(1)
+        return done
     finally:
         pool.shutdown(cancel_futures=True)

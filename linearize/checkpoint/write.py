@@ -146,7 +146,7 @@ def write_source_shards(
             for name, value in hashes.items():
                 found["written" if name in cast else "untouched"]["tensors"][name] = value
         return {name: list(kept) for name, (kept, _, _) in written.items()}, found
-    linked = in_parallel(lambda name: place_shard(names[name], folder / name, plan.copy), names)
+    linked = in_parallel(lambda name: place_shard(names[name], folder / name, plan.copy), names, "placing weights")
     shards = {name: list(read_header(shard)) for name, shard in names.items()}
     found["untouched"]["shards"] = dict(zip(names, linked, strict=True))
     return shards, found
@@ -169,7 +169,7 @@ def uncovered(folder: Path, hashes: Hashes) -> list[tuple[str, Path, Entry]]:
 def cover(folder: Path, hashes: Hashes) -> None:
     """Record hashes of what has none: an earlier version recorded those of the source's weights alone."""
     left = uncovered(folder, hashes)
-    found = in_parallel(lambda one: tensor_sha256(one[1], one[2]), left)
+    found = in_parallel(lambda one: tensor_sha256(one[1], one[2]), left, "hashing")
     hashes["written"]["tensors"] |= {name: value for (name, _, _), value in zip(left, found, strict=True)}
 
 

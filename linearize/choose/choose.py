@@ -28,11 +28,12 @@ from ..plan.heads import leaves_one, named
 from ..plan.keep import Choice, Method
 from ..plan.plan import Plan, Step
 from ..probe.meta_run import quiet
-from ..terminal.output import ranges
+from ..terminal.output import counted, ranges
+from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl, next_token_targets
 from ..train.runtime import Say
 from ..verify.child.inputs import most_tokens
-from .methods import Chosen, Unit, any_fits, gates, restore, swaps
+from .methods import GATE_STEPS, Chosen, Unit, any_fits, gates, restore, swaps
 from .mixture import Mixture, Units
 
 # What is read: steps of attention transfer, then text to compare predictions on, then texts that ask for a repetition.
@@ -40,6 +41,7 @@ TRANSFER_STEPS, TRANSFER_TOKENS, TRANSFER_LR = 24, 1024, 1e-2
 SCORE_TOKENS = 4096
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
+GATE_PASSES = 7  # what a step of gates takes: softmax and mixers forward and backward, and the source
 # What a window of kept softmax costs is measured on the last tokens of so many texts, of so many tokens at most.
 LONG_ROWS, LONGEST = 2, 16_384
 PACKAGES = TextSource(demo="packages")
@@ -65,11 +67,19 @@ def chooser(scoring: Scoring) -> Chooser:
 class Scorer:
     """Compares a mixture with its source on fixed batches; `asked` [B,T] in each says which predictions count.
 
-    `units` are what is compared: layers by number (None: all), or heads by layer and key head.
+    `units` are what is compared: layers by number (None: all), or heads by layer and key head. `advance` gets the
+    tokens that each pass has read.
     """
 
-    def __init__(self, mixture: Mixture, text: list[Batch], recall: list[Batch], units: Units | None = None) -> None:
-        self.mixture, self.units = mixture, units or mixture.layers
+    def __init__(
+        self,
+        mixture: Mixture,
+        text: list[Batch],
+        recall: list[Batch],
+        units: Units | None = None,
+        advance: Advance = silent,
+    ) -> None:
+        self.mixture, self.units, self.advance = mixture, units or mixture.layers, advance
         self.batches = {"text": text} | ({"recall": recall} if recall else {})
         self.linear = self.kl([()])[0]
 
@@ -82,9 +92,11 @@ class Scorer:
             count = sum(int(batch["asked"].sum()) for batch in batches)
             for batch in batches:
                 teacher = self.mixture.teacher(batch)
+                self.advance(batch["input_ids"].numel())
                 for number, kept in enumerate(sets):
                     logits = self.mixture.logits(batch, self.mixture.hybrid(kept))
                     sums[number] += float(logit_kl(logits, teacher, batch["asked"], num_tokens=1.0))
+                    self.advance(batch["input_ids"].numel())
             for values, total in zip(found, (sums / max(count, 1)).tolist(), strict=True):
                 values[kind] = total
         return found
@@ -105,6 +117,7 @@ class Scorer:
             batch = batches[step % len(batches)]
             logits = self.mixture.logits(batch, gates)
             values[kind] = logit_kl(logits, self.mixture.teacher(batch), batch["asked"])
+            self.advance(GATE_PASSES * batch["input_ids"].numel())
         share: Tensor = self._share(values)
         return share.to(opened.device)
 
@@ -127,7 +140,7 @@ def choose(
     Raises LinearizeError: 3 for a model that does not load, 4 for memory and devices, and as reading the text does.
     """
     heads = isinstance(units[0], tuple)
-    of = f"{len(units)} key heads" if heads else f"layers {ranges([*units])}"
+    of = counted(len(units), "key head") if heads else f"layers {ranges([*units])}"
     scoring.say(f"choosing {count} of {of} to keep softmax: {scoring.method} on {scoring.text}")
     model = load_source(source, natives, plan, scoring)
     tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
@@ -136,15 +149,16 @@ def choose(
     recall, lacking = recall_batches(tokenizer, min(seq_len, RECALL_TOKENS), scoring.seed, model.device)
     if lacking:
         scoring.say(f"scored on text alone: {lacking}")
-    with torch.random.fork_rng():
+    total = sum(tokens_of_choice(scoring.method, len(units), count, seq_len))
+    with torch.random.fork_rng(), progress("choosing", total) as advance:
         torch.manual_seed(scoring.seed)
         mixture = Mixture(model, plan, local)
         mixture.calibrate(train[0])
-        mixture.train_mixers(train, TRANSFER_LR)
-    scorer = Scorer(mixture, text, recall, units)
-    chosen = by_method(scoring.method, scorer, count)
+        mixture.train_mixers(train, TRANSFER_LR, advance)
+        scorer = Scorer(mixture, text, recall, units, advance)
+        chosen = by_method(scoring.method, scorer, count)
+        kl = {"linear": scorer.linear, "kept": scorer.kl([chosen.kept])[0]}
     scoring.say(f"chosen: {', '.join(named(one) if heads else str(one) for one in chosen.kept)}")
-    kl = {"linear": scorer.linear, "kept": scorer.kl([chosen.kept])[0]}
     return Choice(
         asked=asked,
         method=scoring.method,
@@ -195,6 +209,20 @@ def window_cost(
             ppl = [math.exp(min(loss, 700.0)) for loss in (before, after)]
             found[kind] = {"length": length, "source_ppl": ppl[0], "ppl": ppl[1], "kl": kl}
     return found
+
+
+def tokens_of_choice(method: Method, units: int, count: int, seq_len: int) -> tuple[int, int]:
+    """How many tokens `choose` reads, each pass of a model counted, and how many train its mixers."""
+    recalled = RECALLS * min(seq_len, RECALL_TOKENS)
+    scored = max(SCORE_TOKENS // seq_len, 1) * seq_len + recalled
+    trained = TRANSFER_STEPS * max(TRANSFER_TOKENS // seq_len, 1) * seq_len
+    if method == "gates":  # a pass of the source, one of a mixture of all, and its way back
+        return GATE_STEPS * GATE_PASSES * (
+            max(BATCH_TOKENS, seq_len) + min(BATCH_TOKENS, recalled)
+        ) + 4 * scored, trained
+    if method == "swaps":
+        return (units + 5) * scored, trained
+    return (sum(units - kept for kept in range(count)) + count + 4) * scored, trained
 
 
 def by_method(method: Method, scorer: Scorer, count: int) -> Chosen:

@@ -28,6 +28,7 @@ from ..data.batches import Batch, forward, run
 from ..plan.heads import Group
 from ..plan.mechanisms import build_mixer, load_mechanism
 from ..plan.plan import Plan, Step
+from ..terminal.progress import Advance, silent
 from ..train.losses import relative_mse
 from ..train.stages import Calibration, Inputs, Listener
 from ..train.student import Student
@@ -135,8 +136,9 @@ class Mixture:
         """Norms take the teacher's scale and windows their share, from one batch."""
         self._listen(Calibration(self.student), batch)
 
-    def train_mixers(self, batches: list[Batch], lr: float) -> None:
-        """A step of attention transfer on each batch, with a learning rate that falls to a tenth."""
+    def train_mixers(self, batches: list[Batch], lr: float, advance: Advance = silent) -> None:
+        """A step of attention transfer on each batch, of whose tokens `advance` gets the number, with a learning rate
+        that falls to a tenth."""
         parameters = [p for mixer in self.mixers.values() for p in mixer.parameters()]
         if not parameters:
             return
@@ -149,6 +151,7 @@ class Mixture:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            advance(batch["input_ids"].numel())
         for parameter in parameters:
             parameter.requires_grad_(False)
 

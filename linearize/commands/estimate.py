@@ -30,9 +30,10 @@ def estimate(
     loaded = load_recipe(recipe, overrides or [])
     from .. import finetune as story
     from ..estimate.cards import per_hour
-    from ..terminal.tables import estimate_table
+    from ..terminal.tables import data_lines, estimate_table
 
     found = story.dry_run(loaded, say, gpu=gpu, price=per_hour(price), measure=measure)
+    data_lines(found["stages"])
     estimate_table(found)
     if as_json:
         print_json(found)

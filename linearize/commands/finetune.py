@@ -30,12 +30,13 @@ def finetune(
         return
     loaded = load_recipe(recipe, overrides or [])
     from .. import finetune as story
-    from ..terminal.tables import estimate_table, recipe_table, report_table
+    from ..terminal.tables import data_lines, estimate_table, recipe_table, report_table
 
     result: dict[str, Any]
     if dry_run:
         result = story.dry_run(loaded, say, max_steps, stage)
         recipe_table(result["stages"])
+        data_lines(result["stages"])
         estimate_table(result)
     else:
         result = story.finetune(loaded, resume=resume, only=stage, max_steps=max_steps, say=say)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Exit, LinearizeError
+from ..terminal.output import counted
 from ..train.losses import IGNORED
 from .cache_key import fingerprint, identity
 from .documents import Piece, TextSource, end_token, pieces
@@ -197,8 +198,9 @@ def build_blocks(
                     break
             writer.finish()
         if writer.n_blocks == 0:
-            why = f": {writer.skipped} conversations have no target in their first {seq_len} tokens"
-            raise LinearizeError(f"nothing to train on in {source}{why if writer.skipped else ''}")
+            without = counted(writer.skipped, "conversation has", "conversations have")
+            why = f": {without} no target in the first {seq_len} tokens" if writer.skipped else ""
+            raise LinearizeError(f"nothing to train on in {source}{why}")
         os.replace(partial, path)
     except OSError as error:
         raise LinearizeError(f"cannot write {path}: {error}", Exit.RESOURCE) from error

@@ -29,6 +29,7 @@ from ..errors import Exit, LinearizeError, check_file, did_you_mean, reason_of, 
 from ..hub.push import check_access
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
+from ..terminal.output import counted
 from ..terminal.progress import progress
 from ..train.device import settled_precision, takes_cpu
 from ..train.runtime import PATIENCE
@@ -150,7 +151,7 @@ def dry_run(recipe: DiffusionRecipe, say: Say, only: str | None = None, resume: 
     if recipe.convert is not None:
         planned, source, parts = plan(recipe)
         data = data_of(recipe, parts[0].model, Path(source.folder))[0]
-        say(f"{planned.source}: {len(planned.steps)} layers become {planned.steps[0].mechanism}")
+        say(f"{planned.source}: {counted(len(planned.steps), 'layer')} become {planned.steps[0].mechanism}")
     else:
         model, _ = open_model(base := Path(recipe.model.base).expanduser(), recipe)
         data = data_of(recipe, model, base)[0]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import LinearizeError, did_you_mean
+from .tracker import Work
 
 GIB = 2**30
 
@@ -46,6 +50,8 @@ CARDS: dict[str, tuple[float, float, float, float]] = {
     "4090": (23.6, 165, 1008, 450),
     "5090": (31.4, 210, 1792, 575),
 }
+# How many times as long as in the measurement of `cpu_rates` a model's products, bytes and operations take.
+SMALLER, SCATTERED, PYTHON = 1.0, 1.0, 1.0
 # Of torch and the kernels' code on a GPU.
 CONTEXT = int(0.7 * GIB)
 
@@ -84,13 +90,32 @@ def per_hour(price: str | None) -> float | None:
     return float(found[1])
 
 
-def cpu_flops() -> float:
-    """FLOP/s of fp32 matrix products on this CPU, now: the best of three products, in about 0.1 s."""
-    a = torch.ones(512, 512)
-    best = 0.0
-    for _ in range(3):
+class Rates(NamedTuple):
+    """Seconds of this CPU for a FLOP of a product, for a byte that another operation moves, and to start one."""
+
+    flop: float
+    byte: float
+    launch: float
+
+    def seconds(self, work: Work) -> float:
+        """What that work takes."""
+        return work.flops * self.flop + work.moved * self.byte + work.launches * self.launch
+
+
+@functools.cache
+def cpu_rates(dtype: torch.dtype) -> Rates:
+    """Measured on this CPU now, in less than a second, on matrices of the sizes that small models have."""
+    a, wide, few = torch.randn(512, 128).to(dtype), torch.randn(1 << 20), torch.randn(64)
+    product = best_of(lambda: a @ a.T) / (2 * 512 * 512 * 128)
+    moved = best_of(lambda: torch.exp(wide)) / (2 * wide.nbytes)
+    return Rates(product * SMALLER, moved * SCATTERED, best_of(lambda: few + few) * PYTHON)
+
+
+def best_of(work: Callable[[], Any], seconds: float = 0.1) -> float:
+    """Seconds of the fastest of many runs, which nothing else on the machine held up."""
+    ends, best = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < ends:
         began = time.perf_counter()
-        for _ in range(4):
-            a @ a
-        best = max(best, 4 * 2 * 512**3 / (time.perf_counter() - began))
+        work()
+        best = min(best, time.perf_counter() - began)
     return best

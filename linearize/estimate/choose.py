@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..data.batches import tokens_per_sample
 from ..recipe.recipe import Recipe
-from ..terminal.output import size
+from ..terminal.output import counted, size
 from .advice import fitting_rows
 from .cards import Device
 from .estimate import estimate, sharded
@@ -73,5 +73,6 @@ def choose(
         rows = fitting_rows(one, device, min(blocks, most))
         if rows != given and blocks % rows == 0:
             stage["batch"] = {"per_device": rows, "accumulate": blocks // rows}
-            say(f"{one.stage.name}: {rows} blocks in a micro batch, {blocks // rows} micro batches in a step")
+            micro = counted(blocks // rows, "micro batch", "micro batches")
+            say(f"{one.stage.name}: {counted(rows, 'block')} in a micro batch, {micro} in a step")
     return recipe.changed(values)

@@ -1,14 +1,12 @@
 """`linearize estimate`, the story on one screen: rehearse each stage on fake tensors, then time, energy, price, disk.
 
-Memory is counted (memory.py). Time is computed: products of a step over a share of the device's rate, its launches, or
-the bytes that it moves, whichever takes longest. The shares are those that one H200 reached in three measured runs of a
-model of 8B; on any other card they are not measured.
+Memory is counted (memory.py), time is computed from the work of a step (hours.py).
 """
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +21,10 @@ from ..train.chunked_head import obstacle
 from ..train.runs import processes
 from ..train.runtime import stage_steps
 from ..train.student import linear_layers
-from .cards import GIB, Device, cpu_flops
+from .cards import GIB, Device
+from .hours import around, step_seconds
 from .memory import Memory, Rehearsal, divided
 
-# Of a card's dense bf16 rate, by whether a stage transfers attention: see docs/cost.md for the runs.
-SHARES = {True: 0.19, False: 0.24}
-# Of the rate of large products on a CPU.
-CPU_SHARE = 0.4
-# Seconds that a host takes to start one operation on a GPU; small models wait for that.
-LAUNCH = 8e-6
 # What the allocator holds beyond the tensors that are alive, of their bytes.
 FRAGMENTS = 0.03
 USUAL = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -77,7 +70,8 @@ class StageCost:
 
 @dataclass
 class Cost:
-    """A recipe on `count` devices: its stages, and bytes of disk by what they are for.
+    """A recipe on `count` devices: its stages, bytes of disk by what they are for, and what takes time `around` the
+    steps: hours of choosing layers, of evaluations, and of start-up and checks; None where they are not known.
 
     `checkpointing`: the model knows how; `targets` are its linear layers for LoRA; `chunks`: its head runs on some
     tokens alone.
@@ -87,6 +81,7 @@ class Cost:
     count: int
     stages: list[StageCost]
     disk: dict[str, int]
+    around: dict[str, float | None]
     checkpointing: bool = False
     targets: tuple[str, ...] = ()
     chunks: bool = False
@@ -97,28 +92,35 @@ class Cost:
 
     def summary(self, price: float | None = None) -> dict[str, Any]:
         """What holds for the whole recipe, as plain data; `price` is that of one device for an hour."""
-        hours = [cost.hours for cost in self.stages if cost.hours is not None]
-        total = sum(hours) if len(hours) == len(self.stages) else None
+        parts = {"training": added(cost.hours for cost in self.stages), **self.around}
+        total = added(parts.values())
         power = self.device.watts
         return {
             "device": {"name": self.device.name, "memory": self.device.memory, "count": self.count},
             "hours": total,
+            "hours_of": parts,
             "kwh": None if total is None or power is None else total * power * self.count / 1000,
             "price": None if total is None or price is None else total * price * self.count,
             "disk": {**self.disk, "total": sum(self.disk.values())},
         }
 
 
+def added(hours: Iterable[float | None]) -> float | None:
+    """Their sum; None where one is not known."""
+    known = list(hours)
+    return None if None in known else sum(one for one in known if one is not None)
+
+
 def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None) -> Cost:
     """What the recipe of a rehearsal costs on such a device. Nothing is read but configs, and no memory of a model's
     size is taken."""
-    recipe, found = rehearsal.recipe, []
+    recipe, found = rehearsal.recipe, list[StageCost]()
     for number, stage in enumerate(recipe.stages):
         memory = divided(rehearsal.stage(number), processes(), sharded(), isinstance(stage, AttentionTransfer))
         blocks, length = stage.batch.blocks, tokens_per_sample(recipe.data_for(stage))
         steps = stage_steps(stage, blocks * processes(), length, max_steps)
         tokens = None if steps is None else steps * blocks * processes() * length
-        seconds = step_seconds(stage, memory, device)
+        seconds = step_seconds(stage, memory, device, rehearsal.precision)
         rate = None if seconds is None else blocks * processes() * length / seconds
         hours = None if rate is None or tokens is None else tokens / rate / 3600
         found.append(StageCost(stage, memory, steps, tokens, rate, hours))
@@ -126,7 +128,8 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
     targets = lora_targets(model)
     of_disk = disk(rehearsal, found)
     chunks = not obstacle(model) and not sharded()
-    return Cost(device, processes(), found, of_disk, model.supports_gradient_checkpointing, targets, chunks)
+    beside = around(rehearsal, found, device)
+    return Cost(device, processes(), found, of_disk, beside, model.supports_gradient_checkpointing, targets, chunks)
 
 
 def lora_targets(model: Any) -> tuple[str, ...]:
@@ -137,24 +140,6 @@ def lora_targets(model: Any) -> tuple[str, ...]:
     for path in mixers_of(model):
         inside |= linear_layers(model.get_submodule(path))
     return tuple(inside)
-
-
-def step_seconds(stage: Stage, memory: Memory, device: Device) -> float | None:
-    """One optimizer step on one device; None where its rate is not known or the step was not counted."""
-    if not memory.flops:
-        return None
-    if device.kind == "cpu":
-        return stage.batch.accumulate * memory.flops / (CPU_SHARE * rate_of_cpu())
-    if device.flops is None or device.bandwidth is None:
-        return None
-    products = memory.flops / (SHARES[isinstance(stage, AttentionTransfer)] * device.flops)
-    micro = max(products, memory.launches * LAUNCH)
-    # The optimizer reads and writes weights and moments, and reads gradients.
-    moved = sum(memory.parts[part] for part in ("masters", "gradients", "optimizer")) * 2
-    return stage.batch.accumulate * micro + moved / device.bandwidth
-
-
-rate_of_cpu = functools.cache(cpu_flops)
 
 
 def sharded() -> bool:

@@ -21,8 +21,9 @@ from ..train.student import Student, inject_lora, is_source
 from ..train.teacher import Named, find_teacher, give_teacher
 from .kernels import as_on_gpu
 from .step import Step
-from .tracker import Tracker
+from .tracker import Tracker, Work
 
+NONE = Work()
 PARTS = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits")
 
 
@@ -30,17 +31,19 @@ PARTS = ("weights", "masters", "gradients", "optimizer", "teacher", "activations
 class Memory:
     """Bytes of one stage on one device at the moment of its peak, by part, and what its step computes.
 
-    `saved` are the activations and logits alive when a backward pass begins, the most of any; `flops` the products of
-    one micro batch, counted twice, and `launches` its operations. `trained` are parameters, `checkpoint` the bytes of a
-    checkpoint without the optimizer's. `whole` are the bytes that processes do not divide, `gathered` what sharding
-    holds of whole weights and gradients at a time. `reason` says why activations could not be counted.
+    `saved` are the activations and logits alive when a backward pass begins, the most of any; `work` is that of one
+    micro batch, and `evaluated` that of passes of student and teacher over as many blocks. `trained` are parameters, in
+    so many `tensors`, `checkpoint` the bytes of a checkpoint without the optimizer's. `whole` are the bytes that
+    processes do not divide, `gathered` what sharding holds of whole weights and gradients at a time. `reason` says why
+    activations could not be counted.
     """
 
     parts: dict[str, int]
     saved: int = 0
-    flops: float = 0.0
-    launches: int = 0
+    work: Work = NONE
+    evaluated: Work = NONE
     trained: int = 0
+    tensors: int = 0
     checkpoint: int = 0
     teacher_copy: int = 0
     whole: dict[str, int] = field(default_factory=dict)
@@ -132,9 +135,9 @@ class Rehearsal:
             step.prepare()
             with tracker:
                 kept = self._keep(tracker, step)
-                reason, saved = "", 0
+                reason, saved, work = "", 0, NONE
                 try:
-                    saved = self._run(tracker, step)
+                    saved, work = self._run(tracker, step)
                 except Exception as error:  # code of many architectures, which may ask for values
                     if isinstance(error, LinearizeError):
                         raise
@@ -149,9 +152,10 @@ class Rehearsal:
         return Memory(
             {part: int(peak[part]) for part in PARTS},
             saved=saved,
-            flops=0.0 if reason else tracker.flops,
-            launches=tracker.launches,
+            work=work,
+            evaluated=NONE if reason else tracker.work,
             trained=sum(p.numel() for p in step.parameters),
+            tensors=len(step.parameters),
             checkpoint=sum(t.numel() * t.element_size() for t in state.values()),
             teacher_copy=self.student.teacher_bytes(),
             whole=self._whole(step),
@@ -221,8 +225,9 @@ class Rehearsal:
                 tracker.label([parameter.grad], "gradients")
         return kept
 
-    def _run(self, tracker: Tracker, step: Step) -> int:
-        """A micro batch, an evaluation; returns what was saved when a backward pass began."""
+    def _run(self, tracker: Tracker, step: Step) -> tuple[int, Work]:
+        """A micro batch, then an evaluation, whose work is the tracker's; returns what was saved when a backward pass
+        began, and the work of the micro batch."""
         saved = [0]
 
         def note(parameter: Tensor) -> None:
@@ -237,11 +242,12 @@ class Rehearsal:
             batch = step.batch()
             with as_on_gpu(self.model) if self.gpu else contextlib.nullcontext():
                 step.micro_batch(batch, look)
-                counted = tracker.flops, tracker.launches
-                if self.recipe.data_for(step.stage).eval is not None:
-                    step.evaluate(batch)
-                tracker.flops, tracker.launches = counted
+                work, tracker.work = tracker.work, Work()
+                peak = tracker.peak
+                step.evaluate(batch)
+                if self.recipe.data_for(step.stage).eval is None:
+                    tracker.peak = peak
         finally:
             for handle in handles:
                 handle.remove()
-        return max(saved)
+        return max(saved), work

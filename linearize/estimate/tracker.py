@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +27,31 @@ OF_CPU: dict[Any, Any] = {
 }
 
 
+TAKES_ROWS = (aten.embedding, aten.index, aten.index_select, aten.gather)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What code computes: `flops`, products counted twice; `launches`, operations; `moved`, bytes that operations other
+    than products read and write."""
+
+    flops: float = 0.0
+    launches: float = 0
+    moved: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.launches + other.launches, self.moved + other.moved)
+
+    def times(self, count: float) -> Work:
+        """That work so often."""
+        return Work(self.flops * count, self.launches * count, self.moved * count)
+
+
 class Tracker(TorchDispatchMode):
     """Within: storages are counted. Entered inside of FakeTensorMode, of which it answers questions about values.
 
-    `parts` are the bytes alive now, `peak` those at the moment with the largest sum since `restart`, `flops` the
-    products counted twice, `launches` the operations that compute. New storages are `activations`, or `logits` where
+    `parts` are the bytes alive now, `peak` those at the moment with the largest sum since `restart`, `work` what was
+    computed since then. New storages are `activations`, or `logits` where
     the last of three or more dimensions is one of `vocabularies`; `label` says otherwise.
     """
 
@@ -39,14 +60,13 @@ class Tracker(TorchDispatchMode):
         self.vocabularies = vocabularies
         self.parts: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self.flops = 0.0
-        self.launches = 0
+        self.work = Work()
         self._highest = self._now = 0
         self._known: dict[int, tuple[Any, str, int]] = {}
 
     def restart(self) -> None:
-        """Forget the peak so far; what is alive stays counted."""
-        self.peak, self._highest = Counter(self.parts), self._now
+        """Forget the peak and the work so far; what is alive stays counted."""
+        self.peak, self._highest, self.work = Counter(self.parts), self._now, Work()
 
     def label(self, tensors: Iterable[Tensor | None], part: str) -> None:
         """Count the storages of these tensors as `part`, known before or not."""
@@ -81,15 +101,22 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = func._overloadpacket
-        count = flop_registry.get(packet)
+        count, flops = flop_registry.get(packet), 0.0
         if count is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
+            flops = count(*args, **kwargs, out_val=out)
         elif packet in OF_CPU:
-            self.flops += OF_CPU[packet](*args, out_val=out)
+            flops = OF_CPU[packet](*args, out_val=out)
         before = len(self._known)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 logits = leaf.ndim >= 3 and leaf.shape[-1] in self.vocabularies
                 self._add(leaf, "logits" if logits else "activations")
-        self.launches += func._schema.is_mutable or len(self._known) > before  # a view is no launch
+        if func._schema.is_mutable or len(self._known) > before:  # a view is no launch
+            self.work += Work(flops, 1, 0 if flops else moved(packet, args, out))
         return out
+
+
+def moved(packet: Any, args: Any, out: Any) -> int:
+    """Bytes that an operation reads and writes; of a table from which it takes rows, those rows."""
+    written, read = (sum(x.nbytes for x in tree_leaves(part) if isinstance(x, Tensor)) for part in (out, args))
+    return written + (min(read, 2 * written) if packet in TAKES_ROWS else read)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import SECRET, Exit, LinearizeError
 from ..plan.plan import Plan
-from ..terminal.output import size
+from ..terminal.output import counted, size
 from .download import facts
 from .errors import answering, hub_errors
 
@@ -216,7 +216,7 @@ def push(upload: Upload, say: Say = print) -> dict[str, Any]:
         for name in upload.files:
             content = upload.card.encode() if name == "README.md" else upload.folder / name
             operations.append(CommitOperationAdd(name, content))
-        say(f"pushing {len(upload.files)} files, {size(sum(upload.files.values()))}, to {repo}")
+        say(f"pushing {counted(len(upload.files), 'file')}, {size(sum(upload.files.values()))}, to {repo}")
         with answering(UPLOAD_SECONDS):
             # Onto what was checked: what someone else pushed meanwhile is not overwritten.
             done = api.create_commit(

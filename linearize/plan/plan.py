@@ -88,7 +88,15 @@ class Plan:
     copy: bool = False
     choice: Choice | None = None  # where linearize chose the layers that are kept
     heads_choice: Choice | None = None  # where it chose the heads of linear layers that keep softmax
+    source_dtype: str = ""  # as the source's weights were stored; empty in plans of earlier versions
     again: tuple[Pass, ...] = ()  # conversions of the result, the last one last; `source` stays the first one's
+
+    @property
+    def rounding(self) -> str:
+        """What becomes of the source's dtype, where the result has another one; empty where it has not."""
+        if not self.cast or self.source_dtype in ("", self.dtype):
+            return ""
+        return f"the source's {self.source_dtype} weights are stored as {self.dtype}"
 
     @property
     def new_parameters(self) -> int:

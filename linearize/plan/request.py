@@ -106,6 +106,7 @@ class Request:
             model_type=model_type,
             dtype=target,
             cast=cast,
+            source_dtype=stored,
             pickled=pickled,
             steps=steps,
             kept=tuple(kept),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, ValidationInfo, field_validator
 
 from ..errors import did_you_mean
+from ..terminal.output import counted
 from .types import Count, Listed, Names, Positive, Strict, Text, as_list
 from .yaml import shown
 
@@ -157,6 +158,21 @@ def parts_of(source: Any) -> list[tuple[Any, float]]:
         return [(source, 1.0)]
     total = sum(part.weight for part in source.mix)
     return [(part.source, part.weight / total) for part in source.mix]
+
+
+def described(source: Any) -> str:
+    """A source as a person would name it: its files, or its dataset with configuration and split."""
+    if isinstance(source, MixSource):
+        return " + ".join(f"{share:.0%} {described(part)}" for part, share in parts_of(source))
+    if isinstance(source, FileSource):
+        first, rest = ", ".join(source.files[:3]), len(source.files) - 3
+        return first + (f" and {counted(rest, 'more file')}" if rest > 0 else "")
+    if isinstance(source, DemoSource):
+        return f"the demo's {source.demo} documents"
+    if isinstance(source, DatasetSource):
+        parts = (source.name, *source.data_files, source.split)
+        return f"{source.path} ({', '.join(part for part in parts if part)})"
+    return str(source.images if isinstance(source, ImageSource) else source.arrays)
 
 
 class Pack(Strict):

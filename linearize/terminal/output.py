@@ -77,6 +77,18 @@ def short(count: float) -> str:
     return f"{count:.3g}T"
 
 
+def duration(seconds: float) -> str:
+    """A time for people: `48 s`, `12 min`, `3.4 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """A count with its noun: `1 thread`, `2,000 threads`; `many` is the plural where an s is not enough."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def percent(share: float | None) -> str:
     """Runs of earlier versions did not measure it."""
     return "" if share is None else f"{share:.1%}"

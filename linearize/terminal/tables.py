@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..plan.heads import regrouped, written
 from ..plan.keep import MEANING
-from .output import percent, printable, ranges, short, size
+from .output import counted, duration, percent, printable, ranges, short, size
 
 if TYPE_CHECKING:
     from ..plan.keep import Choice
@@ -95,13 +95,13 @@ def plan_table(plan: Plan) -> None:
         out.print(again_text(plan))
     rewritten = "source weights are copied as they are" if plan.copy else "source weights stay as they are"
     if plan.cast:
-        rewritten = f"source weights are cast to {plan.dtype} shard by shard"
+        rewritten = f"{plan.rounding or f'source weights are cast to {plan.dtype}'}, shard by shard"
     elif plan.pickled:
         rewritten = "source weights are rewritten as safetensors, shard by shard"
     linked = not (plan.cast or plan.pickled or plan.copy)
     rest = f" beyond {size(plan.source_bytes)} of linked or copied shards" if linked else ""
     out.print(
-        f"{plan.new_parameters:,} new parameters in {len(plan.linear)} layers; {rewritten}; "
+        f"{plan.new_parameters:,} new parameters in {counted(len(plan.linear), 'layer')}; {rewritten}; "
         f"disk needed: {size(plan.needed_bytes)}{rest}"
     )
     if linked:
@@ -144,7 +144,8 @@ def choice_table(choice: Choice, flag: str) -> None:
     rows = [(name, f"{score:.3f}", "softmax (kept)" * (name in names)) for name, score in choice.scores.items()]
     out.print(table({what: "number", "score": "number", "attention": "short"}, rows))
     out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
-    recall = f" and {choice.recalls} texts that ask for a repetition" if choice.recalls else ""
+    texts = counted(choice.recalls, "text that asks", "texts that ask")
+    recall = f" and {texts} for a repetition" if choice.recalls else ""
     if choice.lacking:
         recall = f" alone ({choice.lacking})"
     out.print(f"scored on {choice.tokens:,} tokens of {choice.text}{recall}, mixers trained for a moment")
@@ -242,6 +243,29 @@ def recipe_table(plans: list[dict[str, Any]]) -> None:
     console().print(table(columns, rows, "stages"))
 
 
+def data_lines(plans: list[dict[str, Any]]) -> None:
+    """What the stages read and how much they ask for: said once where all read the same."""
+    said: dict[str, list[str]] = {}
+    for plan in plans:
+        data = plan["data"]
+        images = data["seq_len"] == 1
+        asked = f"{plan['epochs']:g} epochs" if data["tokens"] is None else asked_for(data["tokens"], images)
+        train = f"{data['train']}: {asked} asked for" + ("" if images else f", in blocks of {data['seq_len']:,}")
+        held = (
+            "nothing" if data["eval"] is None else f"{data['eval']}, at most {asked_for(data['eval_tokens'], images)}"
+        )
+        said.setdefault(f"trains on {train}", []).append(plan["name"])
+        said.setdefault(f"evaluated on {held}", []).append(plan["name"])
+    out = console()
+    for words, names in said.items():
+        out.print(words if len(names) == len(plans) else f"{', '.join(names)} {words}")
+
+
+def asked_for(count: int, images: bool) -> str:
+    """So many tokens, or images."""
+    return f"{short(count)} {'images' if images else 'tokens'}"
+
+
 def estimate_table(found: dict[str, Any]) -> None:
     """What a run costs: memory of each stage by its parts, in GiB, then time, and what holds for all."""
     out, device = console(), found["device"]
@@ -253,14 +277,14 @@ def estimate_table(found: dict[str, Any]) -> None:
         rows.append((row["name"], *(f"{count / 2**30:.3g}" for count in memory)))
     count = f"each of {device['count']} x " if device["count"] > 1 else ""
     out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])}), GiB"))
-    columns = {"stage": "short", "needs": "number", "fits": "short", "tokens/s": "number", "hours": "number"}
+    columns = {"stage": "short", "needs": "number", "fits": "short", "tokens/s": "number", "time": "number"}
     measured = any(row.get("measured") for row in found["stages"])
     columns |= {"measured": "text"} if measured else {}
     rows = []
     for row in found["stages"]:
         rate, hours = row["tokens_per_s"], row["hours"]
         cells: tuple[str, ...] = (row["name"], size(row["memory"]["device"]), "yes" if row["fits"] else "NO")
-        cells += ("" if rate is None else f"{rate:,.0f}", "" if hours is None else f"{hours:.2g}")
+        cells += ("" if rate is None else f"{rate:,.0f}", "" if hours is None else duration(3600 * hours))
         if measured:
             one = row["measured"]
             cells += (f"{one['tokens_per_s']:,.0f} tokens/s, {size(one['peak'])}",)
@@ -273,10 +297,16 @@ def estimate_table(found: dict[str, Any]) -> None:
     told = [
         f"disk {size(disk['total'])} (" + ", ".join(f"{k} {size(v)}" for k, v in disk.items() if k != "total") + ")"
     ]
-    told += [] if found["hours"] is None else [f"{found['hours']:.2g} hours"]
+    told += [] if found["hours"] is None else [spent(found)]
     told += [] if found["kwh"] is None else [f"{found['kwh']:.2g} kWh at full power"]
     told += [] if found["price"] is None else [f"price {found['price']:.2f}"]
     out.print("; ".join(told))
+
+
+def spent(found: dict[str, Any]) -> str:
+    """The time of a whole run by what takes it."""
+    parts = [f"{name} {duration(3600 * hours)}" for name, hours in found["hours_of"].items() if hours]
+    return f"{duration(3600 * found['hours'])} in all ({', '.join(parts)})"
 
 
 def report_table(report: dict[str, Any]) -> None:
@@ -331,8 +361,8 @@ def positions_table(found: dict[str, Any] | None) -> None:
         for row in found["blocks"]
     ]
     origin = "documents joined" if found["text"] == "joined" else "long documents"
-    title = f"perplexity by position in {found['rows']} rows of {origin}, trained on {found['trained_length']} tokens"
-    console().print(table(columns, rows, title))
+    title = f"perplexity by position in {counted(found['rows'], 'row')} of {origin}"
+    console().print(table(columns, rows, f"{title}, trained on {found['trained_length']} tokens"))
 
 
 # What models write by themselves, as `linearize eval --generate` measures it.
@@ -359,7 +389,8 @@ def comparison_table(result: dict[str, Any]) -> None:
     free = result["generated"]
     for key, words in WRITTEN_FREELY.items() if free else ():
         if free["teacher"][key] is not None:
-            count = f"{free['rows']} lists of {free['length']} tokens" if key == "recall" else f"{free['texts']} texts"
+            lists = f"{counted(free['rows'], 'list')} of {free['length']} tokens"
+            count = lists if key == "recall" else counted(free["texts"], "text")
             rows.append((f"{words}, {count}", *(percent(free[who][key]) for who in ("student", "teacher"))))
     for row in result["state"]:
         rows.append((f"state at {row['length']} tokens", size(row["student"]), size(row["teacher"])))
@@ -467,8 +498,8 @@ def race_table(plan: dict[str, Any]) -> None:
         stages = []
         for recipe in one["recipes"]:
             turned = f"layers {recipe['convert']['layers']}: " if len(one["recipes"]) > 1 else ""
-            steps = ", ".join(f"{stage['name']} {stage['steps']}" for stage in recipe["stages"])
-            stages.append(f"{turned}{steps} steps")
+            steps = ", ".join(f"{stage['name']} {counted(stage['steps'], 'step')}" for stage in recipe["stages"])
+            stages.append(f"{turned}{steps}")
         minutes = "" if one["hours"] is None else f"{60 * one['hours']:.1f}"
         kept = one["recipes"][-1]["convert"]["keep_softmax"] or "none"
         rows.append((one["name"], f"{one['about']} ({one['source']})", kept, "\n".join(stages), minutes))

@@ -6,6 +6,7 @@ import torch
 
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import Recipe
+from ..terminal.output import counted
 
 
 def on_cpu(recipe: Recipe) -> bool:
@@ -20,7 +21,9 @@ def takes_cpu(device: str) -> bool:
 
 def device_name(device: torch.device) -> str:
     """What a report calls the device that a run took."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def settled_precision(device: str, precision: str) -> str:

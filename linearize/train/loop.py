@@ -23,6 +23,7 @@ from ..data.batches import Samples, collate, targets
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import AttentionTransfer, OnPolicyKL, Stage
+from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
@@ -81,6 +82,7 @@ class StageLoop:
     def run(self, start: int) -> None:
         """Steps `start`..`steps`, with metrics, evaluation and checkpoints on the way."""
         owner, began = self.owner, time.monotonic()
+        later = owner.later(self.number)
         quiet = not owner.accelerator.is_main_process
         with StageProgress(self.stage.name, self.steps, start, quiet) as bar, self._interruptible():
             for step in range(start, self.steps):
@@ -88,7 +90,8 @@ class StageLoop:
                 done = step + 1
                 rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
                 self._log(done, loss=loss, **terms, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
-                bar.update(done, loss, rate)
+                seconds = ((self.steps - done) * self.tokens_per_step + later) / rate
+                bar.update(done, loss, rate, f"{duration(seconds)} left{' in all' * bool(later)}")
                 if self._after(done):
                     break
         if self.wrapped is not owner.model:
@@ -126,7 +129,8 @@ class StageLoop:
         waited = len(self.scores) - 1 - best
         if recipe.eval.patience is None or waited < recipe.eval.patience or done == self.steps:
             return False
-        owner.say(f"{self.stage.name} ends after step {done} of {self.steps}: {waited} evaluations without a lower KL")
+        without = f"{counted(waited, 'evaluation')} without a lower KL"
+        owner.say(f"{self.stage.name} ends after step {done} of {self.steps}: {without}")
         return True
 
     def step(self, step: int) -> tuple[float, float, float, dict[str, float]]:

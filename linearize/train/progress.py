@@ -9,24 +9,35 @@ from types import TracebackType
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
+
+from ..recipe.recipe import AttentionTransfer, Stage
 
 LINE_EVERY = 30.0
 
 
+def pace(stage: Stage) -> float:
+    """Tokens of attention transfer that take about as long as one of this stage.
+
+    Logit KL took 2.1 to 4.8 times as long, by eight models on a GPU (docs/cost.md).
+    """
+    if isinstance(stage, AttentionTransfer):
+        return 1.0
+    return 3.0 if {"all", "mixer"} & set(stage.train) else 2.5
+
+
 class StageProgress:
-    """Shows stage, step, loss, tokens per second, memory and remaining time; use as a context manager."""
+    """Shows stage, step, loss, tokens per second, memory and the time that is left; use as a context manager."""
 
     def __init__(self, stage: str, steps: int, start: int, quiet: bool = False) -> None:
-        self.stage, self.steps, self.start = stage, steps, start
+        self.stage, self.steps = stage, steps
         self.console = Console(stderr=True, quiet=quiet)
-        self.began = self.last_line = time.monotonic()
+        self.last_line = time.monotonic()
         columns = ("[bold]{task.description}", "{task.completed}/{task.total}", "{task.fields[text]}")
         self.bar = Progress(
             *(TextColumn(c) for c in columns[:1]),
-            BarColumn(),
+            BarColumn(bar_width=None),
             *(TextColumn(c) for c in columns[1:]),
-            TimeRemainingColumn(),
             console=self.console,
             disable=quiet or not sys.stderr.isatty(),
         )
@@ -41,15 +52,14 @@ class StageProgress:
     ) -> None:
         self.bar.stop()
 
-    def update(self, step: int, loss: float, rate: float) -> None:
-        """After an optimizer step: loss, and tokens per second over this session."""
-        text = f"loss {loss:.4g}  {rate:,.0f} tokens/s  {memory_bytes() / 2**30:.1f} GiB"
+    def update(self, step: int, loss: float, rate: float, left: str) -> None:
+        """After an optimizer step: loss, tokens per second over this session, and the time that is left."""
+        text = f"loss {loss:.4g}  {rate:,.0f} tokens/s  {memory_bytes() / 2**30:.1f} GiB  {left}"
         self.bar.update(self.task, completed=step, text=text)
         now = time.monotonic()
         if self.bar.disable and (now - self.last_line > LINE_EVERY or step == self.steps):
             self.last_line = now
-            left = (now - self.began) / max(step - self.start, 1) * (self.steps - step)
-            self.console.print(f"{self.stage} {step}/{self.steps}  {text}  {left:.0f} s left", highlight=False)
+            self.console.print(f"{self.stage} {step}/{self.steps}  {text}", highlight=False, soft_wrap=True)
 
 
 def memory_bytes() -> int:

@@ -356,9 +356,10 @@ class Run:
         name = self.recipe.stages[stage].name
         return [line for line in self._entries() if line["stage"] == name and line.get("eval_ppl") is not None]
 
-    def last_rate(self) -> float:
-        """Tokens a second of the last step that was logged; 0 where there is none."""
-        rates = [line["tokens_per_s"] for line in self._entries() if isinstance(line.get("tokens_per_s"), int)]
+    def last_rate(self, stage: str) -> float:
+        """Tokens a second of the last step of a stage that was logged; 0 where there is none."""
+        lines = [line for line in self._entries() if line["stage"] == stage]
+        rates = [line["tokens_per_s"] for line in lines if isinstance(line.get("tokens_per_s"), int)]
         return float(rates[-1]) if rates else 0.0
 
     def last_good(self, stage: int, step: int) -> Path | None:
@@ -464,7 +465,7 @@ def changed_versions(old: Mapping[str, str], now: Mapping[str, str]) -> list[str
 def hashes(folder: Path) -> dict[str, str]:
     """The hash of each file in a folder, by name."""
     files = sorted(folder.iterdir())
-    return {file.name: value for file, value in zip(files, in_parallel(sha256, files), strict=True)}
+    return {file.name: value for file, value in zip(files, in_parallel(sha256, files, "hashing"), strict=True)}
 
 
 def check_checkpoint(checkpoint: Path, record: str = POSITION) -> None:

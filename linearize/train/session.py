@@ -40,6 +40,7 @@ from .deepspeed_zero3 import partition, read_config
 from .fit import Fit
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, seed_for
+from .progress import pace
 from .runs import BEST, OPTIMIZER, WEIGHTS, Position, Run, check_checkpoint, read_position, reading
 from .runtime import Say, in_turns, make_optimizer, make_schedule, stage_steps, to_source
 from .samples import write_samples
@@ -67,6 +68,7 @@ class Finetuner:
         self.device = accelerator.device
         self.last_checkpoint: Path | None = run.resume_from
         self.kept: Path | None = None  # the best weights, once they are taken
+        self.only: str | None = None  # the one stage that this process was asked for
         self.interrupted = False  # by a signal, in this process
         self.named: Named | None = None  # the recipe's own teacher
         self._blocks: dict[tuple[str, str], Samples | None] = {}
@@ -195,6 +197,7 @@ class Finetuner:
     def train(self, only: str | None = None) -> bool:
         """All stages from the resume point on, or `only` the one of that name, for which `check_order` has found those
         before it done; True when the last one is done."""
+        self.only = only
         resume = self.run.resume_from
         position = read_position(resume) if resume else Position(-1, 0, 0, True)
         if resume:
@@ -228,6 +231,17 @@ class Finetuner:
         if checkpoint is not None:
             loop.restore(checkpoint)
         loop.run(start)
+
+    def later(self, number: int) -> float:
+        """How long the stages after `number` will take, in tokens of that one; 0 where this process ends with it."""
+        total = 0.0
+        for stage in self.recipe.stages[number + 1 :] if self.only is None else ():
+            blocks, per_step = self.blocks(stage, "train"), self.blocks_per_step(stage)
+            assert blocks is not None
+            steps = stage_steps(stage, per_step, blocks.seq_len, self.run.max_steps, len(blocks))
+            assert steps is not None
+            total += steps * per_step * blocks.seq_len * pace(stage)
+        return total / pace(self.recipe.stages[number])
 
     def prepare(self, number: int, stage: Stage) -> list[torch.nn.Parameter]:
         """What a stage trains; a stage prepared again gets the same adapters."""

@@ -104,7 +104,7 @@ def open_teacher(asked: Teacher, commit: str | None = None) -> Source:
 def sha256_of(source: Source) -> str:
     """One hash of a checkpoint: names and bytes of its config and its weights."""
     files = sorted({source.folder / "config.json", *source.shards})
-    hashes = in_parallel(known_sha256, files)
+    hashes = in_parallel(known_sha256, files, "hashing")
     return hashlib.sha256(json.dumps([[f.name, h] for f, h in zip(files, hashes, strict=True)]).encode()).hexdigest()
 
 

@@ -21,6 +21,7 @@ from ..checkpoint.source import DTYPES, check_folder, check_revision, open_sourc
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import Plan, some
+from ..terminal.output import counted
 from . import limits
 from .reload import clean_command, free_memory, result_of, started
 
@@ -168,17 +169,18 @@ def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[
     shards, tensors = recorded["shards"], recorded["tensors"]
     if not shards and not tensors:
         return "passed", "none to compare"
-    wrong = [name for name, value in zip(shards, in_parallel(lambda n: sha256(folder / n), shards), strict=True)
-             if value != shards[name]]  # fmt: skip
+    hashes = in_parallel(lambda name: sha256(folder / name), shards, "hashing")
+    wrong = [name for name, value in zip(shards, hashes, strict=True) if value != shards[name]]
     if tensors:
         places = {name: (p, entry) for p in folder.glob("*.safetensors") for name, entry in read_header(p).items()}
         held = tensors.keys() & places.keys()
-        found = in_parallel(lambda name: tensor_sha256(*places[name]), held)
+        found = in_parallel(lambda name: tensor_sha256(*places[name]), held, "hashing")
         wrong += [name for name, value in zip(held, found, strict=True) if value != tensors[name]]
         wrong += [f"{name} (missing)" for name in tensors.keys() - held]
     if wrong:
         return "failed", f"not the recorded bytes: {some(sorted(wrong))}"
-    return "passed", f"{len(shards)} shards" + (f", {len(tensors)} tensors of other shards" if tensors else "")
+    others = f", {counted(len(tensors), 'tensor')} of other shards" if tensors else ""
+    return "passed", counted(len(shards), "shard") + others
 
 
 def check_new(folder: Path, everything: bool, manifest: dict[str, Any] | None = None) -> tuple[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +239,19 @@ def planned(linearize: Command, place: Path, flag: str, method: str, folder: Pat
 @pytest.mark.usefixtures("_less_text")
 @pytest.mark.parametrize("method", METHODS)
 def test_convert_chooses_what_matters_and_says_why(
-    place: Path, tmp_path: Path, linearize: Command, method: str
+    place: Path, tmp_path: Path, linearize: Command, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    totals, done = list[float](), list[float]()
+
+    @contextlib.contextmanager
+    def counting(what: str, total: float) -> Iterator[Any]:
+        totals.append(total)
+        yield done.append
+
+    monkeypatch.setattr(choose, "progress", counting)
     plan, err = planned(linearize, place, "--keep-softmax", method, tmp_path / "hybrid")
     choice = plan["choice"]
+    assert sum(done) == pytest.approx(totals[0], rel=0.1)  # what the estimate counts is what is read
     assert choice["kept"] == [MATTERS] == [site["layer"] for site in plan["kept"]]
     assert choice["method"] == method
     assert choice["asked"] == "auto:1"
@@ -434,7 +445,7 @@ def test_a_recipe_chooses_layers_then_heads_and_trains_the_rest(heads_place: Pat
     recipe._folder = heads_place
     said: list[str] = []
     dry_run(recipe, said.append)
-    assert said[-1] == "softmax stays in 1 key heads of linear layers (auto:20%); the run measures which"
+    assert said[-1] == "softmax stays in 1 key head of linear layers (auto:20%); the run measures which"
     finetune(recipe, say=said.append)
     plan = read_plan(heads_place / "run" / "final")
     assert [site.layer for site in plan.kept] == [HEAD[0]]

@@ -285,7 +285,7 @@ def test_a_conversation_cut_before_the_answer_is_skipped(build: Build, tmp_path:
     long = {"prompt": "p" * 9, "completion": "a"}
     blocks = build(jsonl(tmp_path, long, {"prompt": "p", "completion": "abcdefghij"}), 8, sft=True)
     assert (learned(blocks), blocks.skipped) == (["pABCDEFG"], 1)
-    with pytest.raises(LinearizeError, match=r"nothing to train on.*2 conversations have no target in their first 8"):
+    with pytest.raises(LinearizeError, match=r"nothing to train on.*2 conversations have no target in the first 8"):
         build(jsonl(tmp_path, long, long), 8, sft=True)
 
 

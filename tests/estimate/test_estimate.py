@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training import base, make_recipe, stage, train, write_recipe
 
 import linearize.finetune as story
 from linearize.errors import Exit, LinearizeError
 from linearize.estimate.advice import written
-from linearize.estimate.cards import CARDS, Device, card, per_hour
+from linearize.estimate.cards import CARDS, Device, card, cpu_rates, per_hour
 from linearize.estimate.estimate import estimate
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.step import Step
+from linearize.estimate.tracker import Tracker, Work
 from linearize.recipe.recipe import Recipe, load_recipe
 from linearize.train.runtime import make_optimizer
 from linearize.train.save import load_converted
@@ -151,7 +153,75 @@ def test_products_are_those_of_the_weights(root: Path, tmp_path: Path) -> None:
     found = Rehearsal(recipe, None, folder, "no", gpu=False).stage(0)
     model = load_converted(folder, torch.float32, False)
     weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and ".mixer." not in n)
-    assert 4 * 8 * 2 * weights * 4 < found.flops < 4 * 8 * 2 * weights * 4 * 2
+    assert 4 * 8 * 2 * weights * 4 < found.work.flops < 4 * 8 * 2 * weights * 4 * 2
+
+
+def test_bytes_are_those_that_operations_move() -> None:
+    """A product's are in its flops; of a table only the rows that are taken count, and a view moves nothing."""
+    with FakeTensorMode(), Tracker() as tracker:
+        a, table, rows = torch.empty(4, 8), torch.empty(1000, 8), torch.zeros(3, dtype=torch.long)
+        tracker.restart()
+        a.view(8, 4).t()
+        assert tracker.work == Work()
+        torch.exp(a)
+        assert tracker.work == Work(0, 1, 2 * a.nbytes)
+        a.add_(a)
+        assert tracker.work.launches == 2
+        tracker.restart()
+        torch.nn.functional.embedding(rows, table)
+        assert tracker.work == Work(0, 1, 3 * 3 * 8 * 4)
+        tracker.restart()
+        a @ a.t()
+        assert tracker.work == Work(2 * 4 * 8 * 4, 1, 0)
+
+
+# ---------------------------------------------------------------- the time around the steps
+
+
+def timed(root: Path, folder: Path, device: Device | None = None, **changes: Any) -> dict[str, float]:
+    """Hours of the parts of a run of 9 steps, on a device whose rates are known."""
+    stages = stage("attention_transfer", steps=9), stage("logit_kl", "all", steps=9)
+    recipe = make_recipe(folder, base(root, "llama"), *stages, **changes)
+    with story.from_configs(recipe) as (planned, converted):
+        rehearsal = Rehearsal(recipe, planned, converted, "no", gpu=False)
+        return estimate(rehearsal, device or small(1 << 40)).summary()["hours_of"]
+
+
+HELD = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}
+
+
+def test_evaluations_take_time(root: Path, tmp_path: Path) -> None:
+    few = {"max_tokens": 64}
+    once = timed(root, tmp_path, data=HELD, eval=few)["evaluation"]
+    often = timed(root, tmp_path, data=HELD, eval={**few, "every_steps": 2})["evaluation"]
+    assert 0 < once < often
+    more = timed(root, tmp_path, data=HELD, eval={"max_tokens": 640})["evaluation"]
+    written = timed(root, tmp_path, data=HELD, eval={"max_tokens": 1})["evaluation"]
+    assert more - written == pytest.approx(10 * (once - written), rel=0.05)
+    # heldout.txt has fewer tokens than the default asks for: no more than its bytes are read.
+    size = (tmp_path / "heldout.txt").stat().st_size
+    full = timed(root, tmp_path, data=HELD)["evaluation"]
+    assert full == timed(root, tmp_path, data=HELD, eval={"max_tokens": size})["evaluation"]
+
+
+@pytest.mark.parametrize("device", [None, Device("cpu", "cpu", 1 << 40)], ids=["card", "cpu"])
+def test_choosing_layers_takes_time(root: Path, tmp_path: Path, device: Device | None) -> None:
+    def choosing(**convert: Any) -> float:
+        asked = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}, **convert}
+        source = str(base(root, "llama").parent / "source")
+        return timed(root, tmp_path, device, data=HELD, convert=asked, model={"base": source})["choosing"]
+
+    assert choosing(keep_softmax="0") == 0
+    by_restoring, by_gates = choosing(keep_softmax="auto:1"), choosing(keep_softmax="auto:1", score_by="gates")
+    assert 0 < by_restoring < by_gates
+    assert choosing(keep_softmax="auto:1", keep_heads="auto:1") > by_restoring
+
+
+def test_a_cpu_has_a_rate_for_products_bytes_and_launches() -> None:
+    rates = cpu_rates(torch.float32)
+    assert min(rates) > 0
+    assert rates.seconds(Work(1e9, 0, 0)) == pytest.approx(1e9 * rates.flop)
+    assert rates.seconds(Work(1e9, 100, 1e6)) > rates.seconds(Work(1e9, 100, 0)) > rates.seconds(Work(1e9, 0, 0))
 
 
 # ---------------------------------------------------------------- a card that is not here
@@ -166,7 +236,10 @@ def test_hours_energy_and_price_add_up(root: Path, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, folder, {**TRANSFER, "steps": 100}, {**KL, "steps": 50})
     cost = estimate(Rehearsal(recipe, None, folder, "bf16", gpu=True), small(1 << 40))
     found = cost.summary(price=2.5)
-    assert found["hours"] == pytest.approx(sum(c.tokens / c.tokens_per_s / 3600 for c in cost.stages))
+    assert found["hours_of"]["training"] == pytest.approx(sum(c.tokens / c.tokens_per_s / 3600 for c in cost.stages))
+    assert found["hours"] == pytest.approx(sum(found["hours_of"].values()))
+    assert found["hours_of"].keys() == {"training", "choosing", "evaluation", "start and checks"}
+    assert [found["hours_of"][part] for part in ("choosing", "evaluation")] == [0, 0]  # the base is converted
     assert found["kwh"] == pytest.approx(found["hours"] * 0.1)
     assert found["price"] == pytest.approx(found["hours"] * 2.5)
     assert [c.tokens for c in cost.stages] == [100 * 2 * 32, 50 * 2 * 32]

@@ -272,10 +272,10 @@ def test_options_and_the_default_folder(
     (tmp_path / "mine-onnx").mkdir()
     (tmp_path / "mine-onnx" / "somebody's").touch()
     for place, arguments, expected, message in (
-        (tmp_path, (f"{linear}/",), Exit.USAGE, "mine-onnx has 1 files"),
+        (tmp_path, (f"{linear}/",), Exit.USAGE, "mine-onnx has 1 file"),
         (linear, (".",), Exit.USAGE, "mine-onnx and the model . must be separate folders. Choose another -o"),
         (linear, (".", "-o", "inside/graph"), Exit.USAGE, "inside/graph and the model . must be separate folders"),
-        (linear, (".", "-o", "../mine-onnx"), Exit.USAGE, "mine-onnx has 1 files"),
+        (linear, (".", "-o", "../mine-onnx"), Exit.USAGE, "mine-onnx has 1 file"),
         (tmp_path, ("mine", "-o", "new", "--revision", "main"), Exit.USAGE, "a revision (main) is a branch, tag or"),
     ):
         monkeypatch.chdir(place)

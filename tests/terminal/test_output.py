@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Command
 from models import save_source
 
-from linearize.terminal.output import print_json, printable, say, show
+from linearize.terminal.output import counted, duration, print_json, printable, say, show
 from linearize.terminal.tables import checks_table, console
+from linearize.train.device import device_name
 from linearize.verify.checks import Check
 
 RED, LINK = "\x1b[31mred", "\x1b]8;;http://evil\x1b\\here\x1b]8;;\x07"
@@ -32,6 +34,25 @@ def test_control_characters_are_written_out(text: str, shown: str, capsys: pytes
     assert printable(text) == shown
     say(text)
     assert capsys.readouterr().err == shown + "\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "0 threads"), (1, "1 thread"), (2, "2 threads"), (12000, "12,000 threads")]
+)
+def test_one_is_singular(count: int, words: str) -> None:
+    assert counted(count, "thread") == words
+    assert counted(count, "process", "processes") == words.replace("thread", "process").replace("esss", "esses")
+
+
+def test_a_cpu_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads, name in ((1, "CPU, 1 thread"), (2, "CPU, 2 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        assert device_name(torch.device("cpu")) == name
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(4.4, "4 s"), (99, "99 s"), (600, "10 min"), (7200, "2.0 h")])
+def test_a_time_for_people(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
 
 
 def test_tables_show_them_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,9 @@ from linearize.errors import LinearizeError
 from linearize.finetune import finetune
 from linearize.measure.evaluate import Score
 from linearize.recipe.recipe import Recipe, load_recipe
+from linearize.terminal import output
+from linearize.train import loop
+from linearize.train.progress import StageProgress
 from linearize.train.session import Finetuner
 
 DATA = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}
@@ -140,6 +143,36 @@ def test_best_weights_with_a_flipped_bit_are_refused(
     assert not (tmp_path / "run/final").exists()
     weights.write_bytes(kept[0])
     assert Path(train(asked)["output"]).is_dir()
+
+
+def test_what_is_left_is_of_all_stages(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of logit KL of all weights counts as three of attention transfer; --stage leaves no later ones."""
+    shown: list[float] = []
+
+    def update(bar: Any, step: int, loss: float, rate: float, left: str) -> None:
+        seconds, _, of_all = left.partition(" left")
+        assert of_all == (" in all" if bar.stage == "attention_transfer" and whole else "")
+        shown.append(round(float(seconds) * rate))  # in tokens of this stage
+
+    monkeypatch.setattr(StageProgress, "update", update)
+    monkeypatch.setattr(loop, "duration", lambda seconds: f"{seconds:.12f}")
+    stages = stage("attention_transfer", steps=3), stage("logit_kl", "all", steps=2)
+    whole = True
+    train(make_recipe(tmp_path, base(root, "llama"), *stages))
+    assert shown == [64 * 2 + 384, 64 + 384, 384, 64, 0]
+    whole = False
+    shown.clear()
+    twice = make_recipe(tmp_path / "two", base(root, "llama"), *stages)
+    train(twice, only="attention_transfer")
+    assert shown == [128, 64, 0]
+    told: list[str] = []
+    finetune(twice, say=told.append)
+    last = metrics(tmp_path / "two", "tokens_per_s")[2]
+    time = output.duration(384 / last)
+    assert told[0] == (
+        f"{tmp_path / 'two/run'} goes on after step 3 of attention_transfer; 128 tokens of all stages are left, about "
+        f"{time} after its last {last:,} tokens/s"
+    )
 
 
 def test_another_learning_rate_is_offered(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

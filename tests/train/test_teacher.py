@@ -288,12 +288,12 @@ def test_the_estimate_counts_the_teacher(root: Path, tmp_path: Path) -> None:
     weights = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     assert large.parts["teacher"] == large.whole["teacher"] == weights
     assert (own.parts["teacher"], large.teacher_copy) == (own.teacher_copy, 0)
-    assert large.flops > own.flops
+    assert large.work.flops > own.work.flops
     assert large.parts["logits"] > own.parts["logits"] / 2
     written(recipe_of(tmp_path, root, teacher=str(root / "large")), tmp_path / "logits", 4)
     rows = found(teacher={"logits": str(tmp_path / "logits")})
     assert (rows.parts["teacher"], rows.teacher_copy) == (0, 0)
-    assert rows.flops < own.flops
+    assert rows.work.flops < own.work.flops
     told: list[str] = []
     result = story.dry_run(recipe_of(tmp_path, root, teacher=str(root / "large")), told.append)
     assert any(line.startswith("the teacher is large: ") and line.endswith("in float32") for line in told)

@@ -1,0 +1,143 @@
+"""The time of a run: the work of its steps, of choosing layers, of evaluations and of checks, at a device's rates.
+
+On a GPU a pass takes its products over a share of the card's rate, or its launches, whichever takes longer; the shares
+are those that one H200 reached in three measured runs of a model of 8B, and on any other card they are not measured. On
+a CPU products, bytes that are moved and launches add up, each at the rate of this machine, which is measured then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..choose.choose import tokens_of_choice
+from ..data.batches import tokens_per_sample
+from ..recipe.data import FileSource, local_paths
+from ..recipe.recipe import AttentionTransfer, Stage
+from ..train.runs import processes
+from ..train.samples import NEW_TOKENS
+from ..train.session import FIDELITY_TOKENS, POSITION_TOKENS
+from .cards import Device, cpu_rates
+from .memory import Memory, Rehearsal
+from .tracker import Work
+
+if TYPE_CHECKING:
+    from .estimate import StageCost
+
+# Of a card's dense bf16 rate, by whether a stage transfers attention: see docs/cost.md for the runs.
+SHARES = {True: 0.19, False: 0.24}
+# Seconds of a process that loads torch and transformers, and of a byte of weights that is read, hashed or written.
+START, STORED = 8.0, 2e-9
+# Tokens that a run writes at its end for its report, one after another: by student and teacher.
+WRITTEN = 2 * NEW_TOKENS
+# Seconds that a host takes to start one operation on a GPU; small models wait for that.
+LAUNCH = 8e-6
+# AdamW and clipping on a CPU: operations for each tensor, and how often they read or write the bytes of the moments.
+OPTIMIZER_LAUNCHES, OPTIMIZER_READS = 16, 8
+
+
+def seconds_of(work: Work, device: Device, precision: str, transfers: bool = False) -> float | None:
+    """What some work takes on a device, in accelerate's `precision`; None where its rate is not known or the work was
+    not counted. Attention transfer reaches another share of a GPU's products than other passes."""
+    if not work.flops:
+        return None
+    if device.kind == "cpu":
+        return cpu_rates(torch.bfloat16 if precision == "bf16" else torch.float32).seconds(work)
+    if device.flops is None:
+        return None
+    return max(work.flops / (SHARES[transfers] * device.flops), work.launches * LAUNCH)
+
+
+def step_seconds(stage: Stage, memory: Memory, device: Device, precision: str) -> float | None:
+    """One optimizer step on one device; None where its rate is not known or the step was not counted."""
+    micro = seconds_of(memory.work, device, precision, isinstance(stage, AttentionTransfer))
+    if micro is None:
+        return None
+    if device.kind == "cpu":
+        kept = memory.parts["optimizer"]
+        update = Work(0, OPTIMIZER_LAUNCHES * memory.tensors, OPTIMIZER_READS * kept)
+        return stage.batch.accumulate * micro + cpu_rates(torch.float32).seconds(update)
+    if device.bandwidth is None:
+        return None
+    # The optimizer reads and writes weights and moments, and reads gradients.
+    moved = sum(memory.parts[part] for part in ("masters", "gradients", "optimizer")) * 2
+    return stage.batch.accumulate * micro + moved / device.bandwidth
+
+
+def evaluations(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -> float | None:
+    """Seconds of all evaluations of a run: of teacher and converted model, of the stages, and of its end."""
+    recipe, total = rehearsal.recipe, 0.0
+    for number, cost in enumerate(costs):
+        data, every = recipe.data_for(cost.stage), recipe.eval.every_steps
+        if data.eval is None or not (cost.memory.evaluated.flops or cost.memory.reason):  # a model without a head
+            continue
+        batch = seconds_of(cost.memory.evaluated, device, rehearsal.precision)
+        if batch is None or cost.steps is None:
+            return None
+        per_token = batch / (cost.stage.batch.per_device * tokens_per_sample(data) * processes())
+        held = min(recipe.eval.max_tokens, most_tokens_of(data.eval, recipe.folder))
+        times = 1 + (max(cost.steps - 1, 0) // every if every else 0)
+        if number == 0:  # the teacher alone, the converted model beside it, and each of its layers
+            total += (1.5 * held + min(FIDELITY_TOKENS, held)) * per_token
+        total += times * held * per_token
+        if number == len(costs) - 1:  # each layer, longer texts, and samples
+            total += (min(FIDELITY_TOKENS, held) + min(POSITION_TOKENS, held)) * per_token
+            one = Work(1.0, cost.memory.evaluated.launches / 2)
+            total += WRITTEN * (seconds_of(one, device, rehearsal.precision) or 0.0)
+    return total
+
+
+def most_tokens_of(source: Any, start: Path) -> float:
+    """No more tokens than there are bytes in a source's plain files; unknown, infinity, of others."""
+    files = local_paths(source, start) if isinstance(source, FileSource) else ()
+    if not files or any(path.suffix not in (".txt", ".jsonl") or not path.is_file() for path in files):
+        return math.inf
+    return sum(path.stat().st_size for path in files)
+
+
+def choosing(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -> float | None:
+    """Seconds of finding the layers, or heads, that keep softmax, where the recipe leaves that to linearize.
+
+    It reads in float32 on a CPU, and trains mixers as attention transfer does.
+    """
+    plan, convert = rehearsal.planned and rehearsal.planned[0], rehearsal.recipe.convert
+    choices = [] if plan is None else [one for one in (plan.choice, plan.heads_choice) if one is not None]
+    if not choices or convert is None:
+        return 0.0
+    data, precision = rehearsal.recipe.data_for(costs[0].stage), "no" if device.kind == "cpu" else "bf16"
+    length, memory = tokens_per_sample(data), costs[0].memory
+    blocks = costs[0].stage.batch.per_device
+    passed = seconds_of(memory.evaluated, device, precision)
+    if passed is None:
+        return None
+    a_pass = passed / (2 * blocks * length)  # of one model over one token
+    transfers = isinstance(costs[0].stage, AttentionTransfer)
+    trained = (seconds_of(memory.work, device, precision, True) if transfers else 2 * passed) or 0.0
+    total = 0.0
+    for choice in choices:
+        layers = len(plan.steps) + len(plan.kept)
+        units = layers if choice is plan.choice else sum(step.site.kv_heads for step in plan.linear)
+        read, learned = tokens_of_choice(convert.score_by, units, len(choice.kept), length)
+        total += read * a_pass + learned * trained / (blocks * length)
+    return total
+
+
+def around(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -> dict[str, float | None]:
+    """Hours of what a run does beside its steps; None where they are not known."""
+    seconds = {
+        "choosing": choosing(rehearsal, costs, device),
+        "evaluation": evaluations(rehearsal, costs, device),
+        "start and checks": checks(rehearsal),
+    }
+    return {name: None if value is None else value / 3600 for name, value in seconds.items()}
+
+
+def checks(rehearsal: Rehearsal) -> float:
+    """Seconds of what a run does once: it starts, converts in one more process, and loads the result in another."""
+    recipe = rehearsal.recipe
+    starts = 1 + (recipe.convert is not None) + recipe.finish.verify
+    return starts * START + 4 * rehearsal.stored * STORED
