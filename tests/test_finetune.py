@@ -29,6 +29,7 @@ from linearize.demo import model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe.data import described
 from linearize.recipe.models import Data
+from linearize.recipe.recipe import load_recipe
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
 from linearize.train.runtime import make_schedule
@@ -511,9 +512,9 @@ def test_a_source_has_a_name_for_people(source: dict[str, Any], words: str) -> N
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
 def test_a_base_that_is_rounded_is_told(root: Path, tmp_path: Path, dtype: str | None) -> None:
     source, said = base(root, "llama").parent / "source", list[str]()
-    model = {"base": str(source), "dtype": dtype}
     convert = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}}
-    recipe = make_recipe(tmp_path, source, stage("attention_transfer", steps=1), convert=convert, model=model)
+    path = write_recipe(tmp_path, source, stage("attention_transfer", steps=1), convert=convert)
+    recipe = load_recipe(path, [f"model.dtype={dtype or 'null'}"])
     wanted = ["the source's float32 weights are stored as bfloat16; model.dtype=null keeps float32"]
     for act in (lambda: story.dry_run(recipe, said.append), lambda: story.finetune(recipe, say=said.append)):
         act()

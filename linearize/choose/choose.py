@@ -213,13 +213,12 @@ def window_cost(
 
 def tokens_of_choice(method: Method, units: int, count: int, seq_len: int) -> tuple[int, int]:
     """How many tokens `choose` reads, each pass of a model counted, and how many train its mixers."""
-    recalled = RECALLS * min(seq_len, RECALL_TOKENS)
-    scored = max(SCORE_TOKENS // seq_len, 1) * seq_len + recalled
+    recalled, text = RECALLS * min(seq_len, RECALL_TOKENS), max(SCORE_TOKENS // seq_len, 1) * seq_len
+    scored = text + recalled
     trained = TRANSFER_STEPS * max(TRANSFER_TOKENS // seq_len, 1) * seq_len
     if method == "gates":  # a pass of the source, one of a mixture of all, and its way back
-        return GATE_STEPS * GATE_PASSES * (
-            max(BATCH_TOKENS, seq_len) + min(BATCH_TOKENS, recalled)
-        ) + 4 * scored, trained
+        batches = min(max(BATCH_TOKENS, seq_len), text) + min(BATCH_TOKENS, recalled)
+        return GATE_STEPS * GATE_PASSES * batches + 4 * scored, trained
     if method == "swaps":
         return (units + 5) * scored, trained
     return (sum(units - kept for kept in range(count)) + count + 4) * scored, trained

@@ -50,8 +50,9 @@ CARDS: dict[str, tuple[float, float, float, float]] = {
     "4090": (23.6, 165, 1008, 450),
     "5090": (31.4, 210, 1792, 575),
 }
-# How many times as long as in the measurement of `cpu_rates` a model's products, bytes and operations take.
-SMALLER, SCATTERED, PYTHON = 1.0, 1.0, 1.0
+# What the operations of a model take beside those that `cpu_rates` measures: moving a byte, most being simpler than
+# exp, and starting one, from modules and for autograd. By three recipes of 1M and 4M parameters; see docs/cost.md.
+SIMPLER, IN_A_MODEL = 0.7, 8.0
 # Of torch and the kernels' code on a GPU.
 CONTEXT = int(0.7 * GIB)
 
@@ -108,7 +109,7 @@ def cpu_rates(dtype: torch.dtype) -> Rates:
     a, wide, few = torch.randn(512, 128).to(dtype), torch.randn(1 << 20), torch.randn(64)
     product = best_of(lambda: a @ a.T) / (2 * 512 * 512 * 128)
     moved = best_of(lambda: torch.exp(wide)) / (2 * wide.nbytes)
-    return Rates(product * SMALLER, moved * SCATTERED, best_of(lambda: few + few) * PYTHON)
+    return Rates(product, moved * SIMPLER, best_of(lambda: few + few) * IN_A_MODEL)
 
 
 def best_of(work: Callable[[], Any], seconds: float = 0.1) -> float:

@@ -37,7 +37,7 @@ WRITTEN = 2 * NEW_TOKENS
 # Seconds that a host takes to start one operation on a GPU; small models wait for that.
 LAUNCH = 8e-6
 # AdamW and clipping on a CPU: operations for each tensor, and how often they read or write the bytes of the moments.
-OPTIMIZER_LAUNCHES, OPTIMIZER_READS = 16, 8
+OPTIMIZER_LAUNCHES, OPTIMIZER_READS = 8, 4
 
 
 def seconds_of(work: Work, device: Device, precision: str, transfers: bool = False) -> float | None:
@@ -137,7 +137,7 @@ def around(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -> 
 
 
 def checks(rehearsal: Rehearsal) -> float:
-    """Seconds of what a run does once: it starts, converts in one more process, and loads the result in another."""
+    """Seconds of what a run does once: it starts, and loads the converted model and the result in clean processes."""
     recipe = rehearsal.recipe
-    starts = 1 + (recipe.convert is not None) + recipe.finish.verify
+    starts = 1 + recipe.finish.verify * (1 + (recipe.convert is not None))
     return starts * START + 4 * rehearsal.stored * STORED

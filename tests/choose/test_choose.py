@@ -222,7 +222,8 @@ def _less_text(monkeypatch: pytest.MonkeyPatch) -> None:
     less = {"TRANSFER_STEPS": 6, "SCORE_TOKENS": 1024, "BATCH_TOKENS": 512, "RECALLS": 2}
     for name, value in less.items():
         monkeypatch.setattr(choose, name, value)
-    monkeypatch.setattr(methods, "GATE_STEPS", 16)
+    for module in (choose, methods):
+        monkeypatch.setattr(module, "GATE_STEPS", 16)
 
 
 def planned(linearize: Command, place: Path, flag: str, method: str, folder: Path) -> tuple[dict[str, Any], str]:
@@ -251,7 +252,8 @@ def test_convert_chooses_what_matters_and_says_why(
     monkeypatch.setattr(choose, "progress", counting)
     plan, err = planned(linearize, place, "--keep-softmax", method, tmp_path / "hybrid")
     choice = plan["choice"]
-    assert sum(done) == pytest.approx(totals[0], rel=0.1)  # what the estimate counts is what is read
+    # What the estimate counts is what is read; texts that ask for a repetition are shorter than they may be.
+    assert sum(done) == pytest.approx(totals[0], rel=0.15)
     assert choice["kept"] == [MATTERS] == [site["layer"] for site in plan["kept"]]
     assert choice["method"] == method
     assert choice["asked"] == "auto:1"

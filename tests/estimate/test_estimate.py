@@ -178,10 +178,10 @@ def test_bytes_are_those_that_operations_move() -> None:
 # ---------------------------------------------------------------- the time around the steps
 
 
-def timed(root: Path, folder: Path, device: Device | None = None, **changes: Any) -> dict[str, float]:
-    """Hours of the parts of a run of 9 steps, on a device whose rates are known."""
+def timed(start: Path, folder: Path, device: Device | None = None, **changes: Any) -> dict[str, float]:
+    """Hours of the parts of a run of 9 steps that starts from a model, on a device whose rates are known."""
     stages = stage("attention_transfer", steps=9), stage("logit_kl", "all", steps=9)
-    recipe = make_recipe(folder, base(root, "llama"), *stages, **changes)
+    recipe = make_recipe(folder, start, *stages, **changes)
     with story.from_configs(recipe) as (planned, converted):
         rehearsal = Rehearsal(recipe, planned, converted, "no", gpu=False)
         return estimate(rehearsal, device or small(1 << 40)).summary()["hours_of"]
@@ -192,24 +192,23 @@ HELD = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]},
 
 def test_evaluations_take_time(root: Path, tmp_path: Path) -> None:
     few = {"max_tokens": 64}
-    once = timed(root, tmp_path, data=HELD, eval=few)["evaluation"]
-    often = timed(root, tmp_path, data=HELD, eval={**few, "every_steps": 2})["evaluation"]
+    once = timed(base(root, "llama"), tmp_path, data=HELD, eval=few)["evaluation"]
+    often = timed(base(root, "llama"), tmp_path, data=HELD, eval={**few, "every_steps": 2})["evaluation"]
     assert 0 < once < often
-    more = timed(root, tmp_path, data=HELD, eval={"max_tokens": 640})["evaluation"]
-    written = timed(root, tmp_path, data=HELD, eval={"max_tokens": 1})["evaluation"]
+    more = timed(base(root, "llama"), tmp_path, data=HELD, eval={"max_tokens": 640})["evaluation"]
+    written = timed(base(root, "llama"), tmp_path, data=HELD, eval={"max_tokens": 1})["evaluation"]
     assert more - written == pytest.approx(10 * (once - written), rel=0.05)
     # heldout.txt has fewer tokens than the default asks for: no more than its bytes are read.
     size = (tmp_path / "heldout.txt").stat().st_size
-    full = timed(root, tmp_path, data=HELD)["evaluation"]
-    assert full == timed(root, tmp_path, data=HELD, eval={"max_tokens": size})["evaluation"]
+    full = timed(base(root, "llama"), tmp_path, data=HELD)["evaluation"]
+    assert full == timed(base(root, "llama"), tmp_path, data=HELD, eval={"max_tokens": size})["evaluation"]
 
 
 @pytest.mark.parametrize("device", [None, Device("cpu", "cpu", 1 << 40)], ids=["card", "cpu"])
 def test_choosing_layers_takes_time(root: Path, tmp_path: Path, device: Device | None) -> None:
     def choosing(**convert: Any) -> float:
         asked = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}, **convert}
-        source = str(base(root, "llama").parent / "source")
-        return timed(root, tmp_path, device, data=HELD, convert=asked, model={"base": source})["choosing"]
+        return timed(base(root, "llama").parent / "source", tmp_path, device, data=HELD, convert=asked)["choosing"]
 
     assert choosing(keep_softmax="0") == 0
     by_restoring, by_gates = choosing(keep_softmax="auto:1"), choosing(keep_softmax="auto:1", score_by="gates")
