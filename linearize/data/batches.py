@@ -259,7 +259,7 @@ def source_hash(source: Any, start: Path) -> str:
         files = image_files(folder)
         stats = [file.stat() for file in files]
         if sum(one.st_size for one in stats) <= HASHED_IMAGES:
-            known: list[Any] = in_parallel(digest, files)
+            known: list[Any] = in_parallel(digest, files, "hashing")
         else:
             known = [[one.st_size, one.st_mtime_ns] for one in stats]
         facts = [*zip((str(file.relative_to(folder)) for file in files), known, strict=True)]

@@ -73,7 +73,7 @@ def data_hashes(recipe: DiffusionRecipe) -> dict[str, str]:
     for split, source in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         for key, (folder, files) in (files_of(source, recipe.folder) if source is not None else {}).items():
             names = [path.relative_to(folder).as_posix() for path in files]
-            facts = [*zip(names, in_parallel(sha256, files), strict=True)]
+            facts = [*zip(names, in_parallel(sha256, files, "hashing"), strict=True)]
             found[f"data.{split}.{key}"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return found
 
