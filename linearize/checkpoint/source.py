@@ -218,6 +218,8 @@ def check_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises LinearizeError (exit 3) for another file, and for a pipe, which would never end."""
+    check_file(path, Exit.INCOMPATIBLE)
     try:
         data = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -56,10 +56,10 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
     """
     if not folder.is_dir():
         raise absent(folder, "no such folder:")
+    check_folder(folder)
     if holds_diffusers(str(folder)):
         message = f"{folder} is a model of diffusers, which upgrade does not rewrite. Convert its source again"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    check_folder(folder)
     read_plan(folder)  # which says what to do where there is none
     source = open_source(str(folder), None)
     if output is not None:
