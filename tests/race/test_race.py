@@ -157,7 +157,7 @@ def test_a_student_without_finite_numbers_is_no_result(
     monkeypatch.setattr(story, "device_name", lambda device: "a CPU")
     monkeypatch.setattr(story, "compare", lambda *given: {"kl": math.nan, "student_ppl": 2.0})
     with pytest.raises(LinearizeError, match=r"lolcats: its student in .* gives no finite numbers") as told:
-        story.measured(race.contestants[0], race, story.opened(race, "x"), None)
+        story.measured(race.contestants[0], race, story.opened(race, "x"), None, None)
     assert told.value.code == Exit.CHECK_FAILED
     assert not (tmp_path / "race").exists()
 
