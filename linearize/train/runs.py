@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import base_hashes
 from ..checkpoint.shards import in_parallel, sha256
-from ..errors import LinearizeError, os_error, undamaged, writing
+from ..errors import LinearizeError, check_file, os_error, undamaged, writing
 from ..plan.plan import some
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weighty
 from ..terminal.output import finite
@@ -436,7 +436,8 @@ def refuse_foreign(foreign: Sequence[Path]) -> None:
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:
-    """The objects in metrics.jsonl, without a line cut short by a kill."""
+    """The objects in metrics.jsonl, without a line cut short by a kill. Raises LinearizeError (exit 2) for a pipe."""
+    check_file(metrics)
     lines = []
     for line in metrics.read_text("utf-8", errors="replace").splitlines() if metrics.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):

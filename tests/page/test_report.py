@@ -125,6 +125,15 @@ def test_a_run_that_just_began_has_a_page(run: Path) -> None:
     assert "No step was trained yet" in words
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "report.json", "eval.json"])
+def test_a_run_of_pipes_is_not_waited_for(run: Path, name: str) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(LinearizeError, match=f"{name} is a pipe or a device: not a file"):
+        read_run(run)
+
+
 def test_secrets_of_a_recipe_stay_out_of_its_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a-secret-value")
     settings = json.loads((run / "run.json").read_text())
