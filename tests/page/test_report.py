@@ -126,11 +126,10 @@ def test_a_run_that_just_began_has_a_page(run: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "report.json", "eval.json"])
-def test_a_run_of_pipes_is_not_waited_for(run: Path, name: str) -> None:
-    (run / name).unlink()
-    os.mkfifo(run / name)
-    with pytest.raises(LinearizeError, match=f"{name} is a pipe or a device: not a file"):
+def test_metrics_from_a_pipe_are_not_waited_for(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(LinearizeError, match=r"metrics\.jsonl is a pipe or a device: not a file"):
         read_run(run)
 
 
