@@ -267,16 +267,16 @@ def asked_for(count: int, images: bool) -> str:
 
 
 def estimate_table(found: dict[str, Any]) -> None:
-    """What a run costs: memory of each stage by its parts, in GiB, then time, and what holds for all."""
+    """What a run costs: memory of each stage by its parts, then time, and what holds for all."""
     out, device = console(), found["device"]
     parts = [part for part in found["stages"][0]["memory"] if part not in ("total", "device")]
-    columns = {"stage": "text"} | dict.fromkeys((*parts, "sum"), "number")
+    columns = {"part": "short"} | dict.fromkeys((row["name"] for row in found["stages"]), "number")
     rows = []
-    for row in found["stages"]:
-        memory = [row["memory"][part] for part in (*parts, "total")]
-        rows.append((row["name"], *(f"{count / 2**30:.3g}" for count in memory)))
+    for part in (*parts, "total"):
+        held = [row["memory"][part] for row in found["stages"]]
+        rows.append(("sum" if part == "total" else part, *(size(count) if count else "0" for count in held)))
     count = f"each of {device['count']} x " if device["count"] > 1 else ""
-    out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])}), GiB"))
+    out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])})"))
     columns = {"stage": "short", "needs": "number", "fits": "short", "tokens/s": "number", "time": "number"}
     measured = any(row.get("measured") for row in found["stages"])
     columns |= {"measured": "text"} if measured else {}

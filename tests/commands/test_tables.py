@@ -12,7 +12,7 @@ from rich.console import Console
 
 from linearize.plan.mechanisms import mechanism_names, summary
 from linearize.terminal.output import say_error
-from linearize.terminal.tables import demo_table, table
+from linearize.terminal.tables import demo_table, estimate_table, table
 
 
 def shown(columns: dict[str, str], rows: list[tuple[str, ...]], width: int = 80) -> list[str]:
@@ -57,6 +57,28 @@ def test_the_demo_puts_both_students_beside_the_teacher(capsys: pytest.CaptureFi
     assert ["perplexity", "9.000", "13.500", "18.000"] in lines
     assert ["KL", "from", "the", "teacher", "0.2500", "0.5000"] in lines
     assert ["cache", "at", "32,768", "tokens", "256.0", "KiB", "128.0", "KiB", "1.0", "KiB"] in lines
+
+
+def test_an_estimate_has_every_part_and_stage_on_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parts = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits", "total", "device")
+    memory = {part: (n + 1) << 30 for n, part in enumerate(parts)}
+    names = ("attention_transfer", "logit_kl", "on_policy_kl")
+    stages = [
+        {"name": name, "memory": memory, "tokens_per_s": 1e4, "hours": 0.5, "fits": True, "uncounted": ""}
+        for name in names
+    ]
+    device = {"name": "a100-80g", "count": 1, "memory": 80 << 30}
+    found = {"stages": stages, "device": device, "disk": {"total": 1 << 30}, "hours": None, "kwh": None, "price": None}
+    estimate_table(found)
+    lines = capsys.readouterr().err.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[1].split() == ["part", *names]
+    rows = {line.split()[0]: line.split()[1:] for line in lines[3:11]}
+    assert [*rows] == [*parts[:7], "sum"]
+    assert rows["sum"] == ["8.0", "GiB"] * 3
 
 
 @pytest.mark.parametrize(("terminal", "variable", "red"), [(True, "", True), (True, "1", False), (False, "", False)])
