@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +18,9 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 import torch
-import warm
 from forks import Forks
 
 from linearize.cli import main
-from linearize.verify import reload
 
 if TYPE_CHECKING:
     from models import Zoo
@@ -66,9 +63,8 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     """Modules stay for good, so the garbage collector need not go through them: accelerate asks for a full collection
-    at the start of each stage, which takes as long as the stage of a tiny model. Checks of folders are forked."""
+    at the start of each stage, which takes as long as the stage of a tiny model."""
     gc.freeze()
-    reload.subprocess = warm.SUBPROCESS  # type: ignore[assignment]
 
 
 def pytest_unconfigure() -> None:
@@ -91,12 +87,6 @@ def forks() -> Iterator[Forks]:
     started = Forks()
     yield started
     started.close()
-
-
-@pytest.fixture
-def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks of a folder start a Python of their own, as they do outside the tests."""
-    monkeypatch.setattr(reload, "subprocess", subprocess)
 
 
 @pytest.fixture

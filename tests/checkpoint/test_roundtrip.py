@@ -89,7 +89,6 @@ def test_clean_processes_agree(zoo: Zoo, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cold")
 def test_convert_proves_its_result(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", "gemma2")
     said: list[str] = []

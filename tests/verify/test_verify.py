@@ -229,7 +229,6 @@ def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cold")
 def test_a_folder_of_links_passes_strictly(zoo: Zoo, tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
@@ -242,7 +241,6 @@ def test_a_folder_of_links_passes_strictly(zoo: Zoo, tmp_path: Path) -> None:
     assert set(behaviours.CHECKS) < {check["name"] for check in found["checks"]}
 
 
-@pytest.mark.usefixtures("cold")
 def test_a_broken_folder_fails_with_every_reason(zoo: Zoo, tmp_path: Path) -> None:
     folder = copied(zoo.folders("llama", HYBRID)[1], tmp_path / "linear")
     shard = folder / "model-mixers.safetensors"
