@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers.utils import HF_MODULES_CACHE
+from transformers.utils import HF_MODULES_CACHE, TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from ..checkpoint.fp8 import cut_blocks
 from ..checkpoint.shards import read_tensor
@@ -347,11 +347,17 @@ def clean_command(
         for variable in ("PYTHONPATH", *SECRET_VARIABLES):
             environment.pop(variable, None)
         # -I hides user packages and this process's additions to the path; torch may be installed there, and what is
-        # found first here must be there. The code cache of this process is among them and must not be found.
-        paths = [copied, *(path for path in sys.path if path and path != HF_MODULES_CACHE)]
+        # found first here must be there. Code caches of this process are among them and must not be found: transformers
+        # and diffusers may have one each.
+        paths = [copied, *(path for path in sys.path if path and not is_code_cache(path))]
         setup = f"import sys\nsys.path[:0] = {paths!r}\n"
         setup += PRELUDE.replace("{refused}", repr(set(refused) or {""}))
         yield [sys.executable, "-I", "-c", setup + script, *arguments], environment
+
+
+def is_code_cache(path: str) -> bool:
+    """Whether a folder of sys.path is one into which transformers copies the code of checkpoints."""
+    return path == HF_MODULES_CACHE or os.path.isdir(os.path.join(path, TRANSFORMERS_DYNAMIC_MODULE_NAME))
 
 
 @contextlib.contextmanager

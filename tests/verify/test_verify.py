@@ -19,7 +19,7 @@ from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
 from linearize.verify import checks, limits
 from linearize.verify.child import behaviours
-from linearize.verify.reload import CGROUPS, free_memory, result_of, started
+from linearize.verify.reload import CGROUPS, clean_command, free_memory, result_of, started
 
 LIMIT = limits.BY_DTYPE["float32"]
 SOURCE_SHARD = "model-source-00001-of-00001.safetensors"
@@ -338,3 +338,13 @@ def test_a_model_with_softmax_is_named(tmp_path: Path) -> None:
     code, found = verify(str(tmp_path / "empty"))
     assert code == Exit.INCOMPATIBLE
     assert "no model folder" in found["error"]
+
+
+def test_no_code_cache_of_this_process_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints' code would be looked for in the first one, as it was where diffusers had a cache of its own."""
+    (tmp_path / "cache/transformers_modules").mkdir(parents=True)
+    (tmp_path / "packages/other").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "cache"), str(tmp_path / "packages")])
+    with clean_command("", []) as (command, _):
+        assert str(tmp_path / "cache") not in command[3]
+        assert str(tmp_path / "packages") in command[3]
