@@ -42,6 +42,7 @@ from .measure.positions import warning_of
 from .page.record import read_run
 from .page.report import PAGE, card_pictures, report_page
 from .plan.keep import is_auto
+from .plan.plan import Plan
 from .recipe.data import DatasetSource, described, holds_images, parts_of
 from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
@@ -338,11 +339,16 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
         if left := unread(source):
             say(UNREAD.format(", ".join(left)))
         begin(recipe, run, None, None, named, say)
-        if plan.rounding:
-            say(f"{plan.rounding}; model.dtype=null keeps {plan.source_dtype}")
+        say_rounding(plan, say)
         level: Level = "keys" if recipe.finish.verify else "none"
         convert(plan, source, natives, run.converted, level=level, trust_remote_code=trust, seed=recipe.seed, say=say)
     run.note_base(run.converted)
+
+
+def say_rounding(plan: Plan, say: Say) -> None:
+    """Say where the result has another dtype than the source, and what keeps it."""
+    if plan.rounding:
+        say(f"{plan.rounding}; model.dtype=null keeps {plan.source_dtype}")
 
 
 def dry_run(
@@ -380,8 +386,7 @@ def dry_run(
         if planned is not None:
             plan = planned[0]
             say(f"{plan.source}: {counted(len(plan.linear), 'layer')} become {plan.linear[0].mechanism}")
-            if plan.rounding:
-                say(f"{plan.rounding}; model.dtype=null keeps {plan.source_dtype}")
+            say_rounding(plan, say)
             if plan.choice is not None:
                 kept, of = len(plan.softmax_layers), counted(len(plan.steps) + len(plan.kept), "layer")
                 say(f"softmax stays in {kept} of {of} ({plan.choice.asked}); the run measures which")

@@ -28,7 +28,7 @@ class Fit(Calibration):
     @torch.no_grad()
     def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
         super().on_layer(mixer, inputs, o, target, layout)
-        if self.hears(mixer) and starts_far(mixer):
+        if self.is_to_be_set(mixer) and starts_far(mixer):
             fit_mixer(mixer, tuple(y.detach() for y in inputs), layout, target)
 
 

@@ -95,10 +95,10 @@ class Calibration(Listener):
 
     @torch.no_grad()
     def on_layer(self, mixer: Any, inputs: Inputs, o: Tensor, target: Tensor, layout: Any) -> None:
-        if self.hears(mixer):
+        if self.is_to_be_set(mixer):
             mixer.calibrate_all(*inputs, o, target, layout)
 
-    def hears(self, mixer: Any) -> bool:
+    def is_to_be_set(self, mixer: Any) -> bool:
         """Whether a mixer is one of those to be set."""
         return self.untrained is None or mixer.site.path in self.untrained
 
