@@ -48,28 +48,47 @@ GPUS = {"H200": Gpu(90, 232448, 132), "A100": Gpu(80, 166912, 108), "4090": Gpu(
 NEAR = {"window": 64, "sink": 1}
 # No option: attention there sees both sides.
 BOTH_WAYS = {"causal": False}
-# Mechanism -> its options, as recipes and defaults have them, with a memory for each key head and each query head.
-OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+T2R = {"faithful": True, "feature_map": "plain_relu", "output_gate": False}
+TURNS = {"slots": 128, "state_heads": "query", "half_life_min": 32}
+# Mechanism -> its options in recipes/, each once (a test compares them).
+PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "gsa": (
-        {},
-        {"slots": 128, "state_heads": "query", "clock": 112, "half_life_min": 32},
-        {"slots": 128, "state_heads": "query", "clock": 0, "half_life_min": 32, **NEAR},
+        {**TURNS, "clock": 112},
+        {**TURNS, "clock": 0, **NEAR},
         {"slots": 128},
+        {"slots": 64, "state_heads": "query"},
         {"faithful": True, "slots": 64},
     ),
-    "gla": ({**NEAR}, {"state_heads": "query", **NEAR}, {"feature_map": "hedgehog"}),
-    "gdn": ({**NEAR}, {"state_heads": "query", **NEAR}),
-    "retnet": ({**NEAR}, {"state_heads": "query", **NEAR}),
-    "la": ({"feature_map": "hedgehog", **NEAR}, {}, BOTH_WAYS | {"feature_map": "hedgehog"}, BOTH_WAYS),
-    "mhla": ({**NEAR}, {}, BOTH_WAYS),
-    "saga": (BOTH_WAYS, BOTH_WAYS | {"feature_map": "elu", "norm": "head"}),
+    "gla": ({**NEAR}, T2R),
+    "gdn": ({**NEAR},),
+    "retnet": ({**NEAR}, T2R),
+    "la": (
+        {"feature_map": "hedgehog", **NEAR},
+        {"feature_map": "hedgehog", "slope": 0.99, "window": 64},
+        BOTH_WAYS | {"feature_map": "hedgehog"},
+    ),
+    "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BOTH_WAYS),
+    "saga": (BOTH_WAYS,),
     "sla": (
         {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", **NEAR},
-        {"base": "gla", **NEAR},
-        {"base": "gdn", "state_heads": "query"},
-        {"base": "retnet"},
+        {"faithful": True, "base": "gla"},
     ),
+    # What `--kept-window` makes of kept layers.
+    "window": ({"window": 1024, "sink": 4},),
 }
+# Defaults, the other number of memories, and other bases of SLA.
+OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "gsa": ({},),
+    "gla": ({"state_heads": "query", **NEAR}, {"feature_map": "hedgehog"}),
+    "gdn": ({"state_heads": "query", **NEAR},),
+    "retnet": ({"state_heads": "query", **NEAR},),
+    "la": ({}, BOTH_WAYS),
+    "mhla": ({},),
+    "saga": (BOTH_WAYS | {"feature_map": "elu", "norm": "head"},),
+    "sla": ({"base": "gla", **NEAR}, {"base": "gdn", "state_heads": "query"}, {"base": "retnet"}),
+    "window": ({**NEAR},),
+}
+OPTIONS = {name: (*options, *OTHERS[name]) for name, options in PRESETS.items()}
 
 
 def site_and_options(

@@ -2,20 +2,24 @@
 float64, which the PyTorch path takes, and no worse than the PyTorch path in bf16 where that is not near.
 
 Skipped without a GPU, but for a run of the checks themselves. `PYTHONPATH=tests python tests/gpu/test_sweep_gpu.py gla`
-needs no pytest; `gla 1 3` runs the second third, so that processes compile side by side. Long rows may take 25 GB;
-processes beside each other take turns at them. `gla cpu` checks the script itself: every option of the mechanism, with
-few heads, by PyTorch on the CPU.
+needs no pytest; `gla 1 3` runs the second third. `gla,sla side-by-side` runs two parts of each option of some mechanisms
+in processes of their own, one for each core, so that they compile side by side; `all` are all mechanisms. Long rows may
+take 25 GB, and processes take turns at them. `gla cpu` checks the script itself: every option of the mechanism, with few
+heads, by PyTorch on the CPU.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import fcntl
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -45,6 +49,7 @@ def mixers(name: str, options: dict[str, Any], heads: Heads, device: str = "cuda
     ours = ours.to(device, torch.bfloat16)
     exact = kind(site, **options).to(device, torch.float64)
     exact.load_state_dict(ours.state_dict())
+    ours.dtype, exact.dtype = torch.bfloat16, torch.float64  # a window alone has no parameter that tells it
     return ours, exact
 
 
@@ -59,8 +64,7 @@ def trained(
     mixer: Any, given: list[Tensor], layout: TokenLayout, backward: bool = True, only_output: bool = False
 ) -> dict[str, Tensor]:
     """The output and, made in any case with `backward`, gradients of inputs and weights."""
-    dtype = next(mixer.parameters()).dtype
-    leaves = [x.detach().to(dtype).requires_grad_(backward) for x in given]
+    leaves = [x.detach().to(mixer.dtype).requires_grad_(backward) for x in given]
     with torch.set_grad_enabled(backward):
         o, _ = mixer(*leaves, layout)
     found = {"o": o.detach()}
@@ -76,8 +80,7 @@ def trained(
 
 def decoded(mixer: Any, given: list[Tensor], prefill: int) -> dict[str, Tensor]:
     """Outputs of the tokens after `prefill`, one at a time, and the prefill's."""
-    dtype = next(mixer.parameters()).dtype
-    given = [x.to(dtype) for x in given]
+    given = [x.to(mixer.dtype) for x in given]
     with torch.no_grad():
         o, state = mixer(*(x[:, :prefill] for x in given), TokenLayout())
         steps = []
@@ -159,8 +162,9 @@ def cells(
 
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
-    """Up to three processes of this machine hold the memory of long rows at a time."""
-    with open(os.path.join(tempfile.gettempdir(), f"linearize-sweep-{os.getpid() % 3}"), "w") as lock:
+    """As many processes of this machine hold the memory of long rows at a time as 28 GB go into the GPU's."""
+    turns = max(1, torch.cuda.get_device_properties(0).total_memory // 28_000_000_000)
+    with open(os.path.join(tempfile.gettempdir(), f"linearize-sweep-{os.getpid() % turns}"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield
@@ -215,14 +219,16 @@ def rows(name: str, options: dict[str, Any], heads: Heads, device: str) -> Itera
 
 def main(name: str, *part: str) -> int:
     """Print a row for each check; the number of those that are bad. `part` is empty, its number and how many there are,
-    or `cpu`."""
+    `side-by-side` or `cpu`."""
+    if part == ("side-by-side",):
+        return side_by_side([*OPTIONS] if name == "all" else name.split(","))
     device = "cpu" if part == ("cpu",) else "cuda"
     if device == "cpu":
         sizes = [(options, SMALL) for options in OPTIONS[name]]
     else:
         number, parts = map(int, part or ("0", "1"))
-        sizes = [(o, heads) for o in OPTIONS[name] for heads in (HEADS if o in OPTIONS[name][:2] else FEW)]
-        sizes = sizes[number::parts]
+        sizes = [(options, heads) for options in OPTIONS[name] for heads in HEADS]
+        sizes = sizes[number * len(sizes) // parts : (number + 1) * len(sizes) // parts]
     bad = 0
     for options, heads in sizes:
         for good, line in rows(name, options, heads, device):
@@ -234,13 +240,40 @@ def main(name: str, *part: str) -> int:
     return bad
 
 
+def side_by_side(names: list[str]) -> int:
+    """`main` of every mechanism named, in as many processes at a time as there are cores: what they print as it comes,
+    the bad checks once more, and the most shared memory of each kernel. The number of what is bad."""
+    begin, count, bad, most = time.perf_counter(), 0, [], dict[str, int]()
+    parts = [(name, str(i), str(2 * len(OPTIONS[name]))) for name in names for i in range(2 * len(OPTIONS[name]))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        commands = {pool.submit(_output, sys.executable, __file__, *part): part for part in parts}
+        for done in as_completed(commands):
+            *lines, last = done.result().splitlines() or [""]
+            if last.startswith("shared memory "):
+                found = ast.literal_eval(last.removeprefix("shared memory "))
+                most = {kernel: max(most.get(kernel, 0), found.get(kernel, 0)) for kernel in {*most, *found}}
+            else:
+                lines += [last, f"BAD {' '.join(commands[done])} did not end"]
+            print(*lines, sep="\n", flush=True)
+            count += sum(line.startswith(("ok ", "BAD ")) for line in lines)
+            bad += [line for line in lines if line.startswith("BAD ")]
+    print("----", *bad, f"shared memory {most}", sep="\n")
+    print(f"{count} checks, {count - len(bad)} good, {time.perf_counter() - begin:.0f} s")
+    return len(bad)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+
+
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]) > 0)
 
-import subprocess  # noqa: E402  (the script needs none of these)
+import pytest  # noqa: E402  (the script needs none of these)
+import yaml  # noqa: E402
+from sizes import BOTH_WAYS, PRESETS  # noqa: E402
 
-import pytest  # noqa: E402
-
+from linearize.recipe.presets import presets  # noqa: E402
 from linearize_kernels.mixer import option_types  # noqa: E402
 
 
@@ -268,3 +301,42 @@ def test_the_script_imports_what_a_window_needs() -> None:
     done = subprocess.run([sys.executable, __file__, "retnet", "cpu"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'window': 64" in done.stdout
+
+
+def test_side_by_side_runs_every_size_once_and_tells_what_is_bad(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of four parts one has a bad check, and one is killed."""
+    seen = []
+
+    def output(_: str, __: str, name: str, number: str, parts: str) -> str:
+        main(name, number, parts)
+        lines = {"1": "ok a\nBAD b\nshared memory {'k': 9}", "2": "ok a\n"}
+        return lines.get(number, "ok a\nshared memory {'j': 1, 'k': 5}")
+
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "rows", lambda name, *size: (seen.append(size[:2]), iter(()))[1])
+    monkeypatch.setattr(module, "_output", output)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert main("saga", "side-by-side") == 2
+    assert sorted(map(str, seen)) == sorted(str((options, heads)) for options in OPTIONS["saga"] for heads in HEADS)
+    *_, bad, killed, most, summary = capsys.readouterr().out.splitlines()
+    assert {bad, killed} == {"BAD b", "BAD saga 2 4 did not end"}
+    assert ast.literal_eval(most.removeprefix("shared memory ")) == {"j": 1, "k": 9}
+    assert summary.startswith("6 checks, 4 good")
+
+
+def test_presets_are_swept() -> None:
+    """Every preset's mechanism with its options, and no other options are called those of a preset."""
+    found: dict[str, list[Any]] = {"window": [*PRESETS["window"]]}
+    for preset in presets():
+        converted = yaml.safe_load(preset.path.read_text())["convert"]
+        options = converted.get("options", {}) | (BOTH_WAYS if preset.name.startswith("vit-") else {})
+        known = found.setdefault(converted["mechanism"], [])
+        known += [options] if options not in known else []
+    by_text = {name: sorted(map(_sorted, options)) for name, options in found.items()}
+    assert by_text == {name: sorted(map(_sorted, options)) for name, options in PRESETS.items()}
+
+
+def _sorted(options: dict[str, Any]) -> str:
+    return str(sorted(options.items()))

@@ -1,7 +1,8 @@
 """What mechanisms launch on a GPU, found without one, and the shared memory that each launch needs.
 
-`PYTHONPATH=tests python tests/kernels/launches.py H200 gla` compiles every kernel that a mechanism launches on a GPU at
-the sizes of sizes.py, with triton's own assembler, and prints what they need, the largest first: minutes on one core.
+`PYTHONPATH=tests python tests/kernels/launches.py H200 gla` compiles what a mechanism launches on a GPU at the sizes of
+sizes.py, as far as triton's compiler says how much shared memory that takes, and prints the most that each kernel needs;
+`all` are all mechanisms, and with a folder behind it the needs are kept there, for another run to go on.
 
 A process of its own uses this: it replaces parts of gpu/launch.py before other kernels are imported, and triton knows
 one driver a process.
@@ -10,8 +11,11 @@ one driver a process.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +24,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linearize_kernels.gpu import launch, operators
+from linearize_kernels.gpu import launch, operators, target
 
 # ---------------------------------------------------------------- operators, and what they launch
 
 # Operator -> its host side.
 HOSTS: dict[str, Callable[..., Any]] = {}
+# Why mechanisms left a call to PyTorch, as a warning says on such a GPU.
+REFUSED: list[str] = []
+# The GPU that configurations are chosen for.
+GPU = [GPUS["H200"]]
 
 
 class Launch(NamedTuple):
@@ -39,14 +47,34 @@ class Launch(NamedTuple):
     def name(self) -> str:
         return f"{self.kernel.fn.__module__.partition('.')[2]}.{self.kernel.fn.__name__}"
 
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> str:
         """What decides the compiled kernel, but for ints that are 1 or even."""
-        kinds = tuple(str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in self.arguments)
-        return self.name, kinds, tuple(self.keywords.items())
+        kinds = [str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in self.arguments]
+        return json.dumps([self.name, kinds, self.keywords], default=str)
+
+
+class Way(NamedTuple):
+    """A call of a mixer: rows and tokens, `train` (with gradients), `prefill`, `decode` or `pool`, the latter two of a
+    token more; `packed` documents, or `padded` rows."""
+
+    B: int
+    T: int
+    mode: str = "train"
+    masks: str = ""
+
+
+# Those that a causal mixer is called in, from one token to the longest rows. Each has configurations of its own.
+WAYS = (
+    *(Way(B, T) for B, T in ((1, 1), (2, 200), (4, 2048), (8, 2048), (1, 16384), (1, 65536))),
+    *(Way(8, 2048, "train", masks) for masks in ("packed", "padded")),
+    *(Way(B, T, "prefill") for B, T in ((1, 200), (1, 2048), (1, 16384), (16, 2048))),
+    *(Way(B, 200, mode, masks) for B in (1, 16, 64) for mode in ("decode", "pool") for masks in ("", "padded")),
+)
+BOTH_WAYS = tuple(way for way in WAYS if way.mode == "train" and way.masks != "packed")
 
 
 def replace_entries() -> None:
-    """Make operators known with their host sides, on devices that are none."""
+    """Make operators known with their host sides, on devices that are none; whatever the device, the GPU is GPU[0]."""
     operator, register = launch.operator, operators._register
 
     def named_operator(namespace: str, schema: str, run: Any, *rest: Any) -> Any:
@@ -57,15 +85,35 @@ def replace_entries() -> None:
         HOSTS[f"{library.ns}::{signature.partition('(')[0]}"] = run
         return register(library, signature, count, run, fake)
 
+    def chosen(device: torch.device) -> target.Target:
+        return target.Target(divmod(GPU[0].capability, 10), GPU[0].shared, GPU[0].processors)
+
+    def refused(reason: str) -> str:
+        REFUSED.append(reason)
+        return reason
+
+    class Properties:
+        major, minor = property(lambda self: GPU[0].capability // 10), property(lambda self: GPU[0].capability % 10)
+        multi_processor_count = property(lambda self: GPU[0].processors)
+        shared_memory_per_block_optin = property(lambda self: GPU[0].shared)
+
     launch.entry = operators.entry = lambda run, *later: run
     launch.operator, operators._register = named_operator, named_register
     launch.interpreted = lambda: True
+    # PyTorch without CUDA cannot index a fake tensor of a GPU.
+    launch.in_rows = lambda state, rows: state
+    launch.said_once = target.said_once = refused
+    target.target = chosen
     torch.autocast = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment, misc]
-    # Imported after the entries are replaced. PyTorch without CUDA cannot index a fake tensor of a GPU; the gradients
-    # of the slopes launch nothing.
+    torch.cuda.get_device_properties = lambda device=None: Properties()  # type: ignore[assignment, return-value]
+    torch.cuda.get_device_capability = lambda device=None: divmod(GPU[0].capability, 10)
+    torch.cuda.current_device = lambda: 0
+    # Imported after the entries are replaced. The gradients of the slopes index, too, and launch nothing.
+    from linearize_kernels.gsa import config
     from linearize_kernels.linear import launch as linear
 
     linear.sums_so_far = lambda v, *rest: (v, v)
+    config._configure = lambda device, dtype, *sizes: config.choose(*chosen(device)[:2], *sizes, dtype)
 
 
 class Recorded(TorchDispatchMode):
@@ -84,46 +132,48 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls(name: str, options: dict[str, Any], heads: Heads, B: int, T: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """Operators that a mixer in bf16 calls for B rows of T tokens, their gradients and one token more, with meta
-    tensors."""
+def calls(
+    name: str, options: dict[str, Any], heads: Heads, ways: tuple[Way, ...], gpu: Gpu
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Operators that a mixer in bf16 calls on such a GPU in these ways, with meta tensors."""
     import linearize_kernels.window.window  # noqa: F401  (mixers with a window look it up)
     from linearize_kernels.layout import TokenLayout
 
+    if GPU[0] != gpu:
+        forget()
+        GPU[0] = gpu
     kind, site, options = site_and_options(name, options, heads)
     with torch.device("meta"):
         mixer = kind(site, **options).to(torch.bfloat16)
-        shapes = ((heads.H, heads.D), (heads.Hkv, heads.D), (heads.Hkv, heads.D))
+        shapes = ((heads.H, heads.D), (heads.Hkv, heads.D), (heads.Hkv, heads.D), (64,))
 
-        def inputs(T: int) -> list[Tensor]:
-            q, k, v = (torch.empty(B, T, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
-            return [q, k, v, torch.empty(B, T, 64, dtype=torch.bfloat16, requires_grad=True)]
+        def inputs(way: Way, T: int) -> list[Tensor]:
+            return [torch.empty(way.B, T, *s, dtype=torch.bfloat16, requires_grad=way.mode == "train") for s in shapes]
+
+        def layout(way: Way, T: int) -> TokenLayout:
+            packed = torch.zeros(way.B, T, dtype=torch.int64) if way.masks == "packed" else None
+            padded = torch.ones(way.B, T, dtype=torch.bool) if way.masks == "padded" else None
+            rows = torch.zeros(way.B, dtype=torch.int64) if way.mode == "pool" and T == 1 else None
+            return TokenLayout(segments=packed, padding=padded, causal=site.causal, rows=rows)
 
         with Recorded() as record:
-            o, state = mixer(*inputs(T), TokenLayout(causal=site.causal))
-            torch.autograd.backward(o, torch.empty_like(o))
-            if site.causal:
-                with torch.no_grad():
-                    mixer(*inputs(1), TokenLayout(), state)
+            for way in ways:
+                with torch.set_grad_enabled(way.mode == "train"):
+                    o, state = mixer(*inputs(way, way.T), layout(way, way.T))
+                    if way.mode == "train":
+                        torch.autograd.backward(o, torch.empty_like(o))
+                    elif way.mode != "prefill":
+                        mixer(*inputs(way, 1), layout(way, 1), state)
     return record.calls
 
 
-def launches(made: list[tuple[str, tuple[Any, ...]]], gpu: Gpu) -> list[Launch]:
-    """What the host sides of operators launch on such a GPU, each once. Raises ValueError where nothing fits."""
-
-    class Properties:
-        major, minor, multi_processor_count = gpu.capability // 10, gpu.capability % 10, gpu.processors
-        shared_memory_per_block_optin = gpu.shared
-
-    torch.cuda.get_device_properties = lambda device=None: Properties  # type: ignore[assignment, return-value]
-    torch.cuda.get_device_capability = lambda device=None: divmod(gpu.capability, 10)
-    torch.cuda.current_device = lambda: 0
-    forget()
-    found: dict[Any, Launch] = {}
+def launches(made: list[tuple[str, tuple[Any, ...]]]) -> dict[str, Launch]:
+    """What the host sides of operators launch, each once by its identity."""
+    found: dict[str, Launch] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), collecting(found):
         for name, args in made:
             HOSTS[name](0, *(_on_gpu(x) for x in args))
-    return list(found.values())
+    return found
 
 
 def _on_gpu(x: Any) -> Any:
@@ -141,7 +191,7 @@ def forget() -> None:
 
 
 @contextlib.contextmanager
-def collecting(found: dict[Any, Launch]) -> Iterator[None]:
+def collecting(found: dict[str, Launch]) -> Iterator[None]:
     """Launches are noted in `found` and not made."""
 
     class Noted(dict[Any, Any]):
@@ -181,31 +231,79 @@ def set_driver(capability: int) -> None:
     triton.runtime.driver.set_active(Driver())
 
 
-def need(one: Launch) -> int:
-    """Bytes of shared memory of a launch, from the compiler."""
+class Needed(Exception):  # noqa: N818  (no error: the number that was asked for)
+    """Bytes of shared memory, known before code for the GPU is made: that takes most of the time."""
+
+
+class Llvm:
+    """Triton's LLVM, of which nothing is asked."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def to_module(self, mod: Any, context: Any) -> Any:
+        raise Needed(mod.get_int_attr("ttg.shared"))
+
+
+def need(one: Launch, whole: bool = False) -> int:
+    """Bytes of shared memory of a launch, from the compiler, which makes the `whole` of the code or stops when it knows
+    the bytes."""
+    from triton.backends.nvidia import compiler
     from triton.runtime.jit import MockTensor
 
+    real = compiler.llvm
     arguments = [MockTensor(x.dtype) if isinstance(x, Tensor) else x for x in one.arguments]
-    return int(one.kernel.warmup(*arguments, grid=(1, 1, 1), **one.keywords).metadata.shared)
+    compiler.llvm = real if whole else Llvm(real)
+    try:
+        return int(one.kernel.warmup(*arguments, grid=(1, 1, 1), **one.keywords).metadata.shared)
+    except Needed as found:
+        return int(found.args[0])
+    finally:
+        compiler.llvm = real
 
 
-def main(gpu: str, name: str) -> None:
-    """Print what every launch of a mechanism needs on a GPU."""
+def all_launches(gpu: Gpu, names: list[str]) -> Iterator[tuple[str, dict[str, Launch]]]:
+    """What each mechanism launches on a GPU with every option and heads, in every way."""
+    for name in names:
+        found: dict[str, Launch] = {}
+        for options in OPTIONS[name]:
+            for heads in HEADS:
+                ways = WAYS if options.get("causal", True) else BOTH_WAYS
+                found |= launches(calls(name, options, heads, ways, gpu))
+        yield name, found
+
+
+def main(gpu: str, name: str, folder: str = "") -> int:
+    """Print the most that each kernel of a mechanism needs on a GPU; the number of launches that do not fit."""
     replace_entries()
     set_driver(GPUS[gpu].capability)
-    found: dict[Any, Launch] = {}
-    for options in OPTIONS[name]:
-        for heads in HEADS:
-            try:
-                made = [call for B, T in ((1, 256), (1, 8192), (4, 2048)) for call in calls(name, options, heads, B, T)]
-                found |= {one.identity(): one for one in launches(made, GPUS[gpu])}
-            except ValueError as error:
-                print(options, heads, error, flush=True)
-    needs = {one.identity(): need(one) for one in found.values()}
-    for identity in sorted(needs, key=needs.__getitem__, reverse=True):
-        does = "fits" if needs[identity] <= GPUS[gpu].shared else "DOES NOT FIT"
-        print(needs[identity], does, found[identity].name, found[identity].keywords)
+    begin, total, bad = time.perf_counter(), 0, 0
+    kept = Path(folder, f"{gpu}.jsonl") if folder else None
+    needs = dict(map(json.loads, kept.read_text().splitlines())) if kept and kept.is_file() else {}
+    for one_name, found in all_launches(GPUS[gpu], [*OPTIONS] if name == "all" else name.split(",")):
+        most: dict[str, tuple[int, str]] = {}
+        for identity, one in found.items():
+            if identity not in needs:
+                needs[identity] = need(one)
+                if kept:
+                    with kept.open("a") as file:
+                        print(json.dumps([identity, needs[identity]]), file=file)
+            most[one.name] = max(most.get(one.name, (-1, "")), (needs[identity], str(one.keywords)))
+            if needs[identity] > GPUS[gpu].shared:
+                bad += 1
+                print("DOES NOT FIT", needs[identity], identity, flush=True)
+        total += len(found)
+        for kernel, (bytes_, keywords) in sorted(most.items(), key=lambda x: -x[1][0]):
+            count = sum(one.name == kernel for one in found.values())
+            print(gpu, one_name, kernel, count, bytes_, keywords, flush=True)
+    for reason in dict.fromkeys(REFUSED):
+        print("refused:", reason)
+    print(f"{gpu}: {total} launches, {bad} do not fit, {time.perf_counter() - begin:.0f} s")
+    return bad
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]) > 0)
