@@ -22,7 +22,7 @@ from . import __version__
 from .checkpoint.adopt import adopt
 from .checkpoint.atomic import scratch_beside, write_result
 from .checkpoint.manifest import read_plan, saved_again
-from .checkpoint.provenance import behind, check_code, trained_before
+from .checkpoint.provenance import behind, check_code, check_code_cache, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, chooser
@@ -72,6 +72,7 @@ def finetune(
     """
     check_only(recipe, only)
     check_apart(recipe)
+    check_code_cache()  # before minutes are spent on choosing layers
     recipe = settle(recipe, resume, say)
     run = Run(recipe, resume, max_steps)
     if run.finished:

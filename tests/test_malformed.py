@@ -333,6 +333,54 @@ def test_blocks_that_no_memory_holds(
     assert (code, f"a smaller data.pack.seq_len (now {tokens})" in message) == (Exit.RESOURCE, True), message
 
 
+@pytest.mark.parametrize("name", ["model-source-00001-of-00001.safetensors", "model-mixers.safetensors"])
+def test_no_server_is_started_on_weights_that_are_cut_short(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    os.truncate(place / "ours" / name, (place / "ours" / name).stat().st_size // 2)
+    monkeypatch.setattr("linearize.serve.start.is_installed", lambda name: True)
+    monkeypatch.setattr("os.execv", lambda *arguments: pytest.fail("a server was started"))
+    code, message = told(linearize, place, monkeypatch, "serve")
+    assert (code, f"{name} is damaged or cut short" in message) == (Exit.INCOMPATIBLE, True), message
+
+
+@pytest.mark.parametrize(
+    "damage", [configure("num_attention_heads", 3), configure("num_attention_heads", "two")], ids=["count", "text"]
+)
+def test_a_config_that_its_class_refuses_is_named_where_softmax_is_restored(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage
+) -> None:
+    damage(place / "ours")
+    monkeypatch.setitem(COMMANDS, "convert", ["ours", "--restore", "0", "-o", "out", "--verify", "none"])
+    code, message = told(linearize, place, monkeypatch, "convert")
+    assert (code, "ours/config.json cannot be used" in message) == (Exit.INCOMPATIBLE, True), message
+    assert not (place / "out").exists()
+
+
+def test_upgrade_names_code_that_does_not_run(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child's error is one line of the message; of the result, which runs, nothing is left."""
+
+    def reloaded(folder: Path) -> tuple[int, torch.Tensor, dict[str, Any]]:
+        if folder.name == "ours":
+            error = "Traceback (most recent call last):\n  File ...\nAttributeError: no attribute 'GSA'"
+            raise LinearizeError(f"verification failed: a clean process cannot load it:\n{error}", Exit.CHECK_FAILED)
+        return 1, torch.ones(1), {"steps": None}
+
+    (place / "ours" / "gsa.py").write_text("")
+    monkeypatch.setattr("linearize.checkpoint.upgrade.reload_logits", reloaded)
+    code, message = told(linearize, place, monkeypatch, "upgrade", "--trust-remote-code")
+    assert (code, "(AttributeError: no attribute 'GSA'). Restore its code" in message) == (Exit.INCOMPATIBLE, True)
+    assert not (place / "upgraded").exists()
+
+
+def test_a_tokenizer_beside_code_that_does_not_run(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "ours" / "gsa.py").write_text("")
+    code, message = told(linearize, place, monkeypatch, "logits", "model.trust_remote_code=true")
+    assert (code, "no tokenizer can be loaded from" in message) == (Exit.INCOMPATIBLE, True), message
+
+
 # ---------------------------------------------------------------- what is gone, or cannot be made
 
 
@@ -371,3 +419,22 @@ def test_a_cache_of_code_that_cannot_be_made(
     for command in ("generate", "finetune", "serve", "export", "estimate"):
         code, message = told(linearize, place, monkeypatch, command)
         assert (code, f"cannot make {home}" in message, "Set HF_HOME" in message) == (Exit.RESOURCE, True, True)
+
+
+@pytest.mark.parametrize("command", ["finetune", "demo"])
+def test_a_cache_of_code_that_cannot_be_made_is_told_before_layers_are_chosen(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Choosing takes minutes, and then the model could not be loaded."""
+
+    def choosing(*arguments: Any, **named: Any) -> None:
+        pytest.fail("layers were chosen")
+
+    for module in ("finetune", "demo.tour"):
+        monkeypatch.setattr(f"linearize.{module}.plan_base", choosing)
+    monkeypatch.setattr("linearize.checkpoint.provenance.HF_MODULES_CACHE", "/proc/none/modules")
+    more = ["model.base=source", "convert={mechanism: gsa, keep_softmax: auto:1}"] if command == "finetune" else []
+    monkeypatch.setitem(COMMANDS, "demo", [])
+    code, message = told(linearize, place, monkeypatch, command, *more)
+    assert (code, "cannot make /proc/none/modules" in message) == (Exit.RESOURCE, True), message
+    assert not (place / "run").exists()

@@ -17,14 +17,13 @@ from linearize_kernels.hf.seam import TRAINED
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan, Step, grouped, item_bytes
-from ..probe.meta_run import quiet
 from ..probe.probe import probe
 from . import card
 from . import write as checkpoint
 from .atomic import output_folder, scratch_beside
 from .code import SourceClasses, code_files
 from .manifest import saved_again
-from .provenance import check_code, natives_of
+from .provenance import check_code, natives_of, usable
 from .shards import link_or_copy
 from .source import Source, open_source, read_header
 
@@ -72,7 +71,7 @@ def whole_plan(known: Plan, source: Source, natives: SourceClasses) -> Plan:
     if not source.config["linearize"]["all_linear"]:
         rest["others"] = (UNNAMED,)
         with contextlib.suppress(LinearizeError, *MALFORMED):
-            found = probe(native_config(source.config, known), natives.head)
+            found = probe(native_config(source, known), natives.head)
             converted = {step.site.path for step in steps}
             kept = tuple(site for site in found.sites if site.path not in converted)
             rest |= {"kept": kept, "reads_masks": found.reads_masks, "cached_tokens": found.cached_tokens}
@@ -95,10 +94,11 @@ def sized(step: Step, item: int) -> Step:
     return dataclasses.replace(step, new_parameters=sum(p.numel() for p in mixer.parameters()), state_bytes=state)
 
 
-def native_config(config: dict[str, Any], plan: Plan) -> Any:
-    """The source's config object, out of the linearized config.json."""
-    rest = {name: plain(value) for name, value in config.items() if name not in ADDED}
-    with quiet():
+def native_config(source: Source, plan: Plan) -> Any:
+    """The source's config object, out of the linearized config.json. Raises LinearizeError (exit 3) for values that it
+    refuses."""
+    rest = {name: plain(value) for name, value in source.config.items() if name not in ADDED}
+    with usable(source.folder):
         return AutoConfig.for_model(plan.model_type, **rest, architectures=[plan.architecture])
 
 

@@ -71,7 +71,7 @@ def plan_converted(
     except (ValueError, LinearizeError) as error:
         message = f"{source.name} is {old.architecture} of code that came with its source. Convert the source again"
         raise LinearizeError(message, Exit.INCOMPATIBLE) from error
-    natives = SourceClasses(native_config(source.config, old), head)
+    natives = SourceClasses(native_config(source, old), head)
     given = dict(asked.pop("options", None) or {})
     options = given
     if asked.get("layers", "all") == "all":  # none becomes linear

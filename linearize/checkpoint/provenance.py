@@ -74,9 +74,17 @@ def open_config(folder: Path) -> Any:
     Raises LinearizeError: 3 for values that it refuses, 4 where transformers has no place for that code.
     """
     check_code_cache()
+    with usable(folder):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+
+
+@contextlib.contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Within: a config object is made of a folder's config.json. Raises LinearizeError (exit 3) for values that it
+    refuses."""
     try:
         with quiet():
-            return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+            yield
     except Exception as error:  # validators of many architectures raise as they like
         if resource_error(error) is not None:
             raise

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import __version__
 from ..convert import check_paths
 from ..diffusion.convert import holds_diffusers
@@ -95,8 +97,8 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
 def upgrade(planned: Upgrade) -> str:
     """Carry an upgrade out; the output appears complete or not at all. Returns what was compared.
 
-    Raises LinearizeError: 2 for an output that is in the way, 4 for a full disk, 6 where the upgraded model cannot be
-    loaded or computes something else.
+    Raises LinearizeError: 2 for an output that is in the way, 3 for a folder whose code does not run, 4 for a full
+    disk, 6 where the upgraded model cannot be loaded or computes something else.
     """
     carried = planned.carried if planned.in_place else ()
     with output_folder(planned.output, planned.in_place, carried) as folder:
@@ -132,14 +134,30 @@ def upgraded_manifest(folder: Path, planned: Upgrade) -> dict[str, Any]:
 def compared(old: Path, new: Path) -> str:
     """Load both folders in clean processes and compare their logits; says what was done.
 
-    Raises LinearizeError (exit 6) for tensors that are missing, and for logits that differ.
+    Raises LinearizeError: 3 for an old folder whose code does not run; 6 for tensors that are missing, and for logits
+    that differ.
     """
     message = "reloaded in a clean process: {} tensors, none missing, none unexpected"
     if not fits_twice([old]):
         return message.format(check_keys(new)) + TOO_LARGE
     with ThreadPoolExecutor() as pool:
-        before, after = pool.submit(reload_logits, old), pool.submit(reload_logits, new)
+        before, after = pool.submit(logits_before, old), pool.submit(reload_logits, new)
         count, logits, child = after.result()
-        difference = compare(logits, before.result()[1], "the upgraded model's logits differ from before by")
+        difference = compare(logits, before.result(), "the upgraded model's logits differ from before by")
     equal = f"; logits equal those of before (largest difference {difference:.1e})"
     return message.format(count) + equal + check_steps(child)
+
+
+def logits_before(folder: Path) -> torch.Tensor:
+    """The logits of a folder with the code that it has. Raises LinearizeError (exit 3) where that cannot run."""
+    try:
+        return reload_logits(folder)[1]
+    except LinearizeError as error:
+        if error.code != Exit.CHECK_FAILED:
+            raise
+        reason = error.message.strip().splitlines()[-1]
+        raise LinearizeError(
+            f"the model in {folder} does not run as it is, and upgrade compares its logits with those of the result "
+            f"({reason}). Restore its code, or convert the source again. Nothing was written",
+            Exit.INCOMPATIBLE,
+        ) from error

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.panel import Panel
 
 from ..checkpoint.manifest import read_plan
+from ..checkpoint.provenance import check_code_cache
 from ..finetune import finetune, plan_base
 from ..measure.compare import read_blocks
 from ..measure.generate import load
@@ -67,6 +68,7 @@ for who, folder in folders.items():
 def tour(output: Path | None, prompt: str, say: Say) -> dict[str, Any]:
     """Run the demo. Returns the `choice` of layers, the report of each student's run, what was `compared`, and the
     continuations under `samples`."""
+    check_code_cache()  # before the minute in which layers are chosen
     with tempfile.TemporaryDirectory() as scratch:
         folder = output or Path(scratch) / "demo"
         plan = plan_base(load_recipe("demo", [*SETTINGS, "convert.keep_softmax=auto:2"]), say=say)[0]

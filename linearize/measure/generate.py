@@ -19,7 +19,7 @@ from ..checkpoint.source import Source, open_source, read_header
 from ..checkpoint.write import meta_pickle
 from ..convert import load_config
 from ..data.cache_key import PROBE
-from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, os_error, reason_of
+from ..errors import Exit, LinearizeError, did_you_mean, os_error, reason_of
 from ..probe.meta_run import quiet
 from ..train.save import load_converted, load_whole
 from ..verify.child.inputs import most_tokens, writes_text
@@ -179,7 +179,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, *MALFORMED) as error:
+    except Exception as error:  # code in the folder raises as it likes
         if trust_remote_code and isinstance(error, OSError):
             check_code_cache()
         if not trust_remote_code and "trust_remote_code=True" in str(error):

@@ -10,7 +10,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code, open_config
-from ..checkpoint.source import open_source
+from ..checkpoint.source import open_source, read_header
 from ..errors import Exit, LinearizeError, did_you_mean
 from .folder import layers_of
 
@@ -43,6 +43,8 @@ def server_command(
         message = f"{model} is not linearized. Serve it without linearize: vllm serve, or transformers serve"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     check_code(source.folder, trust_remote_code)
+    for shard in source.shards:
+        read_header(shard)  # one that is cut short is named here, and not in the midst of a server's start
     config = open_config(source.folder)
     if "AutoModelForCausalLM" not in config.auto_map:
         message = f"{config.architectures[0]} writes no text, which is what servers are for. Load it in Python"
