@@ -2,10 +2,10 @@
 float64, which the PyTorch path takes, and no worse than the PyTorch path in bf16 where that is not near.
 
 Skipped without a GPU, but for a run of the checks themselves. `PYTHONPATH=tests python tests/gpu/test_sweep_gpu.py gla`
-needs no pytest; `gla 1 3` runs the second third. `gla,sla side-by-side` runs two parts of each option of some mechanisms
-in processes of their own, one for each core, so that they compile side by side; `all` are all mechanisms. Long rows may
-take 25 GB, and processes take turns at them. `gla cpu` checks the script itself: every option of the mechanism, with few
-heads, by PyTorch on the CPU.
+needs no pytest; `gla 1 3` runs the second third. `gla,sla side-by-side` runs these mechanisms in as many processes at a
+time as there are cores, two for each option, so that they compile side by side; `all side-by-side` runs all mechanisms.
+Long rows may take 25 GB, and processes take turns at them. `gla cpu` checks the script itself: every option of the
+mechanism, with few heads, by PyTorch on the CPU.
 """
 
 from __future__ import annotations
