@@ -1,8 +1,8 @@
 """What mechanisms launch on a GPU, found without one, and the shared memory that each launch needs.
 
 `PYTHONPATH=tests python tests/kernels/launches.py H200 gla` compiles what a mechanism launches on a GPU at the sizes of
-sizes.py, as far as triton's compiler says how much shared memory that takes, and prints the most that each kernel needs;
-`all` are all mechanisms, and with a folder behind it the needs are kept there, for another run to go on.
+sizes.py, as far as triton's compiler tells how much shared memory that takes, and prints the most that each kernel
+needs. `all` stands for all mechanisms. A folder as third argument keeps the needs, and another run goes on there.
 
 A process of its own uses this: it replaces parts of gpu/launch.py before other kernels are imported, and triton knows
 one driver a process.
@@ -67,8 +67,8 @@ class Way(NamedTuple):
 WAYS = (
     *(Way(B, T) for B, T in ((1, 1), (2, 200), (4, 2048), (8, 2048), (1, 16384), (1, 65536))),
     *(Way(8, 2048, "train", masks) for masks in ("packed", "padded")),
-    *(Way(B, T, "prefill") for B, T in ((1, 200), (1, 2048), (1, 16384), (16, 2048))),
-    *(Way(B, 200, mode, masks) for B in (1, 16, 64) for mode in ("decode", "pool") for masks in ("", "padded")),
+    *(Way(B, T, "prefill") for B, T in ((1, 200), (1, 16384), (16, 2048))),
+    *(Way(B, 200, mode, masks) for B in (1, 64) for mode in ("decode", "pool") for masks in ("", "padded")),
 )
 BOTH_WAYS = tuple(way for way in WAYS if way.mode == "train" and way.masks != "packed")
 
@@ -231,21 +231,8 @@ def set_driver(capability: int) -> None:
     triton.runtime.driver.set_active(Driver())
 
 
-class Needed(Exception):  # noqa: N818  (no error: the number that was asked for)
-    """Bytes of shared memory, known before code for the GPU is made: that takes most of the time."""
-
-
-class Llvm:
-    """Triton's LLVM, of which nothing is asked."""
-
-    def __init__(self, real: Any) -> None:
-        self.real = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-    def to_module(self, mod: Any, context: Any) -> Any:
-        raise Needed(mod.get_int_attr("ttg.shared"))
+class Needed(Exception):
+    """Bytes of shared memory, known before code for the GPU is made, which takes most of the time."""
 
 
 def need(one: Launch, whole: bool = False) -> int:
@@ -254,51 +241,80 @@ def need(one: Launch, whole: bool = False) -> int:
     from triton.backends.nvidia import compiler
     from triton.runtime.jit import MockTensor
 
-    real = compiler.llvm
+    backend: Any = compiler.CUDABackend
+    passes, make_llir = compiler.nvidia.passes.ttgpuir, backend.make_llir
+    allocate, source = passes.add_allocate_shared_memory_nv, []
+
+    def made(self: Any, src: Any, *rest: Any) -> Any:
+        source[:] = [src]
+        return make_llir(self, src, *rest)
+
+    def allocated(manager: Any, *rest: Any) -> None:
+        allocate(manager, *rest)
+        manager.run(source[0], "shared memory")
+        raise Needed(source[0].get_int_attr("ttg.shared"))
+
+    if not whole:
+        backend.make_llir, passes.add_allocate_shared_memory_nv = made, allocated
     arguments = [MockTensor(x.dtype) if isinstance(x, Tensor) else x for x in one.arguments]
-    compiler.llvm = real if whole else Llvm(real)
     try:
         return int(one.kernel.warmup(*arguments, grid=(1, 1, 1), **one.keywords).metadata.shared)
     except Needed as found:
         return int(found.args[0])
     finally:
-        compiler.llvm = real
+        backend.make_llir, passes.add_allocate_shared_memory_nv = make_llir, allocate
 
 
-def all_launches(gpu: Gpu, names: list[str]) -> Iterator[tuple[str, dict[str, Launch]]]:
-    """What each mechanism launches on a GPU with every option and heads, in every way."""
-    for name in names:
-        found: dict[str, Launch] = {}
-        for options in OPTIONS[name]:
-            for heads in HEADS:
-                ways = WAYS if options.get("causal", True) else BOTH_WAYS
-                found |= launches(calls(name, options, heads, ways, gpu))
-        yield name, found
+class Size(NamedTuple):
+    """A mechanism, its options and heads."""
+
+    name: str
+    options: dict[str, Any]
+    heads: Heads
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return WAYS if self.options.get("causal", True) else BOTH_WAYS
+
+
+def all_launches(gpu: Gpu, name: str) -> dict[str, tuple[Launch, Size, Way]]:
+    """What a mechanism launches on a GPU with each option and heads, each once, and where it was seen first."""
+    found: dict[str, tuple[Launch, Size, Way]] = {}
+    for size in (Size(name, options, heads) for options in OPTIONS[name] for heads in HEADS):
+        for way in size.ways:
+            for identity, one in launches(calls(*size, (way,), gpu)).items():
+                found.setdefault(identity, (one, size, way))
+    return found
 
 
 def main(gpu: str, name: str, folder: str = "") -> int:
-    """Print the most that each kernel of a mechanism needs on a GPU; the number of launches that do not fit."""
+    """Print the most that each kernel of a mechanism needs on a GPU, and where; the number of launches that do not
+    fit."""
     replace_entries()
     set_driver(GPUS[gpu].capability)
     begin, total, bad = time.perf_counter(), 0, 0
-    kept = Path(folder, f"{gpu}.jsonl") if folder else None
+    # Of two capabilities that begin alike, code takes the same shared memory.
+    kept = Path(folder, f"{GPUS[gpu].capability // 10}.jsonl") if folder else None
     needs = dict(map(json.loads, kept.read_text().splitlines())) if kept and kept.is_file() else {}
-    for one_name, found in all_launches(GPUS[gpu], [*OPTIONS] if name == "all" else name.split(",")):
+    for one_name in [*OPTIONS] if name == "all" else name.split(","):
+        found = all_launches(GPUS[gpu], one_name)
+        print(f"{gpu} {one_name}: {len(found)} launches, {time.perf_counter() - begin:.0f} s", flush=True)
         most: dict[str, tuple[int, str]] = {}
-        for identity, one in found.items():
+        for identity, (one, size, way) in found.items():
             if identity not in needs:
                 needs[identity] = need(one)
                 if kept:
                     with kept.open("a") as file:
                         print(json.dumps([identity, needs[identity]]), file=file)
-            most[one.name] = max(most.get(one.name, (-1, "")), (needs[identity], str(one.keywords)))
+            row = needs[identity], json.dumps([*size[:2], str(size.heads), *way])
+            most[one.name] = max(most.get(one.name, row), row)
             if needs[identity] > GPUS[gpu].shared:
                 bad += 1
-                print("DOES NOT FIT", needs[identity], identity, flush=True)
+                print("DOES NOT FIT", *row, identity, flush=True)
         total += len(found)
-        for kernel, (bytes_, keywords) in sorted(most.items(), key=lambda x: -x[1][0]):
-            count = sum(one.name == kernel for one in found.values())
-            print(gpu, one_name, kernel, count, bytes_, keywords, flush=True)
+        for kernel, row in sorted(most.items(), key=lambda x: -x[1][0]):
+            count = sum(one.name == kernel for one, *_ in found.values())
+            print("MOST", gpu, one_name, kernel, count, *row, flush=True)
     for reason in dict.fromkeys(REFUSED):
         print("refused:", reason)
     print(f"{gpu}: {total} launches, {bad} do not fit, {time.perf_counter() - begin:.0f} s")

@@ -49,6 +49,7 @@ def test_hedgehog_leaves_what_does_not_fit_to_pytorch_and_says_so_once(monkeypat
 
 def main(case: str) -> None:
     import launches
+    from launches import Way, calls
     from sizes import GPUS, HEADS, OPTIONS, Gpu, Heads
 
     launches.replace_entries()
@@ -56,8 +57,8 @@ def main(case: str) -> None:
 
     def backward_scans(heads: Heads) -> list[int]:
         """What the kernels that walk backwards over all query heads of a memory need, at B4 T2048."""
-        made = launches.calls("gla", OPTIONS["gla"][0], heads, 4, 2048)
-        found = [one for one in launches.launches(made, h200) if one.name.endswith("gla_scan_kernel")]
+        made = calls("gla", OPTIONS["gla"][0], heads, (Way(4, 2048),), h200)
+        found = [one for one in launches.launches(made).values() if one.name.endswith("gla_scan_kernel")]
         return [launches.need(one) for one in found if one.keywords["REVERSE"]]
 
     launches.set_driver(h200.capability)
@@ -67,14 +68,13 @@ def main(case: str) -> None:
         assert max(needs) <= h200.shared, needs
     elif case == "every size":  # kernels, or a reason why not
         for name in OPTIONS:
-            for heads in HEADS:
-                made = launches.calls(name, OPTIONS[name][0], heads, 4, 2048)
-                for gpu in GPUS.values():
-                    try:
-                        assert launches.launches(made, gpu) or not made
-                    except ValueError as error:
-                        assert "bytes of shared memory" in str(error)  # noqa: PT017
-                        assert gpu.shared < h200.shared
+            for gpu in GPUS.values():
+                launches.REFUSED.clear()
+                for heads in HEADS:
+                    made = calls(name, OPTIONS[name][0], heads, (Way(4, 2048),), gpu)
+                    assert launches.launches(made) or not made
+                assert all("bytes of shared memory" in reason for reason in launches.REFUSED)
+                assert not launches.REFUSED or gpu.shared < h200.shared
     else:
         from linearize_kernels.layers.hedgehog import shared_bytes
 
@@ -85,9 +85,10 @@ def main(case: str) -> None:
         host = next(name for name in launches.HOSTS if name.endswith("hedgehog_backward"))
         for capability, y, weights in ((80, half, single), (90, single, single)):
             launches.set_driver(capability)
+            launches.GPU[0] = Gpu(capability, 1 << 20, 108)
             rows = (empty(1, 256, 2, D, dtype=y) for D in (256, 128))
             call = host, (*rows, empty(2, 128, 128, dtype=weights), 0.3)
-            (one,) = launches.launches([call], Gpu(capability, 1 << 20, 108))
+            (one,) = launches.launches([call]).values()
             assert launches.need(one) <= shared_bytes(capability // 10, y, weights, 128), (capability, y, weights)
 
 
