@@ -2,8 +2,8 @@
 
 torch.onnx writes the graph. Two operators stand for attention: LinearAttention (opset 27) is the recurrence of a linear
 layer (of its rules `gated` is GLA, and with one decay for each head RetNet; `gated_delta` is Gated DeltaNet), and
-Attention (opset 24) is the softmax of a layer that keeps it. States, keys and values go into the graph and come out of
-it, so a prompt and each token after it are calls of the same graph.
+Attention (opset 24) is the softmax of a layer, or of heads, that keep it. States, keys and values go into the graph and
+come out of it, so a prompt and each token after it are calls of the same graph.
 
 Letters: B batch, T new tokens, L tokens so far with the new ones, H query heads, Hkv key heads, E memories, D key dim,
 F features, Dv value dim.
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+
+from linearize_kernels.layers.softmax_heads import scores_told
 
 from ..errors import Exit, LinearizeError
 from ..probe.meta_run import quiet
@@ -64,7 +66,11 @@ class OneGraph(nn.Module):
             if number in linear:
                 mixer = model.get_submodule(linear[number]["site"]["path"]).mixer
                 for name, tensor in named(slot.state, str(number)):
-                    self.add(name, tensor, False)
+                    # The keys and values [B,S,K,.] of heads that keep softmax, of which Attention takes [B,K,S,.].
+                    grows = mixer.softmax is not None and name.startswith(f"{number}_softmax_")
+                    self.add(name, tensor.transpose(1, 2) if grows else tensor, grows)
+                if mixer.softmax is not None:  # a frozen dataclass
+                    vars(mixer.softmax)["attend"] = self.kept_heads(str(number), mixer.softmax.scale)
                 if linear[number]["mechanism"] in RULES:
                     mixer.recur = recurrence(mixer, RULES[linear[number]["mechanism"]])
                 else:
@@ -98,16 +104,40 @@ class OneGraph(nn.Module):
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """An attention function of transformers: query [B,H,T,D], key and value [B,Hkv,T,.] -> [B,T,H,Dv]."""
-        if kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
-            message = f"layer {module.layer_idx} keeps softmax with sinks, which the operator Attention does not have"
+        number = str(module.layer_idx)
+        o, keys, values = self.attention(
+            number, query, key, value, self.past[f"{number}_keys"], self.past[f"{number}_values"],
+            kwargs["scaling"], scores_told(kwargs),
+        )  # fmt: skip
+        self.present |= {f"{number}_keys": keys, f"{number}_values": values}
+        return o.transpose(1, 2), None
+
+    def kept_heads(self, number: str, scale: float) -> Callable[..., Any]:
+        """What takes the place of `attend` for the heads of layer `number` that keep softmax; its state has keys and
+        values [B,K,S,.]."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layout: Any, state: Any) -> tuple[Tensor, Any]:
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+            o, keys, values = self.attention(number, q, k, v, state.keys, state.values, scale, layout.scores)
+            return o.transpose(1, 2), type(state)(keys, values, None)
+
+        return attend
+
+    def attention(
+        self, number: str, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float,
+        scores: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The operator Attention: query [B,H,T,D], key and value [B,Hkv,T,.] behind `keys` and `values` [B,Hkv,S,.] ->
+        o [B,H,T,Dv], and all keys and values [B,Hkv,L,.]. `scores` is what layer `number` does to its scores."""
+        if scores.sinks is not None:
+            message = f"layer {number} keeps softmax with sinks, which the operator Attention does not have"
             raise LinearizeError(message, Exit.INCOMPATIBLE)
-        keys, values = f"{module.layer_idx}_keys", f"{module.layer_idx}_values"
         B, L, T = *self.mask.shape, query.shape[2]
         place = torch.arange(L)
         query_place = place[L - T :, None]
         seen = place <= query_place
-        if kwargs.get("sliding_window"):
-            seen = seen & (place > query_place - kwargs["sliding_window"])
+        if scores.window is not None:
+            seen = seen & (place > query_place - scores.window)
         # A token of padding sees itself: runtimes differ in what softmax over nothing is.
         seen = seen & self.mask.bool()[:, None, None] | (place == query_place)
         shapes = (
@@ -115,12 +145,12 @@ class OneGraph(nn.Module):
             (B, key.shape[1], L, key.shape[3]),
             (B, value.shape[1], L, value.shape[3]),
         )
-        attributes: dict[str, Any] = {"scale": float(kwargs["scaling"]), "softcap": float(kwargs.get("softcap") or 0.0)}
-        o, self.present[keys], self.present[values] = torch.onnx.ops.symbolic_multi_out(
-            "::Attention", (query, key, value, seen, self.past[keys], self.past[values]), attributes,
+        attributes: dict[str, Any] = {"scale": float(scale), "softcap": float(scores.cap or 0.0)}
+        o, keys, values = torch.onnx.ops.symbolic_multi_out(
+            "::Attention", (query, key, value, seen, keys, values), attributes,
             dtypes=(query.dtype, key.dtype, value.dtype), shapes=shapes,
         )  # fmt: skip
-        return o.transpose(1, 2), None
+        return o, keys, values
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, past: list[Tensor]) -> tuple[Tensor, ...]:
         names = [part.name for part in self.parts]

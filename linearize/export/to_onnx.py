@@ -117,7 +117,6 @@ def obstacles(config: Any) -> list[str]:
         reasons = {
             f"{name}: {MISSING.get(name, 'LinearAttention has no rule for it')}": name not in EXPORTED,
             "taps: export does not write the convolution of q, k and v": options.get("taps", 1) > 1,
-            "heads that keep softmax: export does not write them beside a state": bool(site.get("softmax_groups")),
             "its softmax is in the architecture's own code": not site.get("routed", True),
         }
         for reason in [reason for reason, there in reasons.items() if there]:

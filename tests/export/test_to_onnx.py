@@ -72,8 +72,14 @@ def proved_and_disproved(graph: Any, path: Path, rows: Any, expected: list[torch
         ),
         ("qwen3", ("--to", "gdn", "--keep-softmax", "1"), {"LinearAttention": 1, "Attention": 1}),
         ("llama", ("--to", "window", "--set", "window=64", "--layers", "1"), {"LinearAttention": 0, "Attention": 1}),
+        ("llama", ("--to", "gla", "--keep-heads", "1:0"), {"LinearAttention": 2, "Attention": 1}),
+        pytest.param(
+            *("gemma2", ("--to", "gdn", "--set", "window=6", "--keep-heads", "0:1;1:0")),
+            {"LinearAttention": 2, "Attention": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["gla", "retnet with a window", "gdn", "window"],
+    ids=["gla", "retnet with a window", "gdn", "window", "heads", "heads that slide and cap"],
 )
 def test_a_graph_computes_what_its_model_computes(
     converted: Any,
@@ -149,7 +155,6 @@ def config_of(changes: dict[str, dict[str, Any]]) -> Any:
         ({"mechanism": "sla"}, "sla: gates between heads"),
         ({"mechanism": "another"}, "another: LinearAttention has no rule for it"),
         ({"mechanism": "gdn", "options": {"taps": 4}}, "taps: "),
-        ({"site": {"softmax_groups": [1]}}, "heads that keep softmax"),
         ({"site": {"routed": False}}, "in the architecture's own code"),
     ],
 )
