@@ -155,13 +155,15 @@ def trained_before(folder: Path, teacher: str | None = None) -> str:
     notes = []
     recipe: dict[str, Any] | None = None
     with contextlib.suppress(OSError, *MALFORMED):
-        recipe = read_json(folder / checkpoint.MANIFEST).get("recipe")
+        manifest = read_json(folder / checkpoint.MANIFEST)
+        recipe = manifest.get("recipe")
         stages = [name for one in recipes_of(folder) for name in drifting_stages(one)]
         trained = read_json(folder / "config.json").get(TRAINED)
         if stages or trained:
             how = f"as {', '.join(stages)} trained them" if stages else "as an earlier training left them"
             what = (
-                "the teacher is softmax on those. To distil further towards the source itself, name it: teacher.model"
+                "the teacher is softmax on those. To distil further towards the source itself, name it:\n"
+                f"    {source_as_teacher(manifest['plan'])}"
             )
             if teacher is not None:
                 what = (
@@ -172,6 +174,15 @@ def trained_before(folder: Path, teacher: str | None = None) -> str:
         if recipe is not None and has_lora_apart(recipe):
             notes.append(f"note: the LoRA in {folder / 'adapter'} was not merged, and this run begins without it")
     return "\n".join(notes)
+
+
+def source_as_teacher(plan: dict[str, Any]) -> str:
+    """What to add to `linearize finetune` so that the first source of a `plan` is the teacher of logits. A plan has
+    the name of a folder without its path."""
+    source, commit = plan["source"], plan.get("revision")
+    if commit:
+        return f"teacher.model={source} teacher.revision={commit}"
+    return f"teacher.model=DIR    # DIR: the folder {source} that was converted first"
 
 
 def drifting_stages(recipe: dict[str, Any]) -> list[str]:

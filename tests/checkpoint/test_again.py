@@ -184,6 +184,12 @@ def test_a_second_training_says_that_source_weights_were_trained(place: Path, tm
     assert "as logit_kl trained them, and the teacher is softmax on those" in trained_before(final)
     again(final, tmp_path / "more", layers="3")
     assert "as logit_kl trained them, and the teacher is softmax on those" in trained_before(tmp_path / "more")
+    named = "name it:\n    teacher.model=DIR    # DIR: the folder source that was converted first"
+    assert named in trained_before(tmp_path / "more")
+    manifest = json.loads((tmp_path / "more" / MANIFEST).read_text())
+    manifest["plan"] |= {"source": "user/repo", "revision": "abc"}  # as of the Hub
+    (tmp_path / "more" / MANIFEST).write_text(json.dumps(manifest))
+    assert "name it:\n    teacher.model=user/repo teacher.revision=abc" in trained_before(tmp_path / "more")
     config = json.loads((tmp_path / "more" / "config.json").read_text())
     assert config["linearize_trained"]
 
