@@ -34,6 +34,8 @@ from .verify.reload import Level, verify
 Say = Callable[[str], None]
 # Finds as many layers of a plan, or of the heads given, as asked for that had better keep softmax: choose/choose.py.
 Chooser = Callable[..., Choice]
+# Says what the window of a plan's kept layers costs, where the user named them: choose/choose.py.
+Pricer = Callable[[Plan, Source, SourceClasses], Choice]
 # What to write in place of `auto`.
 NAMED = {"--keep-softmax": "layers, such as --keep-softmax 7,15", "--keep-heads": "heads, such as --keep-heads 3:0"}
 NEXT = "distil it with linearize finetune"
@@ -49,6 +51,7 @@ def plan_conversion(
     trust_remote_code: bool = False,
     weights: bool = True,
     choose: Chooser | None = None,
+    price: Pricer | None = None,
     **asked: Any,
 ) -> tuple[Plan, Source, SourceClasses]:
     """Decide everything and touch nothing. With `weights` False the shards need not be there.
@@ -58,7 +61,8 @@ def plan_conversion(
 
     `asked` are the other fields of a `Request`. Where its `keep_softmax` is `auto:2`, `choose` finds the layers, and
     then the heads of the others, where `keep_heads` is; without weights and `choose` a stand-in is planned
-    (`Choice.unscored`). Raises LinearizeError with the exit code of the obstacle.
+    (`Choice.unscored`). Where layers are named, `price` measures what their `kept_window` costs. Raises LinearizeError
+    with the exit code of the obstacle.
     """
     if mechanism is not None:
         Request(mechanism, **asked)
@@ -126,6 +130,12 @@ def plan_conversion(
     if (choice or heads) and weights and choose is None:
         raise TypeError("auto needs `choose`, such as that of linearize.choose.choose.chooser")
     plan = request.plan(source, found, **facts)
+    if price is not None and choice is None and plan.local:
+        if writes_no_text(natives):
+            message = f"--score-text: {plan.architecture} writes no text, so there is no cost to measure. Leave it out"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
+        check_weights(source, natives)
+        choice = price(plan, source, natives)
     return dataclasses.replace(plan, choice=choice, heads_choice=heads), source, natives
 
 
@@ -134,11 +144,17 @@ def noted(request: Request) -> Request:
     return dataclasses.replace(request, options=present_options(request.mechanism, request.options or {}))
 
 
+def writes_no_text(natives: SourceClasses) -> bool:
+    """Whether a model has no predictions of the next token to compare."""
+    model = natives.meta
+    return bool(model.main_input_name == "pixel_values" or not model.can_generate() or model.config.is_encoder_decoder)
+
+
 def check_scored(plan: Plan, natives: SourceClasses, flag: str) -> None:
     """Raise LinearizeError (exit 3) where `auto` cannot compare softmax and the plan's mixers: on text, and on the same
     q and k."""
-    model, problem = natives.meta, ""
-    if model.main_input_name == "pixel_values" or not model.can_generate() or model.config.is_encoder_decoder:
+    problem = ""
+    if writes_no_text(natives):
         problem = f"compares predictions of text, and {plan.architecture} writes none"
     for step in plan.steps:
         place = step.options.get("rope", True)

@@ -5,6 +5,7 @@ The choice is a value that the plan stores; carrying the plan out scores nothing
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import tempfile
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
-from ..convert import Chooser
+from ..convert import Chooser, Pricer
 from ..data.batches import Batch, collate
 from ..data.packing import Blocks, TextSource, build_blocks
 from ..errors import Exit, LinearizeError, reason_of
 from ..measure.generate import device_memory, load_tokenizer
 from ..measure.recall import Row, Writer
 from ..plan.heads import leaves_one, named
-from ..plan.keep import Choice, Method
+from ..plan.keep import LONGEST, NAMED, Choice, Method
 from ..plan.plan import Plan, Step
 from ..probe.meta_run import quiet
 from ..terminal.output import counted, ranges
@@ -42,8 +43,7 @@ SCORE_TOKENS = 4096
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
 GATE_PASSES = 7  # what a step of gates takes: softmax and mixers forward and backward, and the source
-# What a window of kept softmax costs is measured on the last tokens of so many texts, of so many tokens at most.
-LONG_ROWS, LONGEST = 2, 16_384
+LONG_ROWS = 2  # on whose last tokens it is measured what a window of kept softmax costs; of LONGEST tokens at most
 PACKAGES = TextSource(demo="packages")
 
 
@@ -62,6 +62,11 @@ class Scoring:
 def chooser(scoring: Scoring) -> Chooser:
     """What `plan_conversion` asks for layers, and for heads."""
     return functools.partial(choose, scoring)
+
+
+def pricer(scoring: Scoring) -> Pricer:
+    """What `plan_conversion` asks for the cost of a window in layers that the user named."""
+    return functools.partial(price, scoring)
 
 
 class Scorer:
@@ -171,6 +176,22 @@ def choose(
         kl=kl,
         window=window_cost(mixture, chosen.kept, local[0].options, scoring, tokenizer) if local else {},
     )
+
+
+@device_memory()
+def price(scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses) -> Choice:
+    """What the windows of the layers cost whose softmax has one by `plan`, which the user named.
+
+    Raises LinearizeError as `choose` does.
+    """
+    local = plan.local
+    layers = sorted(step.site.layer for step in local)
+    scoring.say(f"measuring what the window of {local[0].options['window']} tokens costs in layers {ranges(layers)}")
+    model = load_source(source, natives, plan, scoring)
+    tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
+    mixture = Mixture(model, dataclasses.replace(plan, steps=local), local)
+    cost = window_cost(mixture, layers, local[0].options, scoring, tokenizer)
+    return Choice(",".join(map(str, layers)), NAMED, tuple(layers), text=str(scoring.text), window=cost)
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def convert(
         int | None,
         typer.Option(
             help="Layers that keep softmax have it over so many last tokens and the first four: their memory is "
-            "bounded. What that costs is measured with auto alone, and the plan says it."
+            "bounded. What that costs is measured with auto, or where --score-text is given, and the plan says it."
         ),
     ] = None,
     score_by: Annotated[
@@ -56,7 +56,11 @@ def convert(
     ] = "restore",
     score_text: Annotated[
         Path | None,
-        typer.Option(help="Text on which auto compares them, .txt or .jsonl. Default: Python sources.", parser=path),
+        typer.Option(
+            help="Text on which auto compares them, and what --kept-window costs is measured: .txt or .jsonl. Default, "
+            "of auto: Python sources.",
+            parser=path,
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -113,7 +117,13 @@ def convert(
     if keep_heads and story is of_diffusers:
         raise LinearizeError("--keep-heads: attention of models of diffusers sees both sides; name layers to keep")
     scored = is_auto(keep_softmax) or is_auto(keep_heads)
-    asked = of_scoring(score_by, score_text) if scored and story is of_transformers else {}
+    priced = score_text is not None and kept_window is not None
+    if score_text is not None and not (scored or priced):
+        raise LinearizeError(
+            f"--score-text {score_text}: nothing is measured on it. Give it with --keep-softmax auto:2, --keep-heads "
+            "auto:4 or --kept-window 4096, or leave it out"
+        )
+    asked = of_scoring(score_by, score_text) if (scored or priced) and story is of_transformers else {}
     asked |= {"restore": restore, "keep_heads": keep_heads} if story is of_transformers else {}
     planned = story.plan_conversion(
         model,
@@ -127,7 +137,7 @@ def convert(
         copy=copy,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        weights=not dry_run or "choose" in asked,
+        weights=not dry_run or bool({"choose", "price"} & asked.keys()),
         **asked,
     )
     plan = planned[0]
@@ -158,9 +168,9 @@ def name_of(plan: Any) -> str:
 
 
 def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
-    """How `auto` compares layers or heads, as an argument. Raises LinearizeError (exit 2) for another method and
-    for text that is not there."""
-    from ..choose.choose import Scoring, chooser
+    """How `auto` compares layers or heads, and on what a window of named layers is measured, as arguments. Raises
+    LinearizeError (exit 2) for another method and for text that is not there."""
+    from ..choose.choose import Scoring, chooser, pricer
     from ..data.documents import TextSource
     from ..errors import absent, check_file
     from ..plan.keep import check_method
@@ -174,4 +184,5 @@ def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
             raise absent(text)
         check_file(text)
         scoring["text"] = TextSource(files=(text,))
-    return {"choose": chooser(Scoring(**scoring))}
+    found = Scoring(**scoring)
+    return {"choose": chooser(found)} | ({} if text is None else {"price": pricer(found)})

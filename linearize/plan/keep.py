@@ -14,7 +14,9 @@ METHODS: tuple[Method, ...] = get_args(Method)
 # (arXiv 2309.17453 finds that four suffice).
 LOCAL, SINK = "window", 4
 MOST_WINDOW = 65536
+LONGEST = 16_384  # tokens of a text on which the cost of such a window is measured
 UNSCORED = "none"  # the method of a plan that was made without weights
+NAMED = "named"  # of one whose layers the user named, where only what their window costs was measured
 # What a layer's score says, by method.
 MEANING = {
     "restore": "share of the loss that softmax in it gives back, beside the layers chosen before it",
@@ -31,7 +33,7 @@ class Choice:
     what a score of the `method` is. `text` names what was read: `tokens` tokens to compare predictions on, and
     `recalls` texts that ask for a repetition. `kl` are mean divergences from the source, in nats a token, on the text
     and on what is asked for, with none kept (`linear`) and with those `kept`. `lacking` says why there are
-    no `recalls`.
+    no `recalls`. Layers that the user named (NAMED) have no scores.
 
     `window` says, where kept softmax has one, what the source loses by it in these layers alone, at the end of text and
     of texts that ask for a repetition, both of `length` tokens: perplexities without and with it (`source_ppl`, `ppl`)

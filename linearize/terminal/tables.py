@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.heads import regrouped, written
-from ..plan.keep import MEANING
+from ..plan.keep import LONGEST, MEANING, UNSCORED
 from .output import counted, duration, percent, printable, ranges, short, size
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ def plan_table(plan: Plan) -> None:
     for choice, flag in ((plan.choice, "--keep-softmax"), (plan.heads_choice, "--keep-heads")):
         if choice is not None and choice.scores:
             choice_table(choice, flag)
+    if plan.local and not last:
+        out.print(window_text(plan.choice))
     if plan.softmax:
         out.print(plan.softmax)
     if plan.softmax_groups:
@@ -153,14 +155,25 @@ def choice_table(choice: Choice, flag: str) -> None:
         out.print(
             f"KL from the source, {kind}: {linear:.4f} with no {what} kept, {choice.kl['kept'][kind]:.4f} with these"
         )
-    for kind, cost in choice.window.items():
-        where = "text" if kind == "text" else "texts that ask for a repetition"
-        out.print(
-            f"cost of the window in these layers of the source, at the end of {where} of {cost['length']:,} tokens: "
-            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {cost['kl']:.4f}"
-        )
     again = f"'{regrouped(choice.kept)}'" if what == "head" else ",".join(names)
     out.print(f"{flag} {again} repeats this without scoring")
+
+
+def window_text(choice: Choice | None) -> str:
+    """What the window of kept softmax costs, or how to measure it."""
+    if choice is None or choice.method == UNSCORED:
+        return "what the window of kept softmax costs was not measured: --score-text FILE measures it on texts of yours"
+    if not choice.window:
+        longer = f"texts longer than it, which the model takes, of {LONGEST:,} tokens at most"
+        return f"what the window of kept softmax costs was not measured: it takes {longer}, and {choice.text} gave none"
+    lines = []
+    for kind, cost in choice.window.items():
+        where = choice.text if kind == "text" else "texts that ask for a repetition"
+        lines.append(
+            f"cost of the window in the kept layers of the source, at the end of {where} of {cost['length']:,} tokens: "
+            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {cost['kl']:.4f}"
+        )
+    return "\n".join(lines)
 
 
 def alike(rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, ...]]:

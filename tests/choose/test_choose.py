@@ -19,7 +19,7 @@ from training import byte_tokenizer, recipe_values, stage, write_data
 
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose, methods
-from linearize.choose.choose import PACKAGES, Scoring, chooser, recall_batches, text_batches
+from linearize.choose.choose import PACKAGES, Scoring, chooser, pricer, recall_batches, text_batches
 from linearize.choose.methods import gates, restore, swaps
 from linearize.choose.mixture import Mixture
 from linearize.convert import convert, plan_conversion
@@ -29,6 +29,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run, finetune
 from linearize.plan.heads import leaves_one, named, unscored_heads
 from linearize.plan.keep import METHODS, Choice
+from linearize.plan.plan import Plan
 from linearize.recipe.recipe import Recipe
 from linearize.terminal.tables import choice_table
 from linearize_kernels.hf.seam import mixers_of
@@ -280,13 +281,50 @@ def test_the_plan_says_what_a_window_of_kept_softmax_costs(
         code, out, err = linearize(*command, "--json")
         assert code == 0, err
         found[longest] = json.loads(out)["plan"]["choice"]["window"]
-        assert ("cost of the window in these layers" in " ".join(err.split())) == (longest > 300)
+        assert ("cost of the window in the kept layers" in " ".join(err.split())) == (longest > 300)
     assert found.pop(300) == {}
     (measured,) = found.values()
     for kind in ("text", "recall"):
         assert measured[kind]["length"] == 608
         assert measured[kind]["kl"] > 1e-6
         assert measured[kind]["ppl"] != measured[kind]["source_ppl"]
+    assert "measured: it takes texts longer than it, which the model takes, of 16,384 tokens" in " ".join(err.split())
+
+
+def test_the_window_of_layers_that_are_named_is_measured_where_a_text_is_given(
+    place: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of layers that are chosen: of the same layer, the same figures; it is written into the plan."""
+
+    def plan_of(*asked: Any) -> tuple[Any, str]:
+        command = ("convert", place / "source", "--to", "la", *asked, "--dry-run", "--json")
+        code, out, err = linearize(*command)
+        assert code == 0, err
+        return json.loads(out)["plan"], " ".join(err.split())
+
+    window, text = ("--kept-window", "300"), ("--score-text", place / "heldout.txt")
+    plan, said = plan_of("--keep-softmax", str(MATTERS), *window)
+    assert plan["choice"] is None
+    assert "what the window of kept softmax costs was not measured: --score-text FILE measures it" in said
+    plan, said = plan_of("--keep-softmax", str(MATTERS), *window, *text)
+    assert (plan["choice"]["method"], plan["choice"]["kept"], plan["choice"]["scores"]) == ("named", [MATTERS], {})
+    assert "heldout.txt of 608 tokens: perplexity" in said
+    assert Plan.from_json(plan).choice is not None
+    asked = {"keep_softmax": "auto:1", "kept_window": 300}
+    scoring = Scoring(text=TextSource(files=(place / "heldout.txt",)), say=quiet)
+    monkeypatch.setattr(choose, "by_method", lambda *args: methods.Chosen([MATTERS], dict.fromkeys(range(4), 0.0)))
+    monkeypatch.setattr(choose, "TRANSFER_STEPS", 1)
+    chosen = plan_conversion(str(place / "source"), "la", choose=chooser(scoring), **asked)[0].choice
+    assert chosen is not None
+    for kind, cost in plan["choice"]["window"].items():
+        assert cost == pytest.approx(chosen.window[kind], rel=1e-4)
+    assert plan["choice"]["window"].keys() == {"text", "recall"}
+
+
+def test_a_text_on_which_nothing_is_measured_is_refused(place: Path, linearize: Command) -> None:
+    text = ("--score-text", place / "heldout.txt")
+    code, _, err = linearize("convert", place / "source", "--to", "la", "--keep-softmax", "2", *text, "--dry-run")
+    assert (code, "nothing is measured on it" in " ".join(err.split())) == (Exit.USAGE, True), err
 
 
 @pytest.mark.usefixtures("_less_text")
@@ -343,6 +381,12 @@ def test_what_cannot_be_compared_is_refused(place: Path, tmp_path: Path) -> None
     error = refusal(tmp_path, mechanism="la")
     assert error.code == Exit.INCOMPATIBLE
     assert "ViTForImageClassification writes none" in error.message
+    priced = {"keep_softmax": "1", "kept_window": 5, "price": pricer(Scoring())}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes, vocab_size=97)).save_pretrained(tmp_path / "clip")
+    with pytest.raises(LinearizeError, match=r"--score-text: CLIPTextModel writes no text") as caught:
+        plan_conversion(str(tmp_path / "clip"), "gsa", **priced)
+    assert caught.value.code == Exit.INCOMPATIBLE
 
 
 # ---------------------------------------------------------------- heads
