@@ -373,6 +373,17 @@ def test_upgrade_names_code_that_does_not_run(linearize: Command, place: Path, m
     assert not (place / "upgraded").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [('{"weight_map": {"model.', "is not valid JSON"), ("{}", "weight_map must map tensor names")]
+)
+def test_an_index_that_is_damaged_is_not_pushed(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    (place / "ours" / "model.safetensors.index.json").write_text(text)
+    code, message = told(linearize, place, monkeypatch, "push")
+    assert (code, said in message) == (Exit.INCOMPATIBLE, True), message
+
+
 def test_a_tokenizer_beside_code_that_does_not_run(
     linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

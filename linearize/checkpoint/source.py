@@ -270,12 +270,17 @@ def weight_files(folder: Path) -> list[list[str]]:
     return found
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """The shard of each tensor, as an index has it. Raises LinearizeError (exit 3) for one that is damaged."""
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
+    return found
+
+
 def _index_names(index: Path) -> list[str]:
     """The shards that an index names, none of them outside its folder."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
-    names = sorted(set(weight_map.values()))
+    names = sorted(set(weight_map(index).values()))
     check_names(index, names)
     return names
 

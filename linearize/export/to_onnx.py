@@ -26,14 +26,13 @@ from ..errors import Exit, LinearizeError, os_error, reason_of
 from ..probe.meta_run import quiet
 from ..train.save import load_converted
 from ..verify.child.inputs import proof_length
+from ..verify.limits import ONNX
 from .graph import EXPORTED, OneGraph, write
 
 FILE = "model.onnx"
 INSTALL = 'pip install "linearize[onnx]"'
 # The first versions that know opset 27 and write what torch.onnx asks for.
 OLDEST = {"onnx": "1.23", "onnxscript": "0.7"}
-# Largest difference of logits, beside the largest logit where that is above 1.
-TOLERANCE = 1e-4
 # Tokens of the rows that prove a graph: how many of each a prompt has, and how many follow it one by one. The long one
 # has more than a window holds (`proof_length`).
 SHORT, LONG, STEPS = 5, 33, 2
@@ -184,7 +183,7 @@ def compare(graph: OneGraph, path: Path, rows: list[Tensor], expected: list[Tens
         for number, i in enumerate(chosen):
             want = expected[i].numpy()
             difference = np.abs(computed[number, longest - len(rows[i]) :] - want).max()
-            limit = TOLERANCE * max(1.0, np.abs(want).max())
+            limit = ONNX * max(1.0, np.abs(want).max())
             if not difference <= limit:
                 raise LinearizeError(
                     f"the graph computes other logits than the model: {difference:.1e} apart, at most {limit:.1e} was "

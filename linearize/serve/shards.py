@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..verify.limits import DIVIDED
 from .states import code_of, token_layout
 
-# Tokens of the trial, and how far parts may be from the whole, relative to its largest number.
-TOKENS, LIMIT = 5, 1e-4
+# Tokens of the trial.
+TOKENS = 5
 
 
 def shard_spec(spec: dict[str, Any], size: int) -> dict[str, Any]:
@@ -84,4 +85,4 @@ def divides(kind: Any, record: dict[str, Any], options: dict[str, Any], size: in
         except (ValueError, RuntimeError, AttributeError) as error:
             return str(error).splitlines()[0]
     distance = float((found - expected).abs().max() / expected.abs().max())
-    return "" if distance <= LIMIT else "its heads are computed from each other"
+    return "" if distance <= DIVIDED else "its heads are computed from each other"

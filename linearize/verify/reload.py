@@ -24,7 +24,7 @@ from transformers.utils import HF_MODULES_CACHE, TRANSFORMERS_DYNAMIC_MODULE_NAM
 
 from ..checkpoint.fp8 import cut_blocks
 from ..checkpoint.shards import read_tensor
-from ..checkpoint.source import DTYPES, Entry, Source, read_header
+from ..checkpoint.source import DTYPES, Entry, Source, read_header, weight_map
 from ..checkpoint.write import INDEX, MIXER_SHARD
 from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
 from ..plan.plan import Plan, some
@@ -263,7 +263,7 @@ def reload_logits(folder: Path) -> tuple[int, torch.Tensor, dict[str, Any]]:
 
 def _check_index(folder: Path) -> int:
     """Index and shards list the same tensors, and the new ones are finite; returns how many there are."""
-    index = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+    index = weight_map(folder / INDEX)
     stored = {tensor: name for name in set(index.values()) for tensor in read_header(folder / name)}
     for tensor, name in sorted(set(stored.items()) ^ set(index.items())):
         _fail(f"{tensor} is in {name} by the {'index' if index.get(tensor) == name else 'shards'} only")
