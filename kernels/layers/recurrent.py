@@ -60,8 +60,12 @@ class Recurrent(Mixer):
             )  # fmt: skip
             return o if self.norm is None else self.norm(o, read_gate), state
 
+    def starts(self) -> dict[str, tuple[Any, ...]]:
+        """What `calibrate` tries with the options that this one has."""
+        return self.tried
+
     def start_from(self, name: str, values: list[Any]) -> None:
-        """Write the gates' biases that a start in `tried` stands for, given a value for each memory."""
+        """Write the gates' biases, or the decays, that a start in `tried` stands for, given a value for each memory."""
         raise NotImplementedError(f"{type(self).__name__} tries no {name}")
 
     @torch.no_grad()
@@ -83,7 +87,7 @@ class Recurrent(Mixer):
         def run() -> Tensor:
             return self.mix(q, k, v, x, layout, None, *(gates or ()))[0].float()
 
-        for name, candidates in self.tried.items():
+        for name, candidates in self.starts().items():
             errors = []
             for value in candidates:
                 self.start_from(name, [value] * self.state_count)

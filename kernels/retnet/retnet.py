@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads, wants_gradients
 from ..layers.output_gate import OutputGate
@@ -61,14 +63,13 @@ def retnet(
 ) -> tuple[Tensor, RetNetState]:
     """Retention, eqs. 5 to 7, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
-    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `log_decay` [E] natural logarithms of gamma, without gradient, with
-    Hkv | E | H: one memory per state head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at
-    real tokens; others leave the state alone, without decay, and output 0. `segments` [B,T] int: the memory restarts
-    where it changes. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `rows` [B]
-    int: `state` is a pool, of which those rows are the call's (below 0: padding); they are changed in place.
-    `read_gate` [B,T,H] multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels
-    on a GPU for what they know, else PyTorch; the others insist. `chunk_size` is PyTorch's, `precision` that of the
-    kernels' products of fp32.
+    q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `log_decay` [E] natural logarithms of gamma, with Hkv | E | H: one
+    memory per state head. `scale` multiplies q.k (default D^-1/2). `padding` [B,T] bool is True at real tokens; others
+    leave the state alone, without decay, and output 0. `segments` [B,T] int: the memory restarts where it changes.
+    `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `rows` [B] int: `state` is a
+    pool, of which those rows are the call's (below 0: padding); they are changed in place. `read_gate` [B,T,H]
+    multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels on a GPU for what they
+    know, else PyTorch; the others insist. `chunk_size` is PyTorch's, `precision` that of the kernels' products of fp32.
 
     Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
     """
@@ -77,16 +78,18 @@ def retnet(
     check_pool(rows, state, q.shape[0], cu_seqlens, segments)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     gates = read_gate, write_gate
+    form: Any = {"scale": scale, "chunk_size": chunk_size, "backend": backend, "precision": precision}
+    form |= {"read_gate": read_gate, "write_gate": write_gate}
     kernels = q.shape[1] > 0 and use_triton(backend, q, v, log_decay.shape[0])
     if rows is not None and state is not None:
         if kernels and q.shape[1] == 1 and not wants_gradients(q, k, v, *gates, *state):
             inputs = q.to(v.dtype), k.to(v.dtype), v, None, None, log_decay, *gates, scale, False, padding
             o, _ = pool_op(*inputs, *state, None, None, None, rows)
             return o.to(q.dtype), state
-        form: Any = {"log_decay": log_decay, "scale": scale, "chunk_size": chunk_size}
-        form |= {"read_gate": read_gate, "write_gate": write_gate, "backend": backend, "precision": precision}
-        o, state = on_rows(partial(retnet, q, k, v, **form), state, rows, padding, q.shape[1])
+        o, state = on_rows(partial(retnet, q, k, v, log_decay=log_decay, **form), state, rows, padding, q.shape[1])
         return o, state
+    if wants_gradients(log_decay):
+        return _learned(q, k, v, log_decay, padding, cu_seqlens, form | {"segments": segments, "state": state})
     if kernels:
         return _retnet_triton(q, k, v, log_decay, scale, padding, segments, cu_seqlens, state, *gates, precision)
     if cu_seqlens is not None:
@@ -145,11 +148,51 @@ def retnet_reference(
     return o, RetNetState(S)
 
 
+# ---------------------------------------------------------------- decays that are learned
+
+
+class Placed(torch.autograd.Function):
+    """x [B,T,heads,D] as it is. Of a gradient of x, log_decay [E] gets that of e^{place log_decay} x: with place t on
+    q_t and -i on k_i it is the gradient of gamma^{t-i}, and no operator needs one of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log_decay: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(x, log_decay, place)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, log_decay, place = ctx.saved_tensors
+        dtype = state_dtype(x)
+        products = (x.to(dtype) * dx.to(dtype)).unflatten(2, (log_decay.shape[0], -1)).sum((3, 4))  # [B,T,E]
+        return dx, (products * place[..., None].to(dtype)).sum((0, 1)).to(log_decay.dtype), None
+
+
+def _learned(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, padding: Tensor | None, cu: Tensor | None, form: dict[str, Any]
+) -> tuple[Tensor, RetNetState]:
+    """`retnet` for decays that need a gradient; `form` are its other arguments."""
+    T, E = q.shape[1], log_decay.shape[0]
+    place = torch.arange(1, T + 1, device=q.device)[None] if padding is None else padding.cumsum(1)
+    last = place[:, -1:]
+    if cu is not None:
+        starts = cu[:-1].long()
+        own = torch.searchsorted(cu.long(), torch.arange(T, device=q.device), right=True) - 1
+        place, last = place - starts[own], (cu[1:].long() - starts)[:, None]
+    k, v = to_gate_heads(k, E), to_gate_heads(v, E)  # memories that share a key decay apart
+    q, k = Placed.apply(q, log_decay, place), Placed.apply(k, log_decay, -place)
+    o, (S,) = retnet(q, k, v, log_decay=log_decay.detach(), padding=padding, cu_seqlens=cu, **form)
+    S = Placed.apply(S.flatten(2)[:, None], log_decay, last)[:, 0].view(S.shape)
+    return o, RetNetState(S)
+
+
 # ---------------------------------------------------------------- the mixer
 
 
 class RetNet(Recurrent, Mixer):
-    """Retention in place of the softmax of one attention module; decays are fixed, so hardly a weight is new."""
+    """Retention in place of the softmax of one attention module. A decay is one number a memory, whatever the text, so
+    hardly a weight is new."""
 
     title = "RetNet's retention"
     paper = "arXiv 2307.08621"
@@ -158,8 +201,13 @@ class RetNet(Recurrent, Mixer):
     )
     about = {
         "rope": "rotate q and k before the feature map, after it, or not; auto: before beside a window, else after",
-        "decay": "half-lives of the heads: spread evenly in log scale, or the paper's gamma = 1 - 2^(-5-h)",
+        "decay": "half-lives of the heads: learned, from half_life_min to half_life_max at the start; fixed and spread "
+        "evenly in log scale between them; or the paper's gamma = 1 - 2^(-5-h)",
+        "half_life_min": "shortest half-life of the memory, in tokens; where it is learned, without a window, finetune "
+        "fits its start to the teacher",
+        "half_life_max": "longest half-life of the memory, in tokens; fitted likewise",
     }
+    tried: ClassVar[dict[str, tuple[Any, ...]]] = {"half_life": tuple(2.0**n for n in range(12))}
     # Behind features that are the identity the rotation is the paper's, and SLA reads q and k without it.
     published = {"decay": "paper", "feature_map": "identity", "rope": "after", "output_gate": True}
 
@@ -167,7 +215,7 @@ class RetNet(Recurrent, Mixer):
         self,
         site: Site,
         *,
-        decay: Literal["spread", "paper"] = "spread",
+        decay: Literal["learned", "spread", "paper"] = "learned",
         half_life_min: Annotated[float, Bounds(0.5, 1e6)] = 2.0,
         half_life_max: Annotated[float, Bounds(0.5, 1e9)] = 355.0,
         state_heads: Literal["kv", "query"] = "kv",
@@ -184,15 +232,33 @@ class RetNet(Recurrent, Mixer):
         self.rope = place
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.decay = decay
+        if decay == "learned":  # logarithms to base 2 of half-lives in tokens
+            self.log_half_life = nn.Parameter(torch.empty(self.state_count))
         self.output_gate = OutputGate(site.hidden, site.heads, site.value_dim) if output_gate else None
 
-    def log_decay(self, device: torch.device) -> Tensor:
-        """log gamma [E] in fp32. Made anew: a buffer would have to be saved."""
-        E = self.state_count
-        if self.decay == "paper":
-            return torch.log1p(-torch.exp2(-5.0 - torch.arange(E, device=device)))
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.decay == "learned":
+            init.copy_(self.log_half_life, self._spread(self.log_half_life.device).to(self.log_half_life))
+
+    def _spread(self, device: torch.device) -> Tensor:
+        """Logarithms to base 2 of half-lives, evenly from the shortest to the longest, [E]."""
         shortest, longest = (math.log2(x) for x in self.half_lives)
-        return -math.log(2.0) * torch.exp2(-torch.linspace(shortest, longest, E, device=device))
+        return torch.linspace(shortest, longest, self.state_count, device=device)
+
+    def starts(self) -> dict[str, tuple[Any, ...]]:
+        return self.tried if self.decay == "learned" else {}
+
+    def start_from(self, name: str, values: list[float]) -> None:
+        self.log_half_life.copy_(torch.tensor(values).log2())
+
+    def log_decay(self, device: torch.device) -> Tensor:
+        """log gamma [E] in fp32 (fp64 stays). One that is not learned is made anew: a buffer would have to be saved."""
+        if self.decay == "paper":
+            return torch.log1p(-torch.exp2(-5.0 - torch.arange(self.state_count, device=device)))
+        y = self.log_half_life if self.decay == "learned" else self._spread(device)
+        return -math.log(2.0) * torch.exp2(-y.to(state_dtype(y)))
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: RetNetState | None,

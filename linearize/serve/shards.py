@@ -52,7 +52,7 @@ def shard(whole: Any, options: dict[str, Any], rank: int, size: int) -> Any:
                     raise ValueError(f"{name} {list(given.shape)} is not {size} times {list(own.shape)}")
                 given = given.narrow(dim, rank * length, length)
         own.data = given.clone()
-    if hasattr(whole, "log_decay"):  # RetNet's decays are numbered over all heads, and are no parameters
+    if hasattr(whole, "log_decay") and not hasattr(whole, "log_half_life"):  # RetNet's, numbered over all heads
         count = part.state_count
         part.log_decay = lambda device: whole.log_decay(device)[rank * count : (rank + 1) * count]
     return part.eval()

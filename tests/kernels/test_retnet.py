@@ -29,10 +29,12 @@ def inputs(T: int, E: int = 2, B: int = 2) -> dict[str, Tensor]:
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 150])
 @pytest.mark.parametrize("E", [2, 4], ids=["memory per key head", "per query head"])
 @pytest.mark.parametrize("layout", ["whole", "holes", "packed", "packed with holes"])
-def test_it_is_its_definition_with_all_gradients(T: int, E: int, layout: str) -> None:
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
+def test_it_is_its_definition_with_all_gradients(T: int, E: int, layout: str, learned: bool) -> None:
     given = inputs(T, E)
     memory = torch.randn(2, E, 8, 6, dtype=torch.float64)
-    leaves = [y.requires_grad_() for name, y in given.items() if name != "log_decay"] + [memory.requires_grad_()]
+    leaves = [y.requires_grad_() for name, y in given.items() if learned or name != "log_decay"]
+    leaves.append(memory.requires_grad_())
     masks: dict[str, Any] = {}
     if "holes" in layout:
         masks["padding"] = torch.rand(2, T) > 0.3
@@ -60,15 +62,19 @@ def test_it_is_the_sum_with_powers_of_gamma() -> None:
 
 def test_sequences_end_to_end_are_sequences_apart() -> None:
     given, cuts = inputs(150, B=1), (0, 40, 40, 41, 150)
-    log_decay = given.pop("log_decay")
+    log_decay = given.pop("log_decay").requires_grad_()
     memory = torch.randn(4, 2, 8, 6, dtype=torch.float64)
     bounds = torch.tensor(cuts, dtype=torch.int32)
     o, last = retnet(**given, log_decay=log_decay, cu_seqlens=bounds, state=RetNetState(memory))
+    gradient = torch.autograd.grad(o.square().sum() + last.memory.square().sum(), log_decay)[0]
+    apart = torch.zeros(2, dtype=torch.float64)
     for n in range(4):
         own = {name: y[:, cuts[n] : cuts[n + 1]] for name, y in given.items()}
         alone, end = retnet(**own, log_decay=log_decay, state=RetNetState(memory[n : n + 1]))
         assert relative_error(o[:, cuts[n] : cuts[n + 1]], alone) < EXACT
         assert torch.allclose(last.memory[n : n + 1], end.memory)
+        apart += torch.autograd.grad(alone.square().sum() + end.memory.square().sum(), log_decay)[0]
+    assert relative_error(gradient, apart) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -97,12 +103,32 @@ def mixer(**options: Any) -> Any:
     return made
 
 
+@torch.no_grad()
 def test_decays_are_the_papers_or_spread_by_half_life() -> None:
     device = torch.device("cpu")
     paper = 1 - mixer(faithful=True, state_heads="query").log_decay(device).exp()
     assert torch.allclose(paper, 2.0 ** -torch.arange(5.0, 9.0), rtol=1e-4)
-    spread = mixer(half_life_min=10, half_life_max=1000, state_heads="query").log_decay(device)
-    assert torch.allclose(0.5 ** (1 / torch.tensor([10.0, 46.42, 215.44, 1000.0])), spread.exp(), rtol=1e-5)
+    for decay in ("spread", "learned"):
+        spread = mixer(decay=decay, half_life_min=10, half_life_max=1000, state_heads="query").log_decay(device)
+        assert torch.allclose(0.5 ** (1 / torch.tensor([10.0, 46.42, 215.44, 1000.0])), spread.exp(), rtol=1e-5)
+    assert mixer(decay="learned", half_life_min=10, half_life_max=1000).log_half_life.shape == (2,)
+    assert "log_half_life" not in mixer(decay="spread").state_dict()
+
+
+@torch.no_grad()
+def test_calibration_chooses_a_half_life_for_each_memory() -> None:
+    """That of another one, whose memories forget at other rates; fixed decays stay."""
+    torch.manual_seed(0)
+    own, other, fixed = mixer(), mixer(), mixer(decay="spread")
+    other.start_from("half_life", [64.0, 4.0])
+    x = [torch.randn(2, 200, *shape) for shape in ((4, 8), (2, 8), (2, 6), (HIDDEN,))]
+    target = 3.0 * other(*x, TokenLayout())[0]
+    own.calibrate(*x, own(*x, TokenLayout())[0], target)
+    assert own.log_half_life.tolist() == [6.0, 2.0]
+    assert relative_error(own(*x, TokenLayout())[0], target) < TOLERANCE[torch.float32]
+    decays = fixed.log_decay(torch.device("cpu"))
+    fixed.calibrate(*x, fixed(*x, TokenLayout())[0], target)
+    assert torch.equal(fixed.log_decay(torch.device("cpu")), decays)
 
 
 @pytest.mark.parametrize("norm", ["head", "none"])
@@ -117,7 +143,7 @@ def test_the_read_gate_scales_the_output_and_the_write_gate_the_value(norm: str)
 
 
 def test_calibration_fits_the_size_by_least_squares() -> None:
-    m = mixer(feature_map="identity")
+    m = mixer(feature_map="identity", decay="spread")
     inputs = [torch.randn(2, 20, *shape) for shape in ((4, 8), (2, 8), (2, 6), (HIDDEN,))]
     sizes = torch.tensor([0.1, 1.0, 3.0, 9.0])[:, None]
     before = m(*inputs, TokenLayout())[0].detach()

@@ -28,7 +28,12 @@ def test_heads_divide_where_they_do_not_know_of_each_other(name: str, window: in
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("gdn", {"faithful": True}), ("gla", {"state_heads": "query"}), ("retnet", {"decay": "paper"})],
+    [
+        ("gdn", {"faithful": True}),
+        ("gla", {"state_heads": "query"}),
+        ("retnet", {"decay": "paper"}),
+        ("retnet", {"decay": "spread"}),
+    ],
 )
 def test_options_divide_too(name: str, options: dict[str, Any]) -> None:
     assert divides(load_mechanism(name), RECORD, resolve_options(name, options), 4) == ""
@@ -47,10 +52,10 @@ def test_a_process_has_its_part_of_what_grows_with_heads() -> None:
 
 
 def test_parts_that_compute_something_else_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As RetNet's would with the decays of a smaller layer, which are no parameters."""
+    """As RetNet's would with the decays of a smaller layer, where they are no parameters."""
     made = shards.shard
     monkeypatch.setattr(shards, "shard", lambda *arguments: without_decays(made(*arguments)))
-    why = divides(load_mechanism("retnet"), RECORD, resolve_options("retnet", {}), 2)
+    why = divides(load_mechanism("retnet"), RECORD, resolve_options("retnet", {"decay": "spread"}), 2)
     assert why == "its heads are computed from each other"
 
 

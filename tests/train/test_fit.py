@@ -105,6 +105,28 @@ def test_layers_not_trained_before_are_fitted_and_no_source_weight_changes(dtype
 
 
 @pytest.mark.parametrize(
+    ("mechanism", "options"), [("retnet", {}), ("sla", {"base": "retnet"})], ids=["retnet", "sla over retnet"]
+)
+@torch.no_grad()
+def test_decays_follow_the_teacher_and_are_saved_with_the_weights(
+    mechanism: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = load_converted(converted(tmp_path, mechanism, **options), torch.float32, True)
+    start = {name: value.clone() for name, value in model.named_parameters() if "half_life" in name}
+    ids = torch.randint(1, VOCAB, (4, T))
+    listen(Student(model), Fit(Student(model)), {"input_ids": ids, "position_ids": torch.arange(T).expand(4, T)})
+    assert len(start) == 2
+    assert all(not torch.equal(model.get_parameter(name), value) for name, value in start.items())
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_converted(tmp_path / "saved", torch.float32, True)
+    whole = model(ids).logits
+    assert torch.equal(saved(ids).logits, whole)
+    first = saved(ids[:, :-1], use_cache=True)
+    step = saved(ids[:, -1:], past_key_values=first.past_key_values).logits
+    assert relative(step[:, 0], whole[:, -1]) < 1e-8
+
+
+@pytest.mark.parametrize(
     ("mechanism", "options", "kind", "changes", "fitted"),
     [
         ("gla", {}, "attention_transfer", {}, True),
