@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from ..checkpoint.source import DTYPES, Entry, Source, read_header, weight_map
 from ..checkpoint.write import INDEX, MIXER_SHARD
 from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
 from ..plan.plan import Plan, some
+from ..terminal.progress import Advance, silent
 from .limits import RELOADED
 
 Level = Literal["auto", "full", "keys", "none"]
@@ -132,6 +134,8 @@ CGROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 CHILD = Path(__file__).parent / "child"
+# How a line of a child begins that says what share of its work was done since the last such line.
+DONE = "done "
 # What else is said where keys alone were checked.
 NOT_COMPARED = "; logits and decoding not compared: "
 TOO_LARGE = NOT_COMPARED + "twice the weights exceed free memory"
@@ -373,10 +377,24 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
             child.kill()
 
 
-def result_of(child: subprocess.Popen[str]) -> Any:
-    """Wait for a child, which says "loaded" once it is; the JSON of its last line, None when there is none."""
-    out, errors = child.communicate()
-    lines = out.strip().splitlines()
+def result_of(child: subprocess.Popen[str], advance: Advance = silent) -> Any:
+    """Wait for a child, which says "loaded" once it is, and "done SHARE" after part of its work, which `advance` gets;
+    the JSON of its last line, None when there is none."""
+    assert child.stdout is not None
+    assert child.stderr is not None
+    lines: list[str] = []
+    said: list[str] = []
+    # Read at the same time, because a full pipe stops the child; a daemon, so that an interrupt here waits for nothing.
+    reader = threading.Thread(target=lambda pipe: said.append(pipe.read()), args=(child.stderr,), daemon=True)
+    reader.start()
+    for line in child.stdout:
+        if line.startswith(DONE):
+            advance(float(line.removeprefix(DONE)))
+        elif line.strip():
+            lines.append(line.strip())
+    reader.join()
+    child.wait()
+    errors = "".join(said)
     if child.returncode:
         lacks = lacking(errors)
         if lacks == "disk":

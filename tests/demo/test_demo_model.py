@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,29 @@ def test_a_student_that_does_not_load_fails_a_check(tmp_path, monkeypatch):
     with pytest.raises(LinearizeError, match="nothing") as error:
         tour.side_by_side({"student": tmp_path / "nothing"}, "def f", print)
     assert error.value.code == Exit.CHECK_FAILED
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["temporary", "kept"])
+def test_the_demo_says_what_becomes_of_its_folder(tmp_path, monkeypatch, keep):
+    """Without -o its folder is gone at the end, and the last message says so and how to keep it."""
+    plan = SimpleNamespace(kept=(), to_json=lambda: {"choice": {}})
+    monkeypatch.setattr(tour, "plan_base", lambda recipe, say: (plan,))
+    monkeypatch.setattr(tour, "plan_table", lambda plan: None)
+    monkeypatch.setattr(tour, "side_by_side", lambda folders, prompt, say: {})
+    monkeypatch.setattr(tour, "compared", lambda recipe, folders, reports: {})
+    monkeypatch.setattr(tour, "demo_table", lambda found, kept: None)
+
+    def distil(recipe, say):
+        Path(recipe.output_dir).mkdir(parents=True)
+
+    monkeypatch.setattr(tour, "finetune", distil)
+    monkeypatch.setattr(tour.tempfile, "tempdir", str(tmp_path))
+    said = []
+    tour.tour(tmp_path / "kept" if keep else None, "x", said.append)
+    folders = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("hybrid")]
+    assert folders == (["kept/hybrid"] if keep else [])
+    gone = [line for line in said if "is temporary and is removed now. linearize demo -o DIR keeps" in line]
+    assert gone == ([] if keep else [said[-1]])
 
 
 def test_training_runs(tokenizer, heldout):

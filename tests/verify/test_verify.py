@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -299,6 +300,23 @@ def test_a_child_says_whether_it_came_to_load() -> None:
     }.items():
         with started([sys.executable, "-c", code], {}) as child, pytest.raises(LinearizeError, match=words):
             result_of(child)
+
+
+def test_a_child_says_how_much_is_done_and_may_write_more_than_a_pipe_holds() -> None:
+    code = "import sys; print('done 0.25', flush=True); sys.stderr.write('x' * 10**6); print('done 0.75'); print('[1]')"
+    shares: list[float] = []
+    with started([sys.executable, "-c", code], {}) as child:
+        assert result_of(child, shares.append) == [1]
+    assert shares == [0.25, 0.75]
+
+
+def test_a_clean_process_tells_all_of_its_work(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr("linearize.verify.checks.progress", lambda what, total: contextlib.nullcontext(shares.append))
+    found = checks.check_behaviours(zoo.folders("llama", HYBRID)[1], strict=False)
+    assert {check.status for check in found} == {"passed"}
+    assert len(shares) > 5
+    assert sum(shares) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("group", CGROUPS, ids=["2", "1"])

@@ -270,6 +270,11 @@ def rows(model: Any, B: int, length: int) -> Tensor:
     return make_tokens(model, B, max(1, min(length, positions - STEPS)))
 
 
+def report(share: float) -> None:
+    """Tell the waiting process what share of the work was done since the last time; loading is as much as a check."""
+    print(f"done {share}", flush=True)
+
+
 def decoding(model: Any, limit: float) -> dict[str, Any] | None:
     """The row of `steps` on short rows, which go beyond windows where they can (`proof_length`), with the number of
     their `tokens` and the `window` that holds all of them (0: none does); None for a model that writes no text."""
@@ -288,7 +293,9 @@ def written(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
         return "" if bool(call(model, ids).logits.isfinite().all()) else "logits that are not finite"
 
     checks = {"finite logits": result(finite)}
-    checks |= {name: run(check, model, ids, limit) for name, check in CHECKS.items()}
+    for name, check in CHECKS.items():
+        checks[name] = run(check, model, ids, limit)
+        report(1 / (len(CHECKS) + 1))
     checks["constant state"] = result(lambda: constant_state(model, ids))
     return checks
 
@@ -306,6 +313,7 @@ def both_ways(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]
         row = run(check, model, inputs, limit)
         if row["detail"] != "the model takes no position_ids":
             checks[name] = row
+        report(1 / (len(BOTH_WAYS) + 1))
     return checks
 
 
@@ -318,7 +326,8 @@ def main() -> None:
         folder, trust_remote_code=True, output_loading_info=True, dtype=getattr(torch, dtype)
     )
     print("loaded", flush=True)  # what goes wrong from here on is no matter of loading
-    model, report = loaded[0].eval(), loaded[1]
+    model, loading = loaded[0].eval(), loaded[1]
+    report(1 / ((len(CHECKS) if writes_text(model) else len(BOTH_WAYS)) + 1))
     checks = behave(model, folder, length, limit)
-    keys = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    keys = {kind: sorted(map(str, names)) for kind, names in loading.items() if names}
     print(json.dumps({"keys": keys, "checks": checks}))
