@@ -138,6 +138,7 @@ CHILD = Path(__file__).parent / "child"
 DONE = "done "
 # What else is said where keys alone were checked.
 NOT_COMPARED = "; logits and decoding not compared: "
+KEYS_ALONE = "; names and shapes alone, logits and decoding not compared"
 TOO_LARGE = NOT_COMPARED + "twice the weights exceed free memory"
 REFUSED = ("linearize", "linearize_kernels", "triton", "peft")
 
@@ -159,7 +160,7 @@ def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) 
     message = message.format(check_keys(folder))
     if cut:
         return message + NOT_COMPARED + "transformers does not dequantize blocks that an edge cuts"
-    return message + (TOO_LARGE + " (--verify full forces it)" if level == "auto" else NOT_COMPARED + "--verify keys")
+    return message + (TOO_LARGE + " (--verify full forces it)" if level == "auto" else KEYS_ALONE)
 
 
 def fits_twice(folders: Iterable[Path]) -> bool:
