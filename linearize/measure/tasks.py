@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from packaging.version import Version
 
@@ -258,8 +259,10 @@ def quiet_harness() -> Iterator[None]:
     log = logging.getLogger("lm_eval")
     level = log.level
     log.setLevel(logging.ERROR)
+    # The harness asks git for the commit of the folder in which it runs; outside a repository git prints an error.
+    without_git = mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None, create=True)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), without_git:
             yield
     finally:
         log.setLevel(level)

@@ -57,10 +57,17 @@ def accuracy(folder: Path, rows: list[dict[str, Any]], before: str = "") -> floa
     return sum(scores[row["a"]] == max(scores) for scores, row in zip(found, rows, strict=True)) / len(rows)
 
 
-def test_the_results_are_those_of_the_logits(linearize: Command, folder: Path, tmp_path: Path) -> None:
+def test_the_results_are_those_of_the_logits(
+    linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        "lm_eval.loggers.utils.subprocess.check_output", lambda command, **_: asked.append(command) or b""
+    )
     output, source = tmp_path / "new" / "tasks.json", folder.parent / "source"
     code, out, err = linearize("eval", folder, "--tasks", task(tmp_path), "--teacher", source, "-o", output, "--json")
     assert code == 0, err
+    assert not [command for command in asked if command[0] == "git"]  # it prints an error outside a repository
     told = json.loads(out)
     assert json.loads(output.read_text()) == told
     assert told["model"] == identity(folder)
