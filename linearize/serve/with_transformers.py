@@ -1,12 +1,15 @@
 """`transformers serve` for a converted model: python -m linearize.serve.with_transformers FOLDER [option ...]
 
 `transformers serve` takes the class of a model from the module `transformers` by its name, and fails for classes that a
-folder brings along. So the class is put there first, in this process.
+folder brings along. So the class is put there first, in this process. Its list of models is that of the Hub's cache:
+the folder is not in it, and without a cache the list is an error. So the list names the folder.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
+from unittest import mock
 
 # The module as the server holds it: loading a checkpoint's code may put another into sys.modules.
 import transformers
@@ -22,12 +25,19 @@ def register(folder: str) -> type:
     return found
 
 
+def listed(folder: str) -> list[dict[str, Any]]:
+    """What /v1/models lists."""
+    return [{"id": folder, "object": "model", "created": 0, "owned_by": ""}]
+
+
 def main(folder: str, options: list[str]) -> None:
     """Register the class of `folder`, then be `transformers serve`."""
+    from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.transformers import app
 
     register(folder)
-    app(["serve", folder, "--trust-remote-code", *options], prog_name="transformers")
+    with mock.patch.object(ModelManager, "get_gen_models", return_value=listed(folder)):
+        app(["serve", folder, "--trust-remote-code", *options], prog_name="transformers")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -131,3 +131,18 @@ def test_the_class_of_a_folder_is_put_where_transformers_serve_looks(zoo: Zoo, m
     found = with_transformers.register(str(zoo.folders("llama")[1]))
     assert module.LinearizedLlamaForCausalLM is found
     assert found.__name__ == "LinearizedLlamaForCausalLM"
+
+
+def test_transformers_lists_the_folder_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own list is that of the Hub's cache, and an error where there is none."""
+    from transformers.cli.serving.model_manager import ModelManager
+
+    monkeypatch.setattr(with_transformers, "register", lambda folder: None)
+    seen: list[Any] = []
+
+    def serve(command: list[str], prog_name: str) -> None:
+        seen.append((command, [model["id"] for model in ModelManager.get_gen_models()]))
+
+    monkeypatch.setattr("transformers.cli.transformers.app", serve)
+    with_transformers.main("demo-gla", ["--port", "1"])
+    assert seen == [(["serve", "demo-gla", "--trust-remote-code", "--port", "1"], ["demo-gla"])]
