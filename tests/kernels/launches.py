@@ -22,6 +22,7 @@ import torch
 from sizes import GPUS, HEADS, OPTIONS, Gpu, Heads, site_and_options
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linearize_kernels.gpu import launch, operators, target
@@ -100,20 +101,25 @@ def replace_entries() -> None:
     launch.entry = operators.entry = lambda run, *later: run
     launch.operator, operators._register = named_operator, named_register
     launch.interpreted = lambda: True
-    # PyTorch without CUDA cannot index a fake tensor of a GPU.
-    launch.in_rows = lambda state, rows: state
     launch.said_once = target.said_once = refused
     target.target = chosen
     torch.autocast = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.get_device_properties = lambda device=None: Properties()  # type: ignore[assignment, return-value]
     torch.cuda.get_device_capability = lambda device=None: divmod(GPU[0].capability, 10)
     torch.cuda.current_device = lambda: 0
-    # Imported after the entries are replaced. The gradients of the slopes index, too, and launch nothing.
+    # Imported after the entries are replaced.
     from linearize_kernels.gsa import config
-    from linearize_kernels.linear import launch as linear
 
-    linear.sums_so_far = lambda v, *rest: (v, v)
     config._configure = lambda device, dtype, *sizes: config.choose(*chosen(device)[:2], *sizes, dtype)
+
+
+class Indexed(TorchFunctionMode):
+    """PyTorch without CUDA cannot index a fake tensor of a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and args[0].is_cuda:
+            return _on_gpu(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")[args[1]])
+        return func(*args, **(kwargs or {}))
 
 
 class Recorded(TorchDispatchMode):
@@ -170,7 +176,7 @@ def calls(
 def launches(made: list[tuple[str, tuple[Any, ...]]]) -> dict[str, Launch]:
     """What the host sides of operators launch, each once by its identity."""
     found: dict[str, Launch] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), collecting(found):
+    with FakeTensorMode(allow_non_fake_inputs=True), Indexed(), collecting(found):
         for name, args in made:
             HOSTS[name](0, *(_on_gpu(x) for x in args))
     return found

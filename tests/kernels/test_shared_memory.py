@@ -5,7 +5,9 @@ Each case is a clean process running this file.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -15,7 +17,10 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent.parent
-CASES = ("llama", "five heads", "every size", "hedgehog")
+# Of each GPU the launches that need most, by kernel: mechanism, options, heads and Way, as launches.py printed them;
+# for an A100 those of a 4090, with the tiles that it takes.
+LARGEST = Path(__file__).parent / "largest.json"
+CASES = ("llama", "five heads", "every size", "hedgehog", "H200", "A100", "4090")
 
 
 @pytest.mark.slow
@@ -75,6 +80,14 @@ def main(case: str) -> None:
                     assert launches.launches(made) or not made
                 assert all("bytes of shared memory" in reason for reason in launches.REFUSED)
                 assert not launches.REFUSED or gpu.shared < h200.shared
+    elif case in GPUS:  # the launches that need most of this GPU
+        launches.set_driver(GPUS[case].capability)
+        for kernel, name, options, heads, *way in json.loads(LARGEST.read_text())[case]:
+            size = Heads(*map(int, re.findall(r"\d+", heads)))
+            made = launches.launches(calls(name, options, size, (Way(*way),), GPUS[case]))
+            needs = [launches.need(one) for one in made.values() if one.name == kernel]
+            assert needs, f"{name} {options} {heads} {way} no longer launches {kernel}"
+            assert max(needs) <= GPUS[case].shared, (kernel, name, options, heads, way, needs)
     else:
         from linearize_kernels.layers.hedgehog import shared_bytes
 
