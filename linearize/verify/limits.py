@@ -20,7 +20,8 @@ RELOADED = 1e-4
 ROUNDED_KL = 1e-2
 ROUNDED_RMS = 6e-2
 # An ONNX graph by onnx's reference evaluator beside its model in float32 (over 1 where no logit is as large). Small
-# models of three architectures with gla, gdn, retnet and the window alone, with and without a window: 4e-7 to 1.7e-6.
+# models of three architectures with gla, gdn, retnet and the window alone, with and without a window, nine stored in
+# float32 and three in bfloat16: 4e-7 to 1.7e-6.
 ONNX = 1e-4
 # A mixer divided among 2 and 4 processes beside the whole one, in float32, at six sizes of 8 to 32 query heads: those
 # whose heads are computed apart, 0 to 2.2e-7; sla, whose heads compete, 3.7e-2 to 7.9e-1.
