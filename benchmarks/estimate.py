@@ -4,9 +4,9 @@
     python -m benchmarks.estimate FOLDER 8B 135M   # only models in whose names one of these stands
     python -m benchmarks.estimate FOLDER --tiny    # the same on a CPU with small models, which proves this file alone
 
-Eight recipes for models of 0.1B to 8B: random weights of published shapes, nothing is downloaded. Each is a process of
-its own: `estimate --measure` prints the estimate and takes two steps of every stage. Those that do not fit the card are
-estimated and not measured.
+Eight recipes for models of 0.1B to 8B, and two of long rows: random weights of published shapes, nothing is downloaded.
+Each is a process of its own: `estimate --measure` prints the estimate and takes two steps of every stage. Those that do
+not fit the card are estimated and not measured.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ def shape(family: dict[str, Any], hidden: int, inner: int, layers: int, heads: i
     return {**family, **sizes, **more}
 
 
+def long_rows(length: int) -> list[str]:
+    """A row at a time, and a step of one row."""
+    batch = [f"stages.{name}.batch={{per_device: 1, accumulate: 1}}" for name in ("attention_transfer", "logit_kl")]
+    return [*batch, f"data.pack.seq_len={length}", "runtime.batch=given", "stages.logit_kl.loss.tokens_at_once=2048"]
+
+
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 32768}
 MISTRAL |= {"sliding_window": None}
 PHI = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 32064, "pad_token_id": 0}
@@ -44,6 +50,12 @@ RECIPES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "Mistral 7B": (shape(MISTRAL, 4096, 14336, 32, 32, 8), "gsa-window", LORA),
     "Qwen3 8B": (shape(QWEN, 4096, 12288, 36, 32, 8), "sla", LORA),
     "Llama 3.1 8B": (shape(LLAMA, 4096, 14336, 32, 32, 8), "gsa-window", []),
+    "8B, rows of 32,768": (shape(LLAMA, 4096, 14336, 32, 32, 8), "gsa-window", [*LORA, *long_rows(32768)]),
+    "8B, rows of 131,072": (
+        shape(LLAMA, 4096, 14336, 32, 32, 8) | {"max_position_embeddings": 131072},
+        "gsa-window",
+        [*LORA, *long_rows(131072), "runtime.offload_activations=true"],
+    ),
 }
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}

@@ -58,6 +58,14 @@ def changes(values: Values, cost: Cost) -> Iterator[Values]:
             batches[f"stages.{stage['name']}.batch"] = {"per_device": fewer, "accumulate": blocks // fewer}
     if batches:
         yield batches
+    runtime = values["runtime"]
+    if (
+        cost.checkpointing
+        and not runtime["offload_activations"]
+        and any(s["kind"] != "attention_transfer" for s, _ in large)
+    ):
+        checkpointed = {} if runtime["gradient_checkpointing"] else {"runtime.gradient_checkpointing": True}
+        yield {**checkpointed, "runtime.offload_activations": True}
     moved = [stage for stage, _ in large if {"all", "mixer"} & set(stage["train"])]
     full = [stage["name"] for stage in moved if stage["optimizer"]["memory"] == "full" and not sharded()]
     if full:

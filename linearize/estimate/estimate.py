@@ -61,6 +61,7 @@ class StageCost:
             "batch": {"per_device": stage.batch.per_device, "accumulate": stage.batch.accumulate},
             "teacher_copy_bytes": self.memory.teacher_copy,
             "memory": {**self.memory.parts, "total": self.memory.peak, "device": self.needs(device)},
+            "host_bytes": self.memory.host,
             "fits": self.needs(device) <= device.memory,
             "uncounted": self.memory.reason or None,
             "tokens_per_s": None if self.tokens_per_s is None else float(f"{self.tokens_per_s:.3g}"),

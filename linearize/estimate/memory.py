@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ..data.logits import StoredLogits
 from ..errors import LinearizeError, reason_of
 from ..recipe.recipe import Recipe
+from ..train.offload import LEAST, Host
 from ..train.save import meta_model
 from ..train.small_adamw import fresh_state
 from ..train.student import Student, inject_lora, is_source
@@ -34,8 +35,8 @@ class Memory:
     `saved` are the activations and logits alive when a backward pass begins, the most of any; `work` is that of one
     micro batch, and `evaluated` that of passes of student and teacher over as many blocks. `trained` are parameters, in
     so many `tensors`, `checkpoint` the bytes of a checkpoint without the optimizer's. `whole` are the bytes that
-    processes do not divide, `gathered` what sharding holds of whole weights and gradients at a time. `reason` says why
-    activations could not be counted.
+    processes do not divide, `gathered` what sharding holds of whole weights and gradients at a time, `host` what waits
+    in the host's memory for the backward pass. `reason` says why activations could not be counted.
     """
 
     parts: dict[str, int]
@@ -48,6 +49,7 @@ class Memory:
     teacher_copy: int = 0
     whole: dict[str, int] = field(default_factory=dict)
     gathered: int = 0
+    host: int = 0
     reason: str = ""
 
     @property
@@ -78,6 +80,24 @@ def divided(memory: Memory, processes: int, sharded: bool, transfers: bool) -> M
             parts["masters"] *= 2  # the student's own, aside for the length of a teacher pass
         parts["activations"] += memory.gathered
     return replace(memory, parts=parts)
+
+
+class FakeHost(Host):
+    """Counts the bytes that go away, of fake tensors."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker, self.bytes = tracker, 0
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.nbytes >= LEAST and self.tracker.part_of(tensor) in ("activations", "logits")
+
+    def away(self, tensor: Tensor) -> Any:
+        self.bytes += tensor.nbytes
+        return tensor.shape, tensor.dtype, tensor.device
+
+    def back(self, kept: Any) -> Tensor:
+        shape, dtype, device = kept
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Rehearsal:
@@ -133,6 +153,7 @@ class Rehearsal:
             self._adapt(stage.lora)
         with self.mode:
             step.prepare()
+            step.host = host = FakeHost(tracker)
             with tracker:
                 kept = self._keep(tracker, step)
                 reason, saved, work = "", 0, NONE
@@ -160,6 +181,7 @@ class Rehearsal:
             teacher_copy=self.student.teacher_bytes(),
             whole=self._whole(step),
             gathered=self._gathered(step),
+            host=host.bytes,
             reason=reason,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from linearize_kernels.hf.seam import evaluating
 
-from ..data.batches import Batch, forward, has_head, kind_of, targets
+from ..data.batches import Batch, has_head, kind_of
 from ..data.logits import StoredLogits, empty_rows
+from ..measure.evaluate import sums_of
 from ..recipe.recipe import AttentionTransfer, Recipe, Stage
 from ..train.loop import set_checkpointing
-from ..train.losses import IGNORED, cross_entropy
-from ..train.predictions import divergence, predictions
+from ..train.offload import Host, offloaded
 from ..train.runtime import caches_casts
 from ..train.stages import end_to_end_loss, transfer_loss
 from ..train.student import Student
@@ -27,7 +28,7 @@ class Step:
     """Micro batches of one stage for a model whose weights mean nothing.
 
     `precision` is accelerate's name of it, `stored` the predictions that come with the data where there are any.
-    `prepare` comes before everything else.
+    `prepare` comes before everything else. `host` is where activations wait that the recipe offloads.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Step:
         self.recipe, self.stage, self.student, self.stored = recipe, stage, student, stored
         self.precision = precision
         self.transfers = isinstance(stage, AttentionTransfer)
+        self.host: Host | None = None
         self.parameters: list[torch.nn.Parameter] = []
 
     @property
@@ -91,18 +93,15 @@ class Step:
             with autocast():
                 transfer_loss(self.student, batch, tokens[0], power, backward)
         else:
-            backward(end_to_end_loss(self.stage, self.student, model, batch, tokens, autocast)[0])
+            saving: Callable[[], Any] = contextlib.nullcontext
+            if self.recipe.runtime.offload_activations:
+                saving = partial(offloaded, self.host or Host(model))
+            backward(end_to_end_loss(self.stage, self.student, model, batch, tokens, autocast, saving)[0])
 
     def evaluate(self, batch: Batch) -> None:
         """What an evaluation does with a batch, as `measure.evaluate.score`."""
         model = self.student.model
         if not has_head(model):
             return
-        autocast, wanted = self.autocast(batch["labels"].device), targets(batch)
-        with torch.no_grad(), evaluating(model):
-            with autocast():
-                logits = forward(model, batch)
-                cross_entropy(logits, wanted)
-            theirs = predictions(self.student, batch, autocast)
-            divergence(self.student, logits, theirs, wanted != IGNORED, num_tokens=1.0)
-            (logits.argmax(-1) == wanted).sum()
+        with evaluating(model):
+            sums_of(model, batch, self.autocast(batch["labels"].device), self.student)

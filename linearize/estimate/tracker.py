@@ -74,6 +74,11 @@ class Tracker(TorchDispatchMode):
             if tensor is not None:
                 self._add(tensor, part, again=True)
 
+    def part_of(self, tensor: Tensor) -> str:
+        """What a tensor's storage counts as; empty where it is not counted."""
+        known = self._known.get(id(tensor.untyped_storage()))
+        return known[1] if known else ""
+
     def _add(self, tensor: Tensor, part: str, again: bool = False) -> None:
         storage = tensor.untyped_storage()
         key, count = id(storage), storage.nbytes()

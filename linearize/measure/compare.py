@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import tempfile
@@ -14,7 +15,7 @@ import torch
 
 from linearize_kernels.hf.seam import evaluating
 
-from ..data.batches import check_there, collate, forward, targets
+from ..data.batches import check_there, collate, targets
 from ..data.cache_key import fingerprint
 from ..data.documents import TextSource
 from ..data.packing import Blocks, build_blocks
@@ -22,6 +23,7 @@ from ..errors import Exit, LinearizeError
 from ..recipe.data import holds_images
 from ..recipe.recipe import Recipe
 from ..terminal.progress import Advance, progress, silent
+from ..train.chunked_head import logits_of, stretches
 from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
@@ -225,15 +227,19 @@ def predictions(
     number, size = sample_count(blocks, max_tokens), max(1, batch_tokens // blocks.seq_len)
     for start in range(0, number, size):
         batch = collate([blocks[i] for i in range(start, min(start + size, number))], student.device)
-        wanted = targets(batch)
-        asked = wanted != IGNORED
-        ours, theirs = forward(student, batch), forward(teacher, batch)
-        losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (ours, theirs)]
-        kl = logit_kl(ours, theirs, asked, num_tokens=1.0)
-        same = ((ours.argmax(-1) == theirs.argmax(-1)) & asked).sum()
-        sums += torch.stack([*losses, kl, same]).double().cpu()
-        count += int(asked.sum())
-        advance(2 * wanted.numel())
+        whole = targets(batch)
+        parts = stretches(student, batch)
+        readers = [logits_of(model, batch, contextlib.nullcontext, parts) for model in (student, teacher)]
+        for part in parts:
+            wanted = whole[:, part]
+            asked = wanted != IGNORED
+            ours, theirs = (read(part) for read in readers)
+            losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (ours, theirs)]
+            kl = logit_kl(ours, theirs, asked, num_tokens=1.0)
+            same = ((ours.argmax(-1) == theirs.argmax(-1)) & asked).sum()
+            sums += torch.stack([*losses, kl, same]).double().cpu()
+        count += int((whole != IGNORED).sum())
+        advance(2 * whole.numel())
     student_loss, teacher_loss, kl, same = (sums / max(count, 1)).tolist()
     return {
         "tokens": count,

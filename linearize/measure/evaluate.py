@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from linearize_kernels.hf.seam import evaluating
 
-from ..data.batches import Batch, Samples, blank, collate, forward, real_tokens, targets
+from ..data.batches import Batch, Samples, blank, collate, real_tokens, targets
 from ..data.logits import INDICES, TARGET
+from ..train.chunked_head import logits_of, predictions_of, stretches
 from ..train.losses import IGNORED, cross_entropy
-from ..train.predictions import divergence, predictions
+from ..train.predictions import divergence
 from ..train.stages import Listener, listen
 from ..train.student import Student
 
@@ -55,18 +56,28 @@ def score(model: Any, data: Iterator[Batch], accelerator: Accelerator, student: 
     sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
     with evaluating(model):
         for batch in data:
-            wanted = targets(batch)
-            asked = wanted != IGNORED
-            with accelerator.autocast():
-                logits = forward(model, batch)
-                loss = cross_entropy(logits, wanted)
-            kl = loss.new_zeros(())
-            if student is not None:
-                theirs = predictions(student, batch, accelerator.autocast)
-                kl = divergence(student, logits, theirs, asked, num_tokens=1.0)
-            count, hits = asked.sum(), (logits.argmax(-1) == wanted).sum()
-            sums += torch.stack([loss.double() * count, hits.double(), kl.double(), count.double()])
+            sums += sums_of(model, batch, accelerator.autocast, student)
     return _score_of(sums, accelerator, student is not None)
+
+
+@torch.no_grad()
+def sums_of(model: Any, batch: Batch, autocast: Callable[[], Any], student: Student | None = None) -> Tensor:
+    """Over the targets of a batch: the sum of losses, hits, the sum of KL from the teacher of `student`, and how many
+    there are; float64 [4]. Of long rows the logits are made some tokens at a time."""
+    wanted = targets(batch)
+    sums = torch.zeros(4, dtype=torch.float64, device=wanted.device)
+    parts = stretches(model, batch)
+    read = logits_of(model, batch, autocast, parts)
+    theirs = None if student is None else predictions_of(student, batch, autocast, parts)
+    for part in parts:
+        logits, own = read(part), wanted[:, part]
+        asked = own != IGNORED
+        loss, hits = cross_entropy(logits, own, num_tokens=1.0), (logits.argmax(-1) == own).sum()
+        kl = loss.new_zeros(())
+        if student is not None and theirs is not None:
+            kl = divergence(student, logits, theirs(part), asked, num_tokens=1.0)
+        sums += torch.stack([loss.double(), hits.double(), kl.double(), asked.sum().double()])
+    return sums
 
 
 def stored_score(data: Iterator[Batch], accelerator: Accelerator) -> Score | None:

@@ -20,6 +20,8 @@ from ..verify.child.inputs import most_tokens
 REACH, GROWTH = 8, 1.1
 # In config.json of a model that `finetune` wrote: tokens in a row of the longest stage.
 TRAINED_LENGTH = "linearize_trained_length"
+# Tokens of a row that are read at once, at most.
+PART = 8192
 # Of a text whose documents are long enough, no more than so many times what is needed is read to find them.
 SEARCH = 64
 
@@ -88,17 +90,17 @@ def by_position(
 ) -> list[dict[str, Any]]:
     """Perplexities and KL of the tokens between each two of `edges`, over rows [N,T] of `size` at a time.
 
-    Texts are read in parts of the first edge's length, each going on from the cache, so that no more logits are held
-    than in training. `advance` gets the number of tokens done since its last call.
+    Texts are read in parts of at most the first edge's length and PART, each going on from the cache, so that few
+    logits are held. `advance` gets the number of tokens done since its last call.
     """
     sums, counts = torch.zeros(len(edges) - 1, 3, dtype=torch.float64), [0] * (len(edges) - 1)
-    trained = edges[1]
+    step = next(edges[1] // n for n in range(-(-edges[1] // PART), edges[1] + 1) if edges[1] % n == 0)
     for part in rows.split(size):
         following = torch.nn.functional.pad(part[:, 1:], (0, 1), value=IGNORED)
         caches: list[Any] = [None, None]
-        for start in range(0, edges[-1], trained):
+        for start in range(0, edges[-1], step):
             block = next(i for i, edge in enumerate(edges[1:]) if start < edge)
-            ids, wanted = part[:, start : start + trained], following[:, start : start + trained]
+            ids, wanted = part[:, start : start + step], following[:, start : start + step]
             ours, caches[0] = student(ids, caches[0])
             theirs, caches[1] = teacher(ids, caches[1])
             losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (ours, theirs)]

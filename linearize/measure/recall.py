@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from ..data.batches import keeps_logits
 from ..errors import LinearizeError
 from ..terminal.progress import Advance, silent
 
@@ -122,6 +124,14 @@ def rows_of(task: str, writer: Writer, length: int, trials: int, text: Sequence[
     return [writer.needle(length, text, (trial + 0.5) / trials) for trial in range(trials)]
 
 
+def logits_at(model: Any, ids: Tensor, row: Tensor, place: Tensor) -> Tensor:
+    """The logits [N,V] at N places of rows of tokens [B,T]; of no other places where the model can leave them out."""
+    if not keeps_logits(getattr(type(model), "forward", model)):
+        return model(input_ids=ids, use_cache=False).logits[row, place]
+    kept, index = place.unique(return_inverse=True)
+    return model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[row, index]
+
+
 @torch.no_grad()
 def score(model: Any, rows: Sequence[Row], size: int, advance: Advance = silent) -> dict[str, Any]:
     """Share of values recalled, and the mean loss of a value in nats, over all that is asked in `rows`.
@@ -136,12 +146,11 @@ def score(model: Any, rows: Sequence[Row], size: int, advance: Advance = silent)
         part = rows[start : start + size]
         longest = max(len(row.ids) for row in part)
         ids = torch.tensor([row.ids + row.ids[:1] * (longest - len(row.ids)) for row in part], device=model.device)
-        logits = model(input_ids=ids, use_cache=False).logits
         places = [(number, place) for number, row in enumerate(part) for place in row.asked]
         # One token each: its row, its place, and the number of the value that it belongs to.
         tokens = [(number, t, value) for value, (number, place) in enumerate(places) for t in place]
         row, place, value = torch.tensor(tokens, device=model.device).T
-        found, wanted = logits[row, place - 1].float(), ids[row, place]
+        found, wanted = logits_at(model, ids, row, place - 1).float(), ids[row, place]
         missed = torch.zeros(len(places), device=model.device)
         missed.index_add_(0, value, (found.argmax(-1) != wanted).float())
         for number, (row_number, _) in enumerate(places):

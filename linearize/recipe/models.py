@@ -330,10 +330,19 @@ class Runtime(Strict):
     """Of the arithmetic; auto: bf16 on a GPU, fp32 on a CPU. Trained weights and states stay in fp32."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time."""
+    offload_activations: bool = False
+    """What gradient_checkpointing keeps waits in the host's memory, for rows of many tokens."""
     compile: bool = False
     """torch.compile of end-to-end stages."""
     batch: Literal["given", "auto"] = "given"
     """auto: on a GPU per_device becomes the most that fits, and accumulate less; the blocks of a step stay."""
+
+    @field_validator("offload_activations")
+    @classmethod
+    def _little_to_move(cls, offload: bool, info: ValidationInfo) -> bool:
+        if offload and not info.data.get("gradient_checkpointing"):
+            raise ValueError("needs gradient_checkpointing: true, or all activations of all layers would move")
+        return offload
 
 
 class Checkpoint(Strict):

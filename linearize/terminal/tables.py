@@ -306,6 +306,8 @@ def estimate_table(found: dict[str, Any]) -> None:
     for row in found["stages"]:
         if row["uncounted"]:
             out.print(f"activations of {row['name']} are not counted: {row['uncounted']}")
+        if row["host_bytes"]:
+            out.print(f"{row['name']} keeps {size(row['host_bytes'])} of activations in the host's memory")
     disk = found["disk"]
     told = [
         f"disk {size(disk['total'])} (" + ", ".join(f"{k} {size(v)}" for k, v in disk.items() if k != "total") + ")"

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
-from ..data.batches import INPUTS, Batch, keeps_logits, kind_of, targets
+from ..data.batches import INPUTS, Batch, forward, keeps_logits, kind_of, targets
 from ..recipe.recipe import LogitKL
 from .losses import IGNORED, TopLogits, cross_entropy
 from .predictions import divergence, stored
 from .student import Student
+
+# Logits [B,t,V] that an evaluation has at once of each model: 1 GiB in float32.
+READ_AT_ONCE = 2**28
 
 
 def obstacle(model: Any) -> str:
@@ -31,14 +35,20 @@ def obstacle(model: Any) -> str:
 
 
 def chunked_loss(
-    stage: LogitKL, student: Student, wrapped: Any, batch: Batch, tokens: Tensor, autocast: Callable[[], Any]
+    stage: LogitKL,
+    student: Student,
+    wrapped: Any,
+    batch: Batch,
+    tokens: Tensor,
+    autocast: Callable[[], Any],
+    saving: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a logit_kl stage on one micro batch, and its terms; arguments as for `stages.end_to_end_loss`."""
     model, wanted, size = student.model, targets(batch), stage.loss.tokens_at_once
     assert size is not None
-    theirs = pieces(student, batch, autocast) if stage.learns_logits else None
+    theirs = predictions_of(student, batch, autocast) if stage.learns_logits else None
     asked, count = learned(stage, batch, tokens)
-    with autocast():
+    with autocast(), saving():
         ours, kind = hidden_states(model, wrapped, batch)
 
     def terms_of(hidden: Tensor, part: slice) -> dict[str, Tensor]:
@@ -64,19 +74,49 @@ def learned(stage: LogitKL, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tenso
     return (targets(batch) != IGNORED, tokens[1]) if stage.completion_only else (batch["valid"], tokens[0])
 
 
-def pieces(student: Student, batch: Batch, autocast: Callable[[], Any]) -> Callable[[slice], Tensor | TopLogits]:
-    """What the teacher predicts of some tokens of each row: its body runs here, its head when it is asked."""
+def predictions_of(
+    student: Student, batch: Batch, autocast: Callable[[], Any], parts: list[slice] | None = None
+) -> Callable[[slice], Tensor | TopLogits]:
+    """`logits_of` the student's teacher, without gradient, or what was stored of its predictions."""
     rows = stored(batch)
     if rows is not None:
         return lambda part: TopLogits(*(values[:, part] for values in rows))
-    with student.teacher() as model, autocast():
+    with student.teacher() as model:
+        read = logits_of(model, batch, autocast, parts)
+
+    def piece(part: slice) -> Tensor:
+        with student.teacher():
+            return read(part)[..., : student.vocabulary]
+
+    return piece
+
+
+def logits_of(
+    model: Any, batch: Batch, autocast: Callable[[], Any], parts: list[slice] | None = None
+) -> Callable[[slice], Tensor]:
+    """The logits of some tokens of each row: the body of `model` runs here, its head when it is asked. Where there is
+    one part alone, both run here."""
+    with autocast():
+        if parts is not None and len(parts) == 1:
+            whole = forward(model, batch)
+            return lambda part: whole
         hidden, kind = hidden_states(model, model, batch)
 
     def piece(part: slice) -> Tensor:
-        with student.teacher() as model, autocast():
-            return head(model, hidden[:, part], kind)[..., : student.vocabulary]
+        with autocast():
+            return head(model, hidden[:, part], kind)
 
     return piece
+
+
+def stretches(model: Any, batch: Batch) -> list[slice]:
+    """The tokens of a batch's rows in parts whose logits an evaluation may hold at once. One part where the head cannot
+    run apart, or where its weights are divided among processes."""
+    rows, length = batch["labels"].shape
+    if obstacle(model) or any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()):
+        return [slice(0, length)]
+    size = max(1, READ_AT_ONCE // (rows * model.config.get_text_config().vocab_size))
+    return [slice(start, start + size) for start in range(0, length, size)]
 
 
 class _Chunks(torch.autograd.Function):

@@ -6,6 +6,7 @@ Data order, learning rate and random numbers are functions of the step, so a sta
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import signal
@@ -27,6 +28,7 @@ from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
+from .offload import Host, offloaded
 from .progress import StageProgress, memory_bytes
 from .runs import OPTIMIZER, Position, reading
 from .stages import end_to_end_loss, transfer_loss, written
@@ -76,6 +78,9 @@ class StageLoop:
         if not self.transfers and owner.recipe.runtime.compile:
             self.wrapped = torch.compile(self.wrapped)
         set_checkpointing(owner.model, owner.recipe.runtime.gradient_checkpointing and not self.transfers)
+        self.saving: Callable[[], Any] = contextlib.nullcontext
+        if owner.recipe.runtime.offload_activations:
+            self.saving = functools.partial(offloaded, Host(owner.model))
 
     # ------------------------------------------------------------ the loop
 
@@ -195,7 +200,8 @@ class StageLoop:
         if self.transfers:
             with accelerator.autocast():
                 return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward), {}
-        loss, terms = end_to_end_loss(self.stage, owner.student, self.wrapped, batch, tokens, accelerator.autocast)
+        given = self.stage, owner.student, self.wrapped, batch, tokens
+        loss, terms = end_to_end_loss(*given, accelerator.autocast, self.saving)
         # DDP and FSDP take the mean over processes of what has to be a sum.
         accelerator.backward(loss * accelerator.num_processes)
         return loss.detach(), terms

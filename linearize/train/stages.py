@@ -162,20 +162,26 @@ def written(stage: OnPolicyKL, model: Any, batch: Batch) -> Batch:
 
 
 def end_to_end_loss(
-    stage: Stage, student: Student, wrapped: Any, batch: Batch, tokens: Tensor, autocast: Callable[[], Any]
+    stage: Stage,
+    student: Student,
+    wrapped: Any,
+    batch: Batch,
+    tokens: Tensor,
+    autocast: Callable[[], Any],
+    saving: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """logit_kl, on_policy_kl, feature_cosine or sft on one micro batch; `wrapped` is the model as accelerate prepared
-    it.
+    it, and `saving` a context of the student's pass that says where autograd keeps what it needs.
 
     `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes. Of a loss of
     two terms, both by name as well, without weights and gradients.
     """
     if isinstance(stage, LogitKL) and stage.loss.tokens_at_once is not None:
-        return chunked_loss(stage, student, wrapped, batch, tokens, autocast)
+        return chunked_loss(stage, student, wrapped, batch, tokens, autocast, saving)
     teacher = None
     if stage.learns_logits or isinstance(stage, FeatureCosine):
         teacher = predictions(student, batch, autocast)
-    with autocast():
+    with autocast(), saving():
         found = forward(wrapped, batch)
     if isinstance(stage, FeatureCosine):
         assert isinstance(teacher, Tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,14 @@ import torch
 from conftest import relative_error
 from training import T, base, make_recipe, metrics, stage, tensors, train
 
+from linearize.data.logits import INDICES, REST, VALUES
 from linearize.errors import LinearizeError
 from linearize.estimate.memory import Rehearsal
+from linearize.measure.evaluate import sums_of
+from linearize.train import chunked_head
+from linearize.train.losses import top_logits
+from linearize.train.save import load_converted
+from linearize.train.student import Student
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +72,28 @@ def test_what_cannot_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(LinearizeError, match=r"loss\.tokens_at_once is for whole weights"):
         train(make_recipe(tmp_path, base(root, "llama"), one))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["its own teacher", "stored logits"])
+def test_long_rows_are_evaluated_in_parts(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    """The same scores, and never more logits than READ_AT_ONCE."""
+    model = load_converted(base(root, "llama"), torch.float32, False)
+    student = Student(model)
+    ids = torch.randint(model.config.vocab_size, (2, T))
+    places = torch.arange(T).expand(2, -1)
+    batch = {"input_ids": ids, "position_ids": places, "labels": ids, "valid": torch.ones_like(ids).bool()}
+    if stored:
+        with student.teacher() as teacher, torch.no_grad():
+            top = top_logits(teacher(input_ids=ids).logits, 8)
+        batch |= {VALUES: top.values, INDICES: top.indices, REST: top.rest}
+    whole = sums_of(model, batch, contextlib.nullcontext, student)
+    seen = []
+    original = chunked_head.head
+    monkeypatch.setattr(chunked_head, "head", lambda *given: (out := original(*given), seen.append(out.shape))[0])
+    monkeypatch.setattr(chunked_head, "READ_AT_ONCE", 2 * 5 * model.config.vocab_size)
+    parts = sums_of(model, batch, contextlib.nullcontext, student)
+    assert {shape[1] for shape in seen} == {5, T % 5}
+    assert torch.allclose(parts, whole, rtol=1e-5)
+    assert parts[3] == 2 * (T - 1)
