@@ -59,11 +59,13 @@ def safe(shared: int, processors: int, D: int, DV: int, phi: str, dtype: torch.d
 
 def shared_bytes(tiles: Tiles, D: int, DV: int, phi: str, dtype: torch.dtype) -> int:
     """Bound on the shared memory of every kernel, from the compiler's reports for 8.0 and 9.0: what a pipelined loop
-    loads, computed factors, and states and maps, each also transposed."""
+    loads, computed factors, states and maps, each also transposed, and sums over warps."""
     BD, BV, halves = width(D), width(DV), 2 if phi == "hedgehog" else 1
     item = 4 if dtype == torch.bfloat16 else 8
-    loads = (tiles.stages - 1) * tiles.chunk * ((1 + halves) * BD + 3 * BV) * dtype.itemsize
-    return loads + item * (2 * halves * BD * BV + 2 * (halves - 1) * BD * BD + halves * tiles.chunk * (BD + BV) // 2)
+    loads = (tiles.stages - 1) * tiles.chunk * ((1 + halves) * BD + 4 * BV) * dtype.itemsize
+    sums = 4 * tiles.warps * max(BD, BV)
+    states = 2 * halves * BD * BV + 2 * (halves - 1) * BD * BD
+    return loads + sums + item * (states + halves * tiles.chunk * (BD + BV) // 2)
 
 
 @functools.cache

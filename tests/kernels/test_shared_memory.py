@@ -17,8 +17,7 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent.parent
-# Of each GPU the launches that need most, by kernel: mechanism, options, heads and Way, as launches.py printed them;
-# for an A100 those of a 4090, with the tiles that it takes.
+# Of each GPU the launches that need most, by kernel: mechanism, options, heads and Way, as launches.py printed them.
 LARGEST = Path(__file__).parent / "largest.json"
 CASES = ("llama", "five heads", "every size", "hedgehog", "H200", "A100", "4090")
 
