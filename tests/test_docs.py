@@ -162,6 +162,7 @@ def runs_here(words: list[str]) -> bool:
     return words[0] not in ("inspect", "convert", "generate") or (len(words) > 1 and Path(words[1]).exists())
 
 
+@pytest.mark.slow
 def test_commands_that_need_no_network_run(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of README and the site, page after page, in a folder that has the model that linearize ships."""
     (tmp_path / "linearize/demo").mkdir(parents=True)

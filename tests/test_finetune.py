@@ -62,7 +62,9 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, s
 # ---------------------------------------------------------------- sums over micro batches and processes
 
 
-@pytest.mark.parametrize(("kind", "parts"), KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "parts"), [KINDS[0], pytest.param(*KINDS[1], marks=pytest.mark.slow), KINDS[2]], ids=str
+)
 def test_micro_batches_add_up_to_the_batch(kind: str, parts: Any, root: Path, tmp_path: Path) -> None:
     """However four blocks are divided, also where they hold different numbers of targets and of padding."""
     found = []

@@ -267,6 +267,7 @@ def test_a_dry_run_counts_images(place: Path) -> None:
     assert row["tokens"] == 7 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unverified")
 def test_an_encoder_learns_hidden_tokens(place: Path) -> None:
     tokenizer = byte_tokenizer()

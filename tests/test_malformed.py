@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, with_slow
 from models import convert_folder, save_source
 from safetensors.torch import load_file, save_file
 from training import BASES, byte_tokenizer, make_recipe, stage, train, write_recipe
@@ -254,7 +254,7 @@ def test_a_chat_template_that_fails(
 DEEP = '{"a":' * 10**5
 
 
-@pytest.mark.parametrize("command", [*OF_OURS, "eval"])
+@pytest.mark.parametrize("command", with_slow([*OF_OURS, "eval"], "verify", "push"))
 @pytest.mark.parametrize("name", ["config.json", "linearize.json", "tokenizer_config.json", "tokenizer.json"])
 def test_brackets_in_brackets_are_no_bug(
     linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str

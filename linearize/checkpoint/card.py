@@ -130,7 +130,7 @@ def kept_heads(plan: Plan) -> str:
 
 
 def untrained(plan: Plan) -> str:
-    """What of a model is untrained; of one that was converted again, what was trained before."""
+    """Which parts of the model are untrained. If it was converted again, also what was trained before."""
     if not plan.again:
         return UNTRAINED
     last = plan.again[-1]

@@ -214,7 +214,7 @@ def _site(
     layer = number if layer is None else int(layer)
     slot = type(slots[layer]).__name__ if layer < len(slots) else ""
     if obstacle is None and record["causal"] and slot not in ("", *PLAIN_SLOTS):
-        obstacle = f"shares its slot of the cache ({slot}) with what a state does not replace"
+        obstacle = f"uses a cache layer of type {slot}, which also holds data that a linear state cannot replace"
     return Site(layer=layer, kind=type(module).__name__, **record), obstacle
 
 

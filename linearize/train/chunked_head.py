@@ -1,9 +1,9 @@
 """Logit KL and cross entropy some tokens at a time, so that the logits of all tokens never lie in memory together.
 
-The body of the model runs once over the whole text, as always. The head then runs on a stretch of its hidden states
-after another, and each stretch's gradient is taken before the next one begins: of the logits [B,T,V] and their gradient
-[B,t,V] are there. What an architecture does around its head (scales, soft caps) is its own forward's, which runs with
-its body replaced by one that gives back those hidden states.
+The body of the model runs once over the whole text, as always. The head then runs on one stretch of t tokens after
+another, and each stretch's gradient is computed before the next begins. So only [B,t,V] of the logits [B,T,V] and of
+their gradient is in memory. What an architecture does around its head (scales, soft caps) is its own forward's, which
+runs with its body replaced by one that gives back those hidden states.
 """
 
 from __future__ import annotations

@@ -275,8 +275,8 @@ def common_vocabulary(ours: int, theirs: int, tokenizer: Any, name: str) -> int:
     common = min(ours, theirs)
     if tokenizer.vocab_size > common:
         raise LinearizeError(
-            f"teacher: the tokenizer has {tokenizer.vocab_size} tokens, and of base and {name} one has logits of "
-            f"{common} alone",
+            f"teacher: the tokenizer has {tokenizer.vocab_size} tokens, but the base or {name} has logits for only "
+            f"{common} of them. Choose a teacher with logits for all",
             Exit.INCOMPATIBLE,
         )
     return common

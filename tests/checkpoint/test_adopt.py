@@ -40,6 +40,7 @@ def logits(folder: Path) -> torch.Tensor:
     return model(input_ids=torch.arange(20)[None]).logits
 
 
+@pytest.mark.slow
 def test_an_adopted_folder_has_the_same_weights_and_a_whole_plan(hybrid: Path, saved: Path, tmp_path: Path) -> None:
     plan = adopt(saved, tmp_path / "whole")
     assert read_plan(tmp_path / "whole") == plan

@@ -110,6 +110,7 @@ def test_a_layer_gets_softmax_back_and_linear_again(place: Path, tmp_path: Path)
     assert passes[2].untrained == ()
 
 
+@pytest.mark.slow
 def test_layers_may_have_several_mechanisms(place: Path, tmp_path: Path) -> None:
     again(place / "trained", tmp_path / "two", "gla", layers="2-3", restore="0", options={"window": 4}, level="full")
     found = {step.site.layer: step.mechanism for step in read_plan(tmp_path / "two").steps}

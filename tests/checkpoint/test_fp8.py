@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import with_slow
 from models import convert_folder, load, save_source
 from safetensors.torch import load_file, save_file
 
@@ -55,7 +56,7 @@ def in_fp8(
     return expected
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["one file", "scales in another"])
+@pytest.mark.parametrize("split", with_slow([False, True], False), ids=["one file", "scales in another"])
 def test_weights_are_dequantised_while_converting(tmp_path: Path, split: bool) -> None:
     source = save_source(tmp_path / "source", hidden_size=48, intermediate_size=40)
     expected = in_fp8(source, split)
@@ -72,6 +73,7 @@ def test_weights_are_dequantised_while_converting(tmp_path: Path, split: bool) -
     assert load(folder).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_the_result_is_what_transformers_dequantises(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", num_hidden_layers=2)
     # In whole blocks: of others, transformers 5.23 takes scales for blocks of another size.

@@ -113,6 +113,7 @@ def test_a_tensor_without_a_hash_is_named_and_an_older_folder_verifies(zoo: Zoo,
     assert "linearize 0.1.0 recorded no hashes of them" in detail
 
 
+@pytest.mark.slow
 def test_an_upgrade_records_what_was_not(linearize: Command, tmp_path: Path) -> None:
     with tarfile.open(Path(__file__).parent / "data/written-by-0.1.0.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")

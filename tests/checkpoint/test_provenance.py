@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command
+from conftest import Command, with_slow
 from models import Zoo, copied
 from training import stage, write_recipe
 
@@ -244,6 +244,7 @@ def test_edited_code_of_diffusers_is_refused(linearize: Command, written: Path, 
 # ---------------------------------------------------------------- upgrade
 
 
+@pytest.mark.slow
 def test_upgrade_in_place(linearize: Command, old: Path) -> None:
     """Code and config are this version's, weights and foreign files stay; a second time there is nothing to do."""
     (old / "notes").mkdir()
@@ -294,7 +295,7 @@ def test_upgrade_to_another_folder(linearize: Command, written: Path, tmp_path: 
     assert linearize("upgrade", folder, "-o", folder)[0] == 2
 
 
-@pytest.mark.parametrize("wrong", ["logits", "mixers"])
+@pytest.mark.parametrize("wrong", with_slow(["logits", "mixers"], "logits"))
 def test_an_upgrade_that_fails_leaves_the_folder_as_it_was(
     linearize: Command, old: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:

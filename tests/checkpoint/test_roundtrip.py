@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 import transformers.conversion_mapping as conversions
-from conftest import TOLERANCE, Command, relative_error
+from conftest import TOLERANCE, Command, relative_error, with_slow
 from models import (
     ARCHITECTURES,
     HYBRID,
@@ -100,6 +100,7 @@ def test_convert_proves_its_result(tmp_path: Path) -> None:
     assert "single steps through a cache equal one pass" in result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "proved"), [(0, "24 tokens"), (40, "50 tokens"), (900, "206 tokens")])
 def test_the_proof_goes_beyond_the_window(tmp_path: Path, window: int, proved: str) -> None:
     """As far as its rows may be long; the sentence says where a window held all of them."""
@@ -117,6 +118,7 @@ def test_a_proof_by_keys_says_what_it_leaves_out(tmp_path: Path) -> None:
     assert said.endswith("; names and shapes alone, logits and decoding not compared")
 
 
+@pytest.mark.slow
 def test_steps_beyond_the_window_that_go_wrong_are_found(tmp_path: Path) -> None:
     """They are right as long as the window holds all tokens."""
     source, folder = save_source(tmp_path / "source"), tmp_path / "linear"
@@ -130,7 +132,7 @@ def test_steps_beyond_the_window_that_go_wrong_are_found(tmp_path: Path) -> None
         check_logits(folder, opened, plan, False)
 
 
-@pytest.mark.parametrize("layers", ["all", HYBRID])
+@pytest.mark.parametrize("layers", with_slow(["all", HYBRID], "all"))
 def test_the_proof_includes_cached_steps(zoo: Zoo, tmp_path: Path, layers: str) -> None:
     """One pass is right, on both sides; what a cache gives on is not."""
     source, linear = zoo.folders("llama", layers)
@@ -145,7 +147,9 @@ def test_the_proof_includes_cached_steps(zoo: Zoo, tmp_path: Path, layers: str) 
     assert caught.value.code == Exit.CHECK_FAILED
 
 
-@pytest.mark.parametrize("damage", ["lost", "source", "extra", "shape", "nan", "index"])
+@pytest.mark.parametrize(
+    "damage", with_slow(["lost", "source", "extra", "shape", "nan", "index"], "source", "extra", "shape")
+)
 def test_verification_refuses_a_wrong_checkpoint(zoo: Zoo, tmp_path: Path, damage: str) -> None:
     from safetensors.torch import save_file
 
@@ -279,7 +283,7 @@ def test_tied_embeddings_stay_tied(zoo: Zoo) -> None:
     assert "lm_head.weight" not in stored(zoo.folders("qwen2")[1])
 
 
-@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("shard", with_slow(["5GB", "20KB"], "5GB"))
 def test_a_cast_rewrites_shard_by_shard(tmp_path: Path, shard: str) -> None:
     source = save_source(tmp_path / "source", shard=shard)
     level = "full" if shard == "20KB" else "none"

@@ -62,6 +62,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_commands_import_no_more_than_they_need(source: Path, tmp_path: Path) -> None:
     linear, run = convert_folder(source, tmp_path / "linear"), tmp_path / "runs" / "first"
     run.mkdir(parents=True)

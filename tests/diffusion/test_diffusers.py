@@ -126,6 +126,7 @@ def test_pipelines_load_without_linearize_and_make_the_same(sources: dict[str, P
     assert torch.equal(found["hub"][0], found[WAN][0])
 
 
+@pytest.mark.slow
 def test_convert_and_verify_by_command(sources: dict[str, Path], tmp_path: Path, linearize: Command) -> None:
     before = hashes(sources[WAN])
     options = [word for name, value in BLOCKS.items() for word in ("--set", f"{name}={value}")]
@@ -293,6 +294,7 @@ def test_the_checks_of_a_clean_process_see_what_is_wrong(sources: dict[str, Path
     assert latents.loads_without_trust(sources[WAN] / "transformer")["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_result_that_differs_is_not_kept(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,6 +295,7 @@ def test_a_run_goes_on_with_what_it_began_with(
     assert f"this run began with torch 1.0, now {torch.__version__}" in " ".join(err.split())
 
 
+@pytest.mark.slow
 def test_starting_over_keeps_the_finished_model_until_the_new_one_is_ready(
     sources: dict[str, Path], tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,7 @@ def timed(start: Path, folder: Path, device: Device | None = None, **changes: An
 HELD = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}
 
 
+@pytest.mark.slow
 def test_evaluations_take_time(root: Path, tmp_path: Path) -> None:
     few = {"max_tokens": 64}
     once = timed(base(root, "llama"), tmp_path, data=HELD, eval=few)["evaluation"]
@@ -204,6 +205,7 @@ def test_evaluations_take_time(root: Path, tmp_path: Path) -> None:
     assert full == timed(base(root, "llama"), tmp_path, data=HELD, eval={"max_tokens": size})["evaluation"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [None, Device("cpu", "cpu", 1 << 40)], ids=["card", "cpu"])
 def test_choosing_layers_takes_time(root: Path, tmp_path: Path, device: Device | None) -> None:
     def choosing(**convert: Any) -> float:
@@ -308,6 +310,7 @@ def test_what_does_not_fit_is_refused_with_the_change_that_fits(root: Path, tmp_
     train(load_recipe(path, shlex.split(advice)))
 
 
+@pytest.mark.slow
 def test_what_nothing_makes_fit_says_so(root: Path, tmp_path: Path, crowded: Any) -> None:
     crowded(1000)
     with pytest.raises(LinearizeError, match="No change that linearize knows makes it fit"):

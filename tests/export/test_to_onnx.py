@@ -71,7 +71,11 @@ def proved_and_disproved(graph: Any, path: Path, rows: Any, expected: list[torch
             marks=pytest.mark.slow,
         ),
         ("qwen3", ("--to", "gdn", "--keep-softmax", "1"), {"LinearAttention": 1, "Attention": 1}),
-        ("llama", ("--to", "window", "--set", "window=64", "--layers", "1"), {"LinearAttention": 0, "Attention": 1}),
+        pytest.param(
+            *("llama", ("--to", "window", "--set", "window=64", "--layers", "1")),
+            {"LinearAttention": 0, "Attention": 1},
+            marks=pytest.mark.slow,
+        ),
         ("llama", ("--to", "gla", "--keep-heads", "1:0"), {"LinearAttention": 2, "Attention": 1}),
         pytest.param(
             *("gemma2", ("--to", "gdn", "--set", "window=6", "--keep-heads", "0:1;1:0")),

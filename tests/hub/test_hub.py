@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Command
+from conftest import Command, with_slow
 from hub_server import TOKEN, Hub, Repo, serve
 from huggingface_hub import HfApi, constants, get_session, metadata_load
 from models import HYBRID, Zoo, load, logits, save_source, tokens
@@ -260,6 +260,7 @@ def test_private_pull_request_and_message(linearize: Command, hub: Hub, folder: 
     assert hub.repos[REPO].messages[-1] == "proposed"
 
 
+@pytest.mark.slow
 def test_convert_pushes(linearize: Command, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     put_source(hub, tmp_path / "base")
@@ -423,7 +424,7 @@ def spoil_mixers(folder: Path) -> None:
         (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, "but has no linearize.json"),
         (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, "carries other code"),
         (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, f"lacks {MIXER_SHARD}"),
-        (spoil_mixers, Exit.CHECK_FAILED, "verification failed"),
+        pytest.param(spoil_mixers, Exit.CHECK_FAILED, "verification failed", marks=pytest.mark.slow),
         (lead_out, Exit.INCOMPATIBLE, "generation_config.json is a link to /etc/hostname, outside of"),
         (lambda f: (f / "README.md").write_text("---\nbase_model: a b\n---\n"), Exit.CHECK_FAILED, "'a b'"),
         (lambda f: (f / "README.md").write_text("---\n- [\n---\n"), Exit.CHECK_FAILED, "metadata cannot be used"),
@@ -457,7 +458,7 @@ def source_weights(hub: Hub) -> set[str]:
     return {name for name in names if name.endswith((".safetensors", ".bin", ".onnx", ".pt"))}
 
 
-@pytest.mark.parametrize("shard", ["5GB", "20KB"], ids=["one file", "many files"])
+@pytest.mark.parametrize("shard", with_slow(["5GB", "20KB"], "5GB"), ids=["one file", "many files"])
 def test_a_source_comes_from_the_hub(hub: Hub, tmp_path: Path, shard: str) -> None:
     others = {"pytorch_model.bin": b"same in bin", "consolidated.safetensors": b"same again", "x.onnx": b"and again"}
     nested = {"original/model.safetensors": b"again", "onnx/model.onnx": b"again", "curve.csv": b"1,2"}
@@ -619,6 +620,7 @@ def test_a_source_that_the_hub_does_not_give(
     assert "hf auth login, or set HF_TOKEN" in message
 
 
+@pytest.mark.slow
 def test_a_loop_of_generation_does_not_travel(tmp_path: Path, zoo: Zoo) -> None:
     """transformers would run it when the converted model is loaded, though nobody trusted the source's code."""
     source = Path(shutil.copytree(zoo.folders("llama")[0], tmp_path / "source"))

@@ -725,6 +725,7 @@ def test_attention_transfer_keeps_the_teachers_stream(tmp_path: Path, name: str)
         assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters()), path
 
 
+@pytest.mark.slow
 def test_verify_and_the_card_of_an_image_model(tmp_path: Path, linearize: Command) -> None:
     small_model("DeiTForImageClassification").save_pretrained(tmp_path / "source")
     code, out, _ = linearize("convert", tmp_path / "source", "--to", "saga", "-o", tmp_path / "linear", "--json")

@@ -57,6 +57,7 @@ def accuracy(folder: Path, rows: list[dict[str, Any]], before: str = "") -> floa
     return sum(scores[row["a"]] == max(scores) for scores, row in zip(found, rows, strict=True)) / len(rows)
 
 
+@pytest.mark.slow
 def test_the_results_are_those_of_the_logits(
     linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

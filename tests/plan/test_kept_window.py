@@ -80,6 +80,7 @@ def test_it_computes_softmax_over_those_tokens(place: Path) -> None:
     assert relative_error(o, window_reference(q, k, v, window=5, sink=4, scale=site.scale)) < EXACT
 
 
+@pytest.mark.slow
 def test_a_cache_is_bounded_and_verify_passes(place: Path) -> None:
     cache = DynamicCache()
     with torch.no_grad():

@@ -78,8 +78,8 @@ def test_layers_that_are_linear_already_are_named_and_kept(tmp_path: Path) -> No
         ("mamba", "no attention found: MambaForCausalLM .* Attention-like modules seen: MambaMixer"),
         ("rwkv", "no attention found: RwkvForCausalLM .* seen: RwkvSelfAttention"),
         ("diffllama", r"layers\.0\.self_attn is DiffLlamaAttention: calls attention 2 times in a forward pass"),
-        ("falcon_h1", r"FalconH1Attention: shares its slot of the cache \(LinearAttentionAndFullAttentionLayer\)"),
-        ("deepseek_v32", r"DeepseekV32Attention: shares its slot of the cache \(DynamicIndexedLayer\)"),
+        ("falcon_h1", r"FalconH1Attention: uses a cache layer of type LinearAttentionAndFullAttentionLayer"),
+        ("deepseek_v32", r"DeepseekV32Attention: uses a cache layer of type DynamicIndexedLayer"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, model_type: str, message: str) -> None:

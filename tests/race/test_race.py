@@ -233,6 +233,7 @@ def test_tokens_are_written_as_in_recipes() -> None:
 # ---------------------------------------------------------------- the race
 
 
+@pytest.mark.slow
 def test_a_race_that_was_stopped_goes_on_and_ends_with_one_table_and_one_page(
     linearize: Command, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

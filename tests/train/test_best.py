@@ -94,6 +94,7 @@ def halfway(place: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             train(recipe(place, root, 8, checkpoint={"every_steps": 4}))
 
 
+@pytest.mark.slow
 def test_what_changes_no_weight_may_change_and_the_start_says_what_is_left(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

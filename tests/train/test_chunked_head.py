@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import relative_error
+from conftest import relative_error, with_slow
 from training import T, base, make_recipe, metrics, stage, tensors, train
 
 from linearize.data.logits import INDICES, REST, VALUES
@@ -34,7 +34,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "parts", "loss"), CASES, ids=["tied", "frozen head", "ce alone"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", with_slow([False, True], False))
 def test_it_trains_what_all_logits_at_once_train(
     root: Path, tmp_path: Path, name: str, parts: Any, loss: dict[str, Any], checkpointing: bool
 ) -> None:

@@ -168,6 +168,7 @@ def test_shards_train_the_same_and_resume_on_another_number_of_processes(
     assert_same_run(tmp_path, one)
 
 
+@pytest.mark.slow
 def test_shards_in_mixed_precision(model: Path, tmp_path: Path, forks: Forks) -> None:
     """Nothing of the source trains at first, so FSDP's first pass sees no gradients; float32 masters come later."""
     folder = base(model.parent.parent, "llama", "bfloat16")

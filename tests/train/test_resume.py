@@ -69,9 +69,9 @@ def assert_as_undisturbed(folder: Path, whole: Path) -> None:
 
 # Where the signal comes, and the first step of each stage that runs afterwards: no more than was lost.
 KILLS = [
-    ("step", 1, [0, 0, 0]),
+    pytest.param("step", 1, [0, 0, 0], marks=pytest.mark.slow),
     ("step", 9, [2, 0]),
-    ("write", 2, [2, 0, 0]),
+    pytest.param("write", 2, [2, 0, 0], marks=pytest.mark.slow),
     ("write", 6, [4, 0]),
     ("end", 1, []),
 ]
@@ -295,7 +295,7 @@ def test_other_versions_are_noted(root: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["trained.safetensors", "optimizer.pt"])
-@pytest.mark.parametrize("keep", [0, 0.5])
+@pytest.mark.parametrize("keep", with_slow([0, 0.5], 0.5))
 def test_a_checkpoint_that_was_cut_short_is_told_without_hashes(
     name: str, keep: float, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

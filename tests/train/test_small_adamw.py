@@ -92,6 +92,7 @@ def test_small_tensors_are_exact() -> None:
     assert torch.allclose(*weights, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_stage_ends_close_to_the_plain_one_and_resumes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,6 +304,7 @@ def test_a_tensor_of_another_dtype_keeps_its_bytes(root: Path, tmp_path: Path) -
     assert not torch.equal(final[trained], content[trained])
 
 
+@pytest.mark.slow
 def test_saving_is_verified_by_logits(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", ["new", "lora"]), finish={"verify": True})
     said: list[str] = []
