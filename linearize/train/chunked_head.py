@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..data.batches import INPUTS, Batch, forward, keeps_logits, kind_of, targets
 from ..recipe.recipe import LogitKL
 from .losses import IGNORED, TopLogits, cross_entropy
-from .predictions import divergence, stored
+from .predictions import divergence, predictions, stored
 from .student import Student
 
 # Logits [B,t,V] that an evaluation has at once of each model: 1 GiB in float32.
@@ -78,11 +78,14 @@ def predictions_of(
     student: Student, batch: Batch, autocast: Callable[[], Any], parts: list[slice] | None = None
 ) -> Callable[[slice], Tensor | TopLogits]:
     """`logits_of` the student's teacher, without gradient, or what was stored of its predictions."""
+    if parts is not None and len(parts) == 1:
+        whole = predictions(student, batch, autocast)
+        return lambda part: whole
     rows = stored(batch)
     if rows is not None:
         return lambda part: TopLogits(*(values[:, part] for values in rows))
     with student.teacher() as model:
-        read = logits_of(model, batch, autocast, parts)
+        read = logits_of(model, batch, autocast)
 
     def piece(part: slice) -> Tensor:
         with student.teacher():
