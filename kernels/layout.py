@@ -88,8 +88,8 @@ class TokenLayout(NamedTuple):
     one a row); without `causal`, tokens of one number see each other wherever they are. `grid` is where tokens lie, for
     a mixer that asks (None: on a line). `rotation` is the rotary embedding that was taken away from q and k: rotary.py's
     Rotation, for a mixer that puts it elsewhere. `scores` is what the source's softmax does to its scores:
-    softmax_heads.py's Scores, where some heads keep it. With `rows` [B] int the state is a pool, of which those rows are
-    the call's; they are changed in place (layers/pool.py).
+    softmax_heads.py's ScoreOptions, where some heads keep it. With `rows` [B] int the state is a pool, of which those
+    rows are the call's; they are changed in place (layers/pool.py).
     """
 
     padding: Tensor | None = None

@@ -84,8 +84,8 @@ class WindowedState(NamedTuple):
 
 
 class Mixer(nn.Module):
-    """Base class of every mechanism. A subclass writes `mix` or `mix_with_mass`, and `state_bytes`; the rest is
-    optional.
+    """Base class of every mechanism. A subclass has a `title`, a `paper` and a `state_formula`, and writes
+    `state_bytes` and `mix` or `mix_with_mass`; the rest is optional.
 
     Options are the keyword-only arguments of `__init__`, with types (`int`, `float`, `bool`, `Literal`) and,
     for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read. A
@@ -105,7 +105,7 @@ class Mixer(nn.Module):
     geometric: ClassVar[bool] = False
     # Whether it needs as many keys as queries.
     square: ClassVar[bool] = True
-    # Whether it changes rows of a pool itself. For one that does not they are copied out and back.
+    # Whether it updates its rows of a pool of states in place. Else its caller copies the rows out, and back after it.
     pools: ClassVar[bool] = False
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
@@ -153,13 +153,13 @@ class Mixer(nn.Module):
         """Window and sink add (sink + window) * key heads * (D + Dv) numbers in the model's dtype, and 8 bytes, to the
         state.
 
-        Raises ValueError for a window where attention sees both sides or rope is off, or a sink without a window.
+        Raises ValueError for a window where attention is bidirectional or rope is off, or a sink without a window.
         """
         super().__init__()
         if sink and not window:
             raise ValueError(f"sink={sink}: first tokens stay exact beside a window; set window too")
         if window and not site.causal:
-            raise ValueError(f"window={window}: this attention sees both sides; a window looks back only. Set window=0")
+            raise ValueError(f"window={window}: this attention is bidirectional; a window looks back only. Set window=0")
         if window and not rope:
             raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.site = site
@@ -191,13 +191,13 @@ class Mixer(nn.Module):
         results as for `mix`, of all heads. With rows in the layout `state` is a pool, which is changed in place and
         returned.
 
-        Raises ValueError when a causal mechanism or window is called as attention to both sides, for rows that do not
-        fit, and for rows beside heads that keep softmax.
+        Raises ValueError when a causal mechanism or window is called as bidirectional attention, for rows that do not fit,
+        and for rows beside heads that keep softmax.
         """
         alone = self.near is None and self.softmax is None
         if not layout.causal and q.shape[1] > 1 and not (self.bidirectional and alone):
             what = "what stands beside it" if self.bidirectional else self.title
-            raise ValueError(f"{self.site.path}: called as attention to both sides, and {what} looks back only")
+            raise ValueError(f"{self.site.path}: called as bidirectional attention, and {what} looks back only")
         if layout.rows is not None and self.softmax is not None:
             raise ValueError(
                 f"{self.site.path}: the heads that keep softmax hold every token, and a row of a pool has one size. Hand "
@@ -340,14 +340,14 @@ def as_autocast(*inputs: Tensor) -> list[Tensor]:
 def mixer_at(kind: type[Mixer], site: Site, options: dict[str, Any]) -> Mixer:
     """The mixer of a site: of all its heads, or of those beside `softmax_groups`, which keep softmax.
 
-    Raises ValueError for options that do not fit together, and for groups that are not there, all groups, attention to
-    both sides and mechanisms that get q and k without the rotary embedding.
+    Raises ValueError for options that do not fit together, and for groups that are not there, all groups, bidirectional
+    attention and mechanisms that get q and k without the rotary embedding.
     """
     groups = site.softmax_groups
     if not groups:
         return kind(site, **options)
     if not site.causal:
-        raise ValueError("this attention sees both sides; heads keep softmax where it looks back only")
+        raise ValueError("this attention is bidirectional; heads keep softmax where it looks back only")
     if not {*groups} < {*range(site.kv_heads)}:
         raise ValueError(f"softmax in key heads {[*groups]} of {site.kv_heads}: they must exist, and leave others")
     if options.get("rope") == "auto":

@@ -46,8 +46,8 @@ class Gpu(NamedTuple):
 GPUS = {"H200": Gpu(90, 232448, 132), "A100": Gpu(80, 166912, 108), "4090": Gpu(89, 101376, 128)}
 
 NEAR = {"window": 64, "sink": 1}
-# No option: attention there sees both sides.
-BOTH_WAYS = {"causal": False}
+# No option: attention there is bidirectional.
+BIDIRECTIONAL = {"causal": False}
 T2R = {"faithful": True, "feature_map": "plain_relu", "output_gate": False}
 TURNS = {"slots": 128, "state_heads": "query", "half_life_min": 32}
 # Mechanism -> its options in recipes/, each once (a test compares them).
@@ -65,10 +65,10 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "la": (
         {"feature_map": "hedgehog", **NEAR},
         {"feature_map": "hedgehog", "slope": 0.99, "window": 64},
-        BOTH_WAYS | {"feature_map": "hedgehog"},
+        BIDIRECTIONAL | {"feature_map": "hedgehog"},
     ),
-    "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BOTH_WAYS),
-    "saga": (BOTH_WAYS,),
+    "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BIDIRECTIONAL),
+    "saga": (BIDIRECTIONAL,),
     "sla": (
         {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", **NEAR},
         {"faithful": True, "base": "gla"},
@@ -82,9 +82,9 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "gla": ({"state_heads": "query", **NEAR}, {"feature_map": "hedgehog"}),
     "gdn": ({"state_heads": "query", **NEAR},),
     "retnet": ({"state_heads": "query", **NEAR},),
-    "la": ({}, BOTH_WAYS),
+    "la": ({}, BIDIRECTIONAL),
     "mhla": ({},),
-    "saga": (BOTH_WAYS | {"feature_map": "elu", "norm": "head"},),
+    "saga": (BIDIRECTIONAL | {"feature_map": "elu", "norm": "head"},),
     "sla": ({"base": "gla", **NEAR}, {"base": "gdn", "state_heads": "query"}, {"base": "retnet"}),
     "window": ({**NEAR},),
 }

@@ -76,7 +76,7 @@ def key_chunk(p_q, s_qt, s_qh, p_k, s_kt, p_v, s_vt, p_do, s_ot, s_oh, p_rq, p_r
         m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
         m_seen_by = m_seen_by & (b_seg[:, None] == b_seg[None, :])
     b_mid, b_end = middle_and_end(p_b, o_k, s_g, size, D, C)
-    # What both sides of a decay refer to: queries to the first, keys to the second.
+    # The references of both factors of a decay: that of queries, that of keys.
     b_ref, b_ref_key, level = b_mid, b_mid, 0
     if STRONG:
         b_ref, b_ref_key = b_mid * 0.0, b_end

@@ -36,8 +36,8 @@ _calls: dict[Hashable, int] = {}
 _numbers = itertools.count()
 _launches: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 _kinds: set[Hashable] = set()
-# What was said of kernels that do not fit a GPU.
-_said: set[str] = set()
+# Warnings about kernels that do not fit a GPU, each of which is given once.
+_warned: set[str] = set()
 # Launches that `_compile_ahead` collects instead of making them.
 _collected: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("collected", default=None)
 
@@ -147,19 +147,19 @@ def _fitting(run: Callable[[dict[str, Any]], Any], keywords: dict[str, Any], nam
         except triton.runtime.errors.OutOfResources as error:
             if stages == 1 or error.name != "shared memory":
                 raise
-            _say_once(f"{name} needs more shared memory than this GPU has and runs with fewer stages, more slowly")
+            _warn_once(f"{name} needs more shared memory than this GPU has and runs with fewer stages, more slowly")
             stages -= 1
 
 
-def said_once(reason: str) -> str:
-    """The reason why no configuration fits a GPU, of which a warning tells the first time."""
-    _say_once(f"{reason}: PyTorch takes over, more slowly")
+def warned_once(reason: str) -> str:
+    """`reason`, why no configuration fits a GPU; the first time with a warning."""
+    _warn_once(f"{reason}: PyTorch takes over, more slowly")
     return reason
 
 
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
         warnings.warn(text, stacklevel=2)
 
 
@@ -204,7 +204,7 @@ class Problem:
 # ---------------------------------------------------------------- chunks
 
 
-class Layout(NamedTuple):
+class ChunkLayout(NamedTuple):
     """How rows or sequences fall into chunks; a row of N chunks owns N + 1 slots."""
 
     chunks: int  # grid size: chunks per row, or a bound on all chunks of all sequences
@@ -214,12 +214,12 @@ class Layout(NamedTuple):
     per_row: Tensor | None  # cu_seqlens: [rows,2] first slot, chunks
 
 
-def lay_out(q: Tensor, cu: Tensor | None, C: int) -> Layout:
+def lay_out(q: Tensor, cu: Tensor | None, C: int) -> ChunkLayout:
     """The chunks of q [B,T,H,D]. With cu_seqlens their number is only bounded, so that nothing waits for the GPU."""
     B, T = q.shape[:2]
     if cu is None:
         N = -(-T // C)
-        return Layout(N, B, B * (N + 1), None, None)
+        return ChunkLayout(N, B, B * (N + 1), None, None)
     S, N = cu.shape[0] - 1, T // C + cu.shape[0] - 1
     cu = cu.long()
     counts = (cu[1:] - cu[:-1] + C - 1) // C
@@ -230,7 +230,7 @@ def lay_out(q: Tensor, cu: Tensor | None, C: int) -> Layout:
     size = torch.where(index < ends[-1], (cu[row + 1] - token).clamp(max=C), 0)
     per_chunk = torch.stack([token, size, index + row], -1).int()
     per_row = torch.stack([ends - counts + torch.arange(S, device=q.device), counts], -1).int()
-    return Layout(N, S, N + S, per_chunk, per_row)
+    return ChunkLayout(N, S, N + S, per_chunk, per_row)
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import said_once, unavailable
+from .launch import warned_once, unavailable
 
 
 class Target(NamedTuple):
@@ -37,7 +37,7 @@ def obstacle_of(configure: Callable[..., Any]) -> Callable[..., str]:
         try:
             configure(*arguments)
         except ValueError as error:
-            return said_once(str(error))
+            return warned_once(str(error))
         return ""
 
     return obstacle

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import said_once, width
+from ..gpu.launch import width
+from ..gpu.target import obstacle_of, target
 from ..gpu.tiles import triton
 
 
@@ -77,27 +78,17 @@ def configure(q: Tensor, v: Tensor, g: Tensor) -> Config:
 
 @functools.cache
 def _configure(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int) -> Config:
-    if device.type != "cuda":  # the interpreter, whose tiles are numpy arrays
+    gpu = target(device)
+    if gpu is None:
         return choose((0, 0), 1 << 20, M, D, DV, dtype)._replace(chunk=32, stack=2, precision="ieee")
-    properties = torch.cuda.get_device_properties(device)
-    # A property that torch has and its type stub has not.
-    shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009
-    capability = (properties.major, properties.minor)
-    return choose(capability, shared, M, D, DV, dtype)
+    return choose(gpu.capability, gpu.shared, M, D, DV, dtype)
 
 
-@torch.compiler.assume_constant_result
-def obstacle(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int) -> str:
-    """Why no configuration fits; empty when one does."""
-    try:
-        _configure(device, dtype, M, D, DV)
-    except ValueError as error:
-        return said_once(str(error))
-    return ""
+obstacle = obstacle_of(_configure)
 
 
 def choose(capability: tuple[int, int], shared: int, M: int, D: int, DV: int, dtype: torch.dtype) -> Config:
-    """The shipped configuration for (capability, M, D), or one that fits `shared` bytes of shared memory."""
+    """The shipped configuration for this capability and these widths, or one that fits `shared` bytes of shared memory."""
     config = safe(shared, M, D, DV, dtype)
     if dtype == torch.bfloat16:
         config = config._replace(**SHIPPED.get((capability, config.block_m, max(config.block_d, config.block_dv)), {}))

@@ -1,4 +1,4 @@
-"""GSA in PyTorch: the decode step, and the chunk form around gsa_chunks.py.
+"""GSA in PyTorch: the decode step, and the chunk form around chunks.py.
 
 Letters as in gsa.py.
 """

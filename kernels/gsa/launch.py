@@ -23,19 +23,16 @@ from .sweep import (
     read_kernel,
     sums_kernel,
 )
-from ..gpu.launch import dense, entry, in_rows, launch, lay_out, scratch, strides, unavailable, width
+from ..gpu.launch import Problem, dense, entry, in_rows, launch, lay_out, strides, width
+from ..gpu.target import refusal
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
     """Why the kernels cannot take these inputs; empty when they can."""
-    if reason := unavailable(q.device, q.dtype):
+    if reason := refusal(q, v, 256, g.shape[2]):
         return reason
-    if v.dtype != q.dtype:
-        return f"dtype {q.dtype}"
-    if max(q.shape[-1], v.shape[-1]) > 256 or g.shape[-1] > 128:
-        return f"head dim {q.shape[-1]}, {v.shape[-1]} or {g.shape[-1]} slots exceed 256, 256 and 128"
-    if q.shape[0] * g.shape[2] > 65535:
-        return f"{q.shape[0]} rows of {g.shape[2]} memories exceed a GPU's grid"
+    if g.shape[-1] > 128:
+        return f"{g.shape[-1]} slots exceed 128"
     return obstacle(q.device, q.dtype, g.shape[-1], q.shape[-1], v.shape[-1])
 
 
@@ -53,15 +50,12 @@ class Call(NamedTuple):
     V0: Tensor | None
 
 
-class Problem:
-    """One call, made dense, and what every launch derives from it; `number` is what `entry` gives it."""
-
+class GSAProblem(Problem):
     def __init__(self, number: int, call: Call) -> None:
-        self.q, self.k, self.v = (dense(x) for x in call[:3])
+        super().__init__(number, call)
         self.g, self.scale, self.segments = call.g.contiguous(), call.scale, call.segments
         self.start = [None if x is None else x.float().contiguous() for x in (call.K0, call.V0)]
-        (self.B, self.T, self.H, self.D), self.DV, (self.E, self.M) = call.q.shape, call.v.shape[-1], call.g.shape[2:]
-        self.number, self.config = number, configure(call.q, call.v, call.g)
+        (self.E, self.M), self.config = call.g.shape[2:], configure(call.q, call.v, call.g)
         self.layout = lay_out(call.q, call.cu, self.config.chunk)
         self.grid = self.layout.chunks, self.B * self.E
         # What chunk kernels take after their tensors and strides.
@@ -93,9 +87,6 @@ class Problem:
         launch(kernel, grid, *arguments, call=self.number, num_warps=warps or self.config.warps,
                **(self.constants | changed if changed else self.constants))  # fmt: skip
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return scratch(self.q, *shape, dtype=dtype)
-
     def memory_pair(self, count: int) -> tuple[Tensor, Tensor]:
         """Room for key and value memories: [count,E,M,D] and [count,E,M,Dv] in fp32."""
         return self.new(count, self.E, self.M, self.D), self.new(count, self.E, self.M, self.DV)
@@ -122,7 +113,7 @@ class Memories(NamedTuple):
 
 
 def scan(
-    x: Problem,
+    x: GSAProblem,
     decay: Tensor,
     K: Tensor,
     V: Tensor,
@@ -144,7 +135,7 @@ def scan(
     )  # fmt: skip
 
 
-def memories(x: Problem, last: list[Tensor | None]) -> Memories:
+def memories(x: GSAProblem, last: list[Tensor | None]) -> Memories:
     """What enters every chunk; the memories after the last token go to `last`."""
     out = Memories(x.new(x.B, x.T, x.E, x.M), x.new(x.layout.slots, x.E, x.M), *x.memory_pair(x.layout.slots))
     x.launch(states_kernel, x.grid, x.k, x.v, x.g, x.segments, x.layout.per_chunk, *out, *strides(x.k, x.v), *x.counts)
@@ -154,7 +145,7 @@ def memories(x: Problem, last: list[Tensor | None]) -> Memories:
 
 def _forward(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """o [B,T,H,Dv] and the memories after the last token, [rows,E,M,D] and [rows,E,M,Dv] in fp32."""
-    x = Problem(number, Call(*inputs))
+    x = GSAProblem(number, Call(*inputs))
     if sweeps(x):
         return _sweep_forward(Sweep(x))
     o, (K1, V1) = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.memory_pair(x.layout.rows)
@@ -169,7 +160,7 @@ def _forward(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g and of the entering memories (empty tensors where none entered)."""
     call, do = Call(*inputs), dense(do)
-    x = Problem(number, call)
+    x = GSAProblem(number, call)
     if sweeps(x):
         return _sweep_backward(Sweep(x), do, dK1, dV1)
     m, side_by_side = memories(x, [None, None]), x.config.warps * x.stack
@@ -205,7 +196,7 @@ def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *
     return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *(x.new(0) if y is None else y for y in first)
 
 
-def _both(x: Problem, *gradients: Tensor | None) -> list[Tensor | None]:
+def _both(x: GSAProblem, *gradients: Tensor | None) -> list[Tensor | None]:
     """Both gradients of the last memories or neither."""
     if all(dS is None for dS in gradients):
         return [None, None]
@@ -216,7 +207,7 @@ def _both(x: Problem, *gradients: Tensor | None) -> list[Tensor | None]:
 # ---------------------------------------------------------------- a memory per query head: sweep.py
 
 
-def sweeps(x: Problem) -> bool:
+def sweeps(x: GSAProblem) -> bool:
     """Whether the kernels of sweep.py take this call: a memory per query head, in sizes that they were written for, and
     work enough for their launches."""
     c = x.config
@@ -229,7 +220,7 @@ def sweeps(x: Problem) -> bool:
 class Sweep:
     """A call whose programs walk along rows, cut into P pieces of L chunks, and its factors (sweep.py)."""
 
-    def __init__(self, x: Problem) -> None:
+    def __init__(self, x: GSAProblem) -> None:
         self.x, c = x, x.config
         N, heads = x.layout.chunks, x.B * x.E
         self.read, self.mix, self.keys, self.gates = c.sweep

@@ -12,7 +12,7 @@ takes the nearest state and folds the tokens that stay into it again. The model 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,13 @@ from ..layout import TokenLayout, joined, part_of
 
 # How many of the last tokens can be removed from a cache that records its past.
 UNDO = 128
+# What a call's arguments name the cache; transformers the first from 5.24 on, the second before.
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a call, by any of its names; None where there is none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 class Recorded(NamedTuple):
@@ -47,7 +54,6 @@ class StateLayer(CacheLayerMixin):
     is_sliding = False
     # Left False so that generate() keeps handing the 2D padding mask to the model.
     is_compileable = False
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self) -> None:
@@ -64,6 +70,11 @@ class StateLayer(CacheLayerMixin):
         self.record_past = False
         self.past: list[Recorded] = []
         self.mixer: Any = None
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether the last tokens can be removed again."""
+        return self.record_past
 
     def activate_past_recording(self) -> None:
         """From now on the last UNDO tokens can be removed again."""
@@ -118,7 +129,7 @@ class StateLayer(CacheLayerMixin):
         if not self.awaited:
             raise ValueError(
                 "this cache holds the states of linear layers, and softmax attention cannot read the earlier tokens "
-                "from them. Give the teacher, or the other model, a cache of its own: past_key_values=DynamicCache()"
+                "from them. Give the teacher, or the other model, a DynamicCache() of its own"
             )
         self.awaited = False
         self.seen += key_states.shape[-2]
@@ -203,7 +214,7 @@ def check_rows(state: Any, rows: int) -> None:
     if state is not None and state.shape[0] != rows:
         raise ValueError(
             f"the cache holds {state.shape[0]} sequences and the input has {rows}. Use one cache for each batch, or "
-            "repeat its rows first: past_key_values.batch_repeat_interleave(n)"
+            "repeat its rows first: batch_repeat_interleave(n) of the cache"
         )
 
 
@@ -215,7 +226,7 @@ def check_kind(slot: Any, kind: str) -> None:
     if slot.state is not None and found is not None and found != kind:
         raise ValueError(
             f"the cache holds the state of {found}, and this layer is {kind}: another model made it. Give each model a "
-            "cache of its own: past_key_values=DynamicCache()"
+            "DynamicCache() of its own"
         )
     slot.kind = kind
 
@@ -229,7 +240,7 @@ def state_slot(cache: Any, layer_idx: int, *, alone: bool) -> StateLayer:
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
-        raise TypeError(f"past_key_values is {type(cache).__name__}; pass a transformers Cache, such as DynamicCache()")
+        raise TypeError(f"the cache is {type(cache).__name__}; pass a transformers Cache, such as DynamicCache()")
     layers: list[Any] = cache.layers
     while len(layers) <= layer_idx:
         layers.append(cache.layer_class_to_replicate())  # type: ignore[misc]

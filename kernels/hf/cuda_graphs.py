@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .interface import ALL, split_name
-from .cache import map_state
+from .cache import CACHE_NAMES, cache_in, map_state
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Replay:
 
     def record(self, inputs: dict[str, Any]) -> Any:
         """One plain step, and the recorded one on a copy of the state to compare it with."""
-        layers = state_layers(inputs["past_key_values"])
+        layers = state_layers(cache_in(inputs))
         before = [map_state(torch.clone, layer.state) for layer in layers]
         with waiting() as waited:
             plain = self.model(**inputs)
@@ -144,10 +144,11 @@ class Step:
         self, model: Callable[..., Any], inputs: dict[str, Any], states: list[Any], trial: bool = False
     ) -> None:
         """`states` become the buffers. With `trial` the step runs once before it is recorded."""
-        self.model, self.cache = model, inputs["past_key_values"]
+        self.model, self.cache = model, cache_in(inputs)
+        self.name = next(name for name in CACHE_NAMES if name in inputs)
         self.layers, self.states = state_layers(self.cache), states
         self.inputs = {name: last(name, inputs[name]).clone() for name in tensor_names(inputs)}
-        self.others = {name: value for name, value in inputs.items() if name not in (*TENSORS, "past_key_values")}
+        self.others = {name: value for name, value in inputs.items() if name not in (*TENSORS, *CACHE_NAMES)}
         self.output: Any = None
         self.hold()
         if trial:
@@ -158,9 +159,9 @@ class Step:
 
     def fits(self, inputs: dict[str, Any]) -> bool:
         """Whether these inputs differ from the recorded ones in numbers only."""
-        others = {name: value for name, value in inputs.items() if name not in (*TENSORS, "past_key_values")}
+        others = {name: value for name, value in inputs.items() if name not in (*TENSORS, *CACHE_NAMES)}
         return (
-            inputs.get("past_key_values") is self.cache
+            cache_in(inputs) is self.cache
             and others == self.others
             and tensor_names(inputs) == list(self.inputs)
             and all(last(name, inputs[name]).shape == own.shape for name, own in self.inputs.items())
@@ -170,7 +171,7 @@ class Step:
         """What is recorded: the model's step from the buffers into the buffers."""
         for layer in self.layers:
             layer.seen = 0
-        self.output = self.model(**self.inputs, **self.others, past_key_values=self.cache)
+        self.output = self.model(**self.inputs, **self.others, **{self.name: self.cache})
         new, old = [*parts([layer.state for layer in self.layers])], [*parts(self.states)]
         if [(x.shape, x.dtype) for x in new] != [(x.shape, x.dtype) for x in old]:
             raise ValueError("the state changes its shape from token to token")
@@ -276,8 +277,8 @@ def recordable(inputs: dict[str, Any]) -> bool:
     """Whether a step has one token a row, known positions, plain settings, and a cache that holds states alone
     and does not record its past."""
     ids, places, mask = (inputs.get(name) for name in TENSORS)
-    cache = inputs.get("past_key_values")
-    others = [value for name, value in inputs.items() if name not in (*TENSORS, "past_key_values")]
+    cache = cache_in(inputs)
+    others = [value for name, value in inputs.items() if name not in (*TENSORS, *CACHE_NAMES)]
     return (
         ids is not None
         and ids.shape[-1] == 1

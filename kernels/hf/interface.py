@@ -109,7 +109,7 @@ def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
             stacklevel=2,
         )
     seen = kwargs.get("q_offset", 0)
-    # Masks of attention to both sides may be of another sequence, in cross attention; then mixers look at their own.
+    # Masks of bidirectional attention may be of another sequence, in cross attention; then mixers look at their own.
     if isinstance(seen, int) and "q_length" in kwargs and "allow_is_bidirectional_skip" not in kwargs:
         check_columns(kwargs.get("attention_mask"), kwargs["q_length"], seen)
     if prefix == ALL:

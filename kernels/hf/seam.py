@@ -40,7 +40,7 @@ from ..layers.rotary import Rotation, rotation_of
 from ..layers.softmax_heads import scores_told
 from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
-from .cache import StateLayer, check_kind, check_rows, record_past, state_slot
+from .cache import CACHE_NAMES, StateLayer, cache_in, check_kind, check_rows, record_past, state_slot
 
 # In a config: training changed weights that came from the source.
 TRAINED = "linearize_trained"
@@ -52,8 +52,6 @@ NO_PAGES = (
     "generate_batch and continuous batching keep the keys and values of every token in pages; linear layers have a state "
     "of constant size instead. Give generate() a padded batch, or serve the model with vLLM: linearize serve DIR"
 )
-# What architectures call the cache among the arguments of an attention module.
-CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
 
 # ---------------------------------------------------------------- one call of one attention module
@@ -89,7 +87,7 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not prefix:
         return None
     bound = bind(module, args, kwargs)
-    cache = next((bound[name] for name in CACHE_NAMES if bound.get(name) is not None), None)
+    cache = cache_in(bound)
     recurrent = prefix != TRANSFER and cache is not None and mixer.site.causal
     # Modules that serve several layers are told which.
     index = next(
@@ -382,7 +380,7 @@ def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     hooks = part.linearize_position_hooks
     if hooks.teacher or prefix == TRANSFER or given.get("position_ids") is not None or x is None:
         return None
-    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    cache = cache_in(given)
     seen = 0 if cache is None else cache.get_seq_length()
     T = x.shape[1]
     if not isinstance(mask, Tensor) or mask.shape[-1] != seen + T:
@@ -435,14 +433,14 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         """It removes tokens that the model would not have written."""
-        record_past(kwargs.get("past_key_values"))
+        record_past(cache_in(kwargs))
         return super()._assisted_decoding(*args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         """An assistant's cache loses the tokens that its model would not have written."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if generation_config.is_assistant:
-            record_past(model_kwargs.get("past_key_values"))
+            record_past(cache_in(model_kwargs))
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> DynamicCache:
         """A static cache would make kept softmax layers read slots that nothing wrote."""

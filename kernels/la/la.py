@@ -27,7 +27,7 @@ from transformers import initialization as init
 from ..layers.arguments import Backend, check_shapes, state_dtype, wants_gradients
 from ..layers.features import Features
 from ..layout import TokenLayout
-from ..linear.linear import linear_attention, linear_attention_both_ways
+from ..linear.linear import linear_attention, linear_attention_bidirectional
 from ..linear.bidirectional_launch import both_op
 from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, step_op, use_triton
 from ..mixer import Bounds, Mixer, Site, check_power_of_two
@@ -123,7 +123,7 @@ def la_with_mass(
         sums, memory = linear_attention(q1, k1, v1, _join(state), segments, chunk_size)
         last = _split(memory, document_tokens(state.tokens, padding, segments, (q.shape[0], q.shape[1])))
     else:
-        sums = linear_attention_both_ways(q1, k1, v1, segments, chunk_size)
+        sums = linear_attention_bidirectional(q1, k1, v1, segments, chunk_size)
     g = _guarded(sums[..., -1:])
     o = sums[..., :-1] / g
     if padding is not None:

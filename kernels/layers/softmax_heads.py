@@ -7,7 +7,7 @@ Aware Distillation for Transformer-SSM Hybrids", arXiv 2602.11374). A mechanism 
 has their heads alone, so its parameters and its state are as small as if the heads kept were not there. The decode
 state of the heads kept is the keys and values of all tokens, which grows with the text.
 
-What the source's softmax does beyond c q.k is done here, too: a sliding window, a soft cap, and sinks (`Scores`).
+What the source's softmax does beyond c q.k is done here, too: a sliding window, a soft cap, sinks (`ScoreOptions`).
 
 Letters: B batch, T new tokens, S tokens in the state, H query heads, Hkv key heads, G = H/Hkv, K groups that keep
 softmax, D key dim, Dv value dim.
@@ -29,7 +29,7 @@ from .scan import numbered
 FOLLOWED = ("sliding_window", "softcap", "s_aux", "sinks")
 
 
-class Scores(NamedTuple):
+class ScoreOptions(NamedTuple):
     """What a layer's softmax does to its scores c q.k: tokens see the last `window` ones (None: all before them), scores
     are cap tanh(score / cap), and each of all H heads has a score of its own for seeing nothing, `sinks` [H].
     """
@@ -81,10 +81,11 @@ def restored(before: Any, now: Any) -> Any:
     return SplitState(before.linear, HeadState(keys[:, : before.tokens], values[:, : before.tokens], before.real))
 
 
-def scores_told(kwargs: dict[str, Any]) -> Scores:
+def scores_told(kwargs: dict[str, Any]) -> ScoreOptions:
     """What the arguments of an attention function say of its scores."""
     sinks = kwargs.get("s_aux")
-    return Scores(kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("sinks") if sinks is None else sinks)
+    sinks = kwargs.get("sinks") if sinks is None else sinks
+    return ScoreOptions(kwargs.get("sliding_window"), kwargs.get("softcap"), sinks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ class SoftmaxHeads:
         sinks = None
         if layout.scores is not None and layout.scores.sinks is not None:
             sinks = self.split(layout.scores.sinks[None, None])[1].flatten()
-        scores = Scores() if layout.scores is None else layout.scores._replace(sinks=sinks)
+        scores = ScoreOptions() if layout.scores is None else layout.scores._replace(sinks=sinks)
         return softmax_heads(q, k, v, self.scale, scores, layout.padding, layout.segments, state)
 
 
@@ -142,7 +143,7 @@ def softmax_heads(
     k: Tensor,
     v: Tensor,
     scale: float,
-    scores: Scores,
+    scores: ScoreOptions,
     padding: Tensor | None = None,
     segments: Tensor | None = None,
     state: HeadState | None = None,
@@ -207,7 +208,7 @@ def _visible(
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, scores: Scores, visible: Tensor | None, S: int
+    q: Tensor, k: Tensor, v: Tensor, scale: float, scores: ScoreOptions, visible: Tensor | None, S: int
 ) -> Tensor:
     """Attention of q [B,T,H,D] to k [B,S+T,Hkv,D], v [B,S+T,Hkv,Dv]: [B,T,H,Dv]."""
     T, H, Hkv = q.shape[1], q.shape[2], k.shape[2]
@@ -232,7 +233,9 @@ def _attention(
     return o.transpose(1, 2)
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float, scores: Scores, visible: Tensor | None, S: int) -> Tensor:
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, scores: ScoreOptions, visible: Tensor | None, S: int
+) -> Tensor:
     """`_attention` where scores are capped, or sinks take a share; weights [B,T,S+T] of each head are made."""
     T, Hkv = q.shape[1], k.shape[2]
     q = q.unflatten(2, (Hkv, -1))

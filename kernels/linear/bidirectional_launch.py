@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..gpu.launch import Layout, dense, launch, lay_out, scratch, strides
+from ..gpu.launch import ChunkLayout, dense, launch, lay_out, scratch, strides
 from ..gpu.operators import operator, own_namespace
 from .bidirectional import read_kernel
 from .launch import GUARD, Call, LinearProblem, find_lengths, join, state_width, walk
@@ -34,7 +34,7 @@ class BothProblem(LinearProblem):
         call = *x[:5], None, None, None, 1.0, x.unit, x.precision, None, x.padding, None, None, True
         super().__init__(number, Call(*call))
 
-    def _cut(self) -> tuple[Layout, int]:
+    def _cut(self) -> tuple[ChunkLayout, int]:
         c = self.config
         L = self.pieces(self.E * -(-self.DV // c.sums_both.block), c.programs_both, c.sums_both.chunk)
         return lay_out(self.q, None, L), L

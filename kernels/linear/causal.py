@@ -33,16 +33,17 @@ from ..gpu.tiles import jit, tl
 
 @jit
 def chunk_product(
-    i_r, i_z, i_bh, i_t, size, slot, p_x, p_y, p_z, p_own, p_out, p_aux, p_S, p_n, p_g, p_rg, p_delta, p_a, p_b, p_rq,
-    p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_xb, s_xt, s_xh, s_yb, s_yt, s_yh, s_zb, s_zt,
+    i_r, i_z, i_bh, i_t, size, slot, p_x, p_y, p_z, p_own, p_out, p_aux, p_far, p_S, p_n, p_g, p_rg, p_delta, p_a, p_b,
+    p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_xb, s_xt, s_xh, s_yb, s_yt, s_yh, s_zb, s_zt,
     s_zh, s_wb, s_wt, s_wh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE, ROLE: tl.constexpr, NORM: tl.constexpr,
     UNIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, Z: tl.constexpr, BX: tl.constexpr, BZ:
-    tl.constexpr, C: tl.constexpr, K: tl.constexpr, G: tl.constexpr, STATE: tl.constexpr, AUX: tl.constexpr, DECAY:
-    tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, SEGMENTS: tl.constexpr, PADDED: tl.constexpr, GUARD:
+    tl.constexpr, C: tl.constexpr, K: tl.constexpr, G: tl.constexpr, STATE: tl.constexpr, AUX: tl.constexpr, FAR:
+    tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, SEGMENTS: tl.constexpr, PADDED: tl.constexpr, GUARD:
     tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """C rows of one head, BZ columns of z. AUX: DQ also stores q.dq, in front of the read gate, and DK k.dk in front of
-    the write gate, of each block of columns."""
+    the write gate, of each block of columns. FAR: what decays.py adds up, likewise: DQ its pairs of one stretch and of
+    the state that enters it, DK those of the state that leaves it."""
     REVERSE: tl.constexpr = ROLE == "dk" or ROLE == "dv"
     HEADS: tl.constexpr = G if REVERSE else 1
     if REVERSE:
@@ -60,6 +61,8 @@ def chunk_product(
     p_out += (token * heads + i_o) * Z
     if AUX:
         p_aux += token * heads + i_o
+    i_w = i_e // SHARE if REVERSE else i_h
+    p_own += i_b * s_wb + i_t * s_wt + i_w * s_wh
     # Numbers of tokens lie head by head, but g as the caller gets it and gates as the caller gave them.
     own_q, own_e = (i_b * H + i_h) * T + i_t, (i_b * E + i_e) * T + i_t
     if NORM and ROLE != "out":
@@ -77,6 +80,9 @@ def chunk_product(
         p_seg, p_real, p_place, i_b * T + i_t, i_t, i_c + o_c, size, DECAY, SEGMENTS, PADDED
     )
     b_x = rows(p_x + i_c * s_xt, o_c, o_x, s_xt, m_c, X)
+    b_mine = b_x
+    if FAR:
+        b_mine = rows(p_own + i_c * s_wt, o_c, o_z, s_wt, m_c, Z)
     b_o = tl.zeros([C, BZ], tl.float32)
     b_den = tl.zeros([C], tl.float32)
     lam, a, b = 0.0, 0.0, 1.0
@@ -138,6 +144,12 @@ def chunk_product(
                 b_o *= tl.exp2(lam * (total - anchor))
             else:
                 b_o *= tl.exp2(lam * (anchor - first))
+        if FAR:
+            if REVERSE:
+                b_far = total - b_place
+            else:
+                b_far = b_place - first
+            b_den = b_far * tl.sum(b_mine.to(tl.float32) * b_o, 1)
     # Decayed weights inside the block are made differently, so that its own tokens have a loop of their own.
     AT_ONCE: tl.constexpr = not DECAY
     own: tl.constexpr = C if AT_ONCE else 0
@@ -147,22 +159,25 @@ def chunk_product(
         start, tiles = 0, (i_c + own) // K
     for i_n in tl.range(0, tiles * HEADS, num_stages=STAGES):
         b_o, b_den = tile(
-            b_o, b_den, b_x, b_rx, i_n // tiles, start + (i_n % tiles) * K, i_c, i_h, o_c, o_k, o_x, o_z, b_seg,
+            b_o, b_den, b_x, b_mine, b_rx, i_n // tiles, start + (i_n % tiles) * K, i_c, i_h, o_c, o_k, o_x, o_z, b_seg,
             b_place, anchor, lam, a, b, p_y, p_z, p_rg, p_delta, p_a, p_b, p_rq, p_rk, p_read, p_write, p_seg, p_real,
             p_place, i_b * T + i_t, i_t, size, scale, s_yt, s_yh, s_zt, s_zh, s_rt, s_rh, s_gt, T, ROLE, NORM, UNIT, X,
-            Z, DECAY, READ, WRITE, SEGMENTS, PADDED, PREC, AT_ONCE,
+            Z, FAR, DECAY, READ, WRITE, SEGMENTS, PADDED, PREC, AT_ONCE,
         )  # fmt: skip
     if DECAY:
         if REVERSE:
-            b_o *= tl.exp2(lam * (anchor - b_place))[:, None]
+            b_fall = tl.exp2(lam * (anchor - b_place))
         else:
-            b_o *= tl.exp2(lam * (b_place - anchor))[:, None]
+            b_fall = tl.exp2(lam * (b_place - anchor))
+        b_o *= b_fall[:, None]
+        if FAR:
+            b_den *= b_fall
     for i_n in tl.static_range(0, 0 if AT_ONCE else HEADS * (C // K)):
         b_o, b_den = tile(
-            b_o, b_den, b_x, b_rx, i_n // (C // K), i_c + (i_n % (C // K)) * K, i_c, i_h, o_c, o_k, o_x, o_z, b_seg,
+            b_o, b_den, b_x, b_mine, b_rx, i_n // (C // K), i_c + (i_n % (C // K)) * K, i_c, i_h, o_c, o_k, o_x, o_z, b_seg,
             b_place, anchor, lam, a, b, p_y, p_z, p_rg, p_delta, p_a, p_b, p_rq, p_rk, p_read, p_write, p_seg, p_real,
             p_place, i_b * T + i_t, i_t, size, scale, s_yt, s_yh, s_zt, s_zh, s_rt, s_rh, s_gt, T, ROLE, NORM, UNIT, X,
-            Z, DECAY, READ, WRITE, SEGMENTS, PADDED, PREC, True,
+            Z, FAR, DECAY, READ, WRITE, SEGMENTS, PADDED, PREC, True,
         )  # fmt: skip
     # What row i takes on the way out.
     m_t = i_c + o_c < size
@@ -175,10 +190,10 @@ def chunk_product(
         b_o *= (b * numbers(p_rg + i_c, o_c, 1, m_c))[:, None]
     if not NORM and not REVERSE:
         b_o *= scale
+        if FAR:
+            b_den *= scale
     if AUX or (UNIT and (ROLE == "dq" or ROLE == "dk")):
-        i_w = i_e // SHARE if REVERSE else i_h
-        b_own = rows(p_own + (i_b * s_wb + i_t * s_wt + i_w * s_wh) + i_c * s_wt, o_c, o_z, s_wt, m_c, Z)
-        b_own = b_own.to(tl.float32)
+        b_own = rows(p_own + i_c * s_wt, o_c, o_z, s_wt, m_c, Z).to(tl.float32)
         if UNIT:
             if ROLE == "dq":
                 b_ro = numbers(p_rq + i_c, o_c, 1, m_c)
@@ -191,10 +206,16 @@ def chunk_product(
         if AUX:
             tl.store(p_aux + i_z * batch * T * heads + (i_c + o_c) * heads, b_along, mask=m_t)
     if not NORM:
+        b_gate = tl.full([C], 1.0, tl.float32)
         if READ and not REVERSE:
-            b_o *= numbers(p_read + i_c * s_rt, o_c, s_rt, m_c)[:, None]
+            b_gate = numbers(p_read + i_c * s_rt, o_c, s_rt, m_c)
         if WRITE and REVERSE:
-            b_o *= numbers(p_write + i_c * s_gt, o_c, s_gt, m_c)[:, None]
+            b_gate = numbers(p_write + i_c * s_gt, o_c, s_gt, m_c)
+        if (READ and not REVERSE) or (WRITE and REVERSE):
+            b_o *= b_gate[:, None]
+        if FAR:
+            p_far += i_z * batch * T * heads + token * heads + i_o
+            tl.store(p_far + (i_c + o_c) * heads, b_den * b_gate, mask=m_t)
     if PADDED:
         b_o = tl.where(m_c[:, None], b_o, 0.0)
     m_o = m_t[:, None] & (o_z < Z)[None, :]
@@ -202,11 +223,11 @@ def chunk_product(
 
 
 @jit
-def tile(b_o, b_den, b_x, b_rx, i_g, i_k, i_c, i_h, o_c, o_k, o_x, o_z, b_seg, b_place, anchor, lam, a, b, p_y, p_z,
+def tile(b_o, b_den, b_x, b_mine, b_rx, i_g, i_k, i_c, i_h, o_c, o_k, o_x, o_z, b_seg, b_place, anchor, lam, a, b, p_y, p_z,
          p_rg, p_delta, p_a, p_b, p_rq, p_rk, p_read, p_write, p_seg, p_real, p_place, row, i_t, size, scale, s_yt,
          s_yh,
          s_zt, s_zh, s_rt, s_rh, s_gt, T, ROLE: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, X: tl.constexpr,
-         Z: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, SEGMENTS: tl.constexpr,
+         Z: tl.constexpr, FAR: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, SEGMENTS: tl.constexpr,
          PADDED: tl.constexpr, PREC: tl.constexpr, OWN: tl.constexpr):  # fmt: skip
     """Add what K tokens at i_k, of the i_g-th query head, are worth to the rows; OWN: they are rows of the block."""
     REVERSE: tl.constexpr = ROLE == "dk" or ROLE == "dv"
@@ -267,6 +288,9 @@ def tile(b_o, b_den, b_x, b_rx, i_g, i_k, i_c, i_h, o_c, o_k, o_x, o_z, b_seg, b
         b_w = tl.where(m_k[None, :], b_w, 0.0)
     if NORM and ROLE == "out":
         b_den += tl.sum(b_w, 1)
+    if FAR and ROLE == "dq":
+        b_own = given(b_mine, tl.trans(b_z), tl.zeros([b_x.shape[0], b_y.shape[0]], tl.float32), PREC)
+        b_den += tl.sum(b_w * b_own * (b_place[:, None] - b_place_k[None, :]), 1)
     return given_right(b_w, b_z, b_o, PREC), b_den
 
 
@@ -285,26 +309,26 @@ def out_kernel(p_q, p_k, p_v, p_o, p_S, p_n, p_g, p_a, p_b, p_rq, p_rk, p_lam, p
     i_t, size, slot = stretch(p_stretches, i_s, (i_bh // H).to(tl.int64), T, N, L, VARLEN)
     if i_r * C >= size:
         return
-    chunk_product(i_r, i_z, i_bh, i_t, size, slot, p_q, p_k, p_v, p_q, p_o, p_o, p_S, p_n, p_g, p_rq, p_rq, p_a, p_b, p_rq,
+    chunk_product(i_r, i_z, i_bh, i_t, size, slot, p_q, p_k, p_v, p_q, p_o, p_o, p_o, p_S, p_n, p_g, p_rq, p_rq, p_a, p_b, p_rq,
           p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, 1, scale, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb,
           s_vt, s_vh, 0, 0, 0, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE, "out", NORM, UNIT, D, DV, D, DV, BD,
-          BZ, C, K, G, STATE, False, DECAY, READ, WRITE, SEGMENTS, PADDED, GUARD, PREC, STAGES)  # fmt: skip
+          BZ, C, K, G, STATE, False, False, DECAY, READ, WRITE, SEGMENTS, PADDED, GUARD, PREC, STAGES)  # fmt: skip
 
 
 @jit
-def gradients_kernel(p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_da, p_dw, p_S, p_n, p_dS, p_dn, p_rg, p_delta, p_a,
+def gradients_kernel(p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_da, p_dw, p_fq, p_fk, p_S, p_n, p_dS, p_dn, p_rg, p_delta, p_a,
                      p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, p_stretches, batch, scale, s_qb,
                      s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_rb, s_rt, s_rh, s_gb, s_gt,
                      s_gh, T: int, N: int, L, H, E, SHARE, NORM: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr,
                      DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
                      K: tl.constexpr, G: tl.constexpr, STATE: tl.constexpr, LATER: tl.constexpr,
-                     AUX: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
+                     AUX: tl.constexpr, FAR: tl.constexpr, DECAY: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
                      VARLEN: tl.constexpr, SEGMENTS: tl.constexpr, PADDED: tl.constexpr, GUARD: tl.constexpr,
                      PREC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """dq, dk and dv, which have programs of their own, side by side so that they share what they load: grid (stretches
     * blocks of C rows * blocks of BZ columns * 3, B*H). dk and dv [B,T,E,.].
 
-    `dw`: with gates, the write gate's gradient; `da`: the read gate's, or that of a.
+    `dw`: with gates, the write gate's gradient; `da`: the read gate's, or that of a. FAR: `fq` and `fk` (decays.py).
     """
     blocks: tl.constexpr = tl.cdiv(D if D > DV else DV, BZ)
     role, i_n, i_bh, many = tl.program_id(0) % 3, tl.program_id(0) // 3, tl.program_id(1), tl.cdiv(L, C)
@@ -320,27 +344,27 @@ def gradients_kernel(p_q, p_k, p_v, p_do, p_dq, p_dk, p_dv, p_da, p_dw, p_S, p_n
     if role == 0:
         if i_z * BZ < D:
             chunk_product(
-                i_r, i_z, i_bh, i_t, size, slot, p_do, p_v, p_k, p_q, p_dq, p_da, p_S, p_n, p_rg, p_rg, p_delta, p_a,
+                i_r, i_z, i_bh, i_t, size, slot, p_do, p_v, p_k, p_q, p_dq, p_da, p_fq, p_S, p_n, p_rg, p_rg, p_delta, p_a,
                 p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_ob, s_ot, s_oh, s_vb,
                 s_vt, s_vh, s_kb, s_kt, s_kh, s_qb, s_qt, s_qh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE,
-                "dq", NORM, UNIT, D, DV, DV, D, BDV, BZ, C, K, G, STATE, AUX, DECAY, READ, WRITE, SEGMENTS, PADDED,
+                "dq", NORM, UNIT, D, DV, DV, D, BDV, BZ, C, K, G, STATE, AUX, FAR, DECAY, READ, WRITE, SEGMENTS, PADDED,
                 GUARD, PREC, STAGES,
             )  # fmt: skip
     elif role == 1:
         if i_z * BZ < D:
             chunk_product(
-                i_r, i_z, i_bh, i_t, size, slot, p_v, p_do, p_q, p_k, p_dk, p_dw, p_dS, p_dn, p_rg, p_rg, p_delta, p_a,
+                i_r, i_z, i_bh, i_t, size, slot, p_v, p_do, p_q, p_k, p_dk, p_dw, p_fk, p_dS, p_dn, p_rg, p_rg, p_delta, p_a,
                 p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_vb, s_vt, s_vh, s_ob,
                 s_ot, s_oh, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE,
-                "dk", NORM, UNIT, D, DV, DV, D, BDV, BZ, C, K, G, LATER, AUX and not NORM, DECAY, READ, WRITE, SEGMENTS,
+                "dk", NORM, UNIT, D, DV, DV, D, BDV, BZ, C, K, G, LATER, AUX and not NORM, FAR, DECAY, READ, WRITE, SEGMENTS,
                 PADDED, GUARD, PREC, STAGES,
             )  # fmt: skip
     else:
         if i_z * BZ < DV:
             chunk_product(
-                i_r, i_z, i_bh, i_t, size, slot, p_k, p_q, p_do, p_v, p_dv, p_dw, p_dS, p_dn, p_rg, p_rg, p_delta, p_a,
+                i_r, i_z, i_bh, i_t, size, slot, p_k, p_q, p_do, p_v, p_dv, p_dw, p_fk, p_dS, p_dn, p_rg, p_rg, p_delta, p_a,
                 p_b, p_rq, p_rk, p_lam, p_read, p_write, p_seg, p_real, p_place, batch, scale, s_kb, s_kt, s_kh, s_qb,
                 s_qt, s_qh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, s_rb, s_rt, s_rh, s_gb, s_gt, s_gh, T, H, E, SHARE,
-                "dv", NORM, UNIT, D, DV, D, DV, BD, BZ, C, K, G, LATER, False, DECAY, READ, WRITE, SEGMENTS, PADDED,
+                "dv", NORM, UNIT, D, DV, D, DV, BD, BZ, C, K, G, LATER, False, False, DECAY, READ, WRITE, SEGMENTS, PADDED,
                 GUARD, PREC, STAGES,
             )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Causal linear attention on the GPU, host side: scratch, launches and the registered operators, which la and retnet
-share."""
+"""Causal linear attention on the GPU, host side: configurations, scratch, launches and the registered operators, which
+la and retnet share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ..layers.arguments import use_kernels
-from ..gpu.launch import Layout, Problem, dense, in_rows, launch, lay_out, scratch, strides, unavailable, width
+from ..gpu.launch import ChunkLayout, Problem, dense, in_rows, launch, lay_out, scratch, strides, unavailable, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import obstacle_of, target
 from .states import delta_kernel, join_kernel, lengths_kernel, scan_kernel, step_kernel, sums_kernel
 from .causal import gradients_kernel, out_kernel
+from .decays import far_through
 from .slopes import slope_gradients, sums_so_far
 
 
@@ -247,7 +248,7 @@ class LinearProblem(Problem):
         self.layout, self.L = self._cut()
         self.slots = self.layout.slots if call.cu is not None else self.B * self.layout.chunks
 
-    def _cut(self) -> tuple[Layout, int]:
+    def _cut(self) -> tuple[ChunkLayout, int]:
         """The scan leaves a state every L tokens."""
         return lay_out(self.q, self.call.cu, self.config.stretch), self.config.stretch
 
@@ -411,10 +412,10 @@ def forward(number: int, call: Call, o: Tensor, g: Tensor, last: Tensor, rq: Ten
 
 
 def backward(
-    number: int, call: Call, do: Tensor, dg: Tensor | None, dlast: Tensor | None, want_a: bool, want_b: bool, o: Tensor,
-    g: Tensor, rq: Tensor, rk: Tensor, S: Tensor, n: Tensor,
+    number: int, call: Call, do: Tensor, dg: Tensor | None, dlast: Tensor | None, want_a: bool, want_b: bool,
+    want_decay: bool, o: Tensor, g: Tensor, rq: Tensor, rk: Tensor, S: Tensor, n: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of q, k, v, a, b, of both gates and of the entering memories."""
+    """Gradients of q, k, v, a, b, log_decay, of both gates and of the entering memories."""
     slopes, dg = want_a or want_b, dg if call.a is not None else None
     x, do = LinearProblem(number, call), dense(do)
     dg = None if dg is None else dg.contiguous()
@@ -442,11 +443,12 @@ def backward(
     aux = gates or slopes
     along = x.new(blocks_d * aux, x.B, x.T, x.H)
     dw = x.new(blocks_d * gates, x.B, x.T, x.E)
+    far_q, far_k = (x.new(blocks_d * want_decay, x.B, x.T, heads) for heads in (x.H, x.E))
     launch(
-        gradients_kernel, (x.layout.chunks * rows * blocks * 3, x.B * x.H), x.q, x.k, x.v, do, dq, dk, dv, along, dw, S,
-        n, dS, dn, rg, delta, x.a, x.b, rq, rk, x.lam, x.read, x.write, x.segments, x.real, x.places,
+        gradients_kernel, (x.layout.chunks * rows * blocks * 3, x.B * x.H), x.q, x.k, x.v, do, dq, dk, dv, along, dw,
+        far_q, far_k, S, n, dS, dn, rg, delta, x.a, x.b, rq, rk, x.lam, x.read, x.write, x.segments, x.real, x.places,
         x.layout.per_chunk, x.B, x.call.scale, *strides(x.q, x.k, x.v, do), *x.gates(x.read, x.write), *x.sizes,
-        STATE=x.enters(x.first), LATER=x.enters(dlast), AUX=aux, **c,
+        STATE=x.enters(x.first), LATER=x.enters(dlast), AUX=aux, FAR=want_decay, **c,
     )  # fmt: skip
     if shared:
         dk, dv = (y.unflatten(2, (x.Hkv, -1)).sum(3) for y in (dk, dv))
@@ -456,8 +458,12 @@ def backward(
         first = None if x.first is None else (x.first[..., begin : begin + x.DV], x.first[..., begin + x.DV])
         u, n = sums_so_far(x.v, x.call.padding, x.segments, x.call.cu, first)
         ends = slope_gradients(x.a, x.b, do, u, n, g, rg, delta, along, dg, GUARD)
+    ddecay = None
+    if want_decay and x.lam is not None:
+        passed = far_through(S, dS, x.lam, x.T, x.L, x.layout.per_chunk, x.places, x.segments)
+        ddecay = far_q.sum((0, 1, 2)).unflatten(0, (x.E, -1)).sum(1) + far_k.sum((0, 1, 2)) + passed
     dread, dwrite = (None if gate is None else y.sum(0) for gate, y in ((x.read, along), (x.write, dw)))
-    return dq, dk, dv, *ends, dread, dwrite, dfirst
+    return dq, dk, dv, *ends, ddecay, dread, dwrite, dfirst
 
 
 def flops(x: Any) -> tuple[int, int]:
@@ -529,7 +535,7 @@ def step(number: int, x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None
 NAMESPACE = own_namespace(__name__, "linear")
 chunked_op = operator(
     NAMESPACE, "linear", Call, results, forward, "o g last | rq rk S n", kept="o g rq rk S n",
-    backward=backward, leaves="q k v a? b? read write first", usual=0, flops=flops,
+    backward=backward, leaves="q k v a? b? log_decay? read write first", usual=0, flops=flops,
 )  # fmt: skip
 step_op = operator(NAMESPACE, "linear_step", StepCall, step_results, step, "o g S z u tokens")
 pool_op = operator(

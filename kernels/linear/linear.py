@@ -49,7 +49,7 @@ def linear_attention(
     return from_chunks(o, C, T), S
 
 
-def linear_attention_both_ways(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, chunk_size: int) -> Tensor:
+def linear_attention_bidirectional(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, chunk_size: int) -> Tensor:
     """sum_i (q_t.k_i) v_i [B,T,E*G,Dv] over all tokens i of t's document; arguments as for `linear_attention`.
 
     Without `segments` there may be fewer keys than queries; with them, the tokens of a document may lie anywhere.

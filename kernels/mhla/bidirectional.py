@@ -1,4 +1,4 @@
-"""MHLA both ways on the GPU: two passes over the tokens as in plain linear attention, and a small product between them.
+"""Bidirectional MHLA on the GPU: two passes over the tokens as in plain linear attention, and a small product between them.
 
     sum      per block of tokens: S_j = sum k v^T, and sum k
     product  P_i = sum_j m_ij S_j, with the normaliser's column

@@ -1,4 +1,4 @@
-"""MHLA both ways on the GPU, host side: configurations, scratch, launches and the registered operator."""
+"""Bidirectional MHLA on the GPU, host side: configurations, scratch, launches and the registered operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MHLA in PyTorch: how summaries of blocks mix, the causal form, the form for both sides, one step.
+"""MHLA in PyTorch: how summaries of blocks mix, the causal form, the bidirectional form, one step.
 
 A block of queries needs the summaries of the M - 2 blocks before it, and the sum of all older ones. Mixing takes blocks
 in groups of Q >= M - 2: they meet their own group and the one before as matrix products, and what lies before that as
@@ -179,7 +179,7 @@ def after(S: Tensor, w: Tensor, number: Tensor, document: Tensor, places: Places
     return MHLAState(recent[1], total, current[:, 0], mix_at(w, block, recent[1], total), places.tokens)
 
 
-def mhla_both_ways(q: Tensor, k: Tensor, v: Tensor, m: Tensor, places: Places) -> Tensor:
+def mhla_bidirectional(q: Tensor, k: Tensor, v: Tensor, m: Tensor, places: Places) -> Tensor:
     """Sums [B,T,H,Y] over all tokens of a document; m [E,K,K] weights of block pairs; K blocks to a document."""
     E, K, shape = k.shape[2], m.shape[-1], (q.shape[0], q.shape[1])
     qs, ks, vs = (places.rows(y, E, m.dtype) for y in (q, k, v))

@@ -5,7 +5,7 @@
               of Q blocks, carrying the sum of all that is older than the group before
     output    per tile of a block's tokens: what the mixture says, and causal attention inside the block
 
-The first also serves attention to both sides, and the backward pass, with q and weighted gradients in place of k and v;
+The first also serves bidirectional attention, and the backward pass, with q and weighted gradients in place of k and v;
 so does the second, run backwards.
 """
 

@@ -4,8 +4,8 @@
 With features q, k >= 0, S_b = sum_{j in b} k_j v_j^T and z_b = sum_{j in b} k_j the summaries of block b, and m_ib >= 0
 learned, a token t of block i outputs (paper eq. 4)
 
-    both ways   o_t = q_t S~_i / (q_t . z~_i)        S~_i = sum_b m_ib S_b        z~_i = sum_b m_ib z_b
-    causal      o_t = [ q_t P_i + m_ii sum_{j<=t, j in i} (q_t.k_j) v_j ] / [ the same of z ], P_i = sum_{b<i} m_ib S_b
+    bidirectional   o_t = q_t S~_i / (q_t . z~_i)        S~_i = sum_b m_ib S_b        z~_i = sum_b m_ib z_b
+    causal          o_t = [ q_t P_i + m_ii sum_{j<=t, j in i} (q_t.k_j) v_j ] / [ same of z ], P_i = sum_{b<i} m_ib S_b
 
 so that the weight of token j is m_{block t, block j} q_t.k_j. The printed causal form (appendix C) takes row i - 1 of
 m for P_i and leaves the diagonal's index open; the authors' code agrees with the above. Their vision code's
@@ -42,7 +42,7 @@ from ..layers.features import Features
 from ..layout import TokenLayout
 from .places import Places, number_of_blocks, place_grid, place_line, place_rows, place_sequences
 from .eager import (
-    GUARD, MHLAState, after, divided, fresh_state, may_wait, mhla_both_ways, mhla_causal, mhla_step, recomputed,
+    GUARD, MHLAState, after, divided, fresh_state, may_wait, mhla_bidirectional, mhla_causal, mhla_step, recomputed,
     with_one,
 )  # fmt: skip
 from ..mixer import Bounds, Mixer, Site, check_power_of_two
@@ -90,12 +90,12 @@ def mhla(
 def mhla_grid(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor, places: Places, *, normalise: bool = True, backend: Backend = "auto"
 )-> Tensor:
-    """MHLA both ways: o [B,T,H,Dv] in v's dtype.
+    """Bidirectional MHLA: o [B,T,H,Dv] in v's dtype.
 
     m [E,K,K] are the weights of query block and key block. `places` (places.py: `place_grid`, `place_line`) say
     which block each token of a document is in; those in none, padding, output 0. Otherwise as `mhla`.
     """
-    return mix_both_ways(q, k, v, m, places, normalise, backend)[0]
+    return mix_bidirectional(q, k, v, m, places, normalise, backend)[0]
 
 
 def mhla_reference(
@@ -104,7 +104,7 @@ def mhla_reference(
 )-> Tensor:  # fmt: skip
     """Eq. 4 with its T x T weights, for checking: o [B,T,H,Dv] in the dtype of the inputs.
 
-    Causal with `weights` by row and distance, or with `block` [B,T] both ways with `weights` by block and block.
+    Causal with `weights` by row and distance, or with `block` [B,T] bidirectional with `weights` by block and block.
     """
     (B, T, H, _), G, M = q.shape, q.shape[2] // k.shape[2], weights.shape[-1]
     k, v, m = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2), weights.repeat_interleave(G, 0)
@@ -186,7 +186,7 @@ def mix_causal(
     return *divided(sums, normalise, padding, v.dtype), last
 
 
-def mix_both_ways(
+def mix_bidirectional(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor, places: Places, normalise: bool, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """`mhla_grid`, and the normaliser [B,T,H] beside its result (1 without `normalise`)."""
@@ -202,7 +202,7 @@ def mix_both_ways(
         return o, g if normalise else m.new_ones(q.shape[:3])
 
     def form(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-        return mhla_both_ways(q, k, with_one(v, normalise, dtype), m.to(dtype), places)
+        return mhla_bidirectional(q, k, with_one(v, normalise, dtype), m.to(dtype), places)
 
     return divided(recomputed(form, q, k, v, m), normalise, None, v.dtype)
 
@@ -358,7 +358,7 @@ class MultiHeadLinearAttention(Mixer):
             raise ValueError("rope=after: products of rotated features have signs, and so has their sum. Set normalise=false")
         self.start, self.weighting, self.by_distance = start, weighting, by_distance and site.causal
         if learn_weights:
-            # One more block both ways, for tokens without a place.
+            # One more block where attention is bidirectional, for tokens without a place.
             count = self.blocks if site.causal else self.blocks + 1
             pairs = (count,) * (2 - self.by_distance)
             self.block_logits = nn.Parameter(torch.empty(1 if shared else site.kv_heads, *pairs))
@@ -387,7 +387,7 @@ class MultiHeadLinearAttention(Mixer):
     def idle(cls, site: Site, flat: bool) -> dict[str, str]:
         if site.causal:
             found = dict.fromkeys(("frames", "rows", "columns"), "causal attention has blocks of block_size tokens")
-            return found | {"dwc": "its convolution sees both sides, and attention here is causal"}
+            return found | {"dwc": "its convolution is bidirectional, and attention here is causal"}
         found = dict.fromkeys(("block_size", "by_distance"), "attention here is not causal")
         if site.grid == "line":
             return found | dict.fromkeys(("frames", "rows", "columns"), "tokens on a line are cut into `blocks`")
@@ -455,7 +455,7 @@ class MultiHeadLinearAttention(Mixer):
     ) -> tuple[Tensor, Tensor, MHLAState | None]:
         """`mix`, and the normaliser beside its results."""
         if layout.causal and not self.site.causal:
-            raise ValueError(f"{self.site.path}: converted as attention to both sides, called as causal")
+            raise ValueError(f"{self.site.path}: converted as bidirectional attention, called as causal")
         # Autocast would run the fp32 sums in half precision.
         with torch.autocast(q.device.type, enabled=False):
             q, k = self._turned(self.features(q, "query"), layout), self._turned(self.features(k, "key"), layout)
@@ -465,11 +465,11 @@ class MultiHeadLinearAttention(Mixer):
                 given = q, k, v, w, self.block_size, self.normalise, padding, segments, None, state
                 o, g, state = mix_causal(*given, rows=layout.rows)
             else:
-                if self.site.causal:  # a decoder told to look both ways: what it has is weights by distance
+                if self.site.causal:  # a decoder called as bidirectional: what it has is weights by distance
                     index = torch.arange(self.blocks, device=q.device)
                     w = w[:, -1, (index[:, None] - index).abs()]
                 places, K = self._places(q, layout)
-                o, g = mix_both_ways(q, k, v, w[:, :K, :K], places, self.normalise)
+                o, g = mix_bidirectional(q, k, v, w[:, :K, :K], places, self.normalise)
             if self.norm == "head":
                 o = head_norm(o, self.norm_weight)
             if hasattr(self, "taps"):
@@ -497,7 +497,7 @@ class MultiHeadLinearAttention(Mixer):
         return o, state
 
     def _places(self, x: Tensor, layout: TokenLayout) -> tuple[Places, int]:
-        """The blocks of tokens x [B,T,..] that see both sides, and how many a document has."""
+        """The blocks of tokens x [B,T,..] of bidirectional attention, and how many a document has."""
         padding, segments, grid = layout.padding, layout.segments, layout.grid
         if grid is not None and len(grid.size) > 1:
             return place_grid(grid, self.layout, x, padding, segments), number_of_blocks(grid, self.layout)

@@ -29,7 +29,7 @@ class Places(NamedTuple):
     document: Tensor  # [R or 1,N] int64 its document, -1 for a block that does not exist
     last: Tensor  # [R] the document that the row ends with
     tokens: Tensor  # [R] int64 how many tokens that document has
-    untouched: Tensor  # [R] bool no token joined the document that the state belongs to, and no other began
+    untouched: Tensor  # [R] bool whether no token was added to the state's document, and no document began
     covered: bool = False  # whether every token surely has a place
 
     def rows(self, y: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -139,7 +139,7 @@ def line_blocks(x: Tensor, M: int, padding: Tensor | None, segments: Tensor | No
 
 
 def _by_value(segments: Tensor) -> tuple[Tensor, int]:
-    """The documents of attention to both sides, numbered from 0, and their number: tokens of one value see each other
+    """The documents of bidirectional attention, numbered from 0, and their number: tokens of one value see each other
     wherever they are."""
     values, document = segments.unique(return_inverse=True)
     return document, len(values)
@@ -198,11 +198,12 @@ def place_grid(
     grid: Grid, blocks: tuple[int, int, int], x: Tensor, padding: Tensor | None = None, segments: Tensor | None = None
 ) -> Places:
     """Places of the tokens x [B,T,..] of a grid cut into `blocks` along its axes, and one block of tokens that the grid
-    has around it, if any; remembered for grids without padding and segments."""
-    if padding is None and segments is None and not torch.compiler.is_compiling():
+    has around it, if any; remembered for grids without padding and segments, but not of fake tensors or in a graph."""
+    real = type(x) is Tensor and not torch.compiler.is_compiling()
+    if padding is None and segments is None and real:
         with torch.inference_mode(False):  # what is remembered there serves no later training
             return _whole_grid(grid, blocks, x.shape[0], x.device)
-    block, longest = grid_layout(grid, blocks, x.device)
+    block, longest = (grid_layout if real else grid_layout.__wrapped__)(grid, blocks, x.device)
     return place_groups(block.expand(x.shape[0], -1), number_of_blocks(grid, blocks), longest, padding, segments)
 
 

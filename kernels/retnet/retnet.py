@@ -88,7 +88,7 @@ def retnet(
             return o.to(q.dtype), state
         o, state = on_rows(partial(retnet, q, k, v, log_decay=log_decay, **form), state, rows, padding, q.shape[1])
         return o, state
-    if wants_gradients(log_decay):
+    if wants_gradients(log_decay) and not kernels:
         return _learned(q, k, v, log_decay, padding, cu_seqlens, form | {"segments": segments, "state": state})
     if kernels:
         return _retnet_triton(q, k, v, log_decay, scale, padding, segments, cu_seqlens, state, *gates, precision)
@@ -124,7 +124,7 @@ def _retnet_triton(
     dtype, sizes = q.dtype, (q.shape[-1], v.shape[-1])
     q, k = q.to(v.dtype), k.to(v.dtype)
     S = None if state is None else state.memory
-    inputs, keep = (q, k, v, None, None, log_decay, read, write, scale, False), wants_gradients(q, k, v, read, write, S)
+    inputs, keep = (q, k, v, None, None, log_decay, read, write, scale, False), wants_gradients(q, k, v, log_decay, read, write, S)
     if q.shape[1] == 1 and segments is None and cu is None and not keep:
         S = fresh_state(q, k, v, log_decay).memory if S is None else S
         o, _, S, *_ = step_op(*inputs, padding, S, None, None, None)
@@ -153,7 +153,8 @@ def retnet_reference(
 
 class Placed(torch.autograd.Function):
     """x [B,T,heads,D] as it is. Of a gradient of x, log_decay [E] gets that of e^{place log_decay} x: with place t on
-    q_t and -i on k_i it is the gradient of gamma^{t-i}, and no operator needs one of its own."""
+    q_t and -i on k_i it is the gradient of gamma^{t-i}. Places of one row cancel, which needs gradients in fp32: on a
+    GPU linear/decays.py adds up distances."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log_decay: Tensor, place: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ class Placed(torch.autograd.Function):
 def _learned(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, padding: Tensor | None, cu: Tensor | None, form: dict[str, Any]
 ) -> tuple[Tensor, RetNetState]:
-    """`retnet` for decays that need a gradient; `form` are its other arguments."""
+    """`retnet` in PyTorch for decays that need a gradient; `form` are its other arguments."""
     T, E = q.shape[1], log_decay.shape[0]
     place = torch.arange(1, T + 1, device=q.device)[None] if padding is None else padding.cumsum(1)
     last = place[:, -1:]

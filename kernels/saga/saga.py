@@ -28,7 +28,7 @@ from ..layers.arguments import Backend, use_kernels
 from ..layers.depthwise import depthwise
 from ..layers.features import Features, featured
 from ..layout import TokenLayout
-from ..linear.linear import linear_attention_both_ways
+from ..linear.linear import linear_attention_bidirectional
 from ..mixer import Bounds, Mixer, Site
 from ..layers.norm import HeadNorm
 from .launch import GUARD, runs_on, saga_op
@@ -105,13 +105,13 @@ def saga(
     one = torch.ones_like(values[..., :1])
     if norm == "mass":
         values = torch.cat([values, one], -1)
-    y = linear_attention_both_ways(q.to(exact), keys, values, segments, chunk_size)
+    y = linear_attention_bidirectional(q.to(exact), keys, values, segments, chunk_size)
     if norm == "mass":
         y = y[..., :-1] / y[..., -1:].clamp_min(GUARD)
     elif norm == "count":
         one = one[:, :, :1]
         real = one if padding is None else one * padding[:, :, None, None]
-        y = y / linear_attention_both_ways(one, real, one, segments, chunk_size).clamp_min(1.0)
+        y = y / linear_attention_bidirectional(one, real, one, segments, chunk_size).clamp_min(1.0)
     elif norm == "head":
         assert norm_weight is not None
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * norm_weight.to(exact)
@@ -209,7 +209,7 @@ class Gate(nn.Module):
 
 
 class SelectiveGates(Mixer):
-    """SAGA in place of the softmax of one attention module that sees both sides.
+    """SAGA in place of the softmax of one bidirectional attention module.
 
     The gates are nearly open, the output gate 1 and the convolution 0 at first, so that a conversion starts as linear
     attention with the same features.
@@ -217,7 +217,7 @@ class SelectiveGates(Mixer):
 
     title = "Linear attention with gated summaries"
     paper = "arXiv 2509.12817"
-    state_formula = "none: attention to both sides keeps no state"
+    state_formula = "none: bidirectional attention keeps no state"
     causal = False
     bidirectional = True
     geometric = True
@@ -268,7 +268,7 @@ class SelectiveGates(Mixer):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, None]:
         if layout.causal:
-            raise ValueError(f"{self.site.path}: SAGA sees both sides, and was called as causal")
+            raise ValueError(f"{self.site.path}: SAGA is bidirectional, and was called as causal")
         E, H, Dv = self.site.kv_heads, self.site.heads, v.shape[-1]
         layers = (self.key_gate, E * self.width, OPEN), (self.value_gate, E * Dv, OPEN), (self.output_gate, H * Dv, 1.0)
         gates = [x.new_full((*x.shape[:2], n), one) if gate is None else gate(x) for gate, n, one in layers]

@@ -33,7 +33,7 @@ from linearize_kernels.layout import TokenLayout
 # Of the norm of what the float64 path gives: any tensor, and one that the PyTorch path in bf16 misses by so much less.
 ALLOWED, FACTOR = 1e-2, 1.5
 # Nearly all of a slope's gradient cancels, and the rounding of the weights' gradients to bf16 in dq stays: 1.2e-2 and
-# 1.8e-2 both ways, 32/8 heads of 128, on one H100 (docs/measurements/kernel-notes.md).
+# 1.8e-2 bidirectional, 32/8 heads of 128, on one H100 (docs/measurements/kernel-notes.md).
 ALLOWED_OF = {"slope_logit": 2.5e-2}
 FEW = HEADS[1], HEADS[6]
 SMALL = Heads(4, 2, 16)
@@ -271,7 +271,7 @@ if __name__ == "__main__":
 
 import pytest  # noqa: E402  (the script needs none of these)
 import yaml  # noqa: E402
-from sizes import BOTH_WAYS, PRESETS  # noqa: E402
+from sizes import BIDIRECTIONAL, PRESETS  # noqa: E402
 
 from linearize.recipe.presets import presets  # noqa: E402
 from linearize_kernels.mixer import option_types  # noqa: E402
@@ -288,8 +288,8 @@ def test_the_checks_themselves_run(name: str, capsys: pytest.CaptureFixture[str]
     """With every option of the sweep, a window among them where the mechanism can have one."""
     assert main(name, "cpu") == 0, capsys.readouterr().out
     lines = capsys.readouterr().out.splitlines()
-    both_ways = sum(options.get("causal") is False for options in OPTIONS[name])
-    assert len(lines) == 2 * both_ways + 5 * (len(OPTIONS[name]) - both_ways) + 1
+    bidirectional = sum(options.get("causal") is False for options in OPTIONS[name])
+    assert len(lines) == 2 * bidirectional + 5 * (len(OPTIONS[name]) - bidirectional) + 1
     kind, _, _ = site_and_options(name, {}, SMALL)
     assert any(options.get("window") for options in OPTIONS[name]) == ("window" in option_types(kind))
 
@@ -331,7 +331,7 @@ def test_presets_are_swept() -> None:
     found: dict[str, list[Any]] = {"window": [*PRESETS["window"]]}
     for preset in presets():
         converted = yaml.safe_load(preset.path.read_text())["convert"]
-        options = converted.get("options", {}) | (BOTH_WAYS if preset.name.startswith("vit-") else {})
+        options = converted.get("options", {}) | (BIDIRECTIONAL if preset.name.startswith("vit-") else {})
         known = found.setdefault(converted["mechanism"], [])
         known += [options] if options not in known else []
     by_text = {name: sorted(map(_sorted, options)) for name, options in found.items()}

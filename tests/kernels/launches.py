@@ -71,7 +71,7 @@ WAYS = (
     *(Way(B, T, "prefill") for B, T in ((1, 200), (1, 16384), (16, 2048))),
     *(Way(B, 200, mode, masks) for B in (1, 64) for mode in ("decode", "pool") for masks in ("", "padded")),
 )
-BOTH_WAYS = tuple(way for way in WAYS if way.mode == "train" and way.masks != "packed")
+BIDIRECTIONAL = tuple(way for way in WAYS if way.mode == "train" and way.masks != "packed")
 
 
 def replace_entries() -> None:
@@ -101,16 +101,12 @@ def replace_entries() -> None:
     launch.entry = operators.entry = lambda run, *later: run
     launch.operator, operators._register = named_operator, named_register
     launch.interpreted = lambda: True
-    launch.said_once = target.said_once = refused
+    launch.warned_once = target.warned_once = refused
     target.target = chosen
     torch.autocast = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.get_device_properties = lambda device=None: Properties()  # type: ignore[assignment, return-value]
     torch.cuda.get_device_capability = lambda device=None: divmod(GPU[0].capability, 10)
     torch.cuda.current_device = lambda: 0
-    # Imported after the entries are replaced.
-    from linearize_kernels.gsa import config
-
-    config._configure = lambda device, dtype, *sizes: config.choose(*chosen(device)[:2], *sizes, dtype)
 
 
 class Indexed(TorchFunctionMode):
@@ -280,7 +276,7 @@ class Size(NamedTuple):
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        return WAYS if self.options.get("causal", True) else BOTH_WAYS
+        return WAYS if self.options.get("causal", True) else BIDIRECTIONAL
 
 
 def all_launches(gpu: Gpu, name: str) -> dict[str, tuple[Launch, Size, Way]]:

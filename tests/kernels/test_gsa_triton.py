@@ -117,13 +117,15 @@ def overrides_for(config: Any, M: int, D: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("budget", "M", "D"),
-    [(48, 64, 64), (64, 64, 64), (100, 64, 64), (100, 64, 128), (164, 64, 128), (164, 128, 64), (227, 64, 128)],
-)
-def test_safe_configurations_fit_their_budget(budget: int, M: int, D: int) -> None:
+# KiB of shared memory, slots, channels of a head.
+BUDGETS = [(48, 64, 64), (64, 64, 64), (100, 64, 64), (100, 64, 128), (164, 64, 128), (164, 128, 64), (227, 64, 128)]
+
+
+@pytest.mark.parametrize("sizes", with_slow(BUDGETS, *BUDGETS[1:]), ids=str)
+def test_safe_configurations_fit_their_budget(sizes: tuple[int, int, int]) -> None:
     from linearize_kernels.gsa.config import choose
 
+    budget, M, D = sizes
     config = choose((8, 7), budget * 1024, M, D, D, torch.bfloat16)
     capability = 90 if budget > 164 else 80
     for name in ("logits_kernel", "key_kernel"):
@@ -185,9 +187,10 @@ def test_every_size_has_a_configuration_or_says_why_not() -> None:
                         assert config.chunk in (16, 32, 64)
 
 
-@pytest.mark.parametrize(
-    "name", ["states_kernel", "output_kernel", "logits_kernel", "query_kernel", "writes_kernel", "key_kernel"]
-)
+CHUNKED = ["states_kernel", "output_kernel", "logits_kernel", "query_kernel", "writes_kernel", "key_kernel"]
+
+
+@pytest.mark.parametrize("name", with_slow(CHUNKED, "output_kernel", "logits_kernel", "key_kernel"))
 def test_no_product_takes_the_transpose_of_a_product(name: str) -> None:
     """triton 3.4 to 3.7 miscompile some dot(trans(x)) on Hopper where x comes out of a dot; ours never does."""
     from linearize_kernels.gsa.config import choose

@@ -19,7 +19,7 @@ from linearize_kernels.mixer import Site
 
 EXACT = TOLERANCE[torch.float64]
 HIDDEN = 24
-every_direction = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+every_direction = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
 def inputs(T: int, H: int = 4, Hkv: int = 2, D: int = 8, Dv: int = 6) -> list[Tensor]:
@@ -89,7 +89,7 @@ def test_a_constant_kernel_is_the_running_mean() -> None:
     assert relative_error(o, mean.repeat_interleave(2, 2)) < EXACT
 
 
-def test_the_order_of_tokens_is_nothing_both_ways() -> None:
+def test_the_order_of_tokens_is_nothing_to_bidirectional_attention() -> None:
     q, k, v = inputs(70)
     order = torch.randperm(70)
     o, _ = la(q, k, v, causal=False)

@@ -60,7 +60,7 @@ def added(mask: Tensor) -> Tensor:
 
 
 def prefix(T: int, length: int) -> Tensor:
-    """Causal but for the first `length` tokens, which see each other both ways."""
+    """Causal but for the first `length` tokens, which see each other in both directions."""
     mask = torch.ones(T, T, dtype=torch.bool).tril()
     mask[:length, :length] = True
     return mask[None, None]
@@ -172,7 +172,7 @@ def test_documents_of_an_encoder(tmp_path: Path) -> None:
 
 WRONG = {
     "prefix": (prefix(12, 4), "lets tokens see later ones"),
-    "both sides": (torch.ones(1, 1, 12, 12, dtype=torch.bool), "lets tokens see later ones"),
+    "bidirectional": (torch.ones(1, 1, 12, 12, dtype=torch.bool), "lets tokens see later ones"),
     "one row": (torch.ones(1, 1, 1, 12, dtype=torch.bool).expand(1, 1, 12, 12), "lets tokens see later ones"),
     "window": (documents((12,)) & ~documents((12,)).tril(-4), "neither of documents"),
     "stride": (documents((12,)) & (torch.eye(12, dtype=torch.bool) | (torch.arange(12) % 3 == 0)), "neither of doc"),
@@ -185,8 +185,8 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("layers", ["all", HYBRID])
 def test_what_only_softmax_can_follow_is_refused(zoo: Zoo, layers: str, case: str) -> None:
-    mask, said = WRONG[case]
-    with pytest.raises(ValueError, match=said):
+    mask, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
         logits(zoo.model("llama", layers), tokens(2, 12), attention_mask=mask)
 
 

@@ -311,7 +311,7 @@ def test_rows_of_one_batch_do_not_meet(name: str, variant: str) -> None:
 def test_packed_documents_do_not_meet(name: str, site: Site, variant: str) -> None:
     mixer, inputs = make(name, site, variant), tokens(site, LONG)
     lengths = [1, 66, 5, LONG - 72]
-    # Tokens of one number are one document where attention sees both sides, wherever they are.
+    # Tokens of one number are one document where attention is bidirectional, wherever they are.
     numbers = [4, 0, 4, 1] if mixer.site.causal else [4, 0, 2, 1]
     segments = torch.repeat_interleave(torch.tensor(numbers), torch.tensor(lengths)).expand(2, -1)
     packed, _ = mix(mixer, inputs, segments=segments)
@@ -342,7 +342,7 @@ def test_it_sees_both_sides_or_says_that_it_looks_back(name: str, variant: str) 
         changed: Any = tuple(torch.cat([y[:, :-1], -y[:, -1:]], 1) for y in inputs)
         assert not torch.equal(mix(mixer, changed, causal=False)[0][:, 0], whole[:, 0])
     else:
-        with pytest.raises(ValueError, match=r"^a: called as attention to both sides, and .* looks back only"):
+        with pytest.raises(ValueError, match=r"^a: called as bidirectional attention, and .* looks back only"):
             mix(mixer, inputs, causal=False)
         assert mix(mixer, cut(inputs, 0, 1), causal=False)[0].isfinite().all()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import TOLERANCE, WRONG_SHAPES, relative_error
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, resolve_options
@@ -218,7 +219,7 @@ def test_features_that_are_zero_read_nothing() -> None:
     assert not o.any()
 
 
-# ---------------------------------------------------------------- both ways
+# ---------------------------------------------------------------- bidirectional
 
 
 @pytest.mark.parametrize(
@@ -255,6 +256,15 @@ def test_a_grid_first_met_in_inference_mode_trains_later() -> None:
         run()
     run().sum().backward()
     assert all(y.grad is not None for y in leaves)
+
+
+def test_a_grid_first_met_in_an_estimate_runs_later() -> None:
+    """An estimate runs the code on fake tensors, in the process that trains."""
+    grid, blocks = Grid((3, 14)), (1, 3, 2)  # of no other test
+    with FakeTensorMode():
+        assert isinstance(place_grid(grid, blocks, torch.empty(2, 42, 4)).source, FakeTensor)
+    found = place_grid(grid, blocks, torch.empty(2, 42, 4))
+    assert not any(isinstance(value, FakeTensor) for value in found)
 
 
 def test_blocks_of_a_grid_are_where_they_should_be() -> None:
@@ -337,7 +347,7 @@ def test_grids_of_any_size_meet_the_same_weights() -> None:
         assert call(m, grid.tokens, causal=False, grid=grid).isfinite().all()
 
 
-def test_a_decoder_may_look_both_ways_and_an_encoder_not_back() -> None:
+def test_a_decoder_may_be_bidirectional_and_an_encoder_not_back() -> None:
     assert call(mixer(), 70, causal=False).isfinite().all()
     with pytest.raises(ValueError, match="called as causal"):
         call(mixer(causal=False), 70, causal=True)

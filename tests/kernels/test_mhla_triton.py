@@ -165,14 +165,14 @@ def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
 
 def results(case: dict[str, Any], backend: Any) -> dict[str, torch.Tensor]:
     """Output, normaliser, last state and every gradient; `torch` in float64."""
-    from linearize_kernels.mhla.mhla import mix_both_ways, mix_causal
+    from linearize_kernels.mhla.mhla import mix_bidirectional, mix_causal
 
     inputs, arguments = build(case)
     q, k, v, w = leaves = [(x.double() if backend == "torch" else x).requires_grad_() for x in inputs]
     normalise, padding, segments = (arguments.get(x) for x in ("normalise", "padding", "segments"))
     out = {}
     if "size" in case:
-        o, g = mix_both_ways(q, k, v, w, arguments["places"], bool(normalise), backend)
+        o, g = mix_bidirectional(q, k, v, w, arguments["places"], bool(normalise), backend)
     else:
         cu, C = arguments.get("cu_seqlens"), arguments["block_size"]
         o, g, state = mix_causal(q, k, v, w, C, bool(normalise), padding, segments, cu, None, backend)

@@ -25,6 +25,7 @@ from linearize.errors import Exit
 from linearize.measure import generate as command
 from linearize.plan.mechanisms import load_mechanism, mechanism_names
 from linearize.train.save import meta_model
+from linearize_kernels.hf.cache import cache_in
 
 NEW = 7
 
@@ -191,7 +192,7 @@ def test_a_step_that_depends_on_more_than_its_inputs_stays_plain(
 
     def by_length(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
-        out.last_hidden_state = out.last_hidden_state + kwargs["past_key_values"].get_seq_length()
+        out.last_hidden_state = out.last_hidden_state + cache_in(kwargs).get_seq_length()
         return out
 
     monkeypatch.setattr(model.model, "forward", by_length)

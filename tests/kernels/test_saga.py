@@ -14,7 +14,7 @@ from torch import Tensor
 from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize_kernels.layers.features import Features
 from linearize_kernels.layout import Grid, TokenLayout
-from linearize_kernels.linear.linear import linear_attention_both_ways
+from linearize_kernels.linear.linear import linear_attention_bidirectional
 from linearize_kernels.mixer import Site
 from linearize_kernels.saga.saga import depthwise, saga, saga_reference
 
@@ -68,7 +68,7 @@ def test_open_gates_are_linear_attention() -> None:
     given = inputs() | {"local": None}
     given |= {name: torch.full_like(given[name], 1e4) for name in ("key_gate", "value_gate")}
     given["output_gate"] = torch.ones_like(given["output_gate"])
-    plain = linear_attention_both_ways(given["q"], given["k"], given["v"], None, 64)
+    plain = linear_attention_bidirectional(given["q"], given["k"], given["v"], None, 64)
     assert relative_error(saga(**given), plain) < F64
 
 
@@ -163,7 +163,7 @@ def test_a_conversion_starts_as_linear_attention_with_its_features() -> None:
     features = Features("hedgehog", SITE.heads, SITE.kv_heads, SITE.key_dim, SITE.scale, causal=False)
     features.reset_parameters()
     fq, fk = features(q, "query"), features(k, "key")
-    o = linear_attention_both_ways(fq, fk, torch.cat([v, torch.ones_like(v[..., :1])], -1), None, 64)
+    o = linear_attention_bidirectional(fq, fk, torch.cat([v, torch.ones_like(v[..., :1])], -1), None, 64)
     assert relative_error(mix(mixer, (q, k, v, x)), (o[..., :-1] / o[..., -1:]).detach()) < 0.03
 
 
@@ -203,7 +203,7 @@ def test_where_tokens_lie_matters_to_the_convolution_alone() -> None:
 
 
 def test_it_is_refused_as_causal() -> None:
-    with pytest.raises(ValueError, match="sees both sides"):
+    with pytest.raises(ValueError, match="is bidirectional"):
         mix(made(), tokens(), causal=True)
 
 

@@ -40,7 +40,7 @@ def test_hedgehog_leaves_what_does_not_fit_to_pytorch_and_says_so_once(monkeypat
         major, minor, multi_processor_count, shared_memory_per_block_optin = 8, 9, 128, 101376
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(launch, "_said", set())
+    monkeypatch.setattr(launch, "_warned", set())
     device, half, single = torch.device("cuda"), torch.bfloat16, torch.float32
     with pytest.warns(UserWarning, match="head dim 128 needs 163840 of 101376 bytes of shared memory: PyTorch"):
         assert hedgehog._obstacle(device, half, single, 128)

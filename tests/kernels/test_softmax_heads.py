@@ -14,7 +14,7 @@ from torch import Tensor
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from linearize_kernels.hf.cache import map_state
-from linearize_kernels.layers.softmax_heads import Scores, softmax_heads
+from linearize_kernels.layers.softmax_heads import ScoreOptions, softmax_heads
 from linearize_kernels.layout import TokenLayout, part_of
 from linearize_kernels.mixer import Mixer, Site
 
@@ -56,9 +56,9 @@ def same(ours: Tensor, reference: Tensor) -> bool:
     return relative_error(ours.detach(), reference.detach()) <= TOLERANCE[torch.float32]
 
 
-def brute_force(q: Tensor, k: Tensor, v: Tensor, scale: float, scores: Scores | None = None) -> Tensor:
+def brute_force(q: Tensor, k: Tensor, v: Tensor, scale: float, scores: ScoreOptions | None = None) -> Tensor:
     """Softmax token by token and head by head, as the formula says: q [B,T,H,D] -> [B,T,H,Dv]."""
-    scores = scores or Scores()
+    scores = scores or ScoreOptions()
     B, length, H, _ = q.shape
     o = torch.zeros(B, length, H, v.shape[-1], dtype=q.dtype)
     for h in range(H):
@@ -172,15 +172,15 @@ def test_heads_keep_the_dtype_of_activations(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "scores",
     [
-        Scores(window=6),
-        Scores(window=1),
-        Scores(cap=0.7),
-        Scores(sinks=torch.linspace(-1, 2, 8)),
-        Scores(window=5, cap=0.7, sinks=torch.linspace(-1, 2, 8)),
+        ScoreOptions(window=6),
+        ScoreOptions(window=1),
+        ScoreOptions(cap=0.7),
+        ScoreOptions(sinks=torch.linspace(-1, 2, 8)),
+        ScoreOptions(window=5, cap=0.7, sinks=torch.linspace(-1, 2, 8)),
     ],
     ids=["window", "window of one", "cap", "sinks", "all"],
 )
-def test_what_the_source_does_to_its_scores_is_done(scores: Scores) -> None:
+def test_what_the_source_does_to_its_scores_is_done(scores: ScoreOptions) -> None:
     mixer, inputs = make("la"), tokens(SHARED)
     kept = heads_of(SHARED, True)
     q, k, v = (y.double() for y in inputs[:3])
@@ -201,7 +201,7 @@ def test_what_the_source_does_to_its_scores_is_done(scores: Scores) -> None:
 
 def test_the_plain_form_is_softmax() -> None:
     q, k, v, _ = tokens(SHARED)
-    o, state = softmax_heads(q, k, v, 0.2, Scores())
+    o, state = softmax_heads(q, k, v, 0.2, ScoreOptions())
     assert same(o, brute_force(q, k, v, 0.2))
     assert state.real is None
 
@@ -216,7 +216,7 @@ def test_the_plain_form_is_softmax() -> None:
             r"key heads \[0, 1, 2, 3\] of 4: they must exist, and leave others",
         ),
         ("gsa", {"softmax_groups": (4,)}, {}, r"key heads \[4\] of 4"),
-        ("mhla", {"causal": False}, {}, "sees both sides; heads keep softmax where it looks back only"),
+        ("mhla", {"causal": False}, {}, "is bidirectional; heads keep softmax where it looks back only"),
         ("gsa", {}, {"rope": False}, "need the rotary embedding in front of features; set rope=true"),
         ("gla", {}, {"rope": "after"}, "set rope=before"),
     ],
@@ -228,5 +228,5 @@ def test_what_cannot_be_is_refused(name: str, changes: Any, options: Any, messag
 
 
 def test_a_call_to_both_sides_is_refused() -> None:
-    with pytest.raises(ValueError, match="called as attention to both sides"):
+    with pytest.raises(ValueError, match="called as bidirectional attention"):
         make("mhla")(*tokens(SHARED), TokenLayout(causal=False))

@@ -1,4 +1,4 @@
-"""Models that see both sides: converted, saved, reloaded in a clean process, and what geometry and masks mean there."""
+"""Bidirectional models: converted, saved, reloaded in a clean process, and what geometry and masks mean there."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_what_there_are_no_inputs_for_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "message"),
     [
         ("DebertaModel", RELATIVE, "what it computes itself has another form: scores go through gather"),
         (
@@ -218,11 +218,11 @@ def test_what_there_are_no_inputs_for_is_named() -> None:
         ("SamVisionModel", {}, "computes no softmax over keys of its own.* seen: SamVisionSdpaAttention"),
     ],
 )
-def test_attention_of_another_form_is_named(name: str, changes: dict[str, Any], said: str) -> None:
+def test_attention_of_another_form_is_named(name: str, changes: dict[str, Any], message: str) -> None:
     head = getattr(transformers, name)
     config = small_config(head.config_class.model_type)
     config.update(changes)
-    with pytest.raises(LinearizeError, match="no attention found: " + name + ".*" + said):
+    with pytest.raises(LinearizeError, match="no attention found: " + name + ".*" + message):
         probe(config, head)
 
 
@@ -424,7 +424,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, name: str, mechani
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("ViTForImageClassification", {"frames": "3"}, "frames=3 has no effect in this model: images have no frames"),
         ("PvtV2ForImageClassification", {"frames": "3"}, "images have no frames"),
@@ -435,15 +435,15 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, name: str, mechani
     ],
 )
 def test_options_without_effect_are_refused(
-    tmp_path: Path, name: str, options: dict[str, str], said: str | None
+    tmp_path: Path, name: str, options: dict[str, str], message: str | None
 ) -> None:
     config = small_config(name)
     config.architectures = [name] if name[0].isupper() else None
     config.save_pretrained(tmp_path)
-    if said is None:
+    if message is None:
         assert plan_conversion(str(tmp_path), "mhla", weights=False, options=options)[0].steps
         return
-    with pytest.raises(LinearizeError, match=said) as refused:
+    with pytest.raises(LinearizeError, match=message) as refused:
         plan_conversion(str(tmp_path), "mhla", weights=False, options=options)
     assert refused.value.code == Exit.USAGE
 
@@ -540,7 +540,7 @@ def test_inspect_says_what_fits(tmp_path: Path) -> None:
 
 def test_a_window_looks_back_only(tmp_path: Path) -> None:
     small_model("ViTForImageClassification").save_pretrained(tmp_path)
-    with pytest.raises(LinearizeError, match="this attention sees both sides; a window looks back only"):
+    with pytest.raises(LinearizeError, match="this attention is bidirectional; a window looks back only"):
         plan_conversion(str(tmp_path), "la", options={"window": 64})
 
 

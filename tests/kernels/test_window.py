@@ -313,7 +313,7 @@ def test_a_sink_needs_a_window(name: str) -> None:
 
 def test_a_window_looks_back_only() -> None:
     site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=False)
-    with pytest.raises(LinearizeError, match="window=8: this attention sees both sides"):
+    with pytest.raises(LinearizeError, match="window=8: this attention is bidirectional"):
         build_mixer("la", site, resolve_options("la", {"window": 8}))
 
 
