@@ -23,8 +23,10 @@ SMALL = {"vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": EOS}
 BASES: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "num_hidden_layers": 2, "tie_word_embeddings": True},
     "gpt2": {**SMALL, "n_layer": 2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
+    "qwen3": {**SMALL, "num_hidden_layers": 2},  # its head is apart
 }
 LORA = {
+    "qwen3": {"r": 2, "alpha": 4, "target": ["q_proj", "lm_head"]},
     "llama": {"r": 2, "alpha": 4, "target": ["q_proj", "v_proj", "o_proj"]},
     "gpt2": {"r": 2, "alpha": 4, "target": ["c_attn"]},
 }

@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from .cards import Device
+from ..recipe.recipe import trains_source
 from .estimate import Cost, StageCost, estimate, sharded
+from .gpus import Device
 from .memory import Rehearsal
 
 Values = dict[str, Any]
@@ -66,8 +67,10 @@ def changes(values: Values, cost: Cost) -> Iterator[Values]:
     ):
         checkpointed = {} if runtime["gradient_checkpointing"] else {"runtime.gradient_checkpointing": True}
         yield {**checkpointed, "runtime.offload_activations": True}
-    moved = [stage for stage, _ in large if {"all", "mixer"} & set(stage["train"])]
-    full = [stage["name"] for stage in moved if stage["optimizer"]["memory"] == "full" and not sharded()]
+    moved = [stage for stage, _ in large if trains_source(stage["train"])]
+    # FSDP2 shards weights once, in one dtype for all stages.
+    alike = [stage for stage in values["stages"] if trains_source(stage["train"])] if moved and sharded() else moved
+    full = [stage["name"] for stage in alike if stage["optimizer"]["memory"] == "full" and not sharded("DEEPSPEED")]
     if full:
         yield {f"stages.{name}.optimizer.memory": "small" for name in full}
     adapters: Values = {}

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..data.batches import tokens_per_sample
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, trains_source
 from ..terminal.output import counted, size
 from .advice import fitting_rows
-from .cards import Device
 from .estimate import estimate, sharded
+from .gpus import Device
 from .memory import Rehearsal
 
 # Tokens of a micro batch beyond which a GPU has enough to do.
@@ -37,12 +37,15 @@ def as_before(recipe: Recipe, record: Path) -> Recipe:
 
 
 def plainly(recipe: Recipe) -> Recipe:
-    """All that is left open as it is without this file: `full`, and the batch as given."""
+    """All that is left open as it is without this file: the batch as given, and `full`; where FSDP2 shards weights once
+    for all stages, `small` beside a `small` that is given."""
     values = recipe.resolved()
     values["runtime"]["batch"] = "given"
+    of_source = [stage for stage in values["stages"] if trains_source(stage["train"])]
+    alike = sharded("FSDP") and any(stage["optimizer"]["memory"] == "small" for stage in of_source)
     for stage in values["stages"]:
         if stage["optimizer"]["memory"] == "auto":
-            stage["optimizer"]["memory"] = "full"
+            stage["optimizer"]["memory"] = "small" if alike and stage in of_source else "full"
     return recipe.changed(values)
 
 
@@ -58,11 +61,16 @@ def choose(
     cost, values = estimate(rehearse(plain), device), plain.resolved()
     open_stages = [stage.optimizer.memory == "auto" for stage in recipe.stages]
     changed = False
+    tight = [] if sharded("DEEPSPEED") else [one for one in cost.too_large if open_stages[cost.stages.index(one)]]
+    first = next((one.stage.name for one in tight if sharded() and trains_source(one.stage.train)), "")
     for asked, one, stage in zip(open_stages, cost.stages, values["stages"], strict=True):
-        if asked and one in cost.too_large and not sharded():
+        if one in tight:
             stage["optimizer"]["memory"], changed = "small", True
             needs = f"{size(one.needs(device))} of {size(device.memory)}"
             say(f"{one.stage.name}: full needs {needs}. {SMALLER}")
+        elif asked and first and trains_source(stage["train"]):
+            stage["optimizer"]["memory"] = "small"
+            say(f"{one.stage.name}: optimizer.memory is small as in {first}: FSDP2 shards weights once for all stages")
     if recipe.runtime.batch != "auto" or device.kind != "cuda":
         return recipe.changed(values)
     if changed:

@@ -21,7 +21,7 @@ from ..train.chunked_head import obstacle
 from ..train.runs import processes
 from ..train.runtime import stage_steps
 from ..train.student import linear_layers
-from .cards import GIB, Device
+from .gpus import GIB, Device
 from .hours import around, step_seconds
 from .memory import Memory, Rehearsal, divided
 
@@ -128,7 +128,7 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
     model = rehearsal.model
     targets = lora_targets(model)
     of_disk = disk(rehearsal, found)
-    chunks = not obstacle(model) and not sharded()
+    chunks = not obstacle(model) and not sharded("DEEPSPEED")
     beside = around(rehearsal, found, device)
     return Cost(device, processes(), found, of_disk, beside, model.supports_gradient_checkpointing, targets, chunks)
 
@@ -143,9 +143,11 @@ def lora_targets(model: Any) -> tuple[str, ...]:
     return tuple(inside)
 
 
-def sharded() -> bool:
-    """Whether the launcher says that weights are divided among processes."""
-    return any(os.environ.get(f"ACCELERATE_USE_{how}", "false").lower() == "true" for how in ("FSDP", "DEEPSPEED"))
+def sharded(*by: str) -> bool:
+    """Whether the launcher says that weights are divided among processes, `by` FSDP or DEEPSPEED, or by either."""
+    return any(
+        os.environ.get(f"ACCELERATE_USE_{how}", "false").lower() == "true" for how in by or ("FSDP", "DEEPSPEED")
+    )
 
 
 def disk(rehearsal: Rehearsal, costs: list[StageCost]) -> dict[str, int]:

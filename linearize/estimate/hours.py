@@ -21,7 +21,7 @@ from ..recipe.recipe import AttentionTransfer, Stage
 from ..train.runs import processes
 from ..train.samples import NEW_TOKENS
 from ..train.session import FIDELITY_TOKENS, POSITION_TOKENS
-from .cards import Device, cpu_rates
+from .gpus import Device, cpu_rates
 from .memory import Memory, Rehearsal
 from .tracker import Work
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..data.logits import StoredLogits
 from ..errors import LinearizeError, reason_of
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import LogitKL, Recipe
 from ..train.offload import LEAST, Host
 from ..train.save import meta_model
 from ..train.small_adamw import fresh_state
@@ -35,8 +35,9 @@ class Memory:
     `saved` are the activations and logits alive when a backward pass begins, the most of any; `work` is that of one
     micro batch, and `evaluated` that of passes of student and teacher over as many blocks. `trained` are parameters, in
     so many `tensors`, `checkpoint` the bytes of a checkpoint without the optimizer's. `whole` are the bytes that
-    processes do not divide, `gathered` what sharding holds of whole weights and gradients at a time, `host` what waits
-    in the host's memory for the backward pass. `reason` says why activations could not be counted.
+    processes do not divide, `aside` those of trained source weights, which a teacher pass has twice, `gathered` what
+    sharding holds of whole weights and gradients at a time, `host` what waits in the host's memory for the backward
+    pass. `reason` says why activations could not be counted.
     """
 
     parts: dict[str, int]
@@ -48,6 +49,7 @@ class Memory:
     checkpoint: int = 0
     teacher_copy: int = 0
     whole: dict[str, int] = field(default_factory=dict)
+    aside: int = 0
     gathered: int = 0
     host: int = 0
     reason: str = ""
@@ -76,8 +78,7 @@ def divided(memory: Memory, processes: int, sharded: bool, transfers: bool) -> M
         for part in PARTS[:5]:
             whole = memory.whole.get(part, 0)
             parts[part] = min(parts[part], whole) + max(parts[part] - whole, 0) // processes
-        if memory.teacher_copy:
-            parts["masters"] *= 2  # the student's own, aside for the length of a teacher pass
+        parts["teacher"] += memory.aside // processes
         parts["activations"] += memory.gathered
     return replace(memory, parts=parts)
 
@@ -121,6 +122,8 @@ class Rehearsal:
         if precision != "no" and recipe.model.dtype is not None:
             dtype = getattr(torch, recipe.model.dtype)
         self.dtype = dtype
+        import peft.tuners.tuners_utils  # noqa: F401  imports bitsandbytes, which would make its tables of fake tensors
+
         with self.mode, Tracker():  # which answers what initialisers ask of values
             self.model = meta_model(folder, planned, dtype, recipe.model.trust_remote_code, device="cpu")
             self.named = named or find_teacher(recipe)
@@ -180,6 +183,7 @@ class Rehearsal:
             checkpoint=sum(t.numel() * t.element_size() for t in state.values()),
             teacher_copy=self.student.teacher_bytes(),
             whole=self._whole(step),
+            aside=sum(p.nbytes for name, p in self.student.named_parameters() if name in self.student.originals),
             gathered=self._gathered(step),
             host=host.bytes,
             reason=reason,
@@ -200,7 +204,7 @@ class Rehearsal:
         """Bytes of the parts that each of several processes has whole whatever divides the rest: mixers, adapters,
         another teacher."""
         found: Counter[str] = Counter()
-        trained = {id(p) for p in step.parameters}
+        trained, small = {id(p) for p in step.parameters}, step.stage.optimizer.memory == "small"
         for name, parameter in self.student.named_parameters():
             if is_source(name):
                 continue
@@ -208,7 +212,8 @@ class Rehearsal:
             found["masters" if master else "weights"] += parameter.nbytes
             if id(parameter) in trained:
                 found["gradients"] += parameter.nbytes
-                found["optimizer"] += 2 * 4 * parameter.numel()
+                with self.mode:
+                    found["optimizer"] += sum(value.nbytes for value in moments(parameter, small))
         found["teacher"] = sum(tensor.nbytes for tensor in self._other())
         return dict(found)
 
@@ -227,7 +232,11 @@ class Rehearsal:
         item = 2 if step.wide else 4
         trains = sum(p.numel() for n, p in self.student.named_parameters() if is_source(n) and p.requires_grad)
         gradients = 4 * max(layer, root) if trains else 0
-        return item * (root + 2 * layer) + gradients
+        stage, heads = step.stage, 0
+        if isinstance(stage, LogitKL) and stage.loss.tokens_at_once:  # the head in one piece, its teacher's as well
+            own_teacher = stage.learns_logits and self.named is None
+            heads = (1 + own_teacher) * sum(p.numel() for p in self.model.get_output_embeddings().parameters())
+        return item * (root + 2 * layer + heads) + gradients
 
     def _keep(self, tracker: Tracker, step: Step) -> list[Tensor]:
         """Count what stays for the whole stage; returns the tensors that stand for the optimizer's."""

@@ -128,6 +128,11 @@ def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
     return ["model.base=DIR"] if isinstance(model, dict) and "base" not in model else []
 
 
+def trains_source(parts: Collection[str]) -> bool:
+    """Whether what a stage trains has weights of the source in it, adapters apart."""
+    return not {"mixer", "all"}.isdisjoint(parts)
+
+
 def recipe_hash(resolved: Mapping[str, Any]) -> str:
     """16 hexadecimal digits that name a resolved recipe, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:16]
@@ -175,7 +180,7 @@ def _stage_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
                 f"transfers attention after {drifted} trained source weights: the residual stream is no longer "
                 "the teacher's. Put attention_transfer first",
             )
-        if {"mixer", "all"} & set(stage.train):
+        if trains_source(stage.train):
             drifted = stage.name
         if lora is not None and stage.lora not in (None, lora):
             yield ("stages", i, "lora"), "differs from an earlier stage's; a run has one set of adapters"

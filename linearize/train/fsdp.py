@@ -57,7 +57,7 @@ def shard(model: Any, accelerator: Accelerator, trained: list[nn.Parameter]) -> 
     """Shard a model in place, from the CPU to the device a layer at a time; some stage needs gradients of `trained`.
 
     FSDP looks in its first forward pass, and never again, which weights have gradients, and of what dtype: of one in
-    each layer, so `trained` come as float32 masters where precision is mixed. That pass is here. Raises LinearizeError
+    each layer, so the source's weights among `trained` come in one dtype. That pass is here. Raises LinearizeError
     (exit 3) for a model that writes no text, whose input embedding accelerate shards twice.
     """
     if not model.can_generate():
@@ -70,10 +70,20 @@ def shard(model: Any, accelerator: Accelerator, trained: list[nn.Parameter]) -> 
     for mixer in mixers:
         mixer.to(accelerator.device)
     accelerator.state.fsdp_plugin.ignored_modules = mixers
-    fsdp2_prepare_model(accelerator, model)
+    # accelerate would make masters of all that trains; those that are due are there.
+    precision, accelerator.state._mixed_precision = accelerator.state._mixed_precision, "no"
+    try:
+        fsdp2_prepare_model(accelerator, model)
+    finally:
+        accelerator.state._mixed_precision = precision
     with torch.no_grad(), model.teacher(), accelerator.autocast():
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=accelerator.device), use_cache=False)
     reshard(model)
+
+
+def is_divided(module: Any) -> bool:
+    """Whether a module is one of FSDP2's units."""
+    return isinstance(module, FSDPModule)
 
 
 def reshard(model: nn.Module) -> None:

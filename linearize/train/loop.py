@@ -259,7 +259,8 @@ class StageLoop:
             for number, name in enumerate(self.names())
             if name in state["optimizer"]  # not one that never had a gradient
         }
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        with reading(checkpoint / OPTIMIZER):
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         if state["scaler"] is not None and self.owner.accelerator.scaler is not None:
             self.owner.accelerator.scaler.load_state_dict(state["scaler"])
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ..recipe.recipe import AttentionTransfer, Stage
+from ..recipe.recipe import AttentionTransfer, Stage, trains_source
 
 LINE_EVERY = 30.0
 
@@ -23,7 +23,7 @@ def pace(stage: Stage) -> float:
     """
     if isinstance(stage, AttentionTransfer):
         return 1.0
-    return 3.0 if {"all", "mixer"} & set(stage.train) else 2.5
+    return 3.0 if trains_source(stage.train) else 2.5
 
 
 class StageProgress:

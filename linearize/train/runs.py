@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 
 from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import base_hashes
-from ..checkpoint.shards import in_parallel, sha256
+from ..checkpoint.shards import file_hashes, sha256
 from ..errors import LinearizeError, check_file, os_error, undamaged, writing
 from ..plan.plan import some
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weighty
@@ -386,8 +386,8 @@ class Run:
             ratio = ppl / teacher["eval_ppl"] if teacher else None
             rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy"), "kl": entry.get("eval_kl")})
         figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}
-        message = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
-        return {**message, **figures, "stages": rows, "layers": layers, "positions": positions}
+        ran = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
+        return {**ran, **figures, "stages": rows, "layers": layers, "positions": positions}
 
     def write_report(self, report: dict[str, Any]) -> None:
         """report.json, the figures of a finished run."""
@@ -465,8 +465,7 @@ def changed_versions(old: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 def hashes(folder: Path) -> dict[str, str]:
     """The hash of each file in a folder, by name."""
-    files = sorted(folder.iterdir())
-    return {file.name: value for file, value in zip(files, in_parallel(sha256, files, "hashing"), strict=True)}
+    return file_hashes(folder, sorted(folder.iterdir()))
 
 
 def check_checkpoint(checkpoint: Path, record: str = POSITION) -> None:

@@ -19,8 +19,8 @@ from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKw
 from ..data.packing import TextSource
 from ..errors import Exit, LinearizeError
 from ..recipe.data import local_paths
-from ..recipe.recipe import LogitKL, Recipe, Stage
-from .deepspeed_zero3 import read_config
+from ..recipe.recipe import LogitKL, Recipe, Stage, trains_source
+from .deepspeed_zero3 import INSTEAD, read_config
 from .device import on_cpu, settled_precision
 from .fsdp import read_plugin
 from .small_adamw import SmallAdamW
@@ -61,13 +61,8 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     # Another run in this process may have had another precision, which accelerate would hold against this one.
     AcceleratorState._reset_state(True)
     plugin, zero = read_plugin(recipe, precision), read_config(recipe, precision)
-    if (plugin or zero) and (small := [stage.name for stage in recipe.stages if stage.optimizer.memory == "small"]):
-        message = f"{small[0]}: optimizer.memory small is for whole weights, and sharding divides them. Set it to full"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
-    apart = [stage.name for stage in recipe.stages if isinstance(stage, LogitKL) and stage.loss.tokens_at_once]
-    if (plugin or zero) and apart:
-        message = f"{apart[0]}: loss.tokens_at_once is for whole weights, and sharding divides them. Set it to null"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    if plugin or zero:
+        check_divided(recipe, zero=zero is not None)
     casts = AutocastKwargs(cache_enabled=caches_casts(recipe, zero is not None))
     handlers = [InitProcessGroupKwargs(timeout=PATIENCE), casts]
     # accelerate would give DeepSpeed the optimizer as well.
@@ -85,6 +80,28 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         raise LinearizeError(f"{kind} is not supported; launch with plain data parallelism or FSDP2", Exit.INCOMPATIBLE)
     accelerator.state.fsdp_plugin = plugin  # on a CPU accelerate would drop it, and replicate in silence
     return accelerator
+
+
+def check_divided(recipe: Recipe, *, zero: bool) -> None:
+    """Refuse (exit 3) what does not know DeepSpeed's shards; and, where FSDP2 divides weights, an optimizer in little
+    memory beside one of full size, for it shards the source's weights once, in one dtype for all stages."""
+    small = [stage for stage in recipe.stages if stage.optimizer.memory == "small"]
+    apart = [stage.name for stage in recipe.stages if isinstance(stage, LogitKL) and stage.loss.tokens_at_once]
+    if zero and small:
+        message = f"{small[0].name}: optimizer.memory small does not know DeepSpeed's shards. Set it to full, {INSTEAD}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    if zero and apart:
+        message = f"{apart[0]}: loss.tokens_at_once does not know DeepSpeed's shards. Set it to null, {INSTEAD}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    moved = [stage for stage in recipe.stages if trains_source(stage.train)]
+    full = [stage.name for stage in moved if stage.optimizer.memory == "full"]
+    narrow = [stage.name for stage in moved if stage in small]
+    if narrow and full:
+        raise LinearizeError(
+            f"{narrow[0]} has optimizer.memory small, {full[0]} has full. Both train weights of the source, and FSDP2 "
+            f"shards them once for all stages. Set stages.{full[0]}.optimizer.memory=small, or the other to full",
+            Exit.INCOMPATIBLE,
+        )
 
 
 def to_source(source: Any, text_key: str, folder: Path) -> TextSource:

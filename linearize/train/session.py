@@ -124,16 +124,18 @@ class Finetuner:
         return load_converted(self.base, dtype, self.recipe.model.trust_remote_code)
 
     def shard(self) -> None:
-        """Divide the source's weights among the processes; those that some stage trains become float32 masters."""
+        """Divide the source's weights among the processes; those that some stage trains become float32 masters, unless
+        the optimizer is a small one."""
         names = {name for stage in self.recipe.stages for name in self.student.names_of(stage.train)}
-        trained = [parameter for name, parameter in self.student.named_parameters() if name in names]
+        small = {name for stage in self.recipe.stages for name in self.student.narrow(stage)}
+        trained = {name: parameter for name, parameter in self.student.named_parameters() if name in names}
         if self.wide:
-            for parameter in trained:
-                parameter.data = parameter.data.float()
+            for name, parameter in trained.items():
+                parameter.data = parameter.data.to(self.student.dtype if name in small else torch.float32)
         if self.zero is None:
-            shard(self.model, self.accelerator, trained)
+            shard(self.model, self.accelerator, [*trained.values()])
         else:
-            partition(self.model, self.accelerator, self.zero, trained)
+            partition(self.model, self.accelerator, self.zero, [*trained.values()])
 
     def whole_student(self) -> Student:
         """The trained model in one piece, in the main process: from shards, the base and the last checkpoint's."""

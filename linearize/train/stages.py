@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from linearize_kernels.hf.seam import evaluating
 
 from ..data.batches import Batch, forward, real_tokens, run, targets
-from ..measure.write import continued
+from ..measure.continuation import continued
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Stage
 from .chunked_head import chunked_loss, learned
 from .losses import IGNORED, cosine_distance, cross_entropy, square_error, square_sum
@@ -173,8 +173,8 @@ def end_to_end_loss(
     """logit_kl, on_policy_kl, feature_cosine or sft on one micro batch; `wrapped` is the model as accelerate prepared
     it, and `saving` a context of the student's pass that says where autograd keeps what it needs.
 
-    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes. Of a loss of
-    two terms, both by name as well, without weights and gradients.
+    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes. Returns the
+    loss and, where it has two terms, both by name, without their weights and detached.
     """
     if isinstance(stage, LogitKL) and stage.loss.tokens_at_once is not None:
         return chunked_loss(stage, student, wrapped, batch, tokens, autocast, saving)

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..recipe.recipe import Stage
-from .fsdp import face, like, reshard, whole
+from .fsdp import face, is_divided, like, reshard, whole
 
 ADAPTER = "default"
 
@@ -60,13 +60,13 @@ class Student:
         names = self.names_of(stage.train)
         self.keep_originals(names)
         self.trained |= names
-        chosen = []
+        chosen, narrow = [], self.narrow(stage)
         for (name, parameter), own in zip(self.named_parameters(), self.model.parameters(), strict=True):
             own.requires_grad_(name in names)
             if name in names:
                 due = parameter.dtype
                 if wide:
-                    due = self.dtype if stage.optimizer.memory == "small" and is_source(name) else torch.float32
+                    due = self.dtype if name in narrow else torch.float32
                 if parameter.dtype != due:
                     parameter.data = parameter.data.to(due)
                 chosen.append(parameter)
@@ -95,6 +95,11 @@ class Student:
             if "all" in parts or ("lora" in parts if adapter else name.startswith(within)):
                 names.add(name)
         return names
+
+    def narrow(self, stage: Stage) -> set[str]:
+        """Names of the source weights that a stage trains in the model's own dtype: those of a small optimizer."""
+        small = stage.optimizer.memory == "small"
+        return {name for name in self.names_of(stage.train) if is_source(name)} if small else set()
 
     def sites(self) -> list[str]:
         """Paths of the attention modules that have a mixer."""
@@ -129,6 +134,17 @@ class Student:
         else:
             with torch.no_grad():
                 yield self.other
+
+    @contextlib.contextmanager
+    def teacher_head(self) -> Iterator[None]:
+        """Within: no gradients, and the head of `teacher()`; of a model in shards all but its weights, which
+        `chunked_head.gathered_head` has: to swap shards is to copy them."""
+        if self.other is None and is_divided(self.model):
+            with _adapters(self.model, enabled=False), torch.no_grad():
+                yield
+        else:
+            with self.teacher():
+                yield
 
     @contextlib.contextmanager
     def as_teacher(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from ..checkpoint.provenance import check_code
-from ..checkpoint.shards import in_parallel, known_sha256
+from ..checkpoint.shards import combined_sha256, file_hashes, known_sha256
 from ..checkpoint.source import SMALL_FILES, Source, open_source
 from ..convert import load_config
 from ..data.batches import kind_of, source_hash, token_limit
@@ -104,8 +104,7 @@ def open_teacher(asked: Teacher, commit: str | None = None) -> Source:
 def sha256_of(source: Source) -> str:
     """One hash of a checkpoint: names and bytes of its config and its weights."""
     files = sorted({source.folder / "config.json", *source.shards})
-    hashes = in_parallel(known_sha256, files, "hashing")
-    return hashlib.sha256(json.dumps([[f.name, h] for f, h in zip(files, hashes, strict=True)]).encode()).hexdigest()
+    return combined_sha256(file_hashes(source.folder, files, known_sha256))
 
 
 def load_teacher(named: Named, device: torch.device) -> Any:
@@ -222,10 +221,10 @@ def check_tokenizers(named: Named, ours: Any) -> None:
     mine, other = ({place: token for token, place in t.get_vocab().items()} for t in (ours, theirs))
     first = min((place for place in mine.keys() | other.keys() if mine.get(place) != other.get(place)), default=None)
     if first is not None:
-        said = [f"{vocabulary[first]!r}" if first in vocabulary else "absent" for vocabulary in (mine, other)]
+        names = [f"{vocabulary[first]!r}" if first in vocabulary else "absent" for vocabulary in (mine, other)]
         raise LinearizeError(
-            f"teacher: {named.name} has another tokenizer: token {first} is {said[0]} in the base's, {said[1]} in the "
-            "teacher's. Take a teacher of the same family, with the same tokenizer",
+            f"teacher: {named.name} has another tokenizer: token {first} is {names[0]} in the base's, {names[1]} in "
+            "the teacher's. Take a teacher of the same family, with the same tokenizer",
             Exit.INCOMPATIBLE,
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from training import base, make_recipe, stage, train, write_recipe
 import linearize.finetune as story
 from linearize.errors import Exit, LinearizeError
 from linearize.estimate.advice import written
-from linearize.estimate.cards import CARDS, Device, card, cpu_rates, per_hour
 from linearize.estimate.estimate import estimate
+from linearize.estimate.gpus import CARDS, Device, card, cpu_rates, per_hour
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.step import Step
 from linearize.estimate.tracker import Tracker, Work
@@ -293,6 +295,26 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def needs(recipe: Recipe, folder: Path) -> int:
     return max(c.needs(small(1)) for c in estimate(Rehearsal(recipe, None, folder, "no", gpu=True), small(1)).stages)
+
+
+ALONE = """
+import sys
+from pathlib import Path
+from linearize.estimate.memory import Rehearsal
+from linearize.recipe.recipe import load_recipe
+recipe = load_recipe(sys.argv[1])
+found = [Rehearsal(recipe, None, Path(recipe.model.base), "no", gpu=False).stage(0) for _ in range(2)]
+assert found[0] == found[1], found
+from bitsandbytes.backends.utils import CODE
+CODE["nf4"].tolist()
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_imported_while_tensors_are_fake(root: Path, tmp_path: Path) -> None:
+    """Tables that a package makes when it is imported are real, and no part of an estimate: peft's of bitsandbytes."""
+    recipe = write_recipe(tmp_path, base(root, "llama"), KL)
+    subprocess.run([sys.executable, "-c", ALONE, str(recipe)], check=True)
 
 
 def test_what_does_not_fit_is_refused_with_the_change_that_fits(root: Path, tmp_path: Path, crowded: Any) -> None:

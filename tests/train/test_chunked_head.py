@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from linearize.estimate.memory import Rehearsal
 from linearize.measure.evaluate import sums_of
 from linearize.train import chunked_head
 from linearize.train.losses import top_logits
+from linearize.train.runtime import check_divided
 from linearize.train.save import load_converted
 from linearize.train.student import Student
 
@@ -55,6 +57,20 @@ def test_it_trains_what_all_logits_at_once_train(
         assert metrics(pieces) == pytest.approx(metrics(whole), rel=0.05)
 
 
+def test_gradients_of_many_stretches_add_up_in_bfloat16() -> None:
+    """A sum of 1,024 ones, which ends at 256 in bfloat16."""
+    weight, hidden = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), torch.ones(1, 1024, 1, requires_grad=True)
+    model = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Linear(1, 1))
+
+    def terms_of(piece: torch.Tensor, part: slice) -> dict[str, torch.Tensor]:
+        return {"kl": (piece * weight.float()).sum()}
+
+    loss, _ = chunked_head._Chunks.apply(terms_of, {"kl": 1.0}, 1, model, hidden, [weight], weight)
+    loss.backward()
+    assert weight.grad is not None
+    assert float(weight.grad) == 1024
+
+
 def test_the_logits_take_less(root: Path, tmp_path: Path) -> None:
     def logits(size: int | None) -> int:
         one = stage("logit_kl", "all", loss={"tokens_at_once": size})
@@ -66,12 +82,11 @@ def test_the_logits_take_less(root: Path, tmp_path: Path) -> None:
     assert logits(T // 8) < 0.8 * logits(None)
 
 
-def test_what_cannot_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = stage("logit_kl", "new", loss={"tokens_at_once": 8})
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(LinearizeError, match=r"loss\.tokens_at_once is for whole weights"):
-        train(make_recipe(tmp_path, base(root, "llama"), one))
+def test_shards_of_deepspeed_are_refused(root: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "new", loss={"tokens_at_once": 8}))
+    check_divided(recipe, zero=False)
+    with pytest.raises(LinearizeError, match=r"loss\.tokens_at_once does not know DeepSpeed's shards.*--use_fsdp"):
+        check_divided(recipe, zero=True)
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["its own teacher", "stored logits"])

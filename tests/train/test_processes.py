@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import relative_error
 from forks import Done, Forks, Task
+from safetensors.torch import load_file
 from training import AT, T, base, make_recipe, metrics, stage, tensors, train, write_recipe
 from transformers import ViTConfig, ViTModel
 
@@ -144,7 +145,7 @@ def test_shards_train_the_same_and_resume_on_another_number_of_processes(
     steps = STEPS + 1  # SIGTERM comes after the first step of sft, is noticed in the second, which is saved
     stopped = together(forks, "SIGTERM", "step", steps, recipe_in(tmp_path, model, 1, 2), script=AT)
     assert [done.code for done in stopped] == [Exit.INTERRUPTED] * 2, stopped
-    assert all("state saved in" in done.said for done in stopped)
+    assert all("state saved in" in done.output for done in stopped)
     assert metrics(tmp_path, "step")[-1] == 2
 
     with pytest.raises(LinearizeError, match=r"stages\[0\].blocks_per_step 4 -> 2") as caught:
@@ -169,11 +170,14 @@ def test_shards_train_the_same_and_resume_on_another_number_of_processes(
 
 
 @pytest.mark.slow
-def test_shards_in_mixed_precision(model: Path, tmp_path: Path, forks: Forks) -> None:
-    """Nothing of the source trains at first, so FSDP's first pass sees no gradients; float32 masters come later."""
+@pytest.mark.parametrize("memory", ["full", "small"])
+def test_shards_in_mixed_precision(memory: str, model: Path, tmp_path: Path, forks: Forks) -> None:
+    """Nothing of the source trains at first, so FSDP's first pass sees no gradients; float32 masters come later, or
+    none."""
     folder = base(model.parent.parent, "llama", "bfloat16")
     shared = {"steps": 2, "optimizer": {"lr": 1e-4}}
-    two = [stage("attention_transfer", **shared), stage("logit_kl", ["all"], **shared)]
+    last = {"steps": 2, "optimizer": {"lr": 1e-4, "memory": memory}, "loss": {"tokens_at_once": 12}}
+    two = [stage("attention_transfer", **shared), stage("logit_kl", ["all"], **last)]
     runtime = {"device": "cpu", "precision": "bf16"}
     train(make_recipe(tmp_path / "one", folder, *two, runtime=runtime))
     two = [{**each, "batch": {"per_device": 1}} for each in two]
@@ -181,6 +185,81 @@ def test_shards_in_mixed_precision(model: Path, tmp_path: Path, forks: Forks) ->
     assert [done.code for done in ended] == [0, 0], ended
     # Within FSDP the residual stream is bf16, of one process it is float32 like the trained embedding.
     assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), rel=2e-2)
+    (saved,) = (tmp_path / "two").glob("run/checkpoints/logit_kl-*/trained.safetensors")
+    kinds = {value.dtype for name, value in load_file(saved).items() if ".mixer." not in name}
+    assert kinds == {torch.bfloat16 if memory == "small" else torch.float32}
+
+
+# The command line, with an evaluation that makes the logits of 31 of 32 tokens at a time where a batch has two rows.
+FEW = """
+import sys
+from linearize import cli
+from linearize.train import chunked_head
+chunked_head.READ_AT_ONCE = 1 << 14
+sys.argv = ["linearize", *sys.argv[1:]]
+cli.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "parts"), [("llama", ["all"]), ("qwen3", ["all"]), ("qwen3", ["new", "lora"])], ids=str
+)
+def test_shards_make_the_logits_of_some_tokens_at_a_time(
+    name: str, parts: list[str], model: Path, tmp_path: Path, forks: Forks
+) -> None:
+    """As one process that makes them all at once. The head is llama's embedding, qwen3's own, and one with adapters."""
+    folder = base(model.parent.parent, name)
+    changes = {"data": DATA, "eval": {"max_tokens": 7 * T}}  # two rows for each process, then two and one
+
+    def run(place: str, per_device: int, size: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        loss = {"kl": 1.0, "ce": 0.5, "temperature": 2.0, "tokens_at_once": size}
+        batch = {"per_device": per_device, "accumulate": 2}
+        one = stage("logit_kl", parts, name, steps=STEPS, loss=loss, batch=batch, optimizer={"lr": 1e-4})
+        checkpointing = {"runtime": {"device": "cpu", "gradient_checkpointing": size is not None}}
+        return one, {**changes, **checkpointing}
+
+    one, settings = run("one", 4, None)
+    train(make_recipe(tmp_path / "one", folder, one, **settings))
+    one, settings = run("two", 2, 12)
+    ended = together(forks, "finetune", write_recipe(tmp_path / "two", folder, one, **settings), script=FEW)
+    assert [done.code for done in ended] == [0, 0], ended
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_shards_with_small_moments_go_on_in_another_number_of_processes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks
+) -> None:
+    """Weights of float32 and moments of 8 bits: as in one process, step by step; a checkpoint of either continues."""
+    last = stage("logit_kl", ["all"], steps=4, optimizer={"lr": 1e-3, "memory": "small"})
+
+    def batch(per_device: int) -> dict[str, Any]:
+        return {**last, "batch": {"per_device": per_device}}
+
+    settings = {"data": DATA, "checkpoint": {"every_steps": 1}, "eval": {"max_tokens": 3 * T}}
+    train(make_recipe(tmp_path / "one", model, batch(2), **settings))
+    update = StageLoop._update
+
+    def dying(loop: StageLoop, loss: float, norm: float, lr: float, step: int) -> None:
+        if step == 2:
+            raise Stop
+        update(loop, loss, norm, lr, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageLoop, "_update", dying)
+        with pytest.raises(Stop):
+            train(make_recipe(tmp_path / "two", model, batch(2), **settings))
+    command = "SIGTERM", "step", 1, write_recipe(tmp_path / "two", model, batch(1), **settings)
+    stopped = together(forks, *command, script=AT)  # after the third step
+    assert [done.code for done in stopped] == [Exit.INTERRUPTED] * 2, stopped
+    train(make_recipe(tmp_path / "two", model, batch(2), **settings))
+    for key in ("loss", "grad_norm", "eval_ppl"):
+        ours, theirs = (torch.tensor(metrics(tmp_path / place, key)) for place in ("two", "one"))
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=0)
+    trained, expected = (tensors(tmp_path / place / "run" / "final") for place in ("two", "one"))
+    for name, value in expected.items():
+        assert relative_error(trained[name], value) < 1e-2, name
 
 
 def test_a_teacher_pass_keeps_the_hooks_of_ddp(model: Path, tmp_path: Path) -> None:

@@ -99,15 +99,15 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(
     assert not list((tmp_path / "run").rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("kind", with_slow(["SIGINT", "SIGTERM", "SIGHUP"], "SIGTERM", "SIGHUP"))
 def test_an_interrupt_saves_and_the_same_command_continues(
     kind: str, root: Path, whole: Path, tmp_path: Path, forks: Forks
 ) -> None:
     recipe = write_recipe(tmp_path, base(root, "gpt2"), *stages(), **CHECKPOINTS)
     stopped = run_until(forks, kind, "step", 8, recipe)
-    assert stopped.code == Exit.INTERRUPTED, stopped.said
-    assert "state saved in" in stopped.said
-    assert "Traceback" not in stopped.said
+    assert stopped.code == Exit.INTERRUPTED, stopped.output
+    assert "state saved in" in stopped.output
+    assert "Traceback" not in stopped.output
     assert any(path.name.startswith("logit_kl-") for path in (tmp_path / "run" / "checkpoints").iterdir())
     train(recipe_in(tmp_path, root))
     assert_as_undisturbed(tmp_path, whole)
@@ -131,7 +131,11 @@ signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize(
-    ("before", "code"), [(CLOSING, Exit.INTERRUPTED), (IGNORING, Exit.OK)], ids=["closed", "nohup"]
+    ("before", "code"),
+    [
+        pytest.param(CLOSING, Exit.INTERRUPTED, id="closed"),
+        pytest.param(IGNORING, Exit.OK, id="nohup", marks=pytest.mark.slow),
+    ],
 )
 def test_a_closed_terminal_saves_unless_that_is_ignored(
     before: str, code: Exit, root: Path, tmp_path: Path, forks: Forks
@@ -139,7 +143,7 @@ def test_a_closed_terminal_saves_unless_that_is_ignored(
     """Writing to a terminal that is gone fails, which must not end the run before it is saved."""
     recipe = write_recipe(tmp_path, base(root, "gpt2"), *stages(), **CHECKPOINTS)
     done = forks("SIGHUP", "step", 8, recipe, script=before + AT)
-    assert done.code == code, done.said
+    assert done.code == code, done.output
     assert (tmp_path / "run" / "final").exists() == (code == Exit.OK)
     assert (tmp_path / "run" / "checkpoints" / "logit_kl-4").exists() == (code == Exit.INTERRUPTED)
 
@@ -245,10 +249,10 @@ def test_what_changed_since_a_run_is_refused_by_name(tmp_path: Path, monkeypatch
     }
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for resume in ("auto", str(newest)):
-        for path, said in refusals.items():
+        for path, message in refusals.items():
             kept = path.read_bytes()
             flip(path)
-            with pytest.raises(LinearizeError, match=said) as caught:
+            with pytest.raises(LinearizeError, match=message) as caught:
                 train(recipe, resume=resume)
             assert caught.value.code == Exit.USAGE
             path.write_bytes(kept)
@@ -285,10 +289,10 @@ def test_other_versions_are_noted(root: Path, tmp_path: Path, monkeypatch: pytes
     values = json.loads(record.read_text())
     values["versions"] |= {"torch": "2.0.0", "transformers": "4.0.0"}
     record.write_text(json.dumps(values))
-    said: list[str] = []
-    finetune(recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "keep": 2}), say=said.append)
+    messages: list[str] = []
+    finetune(recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "keep": 2}), say=messages.append)
     note = f"torch 2.0.0, now {torch.__version__}; transformers 4.0.0, now {transformers.__version__}"
-    assert [line for line in said if line.startswith("note: this run began with")] == [
+    assert [line for line in messages if line.startswith("note: this run began with")] == [
         f"note: this run began with {note}: losses may differ a little"
     ]
     assert json.loads(record.read_text())["versions"]["torch"] == torch.__version__
@@ -367,9 +371,9 @@ def test_a_finished_model_stays_until_the_new_one_is_ready(
     assert same(tensors(final), old)
     train(other)
     assert not same(tensors(final), old)
-    said: list[str] = []
-    finetune(other, say=said.append)
-    assert "finished already" in said[0]
+    messages: list[str] = []
+    finetune(other, say=messages.append)
+    assert "finished already" in messages[0]
 
 
 PLACES = ["final", "converted", "checkpoints/logit_kl-2-end"]
@@ -406,9 +410,9 @@ def test_a_finished_run_says_so(root: Path, whole: Path, tmp_path: Path) -> None
     record["recipe"]["output_dir"] = recipe.output_dir
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    said: list[str] = []
-    report = finetune(recipe, say=said.append)
-    assert "finished already" in said[0]
+    messages: list[str] = []
+    report = finetune(recipe, say=messages.append)
+    assert "finished already" in messages[0]
     assert report == json.loads((tmp_path / "run" / "report.json").read_text())
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from training import base, make_recipe, metrics, same, stage, tensors, train
 
 from linearize.errors import LinearizeError
-from linearize.estimate.cards import Device
 from linearize.estimate.choose import as_before, choose, is_open, plainly
 from linearize.estimate.estimate import estimate
+from linearize.estimate.gpus import Device
 from linearize.estimate.memory import Rehearsal
 from linearize.finetune import dry_run
 from linearize.recipe.recipe import Recipe
+from linearize.train import small_adamw
+from linearize.train.runtime import check_divided
 from linearize.train.session import Finetuner
 from linearize.train.small_adamw import BLOCK, SmallAdamW, fresh_state, load, rounded, slices, store
 
@@ -30,8 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def kept(value: torch.Tensor, name: str) -> torch.Tensor:
     """`value` after it was stored as a moment."""
-    state = fresh_state(value)
-    ((_, *moments),) = slices(state, len(value))
+    ((_, *moments),) = slices(fresh_state(value), *value.shape)
     moment = moments[name == "exp_avg_sq"]
     store(moment, value, signed=name == "exp_avg")
     return load(moment, signed=name == "exp_avg")
@@ -39,9 +41,9 @@ def kept(value: torch.Tensor, name: str) -> torch.Tensor:
 
 def test_codes_keep_digits_of_large_and_small_numbers() -> None:
     generator = torch.Generator().manual_seed(1)
-    value = torch.randn(5000, generator=generator) * 10 ** torch.empty(5000).uniform_(-3, 0, generator=generator)
+    value = torch.randn(1, 5000, generator=generator) * 10 ** torch.empty(1, 5000).uniform_(-3, 0, generator=generator)
     found = kept(value, "exp_avg")
-    blocks = torch.nn.functional.pad(value, (0, -5000 % BLOCK)).view(-1, BLOCK).abs().amax(1)
+    blocks = torch.nn.functional.pad(value[0], (0, -5000 % BLOCK)).view(-1, BLOCK).abs().amax(1)
     share = value.abs() / blocks.repeat_interleave(BLOCK)[:5000]
     assert (((found - value) / value).abs()[share > 0.1] < 0.03).all()
     assert (((found - value) / value).abs()[share > 1e-3] < 0.3).all()
@@ -49,7 +51,7 @@ def test_codes_keep_digits_of_large_and_small_numbers() -> None:
     assert ((square - value.abs()).abs() / value.abs())[share > 0.1].max() < 0.03
     # What is in the numerator of an update is in its denominator, too: (255 / 127)^2 at the least codes.
     assert (found.abs() <= 4.04 * square)[value != 0].all()
-    assert not kept(torch.zeros(5000), "exp_avg").any()
+    assert not kept(torch.zeros(1, 5000), "exp_avg").any()
 
 
 def test_rounding_keeps_the_mean() -> None:
@@ -134,11 +136,74 @@ def test_float16_weights_need_masters(root: Path, tmp_path: Path) -> None:
         dry_run(recipe, print)
 
 
-def test_shards_are_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_that_cannot_are_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = stage("logit_kl", "mixer", name="first")
+    small = stage("logit_kl", "all", name="last", optimizer=SMALL)
+    recipe = make_recipe(tmp_path, base(root, "llama"), full, small)
+    with pytest.raises(LinearizeError, match=r"last: optimizer\.memory small does not know DeepSpeed's shards"):
+        check_divided(recipe, zero=True)
+    with pytest.raises(LinearizeError, match=r"last has optimizer\.memory small, first has full.*memory=small"):
+        check_divided(recipe, zero=False)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(LinearizeError, match=r"optimizer\.memory small is for whole weights"):
-        train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "all", optimizer=SMALL)))
+    for asked in (lambda: dry_run(recipe, print), lambda: train(recipe)):
+        with pytest.raises(LinearizeError, match=r"last has optimizer\.memory small, first has full"):
+            asked()
+    alike = {**full, "optimizer": SMALL}
+    check_divided(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "new"), alike, small), zero=False)
+
+
+def test_blocks_end_with_rows() -> None:
+    """So that rows may lie in several processes: 3 rows of 3,000 numbers have 3 x 12 scales, and codes of their own."""
+    generator = torch.Generator().manual_seed(4)
+    value = torch.randn(3, 3000, generator=generator) * torch.tensor([[1.0], [1e-4], [1e-8]])
+    state = fresh_state(value)
+    assert state["exp_avg_scale"].shape == (3, 12)
+    found = kept(value, "exp_avg")
+    for row in range(3):
+        alone = fresh_state(value[row : row + 1].expand(2, -1))
+        ((_, moment, _),) = slices(alone, 2, 3000)
+        store(moment, value[row : row + 1].expand(2, -1), signed=True)
+        assert torch.equal(load(moment, signed=True)[0], found[row])
+
+
+@pytest.mark.parametrize("shape", [(5000,), (3, 3000), (40, 256)], ids=str)
+def test_states_of_earlier_versions_are_read(shape: tuple[int, ...]) -> None:
+    """Their blocks were those of the flattened parameter, whatever its shape."""
+    count, generator = math.prod(shape), torch.Generator().manual_seed(6)
+    value = torch.randn(1, count, generator=generator)
+    (one,) = slices(fresh_state(value), 1, count)
+    for moment, signed in ((one[1], True), (one[2], False)):
+        store(moment, value if signed else value.square(), signed=signed)
+    earlier = {"step": torch.tensor(7.0)}
+    for name, (codes, scale) in zip(("exp_avg", "exp_avg_sq"), one[1:], strict=True):
+        earlier |= {name: codes.view(-1), f"{name}_scale": scale.view(-1)}
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = SmallAdamW([weight], lr=1e-2)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: earlier}})
+    state = optimizer.state[weight]
+    assert {name: kind.shape for name, kind in state.items()} == {n: x.shape for n, x in fresh_state(weight).items()}
+    assert float(state["step"]) == 7
+    moments = [
+        load((state[n], state.get(f"{n}_scale")), signed=n == "exp_avg").flatten() for n in ("exp_avg", "exp_avg_sq")
+    ]
+    for found, expected in zip(moments, (value[0], value[0].square()), strict=True):
+        assert ((found - expected).abs().mean() / expected.abs().mean()) < 0.01
+
+
+@pytest.mark.parametrize("shape", [(3, 3000), (40, 130), (6, 7, 200)], ids=str)
+def test_long_rows_take_turns(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stretches of at most SLICE numbers change nothing."""
+    ends = []
+    for most in (1 << 24, 512):
+        monkeypatch.setattr(small_adamw, "SLICE", most)
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape))
+        optimizer = SmallAdamW([weight], lr=1e-2)
+        for _ in range(3):
+            weight.grad = weight.detach().sin()
+            optimizer.step()
+        ends.append(weight.detach())
+    assert torch.equal(*ends)
 
 
 # ---------------------------------------------------------------- what is left to the device
@@ -153,6 +218,39 @@ def chosen(recipe: Recipe, folder: Path, memory: int) -> tuple[Recipe, list[str]
 def open_recipe(place: Path, folder: Path) -> Recipe:
     auto = stage("logit_kl", "all", optimizer={"lr": 1e-3, "memory": "auto"}, batch={"accumulate": 6})
     return make_recipe(place, folder, auto, runtime={"device": "cpu", "precision": "bf16", "batch": "auto"})
+
+
+def test_what_is_open_is_small_beside_small_shards(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 has one dtype for the source's weights, in all stages."""
+    stages = [
+        stage("logit_kl", "mixer", name="first", optimizer=SMALL),
+        stage("logit_kl", "all", name="last", optimizer={"lr": 1e-3, "memory": "auto"}),
+        stage("logit_kl", "new", name="new", optimizer={"lr": 1e-3, "memory": "auto"}),
+    ]
+    recipe = make_recipe(tmp_path, base(root, "llama"), *stages)
+    assert [one.optimizer.memory for one in plainly(recipe).stages] == ["small", "full", "full"]
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert [one.optimizer.memory for one in plainly(recipe).stages] == ["small", "small", "full"]
+
+
+def test_all_stages_are_small_where_one_shard_is_too_large(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = {"optimizer": {"lr": 1e-3, "memory": "auto"}}
+    folder = base(root, "llama", "bfloat16")
+    stages = [stage("logit_kl", "mixer", name="first", **auto), stage("logit_kl", "all", name="last", **auto)]
+    recipe = make_recipe(tmp_path, folder, *stages, runtime={"device": "cpu", "precision": "bf16"})
+    device = Device("tiny", "cuda", 1)
+    first, last = (
+        one.needs(device) for one in estimate(Rehearsal(plainly(recipe), None, folder, "bf16", True), device).stages
+    )
+    assert first < last
+    found, _ = chosen(recipe, folder, last - 1)
+    assert [one.optimizer.memory for one in found.stages] == ["full", "small"]
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    found, told = chosen(recipe, folder, last - 1)
+    assert [one.optimizer.memory for one in found.stages] == ["small", "small"]
+    assert "first: optimizer.memory is small as in last: FSDP2 shards weights once for all stages" in told
 
 
 def test_it_is_small_where_full_does_not_fit(root: Path, tmp_path: Path) -> None:

@@ -207,9 +207,9 @@ def test_another_tokenizer_is_refused_by_its_first_token(root: Path, tmp_path: P
         convert={"mechanism": "gsa", "options": {"slots": 8}},
         teacher=str(teacher),
     )
-    said = rf"teacher has another tokenizer: token 70 is {names[70]!r} in the base's, {names[71]!r} in the"
+    message = rf"teacher has another tokenizer: token 70 is {names[70]!r} in the base's, {names[71]!r} in the"
     for act in (train, lambda one: story.dry_run(one, say=lambda line: None)):
-        with pytest.raises(LinearizeError, match=said) as caught:
+        with pytest.raises(LinearizeError, match=message) as caught:
             act(recipe)
         assert caught.value.code == Exit.INCOMPATIBLE
     assert not (tmp_path / "place" / "run").exists()
@@ -266,9 +266,9 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(("stages", "teacher", "said"), RULES)
-def test_teachers_that_make_no_sense(root: Path, tmp_path: Path, stages: Any, teacher: Any, said: str) -> None:
-    with pytest.raises(LinearizeError, match=said) as caught:
+@pytest.mark.parametrize(("stages", "teacher", "message"), RULES)
+def test_teachers_that_make_no_sense(root: Path, tmp_path: Path, stages: Any, teacher: Any, message: str) -> None:
+    with pytest.raises(LinearizeError, match=message) as caught:
         make_recipe(tmp_path, base(root, "llama"), *stages, teacher=teacher)
     assert caught.value.code == Exit.USAGE
 
@@ -344,10 +344,10 @@ def test_a_base_is_its_own_teacher_on_disk(root: Path, tmp_path: Path, linearize
     section = {"mechanism": "gsa", "options": {"slots": 8}}
     path = recipe_file(tmp_path, source(root), stage("logit_kl", "all"), convert=section, data=DATA, eval=SHORT)
     out = tmp_path / "logits"
-    code, said, err = linearize("logits", path, "-o", out, "--top", "4", "--dry-run", "--json")
+    code, message, err = linearize("logits", path, "-o", out, "--top", "4", "--dry-run", "--json")
     assert code == 0, err
-    tokens = json.loads(said.splitlines()[-1])["tokens"]
-    assert json.loads(said.splitlines()[-1])["bytes"] == tokens * 40
+    tokens = json.loads(message.splitlines()[-1])["tokens"]
+    assert json.loads(message.splitlines()[-1])["bytes"] == tokens * 40
     assert not out.exists()
     assert linearize("logits", path, "-o", out, "--top", "4")[0] == 0
     taken = sum(file.stat().st_size for file in out.glob("*.safetensors"))
@@ -439,13 +439,13 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 def test_logits_of_something_else_are_refused_by_name(root: Path, tmp_path: Path) -> None:
     folder = tmp_path / "logits"
     written(recipe_of(tmp_path, root, teacher=str(root / "large")), folder, 4)
-    for changes, said in MISFITS:
+    for changes, message in MISFITS:
         stages = changes.get("stages", [])
         rest = {key: value for key, value in changes.items() if key != "stages"}
         section = {"mechanism": "gsa", "options": {"slots": 8}}
         values = {"data": DATA, "eval": SHORT, "convert": section, "teacher": {"logits": str(folder)}, **rest}
         recipe = make_recipe(tmp_path, source(root), *(stages or [stage("logit_kl", "all")]), **values)
-        with pytest.raises(LinearizeError, match=said) as caught:
+        with pytest.raises(LinearizeError, match=message) as caught:
             train(recipe)
         assert caught.value.code == Exit.USAGE
         assert not (tmp_path / "run").exists()
@@ -463,8 +463,8 @@ def test_what_cannot_be_written(root: Path, tmp_path: Path, monkeypatch: pytest.
             "on_policy_kl: its text is written while it trains",
         ),
     ]
-    for recipe, top, said in cases:
-        with pytest.raises(LinearizeError, match=said):
+    for recipe, top, message in cases:
+        with pytest.raises(LinearizeError, match=message):
             written(recipe, tmp_path / "out", top)
     monkeypatch.setattr("linearize.logits.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     with pytest.raises(LinearizeError, match=r"would take .* more, 9 B are free|would take .* more") as caught:
@@ -580,7 +580,7 @@ def test_two_processes_write_and_read_what_one_does(root: Path, tmp_path: Path, 
         ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
         done = forks.together([Task([*map(str, arguments)], environment=rank) for rank in ranks])
         assert [result.code for result in done] == [0, 0], done
-        return [result.said for result in done]
+        return [result.output for result in done]
 
     told = together("logits", tmp_path / "two" / "recipe.yaml", "-o", tmp_path / "pair", "--top", "4", "--json")
     assert ['"tokens": ' in one for one in told] == [True, False]

@@ -254,7 +254,7 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("HubertModel", "HubertModel takes input_values"),
         ("BartForConditionalGeneration", "reads one text and writes another"),
@@ -264,13 +264,13 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
         ("CamembertForSequenceClassification", "predicts no tokens, .* its head for masked tokens, or without a head"),
     ],
 )
-def test_models_without_data_of_their_kind_are_refused(tmp_path: Path, name: str, said: str) -> None:
+def test_models_without_data_of_their_kind_are_refused(tmp_path: Path, name: str, message: str) -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_size": 16}
     small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1} if name.startswith("Bart") else sizes
     small = {"text_config": sizes, "vision_config": sizes} if name.startswith("CLIP") else small
     with torch.device("meta"):
         model = getattr(transformers, name)(getattr(transformers, name).config_class(**small))
-    with pytest.raises(LinearizeError, match=said) as caught:
+    with pytest.raises(LinearizeError, match=message) as caught:
         check_source(FileSource(files=("a.txt",)), model, tmp_path, "data.train")
     assert caught.value.code == Exit.INCOMPATIBLE
 
@@ -307,7 +307,7 @@ def test_a_tensor_of_another_dtype_keeps_its_bytes(root: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_saving_is_verified_by_logits(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", ["new", "lora"]), finish={"verify": True})
-    said: list[str] = []
+    messages: list[str] = []
     honest = export.write_trained
     monkeypatch.setattr(export, "write_trained", lambda student, old, new, changed: honest(student, old, new, set()))
     with pytest.raises(LinearizeError, match="reloading changed logits") as caught:
@@ -315,8 +315,8 @@ def test_saving_is_verified_by_logits(root: Path, tmp_path: Path, monkeypatch: p
     assert caught.value.code == Exit.CHECK_FAILED
     assert not (tmp_path / "run" / "final").exists()
     monkeypatch.undo()
-    finetune(recipe, say=said.append)
-    assert any("logits equal the trained model's" in line for line in said)
+    finetune(recipe, say=messages.append)
+    assert any("logits equal the trained model's" in line for line in messages)
     assert not same(tensors(tmp_path / "run" / "final"), tensors(base(root, "llama")))
 
 
@@ -363,11 +363,13 @@ def test_a_merge_must_be_exact(root: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_rounding_is_told_and_refuses_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     recipe = make_recipe(tmp_path, base(root, "llama", "bfloat16"), stage("logit_kl", ["new"]), finish={"verify": True})
     monkeypatch.setattr(export, "drift", lambda *given: (0.02, "a mean KL of", 1e-2))
-    finetune(recipe, say=said.append)
-    assert any("rounding to bfloat16 changed them by a mean KL of 2.0e-02 (warning: more than 1e-02" in s for s in said)
+    finetune(recipe, say=messages.append)
+    assert any(
+        "rounding to bfloat16 changed them by a mean KL of 2.0e-02 (warning: more than 1e-02" in s for s in messages
+    )
 
 
 def test_drift_is_of_predictions_not_of_the_largest_logit() -> None:
