@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from ..checkpoint.shards import in_parallel
+from ..checkpoint.shards import file_hashes
 from ..errors import Exit, LinearizeError, absent, check_file
 from ..measure.generate import check_tokens, load_tokenizer
 from ..recipe.data import ArraySource, Data, ImageSource, MixSource, Pack, holds_images, local_paths, parts_of
@@ -154,8 +154,8 @@ def _image_processor(folder: Path) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
     except ImportError:
-        message, _ = transformers.ImageProcessingMixin.get_image_processor_dict(folder)
-        native = getattr(transformers, message.get("image_processor_type", ""), None)
+        settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(folder)
+        native = getattr(transformers, settings.get("image_processor_type", ""), None)
         if native is None:
             raise
         return native.from_pretrained(folder)
@@ -240,10 +240,9 @@ def check_source(source: Any, model: Any, start: Path, where: str) -> None:
 def check_there(source: Any, start: Path) -> None:
     """Raise LinearizeError (exit 2) unless the files or the folder that a source names are there."""
     for part, _ in parts_of(source):
-        what = "no folder" if isinstance(part, ImageSource) else "no such file:"
-        for path in local_paths(part, start):
+        for number, path in enumerate(local_paths(part, start)):
             if not path.exists():
-                raise absent(path, what)
+                raise absent(path, "no folder" if isinstance(part, ImageSource) and number == 0 else "no such file:")
             check_file(path)
 
 
@@ -255,14 +254,14 @@ def source_hash(source: Any, start: Path) -> str:
     if isinstance(source, MixSource):
         facts = [[source_hash(part, start), share] for part, share in parts_of(source)]
     elif isinstance(source, ImageSource):
-        (folder,) = local_paths(source, start)
+        folder, *classes = local_paths(source, start)
         files = image_files(folder)
-        stats = [file.stat() for file in files]
-        if sum(one.st_size for one in stats) <= HASHED_IMAGES:
-            known: list[Any] = in_parallel(digest, files, "hashing")
+        stats = {file.relative_to(folder).as_posix(): file.stat() for file in files}
+        if sum(one.st_size for one in stats.values()) <= HASHED_IMAGES:
+            facts = [*file_hashes(folder, files, digest).items()]
         else:
-            known = [[one.st_size, one.st_mtime_ns] for one in stats]
-        facts = [*zip((str(file.relative_to(folder)) for file in files), known, strict=True)]
+            facts = [[name, [one.st_size, one.st_mtime_ns]] for name, one in stats.items()]
+        facts += map(digest, classes)
     elif isinstance(source, ArraySource):
         facts = [digest(file) for file in local_paths(source, start)]
     else:

@@ -6,7 +6,9 @@ are ready are taken as they are, so that a processor is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ class Labelled:
     labels: Sequence[str | int | None]
     where: str
     names: Sequence[str] | None = None
+    # What a file says of a class: the model's number of it, or the model's name.
+    classes: Mapping[str, int | str] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -108,9 +112,11 @@ def as_picture(image: Any, where: str) -> Any:
 def class_numbers(found: Labelled, config: Any) -> tuple[list[int], str]:
     """The model's number of each image's class, -100 where there is none; and, for a person, which name got which.
 
-    A name is looked up in the config's id2label. Where the config has no names of its own (LABEL_0, ...), a dataset's
-    own order decides; names of folders that are whole numbers are those numbers, and other names count in alphabetical
-    order. Whole numbers are also taken where id2label has other names and none of these.
+    A source's own file of classes decides where there is one. Else a name is looked up in the config's id2label. Where
+    the config has no names of its own (LABEL_0, ...), a dataset's own order decides; names of folders that are whole
+    numbers are those numbers, and other names count in alphabetical order. Whole numbers are also taken where id2label
+    has other names and none of these; so is the alphabetical order of WordNet's numbers (n01440764), if the model has
+    as many classes: ImageNet's are numbered so.
 
     `config` None: the model has no head, and nothing to do with classes. Raises LinearizeError (exit 3) for classes
     that the model does not have, or has twice.
@@ -137,6 +143,8 @@ def name_numbers(found: Labelled, names: list[str], config: Any, count: int) -> 
     own: dict[str, list[int]] = {}
     for number, name in (getattr(config, "id2label", None) or {}).items():
         own.setdefault(str(name), []).append(int(number))
+    if found.classes is not None:
+        return _by_file(found.where, names, found.classes, own, count)
     unknown = [name for name in names if name not in own]
     for name in names:
         if len(own.get(name, ())) > 1:
@@ -157,13 +165,36 @@ def name_numbers(found: Labelled, names: list[str], config: Any, count: int) -> 
             message = f"{found.where} has class {int(twice)} under several names, one of them {twice!r}. Leave one"
             raise LinearizeError(message, Exit.INCOMPATIBLE)
         return numbers
-    if unnamed and len(unknown) == len(names) == count and not digits:
+    wordnet = all(re.fullmatch(r"n\d{8}", name) for name in names)
+    if (unnamed or wordnet) and len(unknown) == len(names) == count and not digits:
         return {name: number for number, name in enumerate(names)}
+    file = f". Of these WordNet numbers there are {len(names)}; set `classes: FILE` beside `images`" if wordnet else ""
     raise LinearizeError(
         f"{found.where} has the class {unknown[0]!r}, the model has {count}: {', '.join(sorted(own)[:8])}..."
-        f"{did_you_mean(unknown[0], own)}",
+        f"{did_you_mean(unknown[0], own)}{file}",
         Exit.INCOMPATIBLE,
     )
+
+
+def _by_file(
+    where: str, names: list[str], classes: Mapping[str, int | str], own: dict[str, list[int]], count: int
+) -> dict[str, int]:
+    """Name of a class -> its number, by a file of classes."""
+    numbers = {}
+    for name in names:
+        given = classes.get(name)
+        if given is None:
+            message = f"the file of classes has no {name!r}, a folder of {where}{did_you_mean(name, classes)}"
+            raise LinearizeError(message, Exit.INCOMPATIBLE)
+        known = [given] if isinstance(given, int) else own.get(given, [])
+        if len(known) != 1 or not 0 <= known[0] < count:
+            several = "several times" if len(known) > 1 else "not"
+            message = (
+                f"the file of classes calls {name!r} {given!r}, which the model has {several}. It has {count} classes"
+            )
+            raise LinearizeError(f"{message}{did_you_mean(str(given), own)}", Exit.INCOMPATIBLE)
+        numbers[name] = known[0]
+    return numbers
 
 
 def _mapping(where: str, names: list[str], numbers: dict[str, int], config: Any) -> str:
@@ -197,11 +228,46 @@ def image_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
-def from_folder(folder: Path) -> Labelled:
-    """A folder with one folder per class; images that lie in it directly have no class."""
+def from_folder(folder: Path, classes: Path | None = None) -> Labelled:
+    """A folder with one folder per class, and the file that says which these are; images that lie in it directly have
+    no class."""
     files = image_files(folder)
     labels = [path.relative_to(folder).parts[0] if path.parent != folder else None for path in files]
-    return Labelled(files, labels, str(folder))
+    return Labelled(files, labels, str(folder), classes=None if classes is None else read_classes(classes))
+
+
+def read_classes(file: Path) -> dict[str, int | str]:
+    """Folder -> the model's number or name of its class, from lines `FOLDER NAME` in the order of the numbers, or from
+    JSON, {FOLDER: number or name} or {number: [FOLDER, NAME]}. Raises LinearizeError for a file that is neither."""
+    check_file(file)
+    try:
+        text = file.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LinearizeError(f"cannot read the classes of {file}: {error}") from error
+    if not text.lstrip().startswith("{"):
+        lines = [line.split(maxsplit=1)[0] for line in text.splitlines() if line.strip()]
+        twice = next((name for name in lines if lines.count(name) > 1), None) if len({*lines}) < len(lines) else None
+        if twice is not None or not lines:
+            what = f"{twice!r} twice" if lines else "no line"
+            raise LinearizeError(f"{file} has {what}; give each folder one line, in the order of the model's classes")
+        return {name: number for number, name in enumerate(lines)}
+    try:
+        given = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise LinearizeError(f"cannot read the classes of {file}: {error}") from error
+    found: dict[str, int | str] = {}
+    for key, value in given.items():
+        if isinstance(value, list) and value and isinstance(value[0], str) and key.isascii() and key.isdecimal():
+            if value[0] in found:
+                message = f"{file} has {value[0]!r} as class {found[value[0]]} and {key}; give each folder one"
+                raise LinearizeError(message)
+            found[value[0]] = int(key)
+        elif isinstance(value, (int, str)) and not isinstance(value, bool):
+            found[key] = value
+        else:
+            message = f"{file} has {key!r}: {str(value)[:40]!r}; give FOLDER: number or name, or number: [FOLDER, NAME]"
+            raise LinearizeError(message)
+    return found
 
 
 def from_arrays(file: Path) -> Labelled:

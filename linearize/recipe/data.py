@@ -72,6 +72,9 @@ class DatasetSource(Strict):
 class ImageSource(Strict):
     images: Text
     """A folder with one folder of images per class; relative paths start at the recipe's folder."""
+    classes: Text | None = None
+    """A file that says which of the model's classes each folder is. Lines `FOLDER NAME`, in the order of the model's
+    classes, as in ImageNet's LOC_synset_mapping.txt; or JSON, {FOLDER: number or name} or {number: [FOLDER, NAME]}."""
 
 
 class ArraySource(Strict):
@@ -118,9 +121,10 @@ def holds_images(source: Any) -> bool:
 
 
 def local_paths(source: Any, start: Path) -> tuple[Path, ...]:
-    """The files, or the one folder, that a source names; relative ones begin at `start`, ~ is the user's folder."""
+    """The files, or the folder and its file of classes, that a source names; relative ones begin at `start`, ~ is the
+    user's folder."""
     names: tuple[str, ...] = getattr(source, "files", ())
-    names += tuple(getattr(source, key) for key in ("images", "arrays") if hasattr(source, key))
+    names += tuple(name for key in ("images", "arrays", "classes") if (name := getattr(source, key, None)) is not None)
     return tuple(start / Path(name).expanduser() for name in names)
 
 

@@ -82,6 +82,11 @@ MANY = {str(number): number for number in range(20)}
         (named(["10", "9"]), {"10": 0, "9": 1}, "10 is 0, 9 is 1$"),  # the model's own names, not numbers
         (named(["bee", "cow", "ant"]), {"ant": 2, "bee": 0}, "bee is 0, ant is 2$"),
         (ViTConfig(num_labels=2), {"b": 1, "a": 0}, "a is 0, b is 1$"),
+        (
+            named(["tench, Tinca tinca", "goldfish"]),
+            {"n01443537": 1, "n01440764": 0},
+            r"n01440764 is 0 \(tench, Tinca tinca\), n01443537 is 1 \(goldfish\)$",
+        ),
     ],
 )
 def test_classes_get_the_models_numbers_and_a_line_says_which(
@@ -101,7 +106,11 @@ def test_classes_get_the_models_numbers_and_a_line_says_which(
         (["0", "1", "ant"], ViTConfig(num_labels=3), r"has the class '0', the model has 3: LABEL_0"),
         (["0", "1", "2"], named(["1", "2", "3"]), r"has the class '0', the model has 3: 1, 2, 3"),
         (["crane"], named(["crane", "bee", "crane"]), r"'crane', which the model has as 0 and as 2"),
-        (["n01440764"], named(["tench", "goldfish"]), r"'n01440764', the model has 2: goldfish, tench"),
+        (
+            ["n01440764"],
+            named(["tench", "goldfish"]),
+            r"'n01440764', the model has 2: goldfish, tench\.+ Of these.* there are 1; set `classes: FILE`",
+        ),
     ],
 )
 def test_classes_that_contradict_the_models_are_refused_or_left_out_where_nothing_learns_them(
@@ -113,6 +122,53 @@ def test_classes_that_contradict_the_models_are_refused_or_left_out_where_nothin
     samples = Images(found, PROCESSOR, config, learns=False)
     assert set(samples.labels) == {-100}
     assert re.search(rf"^note: .*{message}.*runs without, and measures no accuracy", samples.note)
+
+
+FISH = named(["goldfish", "tench", "shark"])
+MAPPING = "n01440764 tench, Tinca tinca\nn01443537 goldfish, Carassius auratus\nn01484850 shark\n"
+PAIRS = '{"0": ["n01440764", "tench"], "2": ["n01484850", "shark"]}'
+
+
+@pytest.mark.parametrize(
+    ("file", "folders", "expected"),
+    [
+        (MAPPING, ["n01484850", "n01440764"], [0, 2]),
+        (PAIRS, ["n01484850", "n01440764"], [0, 2]),
+        ('{"n01440764": "tench", "n01484850": 2}', ["n01484850", "n01440764"], [1, 2]),
+        ("\ufeff" + PAIRS, ["n01484850", "n01440764"], [0, 2]),
+        ("\ufeff" + MAPPING, ["n01440764"], [0]),
+    ],
+    ids=["lines", "pairs", "names", "pairs after a mark", "lines after a mark"],
+)
+def test_a_file_says_which_classes_folders_are(
+    tmp_path: Path, file: str, folders: list[str], expected: list[int]
+) -> None:
+    (tmp_path / "classes.txt").write_text(file, "utf-8")
+    source = ImageSource(images=classes(tmp_path, folders).images, classes="classes.txt")
+    first = source_hash(source, tmp_path)
+    assert Images(find_images(source, tmp_path), PROCESSOR, FISH).labels == expected
+    (tmp_path / "classes.txt").write_text(file + "\n")
+    assert source_hash(source, tmp_path) != first
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (MAPPING.replace("n01484850", "n01484851"), "has no 'n01484850', a folder of .*Did you mean 'n01484851'"),
+        ('{"n01484850": 3}', "calls 'n01484850' 3, which the model has not. It has 3 classes"),
+        ('{"n01484850": "sharks"}', "which the model has not. It has 3 classes.*Did you mean 'shark'"),
+        ('{"n01484850": [2]}', r"has 'n01484850': '\[2\]'; give FOLDER: number or name"),
+        ("n01484850 a\nn01484850 b\n", "has 'n01484850' twice; give each folder one line"),
+        ('{"1": ["n01484850"], "2": ["n01484850"]}', "has 'n01484850' as class 1 and 2; give each folder one"),
+        ("\n", "has no line; give each folder"),
+        ('{"n01484850"', "cannot read the classes of "),
+    ],
+)
+def test_a_file_of_classes_that_does_not_fit_is_refused(tmp_path: Path, file: str, message: str) -> None:
+    (tmp_path / "classes.txt").write_text(file)
+    source = ImageSource(images=classes(tmp_path, ["n01484850"]).images, classes="classes.txt")
+    with pytest.raises(LinearizeError, match=message):
+        Images(find_images(source, tmp_path), PROCESSOR, FISH)
 
 
 def test_a_datasets_own_order_numbers_its_classes_where_the_config_has_no_names(tmp_path: Path) -> None:
