@@ -241,8 +241,8 @@ class Handler(BaseHTTPRequestHandler):
         pr = "create_pr" in self.query
         sha = repo.commit(files, "refs/pr/1" if pr else revision)
         url = f"{self.hub.endpoint}/{name}"
-        said = {"success": True, "commitOid": sha, "commitUrl": f"{url}/commit/{sha}"}
-        self.send(200, {**said, **({"pullRequestUrl": f"{url}/discussions/1"} if pr else {})})
+        answer = {"success": True, "commitOid": sha, "commitUrl": f"{url}/commit/{sha}"}
+        self.send(200, {**answer, **({"pullRequestUrl": f"{url}/discussions/1"} if pr else {})})
 
 
 NAME, REVISION = r"(?P<name>[\w.-]+/[\w.-]+)", r"(?P<revision>[^?]+)"

@@ -49,7 +49,7 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         heads = f"{self.H}/{self.Hkv}" if self.Hkv < self.H else str(self.H)
         parts = [f"B{self.B} T{self.T} H{heads} D{self.D}", f"m{self.M}" * bool(self.M), short(self.dtype)]
-        parts += ["gates " + short(self.gates)] * (self.gates != "float32") + ["both ways"] * (not self.causal)
+        parts += ["gates " + short(self.gates)] * (self.gates != "float32") + ["bidirectional"] * (not self.causal)
         parts += [f"over {self.base}"] * bool(self.base) + [f"{self.memories} memories"] * bool(self.memories)
         return " ".join(filter(None, parts))
 

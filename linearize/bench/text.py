@@ -29,7 +29,7 @@ from ..plan.plan import Plan
 from ..train.loop import set_checkpointing
 from ..train.save import meta_model
 from ..verify.child.behaviours import held_bytes
-from ..verify.child.inputs import most_tokens
+from ..verify.child.inputs import most_tokens, with_cache
 from .kernels import attempt
 from .timing import allocated, beside_device, device_ms, faster, here, peak_mib, timed, wait, working_ms
 
@@ -171,7 +171,7 @@ def prefill(model: Any, context: int) -> dict[str, Any]:
     ids = some_tokens(model, 1, context)
 
     def run() -> None:
-        model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        model(ids, use_cache=True, logits_to_keep=1, **with_cache(model, DynamicCache(config=model.config)))
 
     before = allocated()
     took = beside_device(timed(run, warm=1, least=3), device_ms(run))
@@ -241,7 +241,7 @@ def generate(
     settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     if compiled:
         settings["compile_config"] = CompileConfig()
-    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=clock, **settings)
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **with_cache(model, cache), **settings)
     return mib
 
 
@@ -252,7 +252,7 @@ def filled_cache(model: Any, batch: int, context: int, static: bool = False) -> 
         cache: Cache = StaticCache(config=model.config.get_text_config(), max_cache_len=context + 1 + TOKENS)
     else:
         cache = DynamicCache(config=model.config)
-    model(some_tokens(model, batch, PROMPT), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(some_tokens(model, batch, PROMPT), use_cache=True, logits_to_keep=1, **with_cache(model, cache))
     layers: list[Any] = cache.layers
     for layer in layers:
         if hasattr(layer, "state"):

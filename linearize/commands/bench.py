@@ -10,6 +10,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, finite, print_json, say, show
+from ..terminal.progress import waiting
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -53,7 +54,8 @@ def bench_kernels(
         check_result(save, '{"machine": ', "bench kernels")
     if picture is not None:
         check_plot()
-    result = measure(mechanism, tokens, tell, presets=preset)
+    with waiting("bench kernels"):
+        result = measure(mechanism, tokens, tell, presets=preset)
     if as_json:
         print_json(result)
     else:
@@ -111,7 +113,8 @@ def bench_model(
     given = {"train": train, "contexts": contexts, "sizes": sizes, "batches": batches}
     numbers = {n: parse_lengths(text, f"--{n}") if text else () for n, text in given.items() if text is not None}
     options = parse_settings(settings or [])
-    result = measure(model, shape, to, preset=preset, options=options, compiled=compiled, tell=say, **numbers)
+    with waiting("bench model"):
+        result = measure(model, shape, to, preset=preset, options=options, compiled=compiled, tell=say, **numbers)
     if as_json:
         print_json(result)
     else:
@@ -154,7 +157,8 @@ def bench_paper(
         if not save.absolute().parent.is_dir():
             raise absent(save.absolute().parent, "no such folder:")
         check_result(save, '{"paper": ', "bench paper")
-    result = measure(paper, claims, seconds=seconds, tiny=tiny, tell=tell)
+    with waiting("bench paper"):
+        result = measure(paper, claims, seconds=seconds, tiny=tiny, tell=tell)
     if as_json:
         print_json(result)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,7 +116,7 @@ def convert(
     if to is None and story is of_diffusers:
         raise LinearizeError("--to is missing: name the mechanism, such as --to gsa")
     if keep_heads and story is of_diffusers:
-        raise LinearizeError("--keep-heads: attention of models of diffusers sees both sides; name layers to keep")
+        raise LinearizeError("--keep-heads: attention in diffusers pipelines is bidirectional; name layers to keep")
     scored = is_auto(keep_softmax) or is_auto(keep_heads)
     priced = score_text is not None and kept_window is not None
     if score_text is not None and not (scored or priced):
@@ -150,7 +151,7 @@ def convert(
         target = output or Path(name_of(plan))
         how = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
         checked = story.convert(*planned, target, **how, say=say)
-        say(f"saved {target}. Next: {story.NEXT}")
+        say(f"saved {target}. Next: {story.NEXT.format(folder=shlex.quote(str(target)))}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)

@@ -6,6 +6,7 @@ import typer
 
 from ..errors import Exit
 from ..terminal.output import Json, print_json
+from ..terminal.progress import waiting
 
 
 def doctor(as_json: Json = False) -> None:
@@ -13,7 +14,8 @@ def doctor(as_json: Json = False) -> None:
     from ..doctor import examine, rows
     from ..terminal.tables import doctor_table
 
-    found = examine()
+    with waiting("doctor"):
+        found = examine()
     if as_json:
         print_json(found)
     else:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import waiting
 
 
 def estimate(
@@ -29,10 +30,11 @@ def estimate(
 
     loaded = load_recipe(recipe, overrides or [])
     from .. import finetune as story
-    from ..estimate.cards import per_hour
+    from ..estimate.gpus import per_hour
     from ..terminal.tables import data_lines, estimate_table
 
-    found = story.dry_run(loaded, say, gpu=gpu, price=per_hour(price), measure=measure)
+    with waiting("estimate"):
+        found = story.dry_run(loaded, say, gpu=gpu, price=per_hour(price), measure=measure)
     data_lines(found["stages"])
     estimate_table(found)
     if as_json:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..terminal.output import Json, print_json
+from ..terminal.progress import waiting
 
 
 def inspect(
@@ -21,7 +22,8 @@ def inspect(
     from ..probe.inspection import Converted, inspect_model
     from ..terminal.tables import converted_table, inspection_tables
 
-    inspection = inspect_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    with waiting("inspect"):
+        inspection = inspect_model(model, revision=revision, trust_remote_code=trust_remote_code)
     if isinstance(inspection, Converted):
         converted_table(inspection)
     else:

@@ -11,6 +11,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import waiting
 
 
 def push(
@@ -56,7 +57,8 @@ def push(
             from ..diffusion.push import plan_push
         else:
             from ..hub.push import plan_push
-        upload = plan_push(whole, repo, **asked)
+        with waiting("push: checking the folder"):
+            upload = plan_push(whole, repo, **asked)
         if results is not None:
             card = with_tasks(upload.card, results, repo.rpartition("/")[2])
             upload = dataclasses.replace(upload, card=card)

@@ -86,8 +86,8 @@ def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: boo
 
     listed = json.loads((folder / MANIFEST).read_text("utf-8")).get("files", ())
     if MANIFEST not in listed:
-        said = f"{folder / MANIFEST} does not say which files are the model's. Convert or train again"
-        raise LinearizeError(said, Exit.INCOMPATIBLE)
+        message = f"{folder / MANIFEST} does not say which files are the model's. Convert or train again"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     missing = sorted(set(listed) - present.keys())
     if missing:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import threading
 from typing import Annotated, Any
 
 import typer
@@ -28,13 +29,36 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+class Drawn:
+    """The last line of the terminal, while it shows progress. A message takes its place."""
+
+    def __init__(self) -> None:
+        self.there, self.lock = False, threading.RLock()  # a signal's handler may speak while a line is drawn
+
+    def draw(self, text: str) -> None:
+        with self.lock:
+            print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
+            self.there = True
+
+    def clear(self) -> None:
+        with self.lock:
+            if self.there:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self.there = False
+
+
+DRAWN = Drawn()
+
+
 def say(text: str) -> None:
     """One message for a person, without secrets."""
+    DRAWN.clear()
     print(printable(redact(text)), file=sys.stderr, flush=True)
 
 
 def show(text: str, end: str = "\n") -> None:
     """A result on stdout: as it is where a program or a file takes it, `printable` on a terminal."""
+    DRAWN.clear()
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 

@@ -1,19 +1,26 @@
-"""Progress of what takes longer than a few seconds: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of what takes longer than a few seconds: a bar on a terminal, a line now and then elsewhere.
+
+Of what cannot tell its share, a terminal shows the time that it has taken.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
-from .output import say
+from .output import DRAWN, duration, say
 
 SHOWN_AFTER = 5.0  # seconds: what is done sooner says nothing
 LINE_EVERY = 30.0
+SECOND = 1.0  # how often the time that has passed is drawn
 WIDTH = 24
 
 Advance = Callable[[float], None]
+
+_bars = 0  # that are open
 
 
 def silent(amount: float) -> None:
@@ -23,12 +30,12 @@ def silent(amount: float) -> None:
 @contextlib.contextmanager
 def progress(what: str, total: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
     """Yields what to call with each amount of `total` that is done. Both kinds say how long it will take in all."""
+    global _bars
     began, shown, done = clock(), clock(), 0.0
     terminal = sys.stderr.isatty()
-    drawn = False
 
     def advance(amount: float) -> None:
-        nonlocal shown, done, drawn
+        nonlocal shown, done
         done += amount
         now = clock()
         share = min(1.0, done / max(total, 1e-9))
@@ -37,17 +44,40 @@ def progress(what: str, total: float, clock: Callable[[], float] = time.monotoni
         whole = (now - began) / share
         times = f"{share:.0%}, {whole - (now - began):.0f} s of {whole:.0f} s left"
         if terminal:
-            drawn = True
             filled = round(WIDTH * share)
-            print(
-                f"\r{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {times}\033[K", end="", file=sys.stderr, flush=True
-            )
+            DRAWN.draw(f"{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {times}")
         elif now - shown >= LINE_EVERY:
             shown = now
             say(f"{what}: {times}")
 
+    _bars += 1
     try:
         yield advance
     finally:
-        if drawn:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        _bars -= 1
+        DRAWN.clear()
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Shows on a terminal how long the block has taken, once that is SHOWN_AFTER. A bar within it has precedence."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    began, over = time.monotonic(), threading.Event()
+
+    def show() -> None:
+        rest = SHOWN_AFTER
+        while not over.wait(rest):
+            rest = SECOND
+            if not _bars:
+                DRAWN.draw(f"{what}, {duration(time.monotonic() - began)}")
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        DRAWN.clear()

@@ -143,14 +143,15 @@ def choice_table(choice: Choice, flag: str) -> None:
     """The score of every layer, or head, what was chosen, and how to have it again without scoring; `flag` asked."""
     out = console()
     what, names = ("head", [*choice.kept]) if flag == "--keep-heads" else ("layer", [*map(str, choice.kept)])
-    rows = [(name, f"{score:.3f}", "softmax (kept)" * (name in names)) for name, score in choice.scores.items()]
-    out.print(table({what: "number", "score": "number", "attention": "short"}, rows))
+    scores = [(name, f"{score:.3f}", "softmax (kept)" * (name in names)) for name, score in choice.scores.items()]
+    out.print(table({what: "number", "score": "number", "attention": "short"}, scores))
     out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
     texts = counted(choice.recalls, "text that asks", "texts that ask")
     recall = f" and {texts} for a repetition" if choice.recalls else ""
     if choice.lacking:
         recall = f" alone ({choice.lacking})"
-    out.print(f"scored on {choice.tokens:,} tokens of {choice.text}{recall}, mixers trained for a moment")
+    rows = f" in rows of {choice.seq_len:,}" if choice.seq_len else ""  # earlier versions did not say
+    out.print(f"scored on {choice.tokens:,} tokens{rows} of {choice.text}{recall}, mixers trained for a moment")
     for kind, linear in choice.kl["linear"].items():
         out.print(
             f"KL from the source, {kind}: {linear:.4f} with no {what} kept, {choice.kl['kept'][kind]:.4f} with these"
@@ -258,7 +259,7 @@ def recipe_table(plans: list[dict[str, Any]]) -> None:
 
 def data_lines(plans: list[dict[str, Any]]) -> None:
     """What the stages read and how much they ask for: said once where all read the same."""
-    said: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for plan in plans:
         data = plan["data"]
         images = data["seq_len"] == 1
@@ -267,10 +268,10 @@ def data_lines(plans: list[dict[str, Any]]) -> None:
         held = (
             "nothing" if data["eval"] is None else f"{data['eval']}, at most {asked_for(data['eval_tokens'], images)}"
         )
-        said.setdefault(f"trains on {train}", []).append(plan["name"])
-        said.setdefault(f"evaluated on {held}", []).append(plan["name"])
+        lines.setdefault(f"trains on {train}", []).append(plan["name"])
+        lines.setdefault(f"evaluated on {held}", []).append(plan["name"])
     out = console()
-    for words, names in said.items():
+    for words, names in lines.items():
         out.print(words if len(names) == len(plans) else f"{', '.join(names)} {words}")
 
 

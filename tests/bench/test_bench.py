@@ -503,7 +503,7 @@ def test_steps_are_compiled_where_they_can_be(linearize: Command, zoo: Zoo) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "either a model or --shape"),
         (("somewhere", "--shape", "1b"), "either a model or --shape"),
@@ -516,10 +516,10 @@ def test_steps_are_compiled_where_they_can_be(linearize: Command, zoo: Zoo) -> N
         (("--shape", "pvt-t", "--to", "saga", "--train", "8"), "--train means nothing to a model of images"),
     ],
 )
-def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], said: str) -> None:
+def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], message: str) -> None:
     code, out, err = linearize("bench", "model", *arguments)
     assert (code, out) == (Exit.USAGE, "")
-    assert said in err
+    assert message in err
 
 
 # ---------------------------------------------------------------- images

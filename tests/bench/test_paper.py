@@ -145,7 +145,7 @@ def test_a_result_fills_its_place_in_a_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (("gsaa",), Exit.USAGE, "Did you mean 'gsa'?"),
         (("la", "--tiny", "--claims", "sped"), Exit.USAGE, "Did you mean 'speed'?"),
@@ -153,7 +153,7 @@ def test_a_result_fills_its_place_in_a_page() -> None:
         (("la", "--tiny", "--save", "/nowhere/at/all.json"), Exit.USAGE, "no such folder: /nowhere/at"),
     ],
 )
-def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], code: int, said: str) -> None:
+def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], code: int, message: str) -> None:
     found, out, err = linearize("bench", "paper", *arguments)
     assert (found, out) == (code, "")
-    assert said in err
+    assert message in err

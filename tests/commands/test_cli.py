@@ -92,7 +92,7 @@ def test_version(linearize: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["convrt"], "Did you mean 'convert'?"),
         (["convert", "model"], "--to"),
@@ -100,10 +100,10 @@ def test_version(linearize: Command) -> None:
         (["finetune", "a.yaml", "--max-steps", "0"], "--max-steps"),
     ],
 )
-def test_wrong_usage_is_told_on_stderr(linearize: Command, arguments: list[str], said: str) -> None:
+def test_wrong_usage_is_told_on_stderr(linearize: Command, arguments: list[str], message: str) -> None:
     code, out, err = linearize(*arguments)
     assert (code, out) == (Exit.USAGE, "")
-    assert said in err
+    assert message in err
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_threads_that_wait_leave_the_core_unless_told_otherwise(given: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected", "said"),
+    ("arguments", "expected", "message"),
     [
         (["convert", "SOURCE", "--to", "gsaa"], Exit.USAGE, "unknown mechanism 'gsaa'. Did you mean 'gsa'?"),
         (["convert", "SOURCE", "--to", "gsa", "--set", "slot=8"], Exit.USAGE, "Did you mean 'slots'?"),
@@ -198,7 +198,7 @@ def test_threads_that_wait_leave_the_core_unless_told_otherwise(given: dict[str,
 )
 def test_mistakes_leave_nothing_behind(
     linearize: Command, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str], expected: Exit, said: str,
+    arguments: list[str], expected: Exit, message: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("EMPTY").mkdir()
@@ -206,7 +206,7 @@ def test_mistakes_leave_nothing_behind(
     before = sorted(path.name for path in source.iterdir())
     code, out, err = linearize(*(places.get(word, word) for word in arguments))
     assert (code, out) == (expected, "")
-    assert places.get(said, said) in err
+    assert places.get(message, message) in err
     assert "Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["EMPTY"]
     assert sorted(path.name for path in source.iterdir()) == before

@@ -52,8 +52,8 @@ def test_a_mechanism_tells_all_that_its_file_says(linearize: Command, name: str)
     }
     assert {o["name"]: o["published"] for o in told["options"] if o["name"] in mixer.published} == mixer.published
     assert all({"choices", "low"} & option.keys() or option["type"] == "bool" for option in told["options"])
-    for said in ("title", "paper", "causal", "bidirectional", "state_formula"):
-        assert told[said] == getattr(mixer, said)
+    for message in ("title", "paper", "causal", "bidirectional", "state_formula"):
+        assert told[message] == getattr(mixer, message)
     assert (told["example"]["new_parameters"] > 0) == (name != "window")
     code, out, _ = linearize("mechanisms", name)
     assert all(option["name"] in out for option in told["options"])
@@ -196,7 +196,7 @@ def test_weights_go_where_and_how_they_should(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "said"),
+    ("options", "expected", "message"),
     [
         (["--dtype", "bfloat"], Exit.USAGE, "Did you mean 'bfloat16'?"),
         (["--device", "gpu"], Exit.USAGE, "choose auto, cpu, cuda"),
@@ -213,11 +213,11 @@ def test_weights_go_where_and_how_they_should(folder: Path) -> None:
     ],
 )
 def test_mistaken_options_are_told(
-    linearize: Command, folder: Path, options: list[str], expected: Exit, said: str
+    linearize: Command, folder: Path, options: list[str], expected: Exit, message: str
 ) -> None:
     code, out, err = linearize("generate", folder, "x", *options)
     assert (code, out) == (expected, "")
-    assert said in err
+    assert message in err
 
 
 def test_no_more_tokens_than_the_model_takes(linearize: Command, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_the_bounds_of_sampling_can_be_used(linearize: Command, folder: Path) ->
 
 
 def test_running_out_of_memory_is_told(linearize: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, said in (
+    for error, message in (
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "CUDA out of memory"),
         (RuntimeError("CUDA error: out of memory"), "CUDA out of memory"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "CUDA out of memory"),
@@ -256,10 +256,10 @@ def test_running_out_of_memory_is_told(linearize: Command, folder: Path, monkeyp
 
         with monkeypatch.context() as patch:
             patch.setattr("transformers.generation.GenerationMixin.generate", full)
-            wanted = (Exit.RESOURCE, "", f"error: {said}. Try --dtype bfloat16, or --device cpu\n")
+            wanted = (Exit.RESOURCE, "", f"error: {message}. Try --dtype bfloat16, or --device cpu\n")
             assert linearize("generate", folder, "x") == wanted
             patch.setattr("linearize.convert.plan_conversion", full)
-            assert linearize("convert", folder, "--to", "gsa") == (Exit.RESOURCE, "", f"error: {said}\n")
+            assert linearize("convert", folder, "--to", "gsa") == (Exit.RESOURCE, "", f"error: {message}\n")
             patch.setattr("torch.nn.Module.to", full)
             assert linearize("generate", folder, "x")[0] == Exit.RESOURCE
 
@@ -418,22 +418,22 @@ def pretend(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) 
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "said"),
+    ("package", "version", "message"),
     [
         ("peft", None, 'peft is missing: pip install "peft>='),
-        ("transformers", "4.57.0", "transformers 4.57.0 is not >="),
+        ("transformers", "4.57.0", "transformers 4.57.0 is not "),
     ],
 )
 def test_what_is_missing_is_exit_4(
-    linearize: Command, monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, said: str
+    linearize: Command, monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, message: str
 ) -> None:
     pretend(monkeypatch, package, version)
     code, out, _ = linearize("doctor")
     assert code == Exit.RESOURCE
-    assert said in " ".join(out.split())
+    assert message in " ".join(out.split())
     code, out, _ = linearize("doctor", "--json")
     assert code == Exit.RESOURCE
-    assert [line.startswith(said) for line in json.loads(out)["missing"]] == [True]
+    assert [line.startswith(message) for line in json.loads(out)["missing"]] == [True]
 
 
 def test_sources_that_are_not_installed_are_told(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:

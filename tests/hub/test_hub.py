@@ -197,8 +197,8 @@ def test_an_interrupted_push_goes_on(hub: Hub, tmp_path: Path, unverified: None)
     assert len(large) > 3
     upload = plan_push(output, REPO)
     hub.accept_uploads = 2
-    said = refused(Exit.HUB, lambda: push(upload, lambda text: None))
-    assert "403" in said
+    message = refused(Exit.HUB, lambda: push(upload, lambda text: None))
+    assert "403" in message
     assert set(hub.repos[REPO].files()) == {".gitattributes"}  # never half a model
     hub.accept_uploads = -1
     sent = len(hub.paths("PUT"))
@@ -242,8 +242,8 @@ def test_a_dry_run_prints_what_would_be_uploaded(linearize: Command, hub: Hub, f
     listed = json.loads((folder / MANIFEST).read_text())["files"]
     assert upload["files"] == {name: (folder / name).stat().st_size for name in listed}
     assert (upload["repo"], upload["private"], upload["pr"], upload["message"]) == (REPO, True, True, "mine")
-    for said in (*listed, f'name = "{REPO}"', "for linearize did not write them: notes.txt", "names no license"):
-        assert said in err
+    for message in (*listed, f'name = "{REPO}"', "for linearize did not write them: notes.txt", "names no license"):
+        assert message in err
     assert hub.requests == []
 
 
@@ -284,7 +284,7 @@ def test_convert_pushes(linearize: Command, hub: Hub, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("token", "repo", "said"),
+    ("token", "repo", "message"),
     [
         ("", REPO, "there is no token: hf auth login, or set HF_TOKEN"),
         ("hf_wrongWrongWrongWrongWrongWrong12", REPO, "does not accept the token (401)"),
@@ -292,11 +292,11 @@ def test_convert_pushes(linearize: Command, hub: Hub, tmp_path: Path, monkeypatc
     ],
 )
 def test_a_push_without_the_right_is_refused(
-    hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch, token: str, repo: str, said: str
+    hub: Hub, folder: Path, unverified: None, monkeypatch: pytest.MonkeyPatch, token: str, repo: str, message: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
     upload = plan_push(folder, repo)
-    assert said in refused(Exit.HUB, lambda: push(upload))
+    assert message in refused(Exit.HUB, lambda: push(upload))
     assert not hub.repos
 
 
@@ -342,8 +342,8 @@ def test_a_push_does_not_undo_what_came_between(
 
     monkeypatch.setattr("linearize.hub.push.check_remote", looked)
     (folder / "generation_config.json").write_text("{}")
-    said = refused(Exit.HUB, lambda: push(plan_push(folder, REPO), lambda text: None))
-    assert "was changed while this was uploaded (412). Look what is there now, and push again" in said
+    message = refused(Exit.HUB, lambda: push(plan_push(folder, REPO), lambda text: None))
+    assert "was changed while this was uploaded (412). Look what is there now, and push again" in message
     assert repo.files()["generation_config.json"] != b"{}"
 
 
@@ -399,8 +399,8 @@ def test_a_private_push_never_goes_to_a_public_repository(hub: Hub, folder: Path
 def test_the_hub_refuses_a_card(hub: Hub, folder: Path, unverified: None) -> None:
     text = (folder / "README.md").read_text()
     (folder / "README.md").write_text(text.replace("---\n", "---\nlicense: nonsense\n", 1))
-    said = refused(Exit.HUB, lambda: push(plan_push(folder, REPO)))
-    assert '"license" must be one of the known' in said
+    message = refused(Exit.HUB, lambda: push(plan_push(folder, REPO)))
+    assert '"license" must be one of the known' in message
 
 
 def lead_out(folder: Path) -> None:
@@ -419,7 +419,7 @@ def spoil_mixers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "said"),
+    ("spoil", "code", "message"),
     [
         (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, "but has no linearize.json"),
         (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, "carries other code"),
@@ -437,10 +437,10 @@ def spoil_mixers(folder: Path) -> None:
     ],
 )
 def test_a_folder_that_should_not_be_pushed_is_not(
-    hub: Hub, folder: Path, spoil: Callable[[Path], Any], code: Exit, said: str
+    hub: Hub, folder: Path, spoil: Callable[[Path], Any], code: Exit, message: str
 ) -> None:
     spoil(folder)
-    assert said in refused(code, lambda: plan_push(folder, REPO))
+    assert message in refused(code, lambda: plan_push(folder, REPO))
     assert hub.requests == []
 
 
@@ -472,9 +472,9 @@ def test_a_source_comes_from_the_hub(hub: Hub, tmp_path: Path, shard: str) -> No
     assert (plan.source, plan.revision) == ("user/base", hub.repos["user/base"].refs["main"])
 
     output = tmp_path / "linear"
-    said: list[str] = []
-    convert(plan, source, natives, output, level="full", say=said.append)
-    assert "logits equal" in said[-1]
+    messages: list[str] = []
+    convert(plan, source, natives, output, level="full", say=messages.append)
+    assert "logits equal" in messages[-1]
     for number, name in enumerate(sorted(wanted), 1):
         linked = output / f"model-source-{number:05d}-of-{len(wanted):05d}.safetensors"
         assert not linked.is_symlink()
@@ -537,8 +537,8 @@ def test_a_revision_is_that_revision(hub: Hub, tmp_path: Path) -> None:
     plan, source, _ = plan_conversion("user/base", "gsa", revision=old)
     assert plan.revision == old
     assert (source.folder / "LICENSE").read_text() == "terms"
-    said = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa", revision="v9"))
-    assert "user/base has no revision 'v9' on http://127.0.0.1" in said
+    message = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa", revision="v9"))
+    assert "user/base has no revision 'v9' on http://127.0.0.1" in message
 
 
 def test_verify_takes_a_revision(linearize: Command, hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,10 +563,10 @@ def test_a_cached_source_needs_no_hub(hub: Hub, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(constants, "ENDPOINT", nowhere() if away == "unreachable" else hub.endpoint)
 
     leave()
-    said = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))
+    message = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))
     assert {"offline": "Fetch it once: hf download user/base", "unreachable": "cannot be reached (ConnectError: "}[
         away
-    ] in said
+    ] in message
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     plan = plan_conversion("user/base", "gsa", weights=False)[0]
@@ -598,7 +598,7 @@ def test_a_silent_hub_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("repo", "token", "said"),
+    ("repo", "token", "wanted"),
     [
         (None, TOKEN, "no repo 'user/base' on http://127.0.0.1"),
         (Repo(private=True), "", "no repo 'user/base' on http://127.0.0.1"),
@@ -609,14 +609,14 @@ def test_a_silent_hub_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatc
     ids=["none", "private", "gated, no token", "gated, no access", "wrong token"],
 )
 def test_a_source_that_the_hub_does_not_give(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Repo | None, token: str, said: str
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Repo | None, token: str, wanted: str
 ) -> None:
     if repo is not None:
         hub.repos["user/base"] = repo
         put_source(hub, tmp_path / "base")
     monkeypatch.setenv("HF_TOKEN", token)
     message = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))
-    assert said in message
+    assert wanted in message
     assert "hf auth login, or set HF_TOKEN" in message
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+import time
 
 import pytest
+from conftest import Command
+from models import Zoo
 
-from linearize.terminal.progress import progress
+import linearize.terminal.progress
+from linearize.terminal.output import DRAWN, say
+from linearize.terminal.progress import progress, waiting
 
 
 class Clock:
@@ -63,3 +70,59 @@ def test_a_failure_leaves_no_bar(capsys: pytest.CaptureFixture[str], monkeypatch
     with pytest.raises(ValueError, match="broken"):
         fail()
     assert capsys.readouterr().err.endswith("\r\033[K")
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard error is a terminal, and what takes a moment counts as long. Not a fixture: pytest opens another
+    standard error for the test itself."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(linearize.terminal.progress, "SHOWN_AFTER", 0.01)
+    monkeypatch.setattr(linearize.terminal.progress, "SECOND", 0.01)
+
+
+def test_what_cannot_tell_its_share_shows_its_time_below_messages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    with waiting("estimate"):
+        time.sleep(0.1)
+        say("a note")
+        time.sleep(0.1)
+    shown = capsys.readouterr().err
+    assert shown.startswith("\restimate, 0 s\033[K")
+    assert "\r\033[Ka note\n" in shown
+    assert shown.endswith("\r\033[K")
+
+
+def test_a_signal_may_speak_while_a_line_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its handler runs in the thread that draws."""
+    with DRAWN.lock:
+        say("interrupted")
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_time_is_for_terminals_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linearize.terminal.progress, "SHOWN_AFTER", 0.01)
+    with waiting("estimate"):
+        time.sleep(0.1)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "label"),
+    [
+        ("doctor", "doctor"),
+        ("inspect MODEL", "inspect"),
+        pytest.param("estimate hybrid model.base=MODEL", "estimate", marks=pytest.mark.slow),
+        pytest.param("push FOLDER user/repo --dry-run", "push: checking the folder", marks=pytest.mark.slow),
+        ("bench paper saga --claims pvt-t-1280-memory --tiny", "bench paper"),
+    ],
+)
+def test_commands_that_take_long_show_their_time(
+    command: str, label: str, linearize: Command, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    source, folder = zoo.folders("llama")
+    _, out, err = linearize(*command.replace("MODEL", str(source)).replace("FOLDER", str(folder)).split(), "--json")
+    assert re.search(rf"\r{label}, \d+ s", err)
+    assert json.loads(out)
