@@ -84,8 +84,9 @@ def moments(kind: str, total: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("overwrite", with_slow([False, True], False))
-def test_a_killed_convert_leaves_the_old_or_the_new(forks: Forks, source: Path, overwrite: bool) -> None:
-    """Ten random moments of a first conversion, ten of one that replaces another."""
+@pytest.mark.parametrize("part", with_slow(range(5), *range(1, 5)))
+def test_a_killed_convert_leaves_the_old_or_the_new(forks: Forks, source: Path, part: int, overwrite: bool) -> None:
+    """Ten random moments of a first conversion, ten of one that replaces another; two of them in each part."""
     before, parent, output = snapshot(source), source.parent, source.parent / "linear"
     command: list[Any] = ["convert", source, *OPTIONS, "-o", output, *["--overwrite"] * overwrite]
     old: dict[str, bytes] = {}
@@ -94,14 +95,14 @@ def test_a_killed_convert_leaves_the_old_or_the_new(forks: Forks, source: Path, 
         old = contents(parent / "old")
         shutil.copytree(parent / "old", output)
     whole = forks(*command, root=str(parent))
-    assert whole.code == 0, whole.said
+    assert whole.code == 0, whole.output
     new, outcomes = contents(output), set()
-    for moment in moments(f"convert {overwrite}", whole.moments, 10):
+    for moment in moments(f"convert {overwrite}", whole.moments, 10)[part::5]:
         shutil.rmtree(output)
         if overwrite:
             shutil.copytree(parent / "old", output)
         killed = forks(*command, root=str(parent), at=moment)
-        assert killed.code == -signal.SIGKILL, killed.said
+        assert killed.code == -signal.SIGKILL, killed.output
         found = contents(output) if output.exists() else None
         assert found in (None, old, new) if overwrite else found in (None, new)
         outcomes.add("none" if found is None else "new" if found == new else "old")
@@ -109,7 +110,7 @@ def test_a_killed_convert_leaves_the_old_or_the_new(forks: Forks, source: Path, 
         left = names(parent) - {"source", "linear", "old"}
         assert left <= {".linear.linearize.tmp", ".linear.linearize.old"}
         again = forks(*command)
-        assert again.code == (Exit.USAGE if found == new and not overwrite else 0), again.said
+        assert again.code == (Exit.USAGE if found == new and not overwrite else 0), again.output
         assert contents(output) == new
         assert names(parent) - {"old"} == {"source", "linear"}
     assert outcomes >= ({"old"} if overwrite else {"none"})
@@ -168,14 +169,14 @@ def test_what_a_killed_process_left_goes_with_the_next(forks: Forks, tmp_path: P
     """At each moment, the only sign of a killed process is a file that the next one removes."""
     output, what = tmp_path / "found.json", {"script": script, "root": str(tmp_path)}
     whole, left = forks(output, **what), 0
-    assert whole.code == 0, whole.said
+    assert whole.code == 0, whole.output
     kept = names(tmp_path)
     for moment in range(1, whole.moments + 1):
         killed = forks(output, **what, at=moment)
-        assert killed.code == -signal.SIGKILL, killed.said
+        assert killed.code == -signal.SIGKILL, killed.output
         left += len(names(tmp_path) - kept)
         again = forks(output, **what)
-        assert (again.code, names(tmp_path)) == (0, kept), again.said
+        assert (again.code, names(tmp_path)) == (0, kept), again.output
     assert left >= 1
 
 
@@ -213,9 +214,9 @@ def test_a_killed_push_of_a_saved_model_leaves_nothing_for_good(forks: Forks, so
     command = ["push", saved, "user/repo", "--dry-run"]
     kept = names(parent)
     whole = forks(*command, root=str(parent))
-    assert (whole.code, names(parent)) == (0, kept), whole.said
+    assert (whole.code, names(parent)) == (0, kept), whole.output
     killed = forks(*command, root=str(parent), at=whole.moments // 2)
-    assert killed.code == -signal.SIGKILL, killed.said
+    assert killed.code == -signal.SIGKILL, killed.output
     assert len(names(parent) - kept) == 1
     assert forks(*command).code == 0
     assert names(parent) == kept
@@ -254,7 +255,9 @@ def test_metrics_that_do_not_say_how_many_tokens_were_held_out(shared: Path, tmp
     assert "| logit_kl | 64 |  | 8 | 2 |" in measured(run.recipe, report)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "kind", with_slow([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], signal.SIGTERM, signal.SIGHUP)
+)
 def test_an_interrupt_leaves_nothing_of_a_conversion(forks: Forks, source: Path, kind: signal.Signals) -> None:
     before, parent, output = snapshot(source), source.parent, source.parent / "new" / "linear"
     command = ("convert", source, *OPTIONS, "-o", output)
@@ -262,9 +265,9 @@ def test_an_interrupt_leaves_nothing_of_a_conversion(forks: Forks, source: Path,
     shutil.rmtree(parent / "new")
     for moment in moments("interrupt", total - 2, 6):  # the last two are after the rename
         stopped = forks(*command, root=str(parent), at=moment, signal=kind)
-        assert stopped.code == Exit.INTERRUPTED, stopped.said
-        assert "interrupted" in stopped.said
-        assert "Traceback" not in stopped.said
+        assert stopped.code == Exit.INTERRUPTED, stopped.output
+        assert "interrupted" in stopped.output
+        assert "Traceback" not in stopped.output
         assert names(parent) == {"source"}
     assert snapshot(source) == before
 
@@ -286,11 +289,11 @@ def test_no_child_outlives_a_conversion(source: Path, kind: signal.Signals) -> N
             children = psutil.Process(tool.pid).children(recursive=True)
             time.sleep(0.05)
         tool.send_signal(kind)
-        said = tool.communicate()[1]
-    assert len(children) == 2, said
-    assert tool.returncode == Exit.INTERRUPTED, said
-    assert said.endswith("interrupted\n")
-    assert "Traceback" not in said
+        message = tool.communicate()[1]
+    assert len(children) == 2, message
+    assert tool.returncode == Exit.INTERRUPTED, message
+    assert message.endswith("interrupted\n")
+    assert "Traceback" not in message
     # What has ended and waits for init to notice still counts as running.
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert names(parent) == {"source", "scratch"}
@@ -302,7 +305,7 @@ def trained(forks: Forks, shared: Path, tmp_path_factory: pytest.TempPathFactory
     """Folder of a run that nothing disturbed, and the number of its moments."""
     folder = tmp_path_factory.mktemp("trained")
     done = forks("finetune", recipe_in(folder, shared), root=str(folder))
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     return folder, done.moments
 
 
@@ -330,11 +333,11 @@ def test_a_killed_finetune_continues(
         folder = tmp_path / str(moment)
         recipe = recipe_in(folder, shared)
         killed = forks("finetune", recipe, root=str(folder), at=moment)
-        assert killed.code == -signal.SIGKILL, killed.said
+        assert killed.code == -signal.SIGKILL, killed.output
         final = folder / "run" / "final"
         assert not final.exists() or same(tensors(final), tensors(whole / "run" / "final"))
         again = forks("finetune", recipe)
-        assert again.code == 0, (moment, again.said)
+        assert again.code == 0, (moment, again.output)
         assert_as_undisturbed(folder, whole)
     assert snapshot(shared) == before
 
@@ -348,8 +351,8 @@ def test_ctrl_c_in_finetune_is_130_and_the_command_continues(
         folder = tmp_path / str(moment)
         recipe = recipe_in(folder, shared)
         stopped = forks("finetune", recipe, root=str(folder), at=moment, signal=signal.SIGINT)
-        assert stopped.code == Exit.INTERRUPTED, stopped.said
-        assert "Traceback" not in stopped.said
+        assert stopped.code == Exit.INTERRUPTED, stopped.output
+        assert "Traceback" not in stopped.output
         assert not (folder / "run" / "final").exists()
         assert forks("finetune", recipe).code == 0
         assert_as_undisturbed(folder, whole)
@@ -385,7 +388,7 @@ def test_a_damaged_record_of_a_run_is_told(
     elif name == "report.json":
         shutil.rmtree(tmp_path / "run" / "final")
     done = forks("finetune", recipe, *["--resume", "never"] * (name == "run.json"))
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     assert_as_undisturbed(tmp_path, trained[0])
 
 
@@ -396,8 +399,8 @@ def test_of_conversions_to_one_place_one_wins(forks: Forks, source: Path) -> Non
     output = source.parent / "linear"
     command = ["convert", str(source), *OPTIONS, "-o", str(output)]
     ended = forks.together([Task(command) for _ in range(3)])
-    assert sorted(done.code for done in ended) == [0, Exit.USAGE, Exit.USAGE], [done.said for done in ended]
-    assert all(re.search("is in use|--overwrite", done.said) for done in ended if done.code)
+    assert sorted(done.code for done in ended) == [0, Exit.USAGE, Exit.USAGE], [done.output for done in ended]
+    assert all(re.search("is in use|--overwrite", done.output) for done in ended if done.code)
     load(output)
     assert names(source.parent) == {"source", "linear"}
 
@@ -470,13 +473,13 @@ def test_a_folder_that_cannot_be_told_from_others_is_no_place(tmp_path: Path, mo
 # ---------------------------------------------------------------- the disk
 
 
-def refused(done: Done, code: Exit, said: str, parent: Path, left: set[str]) -> None:
+def refused(done: Done, code: Exit, message: str, parent: Path, left: set[str]) -> None:
     """The documented exit code, a message, and nothing that was not there before."""
     if done.code == NO_MOUNT:
         pytest.skip("mounting is not allowed here")
-    assert done.code == code, done.said
-    assert re.search(said, " ".join(done.said.split())), done.said
-    assert "Traceback" not in done.said
+    assert done.code == code, done.output
+    assert re.search(message, " ".join(done.output.split())), done.output
+    assert "Traceback" not in done.output
     assert names(parent) == left
 
 
@@ -494,14 +497,14 @@ def test_a_disk_that_fills_while_converting(forks: Forks, source: Path, limit: i
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [("size=160k", "no space left on the disk"), ("ro", "Read-only file system")]
+    ("options", "message"), [("size=160k", "no space left on the disk"), ("ro", "Read-only file system")]
 )
-def test_a_small_disk_and_one_that_is_read_only(forks: Forks, source: Path, options: str, said: str) -> None:
+def test_a_small_disk_and_one_that_is_read_only(forks: Forks, source: Path, options: str, message: str) -> None:
     """Real ones, on which the shards cannot be linked either."""
     before, disk = snapshot(source), source.parent / "disk"
     disk.mkdir()
     done = forks("convert", source, *OPTIONS, "-o", disk / "linear", mount=(str(disk), options))
-    refused(done, Exit.RESOURCE, said, source.parent, {"source", "disk"})
+    refused(done, Exit.RESOURCE, message, source.parent, {"source", "disk"})
     assert snapshot(source) == before
 
 
@@ -526,12 +529,14 @@ def test_a_disk_that_fills_while_training(forks: Forks, shared: Path, tmp_path: 
     assert sorted(limits) == list(limits)
     for limit, where in limits.items():
         done = forks("finetune", recipe(str(limit)), file_bytes=limit)
-        assert done.code == Exit.RESOURCE, done.said
-        assert re.search(f"cannot write .*{where}.*(no space left on the disk|File too large)", done.said), done.said
-        assert "Traceback" not in done.said
+        assert done.code == Exit.RESOURCE, done.output
+        assert re.search(f"cannot write .*{where}.*(no space left on the disk|File too large)", done.output), (
+            done.output
+        )
+        assert "Traceback" not in done.output
         assert not (tmp_path / str(limit) / "run" / "final").exists()
         again = forks("finetune", recipe(str(limit)))
-        assert again.code == 0, again.said
+        assert again.code == 0, again.output
         assert_as_undisturbed(tmp_path / str(limit), tmp_path / "whole")
 
 
@@ -547,13 +552,15 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "room"), [("convert", "16k"), ("convert", "120k"), ("verify", "120k"), ("finetune", "120k")]
-)
+FULL = [("convert", "16k"), ("convert", "120k"), ("verify", "120k"), ("finetune", "120k")]
+
+
+@pytest.mark.parametrize("full", with_slow(FULL, FULL[1], FULL[3]), ids="-".join)
 def test_a_full_folder_of_temporary_files_is_no_failed_check(
-    forks: Forks, source: Path, tmp_path_factory: pytest.TempPathFactory, command: str, room: str
+    forks: Forks, source: Path, tmp_path_factory: pytest.TempPathFactory, full: tuple[str, str]
 ) -> None:
     """Its own code is copied there, then the model's. The message says how to keep the result all the same."""
+    command, room = full
     parent, scratch = source.parent, tmp_path_factory.mktemp("scratch")
     arguments: dict[str, list[Any]] = {
         "convert": [source, *OPTIONS, "-o", parent / "linear"],
@@ -567,8 +574,8 @@ def test_a_full_folder_of_temporary_files_is_no_failed_check(
     there = names(parent)
     environment, mount = {"TMPDIR": str(scratch)}, (str(scratch), f"size={room}")
     done = forks(command, *arguments[command], script=VERIFYING, environment=environment, mount=mount)
-    said = f"could not be checked: .*{re.escape(str(scratch))}.*no space left.* TMPDIR .* --verify none"
-    refused(done, Exit.RESOURCE, said, parent, there | ({"run"} if command == "finetune" else set()))
+    message = f"could not be checked: .*{re.escape(str(scratch))}.*no space left.* TMPDIR .* --verify none"
+    refused(done, Exit.RESOURCE, message, parent, there | ({"run"} if command == "finetune" else set()))
 
 
 @pytest.mark.parametrize("lack", ["disk", "memory"])
@@ -590,8 +597,8 @@ def test_a_source_that_may_not_be_read(forks: Forks, source: Path, name: str) ->
     path.chmod(0)
     done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear", as_user=True)
     path.chmod(0o755)
-    said = f"cannot read .*{path.name}: Permission denied"
-    refused(done, Exit.RESOURCE, said, source.parent, {"source"})
+    message = f"cannot read .*{path.name}: Permission denied"
+    refused(done, Exit.RESOURCE, message, source.parent, {"source"})
 
 
 def test_a_source_that_fails_while_it_is_copied(tmp_path: Path) -> None:
@@ -646,7 +653,7 @@ def test_paths_in_any_script(forks: Forks, source: Path, name: str) -> None:
         (folder / file).write_text("a file of that name")
     output = source.parent / "out" / name
     done = forks("convert", *OPTIONS, "-o", output, "--", folder)
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     load(output)
     assert files <= set(json.loads((output / "linearize.json").read_text())["files"])
     assert forks("convert", *OPTIONS, "-o", output, "--overwrite", "--", folder).code == 0
@@ -692,7 +699,7 @@ def test_links_to_a_source_are_followed(forks: Forks, source: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "code", "said"),
+    ("name", "target", "code", "message"),
     [
         ("tokenizer.json", "gone", Exit.INCOMPATIBLE, "tokenizer.json is a link to .*gone: not a file"),
         ("config.json", "gone", Exit.INCOMPATIBLE, "no config.json"),
@@ -703,20 +710,20 @@ def test_links_to_a_source_are_followed(forks: Forks, source: Path) -> None:
     ],
 )
 def test_links_that_lead_nowhere_or_too_far(
-    forks: Forks, source: Path, name: str, target: str, code: Exit, said: str
+    forks: Forks, source: Path, name: str, target: str, code: Exit, message: str
 ) -> None:
     path = next(source.glob("model-*")) if name == "SHARD" else source / name
     path.unlink(missing_ok=True)
     path.symlink_to(target)
     done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
-    refused(done, code, said, source.parent, {"source"})
+    refused(done, code, message, source.parent, {"source"})
 
 
 def test_linked_folders_are_left_out(forks: Forks, source: Path) -> None:
     for name, target in (("assets.txt", "/"), ("loop.json", ".")):
         (source / name).symlink_to(target)
     done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     assert not {"assets.txt", "loop.json"} & names(source.parent / "linear")
 
 
@@ -731,7 +738,7 @@ def test_an_output_that_meets_the_source_by_a_link(forks: Forks, source: Path) -
     (view / "model.safetensors").symlink_to(converted / "model-source-00001-of-00002.safetensors")
     before, there = snapshot(source), names(parent)
     separate = "must be separate folders"
-    for model, output, said in [
+    for model, output, message in [
         (source, parent / "same", separate),
         (source, parent / "same" / "inside", separate),
         (source, parent / "up" / "source" / "inside", separate),
@@ -741,7 +748,7 @@ def test_an_output_that_meets_the_source_by_a_link(forks: Forks, source: Path) -
         (view, converted, separate),
     ]:
         done = forks("convert", model, *OPTIONS, "-o", output, "--overwrite")
-        refused(done, Exit.USAGE, said, parent, there)
+        refused(done, Exit.USAGE, message, parent, there)
     done = forks("convert", source, *OPTIONS, "-o", parent / "loop")
     refused(done, Exit.RESOURCE, "cannot write", parent, there)
     assert snapshot(source) == before
@@ -806,10 +813,10 @@ HARM: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", HARM)
 def test_a_source_that_lies_is_refused(forks: Forks, source: Path, name: str) -> None:
-    damage, said = HARM[name]
+    damage, message = HARM[name]
     damage(source)
     done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
-    refused(done, Exit.INCOMPATIBLE, said, source.parent, {"source"})
+    refused(done, Exit.INCOMPATIBLE, message, source.parent, {"source"})
 
 
 def test_half_a_character_is_carried_over(forks: Forks, source: Path) -> None:
@@ -817,7 +824,7 @@ def test_half_a_character_is_carried_over(forks: Forks, source: Path) -> None:
     path = source / "config.json"
     path.write_text(path.read_text().replace("{", '{"note": "\\ud800", ', 1))
     done = forks("convert", source, *OPTIONS, "-o", source.parent / "linear")
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     assert json.loads((source.parent / "linear" / "config.json").read_text())["note"] == "\ud800"
 
 
@@ -866,7 +873,7 @@ def plant(folder: Path, kind: str, flag: Path) -> None:
     (folder / file).write_text(json.dumps({**values, "auto_map": {**values.get("auto_map", {}), entry: where}}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS, "Tokenizer"))
 def test_code_of_a_source_runs_only_when_trusted(forks: Forks, source: Path, kind: str) -> None:
     parent, flag = source.parent, source.parent / "executed"
     ours = convert_folder(source, parent / "ours", options=CONVERT["options"])
@@ -892,11 +899,11 @@ def test_code_of_a_source_runs_only_when_trusted(forks: Forks, source: Path, kin
         done = forks(*command)
         assert not flag.exists(), command
         expected = 0 if kind == "Tokenizer" and command in with_models else Exit.INCOMPATIBLE
-        assert done.code == expected, (command, done.said)
-        assert not expected or re.search("trust.remote.code", done.said), done.said
+        assert done.code == expected, (command, done.output)
+        assert not expected or re.search("trust.remote.code", done.output), done.output
     for command in (["verify", source], ["push", source, "user/repo"]):
         done = forks(*command)
-        assert (done.code, flag.exists()) == (Exit.INCOMPATIBLE, False), done.said
+        assert (done.code, flag.exists()) == (Exit.INCOMPATIBLE, False), done.output
     shutil.rmtree(parent / "linear", ignore_errors=True)
     trusting = [recipe, "model.trust_remote_code=true"] if kind == "Tokenizer" else [source, *OPTIONS]
     verb = "finetune" if kind == "Tokenizer" else "convert"
@@ -926,8 +933,8 @@ def test_a_loop_of_generation_runs_only_when_trusted(forks: Forks, source: Path,
     for command in commands:
         done = forks(*command)
         assert not flag.exists(), command
-        assert done.code == Exit.INCOMPATIBLE, (command, done.said)
-        assert "custom_generate/generate.py" in done.said
+        assert done.code == Exit.INCOMPATIBLE, (command, done.output)
+        assert "custom_generate/generate.py" in done.output
     forks("generate", ours, "a", "--trust-remote-code")
     assert flag.exists()
 
@@ -940,7 +947,7 @@ PASSWORD = "canary-password"
 
 def assert_no_secret(done: Done, *folders: Path) -> None:
     for secret in (TOKEN, PASSWORD):
-        assert secret not in done.said
+        assert secret not in done.output
         for folder in folders:
             for path in folder.rglob("*"):
                 assert not path.is_file() or secret.encode() not in path.read_bytes(), path
@@ -954,24 +961,24 @@ def test_tokens_reach_no_log_and_no_card(forks: Forks, source: Path) -> None:
     clean = path.read_text()
     path.write_text(json.dumps({**json.loads(clean), "task_specific_params": {"use_auth_token": TOKEN}}))
     done = forks("convert", source, *OPTIONS, "-o", parent / "linear", environment=environment)
-    said = "config.json: task_specific_params.use_auth_token holds an access token or a password"
-    refused(done, Exit.INCOMPATIBLE, said, parent, {"source"})
+    message = "config.json: task_specific_params.use_auth_token holds an access token or a password"
+    refused(done, Exit.INCOMPATIBLE, message, parent, {"source"})
     assert_no_secret(done)
     path.write_text(clean)
     (source / ".git").mkdir()
     (source / ".git" / "config").write_text(f"url = https://user:{PASSWORD}@huggingface.co/a/b\n")
     done = forks("convert", source, *OPTIONS, "-o", parent / "linear", "--json", environment=environment)
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     assert_no_secret(done, parent / "linear")
     recipe = recipe_in(parent / "ft", source)
     done = forks("finetune", recipe, "--json", environment=environment)
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     assert_no_secret(done, parent / "ft")
     address = f"https://user:{PASSWORD}@huggingface.co/a/b"
     for model in (address, TOKEN):
         done = forks("convert", model, *OPTIONS, "-o", parent / "none", environment=environment)
-        assert done.code in (Exit.INCOMPATIBLE, Exit.HUB), done.said
-        assert "***" in done.said
+        assert done.code in (Exit.INCOMPATIBLE, Exit.HUB), done.output
+        assert "***" in done.output
         assert_no_secret(done)
 
 
@@ -979,11 +986,11 @@ def test_a_key_that_is_part_of_a_name_changes_no_file(forks: Forks, source: Path
     outputs = [source.parent / "a", source.parent / "b"]
     for output, key in zip(outputs, ("", "LlamaFor"), strict=True):
         done = forks("convert", source, *OPTIONS, "-o", output, environment={"WANDB_API_KEY": key})
-        assert done.code == 0, done.said
+        assert done.code == 0, done.output
     a, b = ({name: data for name, data in contents(o).items() if name != "README.md"} for o in outputs)
     assert a == b
     done = forks("generate", outputs[1], "a", "--max-new-tokens", "1")
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
 
 
 @pytest.mark.parametrize(
@@ -1008,8 +1015,8 @@ def test_a_secret_in_a_recipe_is_refused(forks: Forks, shared: Path, tmp_path: P
     recipe = recipe_in(tmp_path, shared)
     value = TOKEN if key == "name" else f"https://user:{PASSWORD}@host/x"
     done = forks("finetune", recipe, f"{key}={value}", folder=str(tmp_path))
-    assert done.code == Exit.USAGE, done.said
-    assert f"{key}: holds an access token or a password" in done.said
+    assert done.code == Exit.USAGE, done.output
+    assert f"{key}: holds an access token or a password" in done.output
     assert_no_secret(done, tmp_path)
 
 
@@ -1025,11 +1032,11 @@ def test_a_bug_says_what_to_report(forks: Forks, source: Path, tmp_path: Path, m
     monkeypatch.setattr("sys.stderr", io.StringIO())
     with pytest.raises(SystemExit) as ended:
         main()
-    said = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    message = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert ended.value.code == Exit.BUG
     versions = (f"linearize {__version__}", f"torch {torch.__version__}", "transformers", "Python")
     command = "command: linearize convert 'a model' --to gsa"
     for part in ("Traceback", "in fail", "AssertionError", "open an issue", command, *versions):
-        assert part in said, said
-    assert "value of a variable" not in said.replace('secret = "value of a variable"', "")
-    assert TOKEN not in said
+        assert part in message, message
+    assert "value of a variable" not in message.replace('secret = "value of a variable"', "")
+    assert TOKEN not in message

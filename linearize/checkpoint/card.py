@@ -25,6 +25,8 @@ from ..terminal.tables import task_rows
 from ..train.device import on_cpu
 from .carried import is_licence
 from .code import auto_names
+from .source import read_json
+from .tokenizer import FILE as TOKENIZER
 
 CARD = """---
 {metadata}
@@ -39,7 +41,7 @@ Written by linearize {version}. {training}
 from transformers import {imports}
 
 {place}
-{processor} = {loader}.from_pretrained(name, trust_remote_code=True)
+{processor} = {loader}.from_pretrained(name, trust_remote_code={code})
 model = {auto}.from_pretrained(name, trust_remote_code=True)
 {adapter}```
 
@@ -48,8 +50,7 @@ model = {auto}.from_pretrained(name, trust_remote_code=True)
 - `modeling_linearized.py` names the classes; `config.json` says which layers have which mechanism.
 - The other files are the mechanisms and what they share, as linearize has them; `linearize verify` tells whether they
   are unchanged. A file named after a mechanism reads like its paper.
-- Tokenizers need no code: `AutoTokenizer` asks about it only because it reads `config.json` first.
-
+{tokenizers}
 | | |
 |---|---|
 | source | `{source}`{revision} |
@@ -58,6 +59,7 @@ model = {auto}.from_pretrained(name, trust_remote_code=True)
 {decoding}| options | {options} |
 {notes}{results}"""
 
+TOKENIZERS = "- The tokenizer needs no code. `AutoTokenizer` reads `config.json` first, and would ask about it.\n"
 PICTURES = "pictures"  # the folder beside the card
 PLACE = 'name = "."  # the folder with these files'
 # Where LoRA was not merged: what is measured below is with it.
@@ -112,6 +114,8 @@ def model_card(
         new_parameters=plan.new_parameters,
         decoding=decoding(plan),
         **loading(plan),
+        code=not tokenizer_alone(plan, origin),
+        tokenizers=TOKENIZERS if tokenizer_alone(plan, origin) else "",
         adapter=ADAPTER if recipe is not None and recipe.keeps_adapter else "",
         options=options_text(plan),
         notes=notes + "\n" if notes else "",
@@ -173,6 +177,12 @@ def loading(plan: Plan) -> dict[str, str]:
     processor = made.get(getattr(head, "main_input_name", ""), "tokenizer")
     loader = "Auto" + processor.title().replace("_", "")
     return {"auto": auto, "processor": processor, "loader": loader, "imports": ", ".join(sorted((auto, loader)))}
+
+
+def tokenizer_alone(plan: Plan, origin: Path) -> bool:
+    """Whether what makes the inputs is a tokenizer without code of its own, so that none has to be trusted."""
+    path = origin / TOKENIZER
+    return loading(plan)["processor"] == "tokenizer" and not (path.is_file() and read_json(path).get("auto_map"))
 
 
 def for_repo(text: str, repo: str) -> str:

@@ -104,10 +104,10 @@ def code_of(folder: Path) -> list[Path]:
 def _modules(path: Path) -> Iterable[str]:
     """Modules of this folder that the `auto_map` of a JSON file, or of one of its parts, or a pipeline in it names."""
     try:
-        message = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return
-    for part in (message, *message.values()) if isinstance(message, dict) else ():
+    for part in (content, *content.values()) if isinstance(content, dict) else ():
         entries: list[Any] = []
         if isinstance(part, dict):
             entries += part["auto_map"].values() if isinstance(part.get("auto_map"), dict) else ()

@@ -17,7 +17,7 @@ from .. import __version__
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import DIFFUSERS, Plan, Step
 from .atomic import MANIFEST
-from .shards import in_parallel, known_sha256
+from .shards import file_hashes, in_parallel, known_sha256
 from .source import read_json
 
 FORMAT = 1  # of the manifest; counts what an earlier version cannot read
@@ -117,6 +117,6 @@ def identity(folder: Path) -> str:
         known = {key: manifest.get(key) for key in ("plan", "untouched", "written")}
     else:
         shards = sorted(folder.glob("*.safetensors"))
-        hashes = dict(zip([path.name for path in shards], in_parallel(known_sha256, shards, "hashing"), strict=True))
+        hashes = file_hashes(folder, shards, known_sha256)
         known = {"plan": read_json(folder / "config.json")["linearize"], "shards": hashes}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

@@ -164,6 +164,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_hashes(folder: Path, files: Collection[Path], work: Callable[[Path], str] = sha256) -> dict[str, str]:
+    """The hash of each of these files, by its name from `folder` on, in their order."""
+    names = [file.relative_to(folder).as_posix() for file in files]
+    return dict(zip(names, in_parallel(work, files, "hashing"), strict=True))
+
+
+def combined_sha256(hashes: Mapping[str, str]) -> str:
+    """One hash of names and hashes, in their order."""
+    return hashlib.sha256(json.dumps([*hashes.items()]).encode()).hexdigest()
+
+
 def known_sha256(path: Path) -> str:
     """`sha256`, of a large file in the cache of the Hub by its name there."""
     return _hub_hash(path.resolve()) or sha256(path)

@@ -16,7 +16,7 @@ from ..convert import check_paths
 from ..diffusion.convert import holds_diffusers
 from ..errors import Exit, LinearizeError, absent
 from ..plan.plan import Plan
-from ..verify.reload import TOO_LARGE, check_keys, check_steps, compare, fits_twice, reload_logits
+from ..verify.reload import RESTORE, TOO_LARGE, check_keys, check_steps, compare, fits_twice, reload_logits
 from . import write as checkpoint
 from .atomic import output_folder
 from .carried import check_file
@@ -155,7 +155,7 @@ def logits_before(folder: Path) -> torch.Tensor:
     except LinearizeError as error:
         if error.code != Exit.CHECK_FAILED:
             raise
-        reason = error.message.strip().splitlines()[-1]
+        reason = error.message.removeprefix("verification failed: ").removesuffix(RESTORE)
         raise LinearizeError(
             f"the model in {folder} does not run as it is, and upgrade compares its logits with those of the result "
             f"({reason}). Restore its code, or convert the source again. Nothing was written",

@@ -18,7 +18,7 @@ from .. import __version__
 from ..errors import Exit, LinearizeError
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan
-from . import card
+from . import card, tokenizer
 from .atomic import MANIFEST
 from .carried import carried_files
 from .code import SourceClasses, auto_map, code_files
@@ -36,7 +36,7 @@ from .shards import (
     tensor_sha256,
     write_shard,
 )
-from .source import DTYPES, Entry, Source, read_header
+from .source import DTYPES, Entry, Source, read_header, read_json
 from .templates import REFUSAL
 
 MIXER_SHARD = "model-mixers.safetensors"
@@ -58,6 +58,10 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: SourceCl
     hashes["written"]["tensors"] |= mixers
     write_index(folder, shards)
     copy_carried(source.folder, folder)
+    kind = tokenizer.unnamed_class(source.folder)
+    if kind:
+        path = folder / tokenizer.FILE
+        write_json(path, {**(read_json(path) if path.exists() else {}), "tokenizer_class": kind})
     for name, text in code_files(plan, natives).items():
         if (folder / name).exists():
             message = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"

@@ -5,7 +5,7 @@ A difference is the largest one between two tensors over the largest value of th
 
 from __future__ import annotations
 
-# Two runs of the same maths in the dtype of the key, of `linearize verify`. In float32 two orders of the same sums
+# `linearize verify`: two runs of the same maths, each in the dtype of the key. In float32 two orders of the same sums
 # differ by 1e-7 to 6e-6 on small models, broken code by 1e-3 and more. Models compute in float32, whatever dtype their
 # weights are stored in; one that fits memory only as it is stored is held to the rounding of that dtype.
 BY_DTYPE = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}

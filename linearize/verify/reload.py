@@ -11,7 +11,9 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -140,6 +142,12 @@ DONE = "done "
 NOT_COMPARED = "; logits and decoding not compared: "
 KEYS_ALONE = "; names and shapes alone, logits and decoding not compared"
 TOO_LARGE = NOT_COMPARED + "twice the weights exceed free memory"
+REPORT = "This is a bug in linearize: please open an issue with this line, the command and what linearize doctor prints"
+# Of a traceback: the line that names the exception, a line of the folder's code, and where that code was copied to.
+RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
+FRAME = re.compile(r'File "[^"]*transformers_modules/[^"]*?([\w.-]+\.py)", line (\d+)')
+CACHED = re.compile(r"transformers_modules\.[\w.]*\.(?=\w+\b)| \([^()]*transformers_modules/[^()]*\)")
+RESTORE = ". If files of the folder were changed, restore them, or convert or download the model again"
 REFUSED = ("linearize", "linearize_kernels", "triton", "peft")
 
 
@@ -238,7 +246,7 @@ def check_steps(loaded: dict[str, Any]) -> str:
         return ""
     if row["status"] == "failed":
         off = f"differ from one pass by {row['difference']:.1e} (limit {row['limit']:.0e})" if "limit" in row else ""
-        _fail(f"single steps through a cache {off} {row['detail']}".rstrip())
+        _fail(f"single steps through a cache {off} {row['detail']}".rstrip() + f". {REPORT}")
     if row["status"] == "skipped" or row["detail"]:
         return f"; single steps through a cache not compared with one pass: {row['detail']}"
     proof = f"rows of {row['tokens']} tokens, largest difference {row['difference']:.1e}"
@@ -250,12 +258,12 @@ def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = 
     """The largest difference relative to the largest value. Raises LinearizeError (exit 6) over the limit."""
     difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
     if not difference <= limit:  # so that nan is over it
-        _fail(f"{what} {difference:.1e} (limit {limit:.0e})")
+        _fail(f"{what} {difference:.1e} (limit {limit:.0e}). {REPORT}")
     return difference
 
 
 def reload_logits(folder: Path) -> tuple[int, torch.Tensor, dict[str, Any]]:
-    """`check_keys`; the logits, or what else comes out, of a saved model in float32; and what the child said, for
+    """`check_keys`; the logits, or what else comes out, of a saved model in float32; and what the child found, for
     `check_steps`. In one clean process."""
     count = _check_index(folder)
     with scratch_folder() as scratch:
@@ -384,9 +392,9 @@ def result_of(child: subprocess.Popen[str], advance: Advance = silent) -> Any:
     assert child.stdout is not None
     assert child.stderr is not None
     lines: list[str] = []
-    said: list[str] = []
+    printed: list[str] = []
     # Read at the same time, because a full pipe stops the child; a daemon, so that an interrupt here waits for nothing.
-    reader = threading.Thread(target=lambda pipe: said.append(pipe.read()), args=(child.stderr,), daemon=True)
+    reader = threading.Thread(target=lambda pipe: printed.append(pipe.read()), args=(child.stderr,), daemon=True)
     reader.start()
     for line in child.stdout:
         if line.startswith(DONE):
@@ -395,9 +403,10 @@ def result_of(child: subprocess.Popen[str], advance: Advance = silent) -> Any:
             lines.append(line.strip())
     reader.join()
     child.wait()
-    errors = "".join(said)
+    errors = "".join(printed)
     if child.returncode:
-        lacks = lacking(errors)
+        killed = child.returncode == -signal.SIGKILL and not errors.strip()  # as the kernel does for want of memory
+        lacks = "memory" if killed else lacking(errors)
         if lacks == "disk":
             raise _no_room("no space left on the disk")
         if lacks == "memory":
@@ -407,9 +416,18 @@ def result_of(child: subprocess.Popen[str], advance: Advance = silent) -> Any:
             message += ", or save without this check: --verify none (in a recipe finish.verify: false)"
             raise LinearizeError(message, Exit.RESOURCE)
         what = "loads it and then fails" if "loaded" in lines else "cannot load it"
-        killed = f"\nended by signal {-child.returncode}" if child.returncode < 0 else ""
-        _fail(f"a clean process {what}:\n{errors.strip()[-2000:]}{killed}")
+        ended = f" (ended by signal {-child.returncode})" if child.returncode < 0 else RESTORE
+        _fail(f"a clean process {what}: {cause(errors)}{ended}")
     return json.loads(lines[-1]) if lines and lines[-1] != "loaded" else None
+
+
+def cause(errors: str) -> str:
+    """What a child's traceback ends with, in one line, and the line of the folder's code that raised it."""
+    lines, places = errors.splitlines(), FRAME.findall(errors)
+    last = max((place for place, line in enumerate(lines) if RAISED.match(line)), default=None)
+    said = errors.strip()[-300:] if last is None else reason_of(Exception("\n".join(lines[last:])))
+    said = CACHED.sub("", said)[:300] or "it says nothing"
+    return said + (f" ({places[-1][0]}, line {places[-1][1]})" if places else "")
 
 
 def _fail(reason: str) -> None:

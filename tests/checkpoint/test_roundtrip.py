@@ -91,10 +91,10 @@ def test_clean_processes_agree(zoo: Zoo, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_convert_proves_its_result(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", "gemma2")
-    said: list[str] = []
+    messages: list[str] = []
     plan = plan_conversion(str(source), "gsa", layers=HYBRID, options={"slots": 8})
-    result = convert(*plan, tmp_path / "linear", level="full", say=said.append)
-    assert said == [result]
+    result = convert(*plan, tmp_path / "linear", level="full", say=messages.append)
+    assert messages == [result]
     assert "none missing, none unexpected" in result
     assert "logits equal the source class" in result
     assert "single steps through a cache equal one pass" in result
@@ -107,15 +107,15 @@ def test_the_proof_goes_beyond_the_window(tmp_path: Path, window: int, proved: s
     source = save_source(tmp_path / "source", max_position_embeddings=1024)
     options = {"window": window, "sink": 1} if window else {}
     plan = plan_conversion(str(source), "gla", layers="0", options=options)
-    said = convert(*plan, tmp_path / "linear", level="full", say=lambda text: None)
-    assert f"; single steps through a cache equal one pass (rows of {proved}, largest difference " in said
-    assert ("the window of 901 held all of a row" in said) == (window == 900)
+    message = convert(*plan, tmp_path / "linear", level="full", say=lambda text: None)
+    assert f"; single steps through a cache equal one pass (rows of {proved}, largest difference " in message
+    assert ("the window of 901 held all of a row" in message) == (window == 900)
 
 
 def test_a_proof_by_keys_says_what_it_leaves_out(tmp_path: Path) -> None:
     plan = plan_conversion(str(save_source(tmp_path / "source")), "gla")
-    said = convert(*plan, tmp_path / "linear", level="keys", say=lambda text: None)
-    assert said.endswith("; names and shapes alone, logits and decoding not compared")
+    message = convert(*plan, tmp_path / "linear", level="keys", say=lambda text: None)
+    assert message.endswith("; names and shapes alone, logits and decoding not compared")
 
 
 @pytest.mark.slow
@@ -237,8 +237,8 @@ def test_shards_share_their_bytes_with_the_source_unless_copied(tmp_path: Path, 
     command = ["convert", source, "--to", "gsa", "-o", output, "--verify", "none", "--json", *["--copy"] * copy]
     code, out, err = linearize(*command)
     assert code == 0, err
-    said = " ".join(err.split())
-    assert ("hard links" in said) == ("(--copy makes copies)" in said) == (not copy)
+    message = " ".join(err.split())
+    assert ("hard links" in message) == ("(--copy makes copies)" in message) == (not copy)
     plan = json.loads(out)["plan"]
     weights = (source / "model.safetensors").stat().st_size
     assert plan["needed_bytes"] == 4 * plan["new_parameters"] + weights * copy

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Command
 from models import HYBRID, Zoo, convert_folder, copied, load, save_source, small_config
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -20,7 +21,7 @@ from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
 from linearize.verify import checks, limits
 from linearize.verify.child import behaviours
-from linearize.verify.reload import CGROUPS, clean_command, free_memory, result_of, started
+from linearize.verify.reload import CGROUPS, clean_command, compare, free_memory, result_of, started
 
 LIMIT = limits.BY_DTYPE["float32"]
 SOURCE_SHARD = "model-source-00001-of-00001.safetensors"
@@ -47,7 +48,7 @@ def test_rows_are_longer_than_the_window(zoo: Zoo, monkeypatch: pytest.MonkeyPat
         return 0.0
 
     monkeypatch.setattr(behaviours, "CHECKS", {"rows": note})
-    assert behaviours.written(zoo.model("llama", window=window, sink=1), 40, LIMIT)["rows"]["status"] == "passed"
+    assert behaviours.text_checks(zoo.model("llama", window=window, sink=1), 40, LIMIT)["rows"]["status"] == "passed"
     assert seen == [length]
 
 
@@ -292,14 +293,46 @@ def test_code_that_raises_fails_or_is_skipped_with_its_words(zoo: Zoo, tmp_path:
     assert rows["generate"] == ("skipped", words)
 
 
+def test_other_logits_are_refused_with_what_to_do_next() -> None:
+    logits = torch.ones(1, 4)
+    assert compare(logits, logits, "logits differ by") == 0
+    for other in (2 * logits, logits * torch.nan):
+        with pytest.raises(LinearizeError, match="bug in linearize: please open an issue") as caught:
+            compare(other, logits, "logits differ by")
+        assert caught.value.code == Exit.CHECK_FAILED
+
+
 def test_a_child_says_whether_it_came_to_load() -> None:
     for code, words in {
         "print('loaded', flush=True); 1 / 0": "loads it and then fails",
         "1 / 0": "cannot load it",
-        "import os; os.kill(os.getpid(), 9)": "ended by signal 9",
+        "import os; os.kill(os.getpid(), 15)": "ended by signal 15",
+        "import os; os.kill(os.getpid(), 9)": "ran out of memory",  # nobody else kills without a word
     }.items():
         with started([sys.executable, "-c", code], {}) as child, pytest.raises(LinearizeError, match=words):
             result_of(child)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("modeling_linearized.py", "AttributeError: module 'modeling_linearized' has no attribute"),
+        ("gsa.py", "ImportError: cannot import name 'GatedSlotAttention' from 'gsa' (modeling_linearized.py, line "),
+    ],
+)
+def test_code_that_was_emptied_is_named_without_a_traceback(
+    file: str, words: str, zoo: Zoo, tmp_path: Path, linearize: Command
+) -> None:
+    folder = copied(zoo.folders("llama")[1], tmp_path / "emptied")
+    (folder / file).write_text("")
+    for command in (("verify", folder), ("push", folder, "user/repo", "--dry-run")):
+        code, _, err = linearize(*command, "--trust-remote-code")
+        last = err[err.index("error: ") :]
+        assert code == Exit.CHECK_FAILED, err
+        assert f"a clean process cannot load it: {words}" in last, err
+        assert "restore them, or convert or download the model again" in last, err
+        assert len(last.splitlines()) == 1, err
+        assert "Traceback" not in err
 
 
 def test_a_child_says_how_much_is_done_and_may_write_more_than_a_pipe_holds() -> None:
@@ -310,6 +343,7 @@ def test_a_child_says_how_much_is_done_and_may_write_more_than_a_pipe_holds() ->
     assert shares == [0.25, 0.75]
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_a_clean_process_tells_all_of_its_work(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     monkeypatch.setattr("linearize.verify.checks.progress", lambda what, total: contextlib.nullcontext(shares.append))

@@ -21,8 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .encoder_behaviours import BOTH_WAYS, heads
-from .inputs import auto_class, difference, make_inputs, make_tokens, proof_length, reach_of, tokens_of, writes_text
+from .encoder_behaviours import ENCODER_CHECKS, heads
+from .inputs import (
+    auto_class,
+    cache_of,
+    difference,
+    make_inputs,
+    make_tokens,
+    proof_length,
+    reach_of,
+    tokens_of,
+    with_cache,
+    writes_text,
+)
 
 STEPS = 6
 # The shortest rows that can be cut up in all the ways below.
@@ -54,8 +65,8 @@ def pieces(model: Any, ids: Tensor, lengths: list[int]) -> Tensor:
     """Logits [B,T,V] of `ids` taken in pieces through one cache."""
     cache, found = None, []
     for part in ids.split(lengths, 1):
-        out = call(model, part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = call(model, part, use_cache=True, **with_cache(model, cache))
+        cache = cache_of(out)
         found.append(out.logits)
     return torch.cat(found, 1)
 
@@ -98,8 +109,8 @@ def padding(model: Any, ids: Tensor, left: bool, places: bool = True) -> float:
     batch = call(model, ids, attention_mask=mask, use_cache=True, **given)
     longer, last = torch.cat([mask, torch.ones_like(mask[:, :1])], 1), make_tokens(model, B, 1)
     given = {"position_ids": positions(longer)[:, -1:]} if places else {}
-    cache = batch.past_key_values
-    step = call(model, last, attention_mask=longer, past_key_values=cache, use_cache=True, **given)
+    cache = cache_of(batch)
+    step = call(model, last, attention_mask=longer, use_cache=True, **with_cache(model, cache), **given)
     worst = 0.0
     for row in range(B):
         alone = call(model, torch.cat([ids[row : row + 1, real[row]], last[row : row + 1]], 1)).logits[0]
@@ -134,10 +145,10 @@ def packed(model: Any, ids: Tensor) -> float | None:
 def beams(model: Any, ids: Tensor) -> float:
     """States follow their beams: after a reorder, and in beam search with a cache and without."""
     order = torch.tensor([2, 0, 0])
-    cache = call(model, ids, use_cache=True).past_key_values
+    cache = cache_of(call(model, ids, use_cache=True))
     cache.reorder_cache(order)
     last = make_tokens(model, len(ids), 1)
-    step = call(model, last, past_key_values=cache, use_cache=True).logits
+    step = call(model, last, use_cache=True, **with_cache(model, cache)).logits
     worst = difference(step, call(model, torch.cat([ids[order], last], 1)).logits[:, -1:])
     found = [generate(model, ids[:2, :9], num_beams=3, use_cache=cached).sequences_scores for cached in (True, False)]
     return max(worst, difference(*found))
@@ -180,7 +191,7 @@ def constant_state(model: Any, ids: Tensor) -> str:
     held: list[list[int]] = []
     heads = [len(layer["site"].get("softmax_groups", ())) for layer in model.config.linearize["layers"]]
     for length in (8, ids.shape[1]):
-        cache = call(model, ids[:, :length], use_cache=True).past_key_values
+        cache = cache_of(call(model, ids[:, :length], use_cache=True))
         layers = [layer for layer in cache.layers if hasattr(layer, "state")]
         exact = [getattr(layer.state, "softmax", None) for layer in layers]
         held.append([held_bytes(vars(layer)) - held_bytes(its) for layer, its in zip(layers, exact, strict=True)])
@@ -211,7 +222,7 @@ def loads_without_trust(folder: str) -> str:
     return f"without trust_remote_code it loads as {kind}, its mixers ignored"
 
 
-def said(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -221,7 +232,7 @@ def result(work: Callable[[], str]) -> dict[str, Any]:
     try:
         reason = work()
     except Exception as error:
-        reason = f"the check raised {said(error)}"
+        reason = f"the check raised {one_line(error)}"
     return {"status": "failed" if reason else "passed", "detail": reason}
 
 
@@ -239,12 +250,12 @@ def run(check: Callable[[Any, Any], float | None], model: Any, given: Any, limit
         source = attempt(check, model, given)
     if isinstance(found, Exception):
         same = type(found) is type(source)
-        detail = f"raises {said(found)}" + ("; so does the model with softmax" if same else "")
+        detail = f"raises {one_line(found)}" + ("; so does the model with softmax" if same else "")
         return {"status": "skipped" if same else "failed", "detail": detail}
     worse = math.isinf(found) and not (isinstance(source, float) and math.isinf(source))
     if isinstance(source, float) and source > limit and not worse:
         return {"status": "passed", "detail": f"differs, and so does the model with softmax ({source:.1e})", **numbers}
-    detail = f"with softmax it raises {said(source)}" if isinstance(source, Exception) else ""
+    detail = f"with softmax it raises {one_line(source)}" if isinstance(source, Exception) else ""
     return {"status": "failed", "detail": detail, **numbers}
 
 
@@ -259,7 +270,7 @@ def attempt(check: Callable[[Any, Any], float | None], model: Any, given: Any) -
 def behave(model: Any, folder: str, length: int, limit: float) -> dict[str, dict[str, Any]]:
     """Every check of a loaded model by name, on rows of `length` tokens where it takes as many; of more beside a longer
     window."""
-    checks = written(model, length, limit) if writes_text(model) else both_ways(model, length, limit)
+    checks = text_checks(model, length, limit) if writes_text(model) else encoder_checks(model, length, limit)
     checks["trust"] = result(lambda: loads_without_trust(folder))
     return checks
 
@@ -285,7 +296,7 @@ def decoding(model: Any, limit: float) -> dict[str, Any] | None:
     return {**run(steps, model, ids, limit), "tokens": T, "window": reach if reach >= T else 0}
 
 
-def written(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
+def text_checks(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
     """The checks of a model that writes text."""
     ids = rows(model, 3, max(length, proof_length(model.config, 1, STEPS) + STEPS))
 
@@ -300,7 +311,7 @@ def written(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
     return checks
 
 
-def both_ways(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
+def encoder_checks(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]]:
     """The checks of any other model; what has no meaning for its inputs is left out."""
     inputs = make_inputs(model, 2, tokens_of(model, length))
 
@@ -309,11 +320,11 @@ def both_ways(model: Any, length: int, limit: float) -> dict[str, dict[str, Any]
         return f"not finite: {', '.join(bad)}" if bad else ""
 
     checks = {"finite outputs": result(finite)}
-    for name, check in BOTH_WAYS.items():
+    for name, check in ENCODER_CHECKS.items():
         row = run(check, model, inputs, limit)
         if row["detail"] != "the model takes no position_ids":
             checks[name] = row
-        report(1 / (len(BOTH_WAYS) + 1))
+        report(1 / (len(ENCODER_CHECKS) + 1))
     return checks
 
 
@@ -327,7 +338,7 @@ def main() -> None:
     )
     print("loaded", flush=True)  # what goes wrong from here on is no matter of loading
     model, loading = loaded[0].eval(), loaded[1]
-    report(1 / ((len(CHECKS) if writes_text(model) else len(BOTH_WAYS)) + 1))
+    report(1 / ((len(CHECKS) if writes_text(model) else len(ENCODER_CHECKS)) + 1))
     checks = behave(model, folder, length, limit)
     keys = {kind: sorted(map(str, names)) for kind, names in loading.items() if names}
     print(json.dumps({"keys": keys, "checks": checks}))

@@ -49,7 +49,7 @@ def other_size(model: Any, inputs: dict[str, Any]) -> float | None:
     return None if found is None else alone(model, found)
 
 
-BOTH_WAYS: dict[str, Callable[[Any, Any], float | None]] = {
+ENCODER_CHECKS: dict[str, Callable[[Any, Any], float | None]] = {
     "rows alone": alone,
     "padding": padded_text,
     "another size": other_size,

@@ -186,3 +186,14 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     if not bool(ours.isfinite().all() and theirs.isfinite().all()):
         return float("inf")
     return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1e-30))
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """A cache as an argument of a model's call; transformers renamed it in 5.24."""
+    names = inspect.signature(type(model).forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache}
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in what a model's call returns."""
+    return output[next(name for name in ("cache", "past_key_values") if name in output)]
