@@ -19,8 +19,10 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import pytest
 import torch
 from forks import Forks
+from zygote import Zygotes
 
 from linearize.cli import main
+from linearize.verify import reload
 
 if TYPE_CHECKING:
     from models import Zoo
@@ -87,6 +89,26 @@ def forks() -> Iterator[Forks]:
     started = Forks()
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def zygotes() -> Iterator[Zygotes]:
+    """What forks clean processes."""
+    started = Zygotes()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def real_processes() -> None:
+    """For a quick test whose clean processes shall not be forked."""
+
+
+@pytest.fixture(autouse=True)
+def _forked_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, zygotes: Zygotes) -> None:
+    """In quick tests, clean processes are forked from a warm one."""
+    if request.node.get_closest_marker("slow") is None and "real_processes" not in request.fixturenames:
+        monkeypatch.setattr(reload, "subprocess", zygotes.patched())
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Small random models that see both sides: images, sound and text. Class -> (model type, what differs from shrunk)."""
+"""Small random bidirectional models: images, sound and text. Class -> (model type, what differs from shrunk)."""
 
 from __future__ import annotations
 

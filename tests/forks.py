@@ -44,10 +44,10 @@ class Task:
 
 @dataclass
 class Done:
-    """How it ended: the exit code (negative for a signal), all that it said, and how many moments there were."""
+    """How it ended: the exit code (negative for a signal), all that it printed, and how many moments there were."""
 
     code: int
-    said: str
+    output: str
     moments: int
 
 
@@ -115,33 +115,33 @@ def run(tasks: list[Task]) -> list[Done]:
     """Fork, run the commands, wait."""
     children = []
     for task in tasks:
-        said, counted = os.memfd_create("said"), os.memfd_create("counted")
+        output, counted = os.memfd_create("output"), os.memfd_create("counted")
         child = os.fork()
         if child == 0:
             code = 99
             try:
-                code = in_child(task, said, counted)
+                code = in_child(task, output, counted)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(code)
-        children.append((child, said, counted))
+        children.append((child, output, counted))
     ended = []
-    for child, said, counted in children:
+    for child, output, counted in children:
         _, status = os.waitpid(child, 0)
-        text = os.pread(said, 1 << 24, 0).decode("utf-8", "replace")
+        text = os.pread(output, 1 << 24, 0).decode("utf-8", "replace")
         ended.append(Done(os.waitstatus_to_exitcode(status), text, int(os.pread(counted, 99, 0) or 0)))
-        os.close(said)
+        os.close(output)
         os.close(counted)
     return ended
 
 
-def in_child(task: Task, said: int, counted: int) -> int:
+def in_child(task: Task, output: int, counted: int) -> int:
     from linearize.cli import main
 
     signal.alarm(300)  # nothing here takes as long
     for stream in (1, 2):
-        os.dup2(said, stream)
+        os.dup2(output, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for kind in (signal.SIGTERM, signal.SIGHUP):  # which nohup has ignored

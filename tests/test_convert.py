@@ -126,7 +126,7 @@ def test_a_cast_is_planned(shared: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "said"),
+    ("stored", "asked", "message"),
     [
         ("float32", "bfloat16", "the source's float32 weights are stored as bfloat16, shard by shard"),
         ("bfloat16", "float32", "the source's bfloat16 weights are stored as float32, shard by shard"),
@@ -134,12 +134,12 @@ def test_a_cast_is_planned(shared: Path) -> None:
         ("bfloat16", "keep", "source weights stay as they are"),
     ],
 )
-def test_a_dtype_that_changes_is_said(tmp_path: Path, linearize: Any, stored: str, asked: str, said: str) -> None:
+def test_a_dtype_that_changes_is_said(tmp_path: Path, linearize: Any, stored: str, asked: str, message: str) -> None:
     small_model("llama").to(getattr(torch, stored)).save_pretrained(tmp_path / "source")
     plan, _, _ = plan_conversion(str(tmp_path / "source"), "gsa", dtype=asked)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).rounding == plan.rounding
     code, _, err = linearize("convert", tmp_path / "source", "--to", "gsa", "--dtype", asked, "--dry-run")
-    assert (code, said in " ".join(err.split())) == (0, True), err
+    assert (code, message in " ".join(err.split())) == (0, True), err
 
 
 def test_what_is_dropped_is_said(tmp_path: Path) -> None:

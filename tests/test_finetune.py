@@ -513,15 +513,15 @@ def test_a_source_has_a_name_for_people(source: dict[str, Any], words: str) -> N
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
 def test_a_base_that_is_rounded_is_told(root: Path, tmp_path: Path, dtype: str | None) -> None:
-    source, said = base(root, "llama").parent / "source", list[str]()
+    source, messages = base(root, "llama").parent / "source", list[str]()
     convert = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}}
     path = write_recipe(tmp_path, source, stage("attention_transfer", steps=1), convert=convert)
     recipe = load_recipe(path, [f"model.dtype={dtype or 'null'}"])
     wanted = ["the source's float32 weights are stored as bfloat16; model.dtype=null keeps float32"]
-    for act in (lambda: story.dry_run(recipe, said.append), lambda: story.finetune(recipe, say=said.append)):
+    for act in (lambda: story.dry_run(recipe, messages.append), lambda: story.finetune(recipe, say=messages.append)):
         act()
-        assert [line for line in said if "weights are stored as" in line] == wanted * (dtype == "bfloat16")
-        said.clear()
+        assert [line for line in messages if "weights are stored as" in line] == wanted * (dtype == "bfloat16")
+        messages.clear()
 
 
 def test_dry_run_of_a_converted_base(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -533,25 +533,29 @@ def test_dry_run_of_a_converted_base(root: Path, tmp_path: Path, capsys: pytest.
 
 @pytest.mark.slow
 def test_a_teacher_that_was_trained_is_told(root: Path, tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     for parts in (["new"], ["new", "lora"], ["new", "lora", "mixer"]):
         place = tmp_path / str(len(parts))
-        story.finetune(make_recipe(place, base(root, "llama"), stage("logit_kl", parts, steps=1)), say=said.append)
-        assert not [line for line in said if "the teacher is softmax" in line]
-        story.dry_run(make_recipe(place / "again", place / "run" / "final", stage("logit_kl")), said.append)
-        told = [line for line in said if "as logit_kl trained them, and the teacher is softmax" in line]
+        story.finetune(make_recipe(place, base(root, "llama"), stage("logit_kl", parts, steps=1)), say=messages.append)
+        assert not [line for line in messages if "the teacher is softmax" in line]
+        story.dry_run(make_recipe(place / "again", place / "run" / "final", stage("logit_kl")), messages.append)
+        told = [line for line in messages if "as logit_kl trained them, and the teacher is softmax" in line]
         assert bool(told) == (len(parts) > 1)
-        said.clear()
-    story.finetune(make_recipe(place / "most", place / "run" / "final", stage("logit_kl", steps=1)), say=said.append)
-    assert any("the teacher is softmax" in line for line in said)
-    said.clear()
+        messages.clear()
+    story.finetune(
+        make_recipe(place / "most", place / "run" / "final", stage("logit_kl", steps=1)), say=messages.append
+    )
+    assert any("the teacher is softmax" in line for line in messages)
+    messages.clear()
     apart = make_recipe(
         tmp_path / "a", base(root, "llama"), stage("sft", "lora", steps=1), finish={"merge_lora": False}
     )
-    story.finetune(apart, say=said.append)
-    assert f"saved {tmp_path / 'a/run/final'}, without its LoRA, which lies in its folder adapter" in "\n".join(said)
-    story.dry_run(make_recipe(tmp_path / "b", tmp_path / "a/run/final", stage("logit_kl")), said.append)
-    assert said[-1].endswith("final/adapter was not merged, and this run begins without it")
+    story.finetune(apart, say=messages.append)
+    assert f"saved {tmp_path / 'a/run/final'}, without its LoRA, which lies in its folder adapter" in "\n".join(
+        messages
+    )
+    story.dry_run(make_recipe(tmp_path / "b", tmp_path / "a/run/final", stage("logit_kl")), messages.append)
+    assert messages[-1].endswith("final/adapter was not merged, and this run begins without it")
 
 
 # ---------------------------------------------------------------- bad input
@@ -606,8 +610,10 @@ def test_blocks_are_no_longer_than_the_model_takes(
 ) -> None:
     folder = base(root, "gpt2")
     recipe = write_recipe(tmp_path, folder, stage("logit_kl"), stage("sft", data={"pack": {"seq_len": 257}}))
-    said = "stages[1].data.pack.seq_len is 257, and LinearizedGPT2LMHeadModel takes at most 256 tokens. Set it to 256"
-    assert said in refusal(capsys, recipe, code=Exit.INCOMPATIBLE)
+    message = (
+        "stages[1].data.pack.seq_len is 257, and LinearizedGPT2LMHeadModel takes at most 256 tokens. Set it to 256"
+    )
+    assert message in refusal(capsys, recipe, code=Exit.INCOMPATIBLE)
 
 
 TRACKERS = {"tensorboard": True, "wandb": False, "trackio": False, "mlflow": False}  # which wants a folder

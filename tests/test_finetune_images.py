@@ -198,10 +198,10 @@ def folders(place: Path, names: list[str]) -> dict[str, Any]:
 @pytest.mark.usefixtures("unverified")
 def test_classes_that_no_stage_learns_may_have_any_name(place: Path) -> None:
     """ImageNet's folders do not have the names that models give its classes."""
-    data, said = folders(place, ["n01440764", "n01443537", "n01484850"]), list[str]()
-    report = finetune(recipe_of(place, "vit", [TRANSFER, KL], data), say=said.append)
+    data, messages = folders(place, ["n01440764", "n01443537", "n01484850"]), list[str]()
+    report = finetune(recipe_of(place, "vit", [TRANSFER, KL], data), say=messages.append)
     assert (report["stages"], report["teacher_ppl"]) == ([], None)
-    notes = [line for line in said if "has the class 'n01440764'" in line]
+    notes = [line for line in messages if "has the class 'n01440764'" in line]
     assert notes
     assert all("runs without, and measures no accuracy" in line for line in notes)
     assert len(notes) == len(set(notes))
@@ -211,9 +211,9 @@ def test_classes_that_no_stage_learns_may_have_any_name(place: Path) -> None:
 
 @pytest.mark.usefixtures("unverified")
 def test_how_classes_are_numbered_is_said_once(place: Path) -> None:
-    said = list[str]()
-    finetune(recipe_of(place, "vit", [KL, SFT | {"name": "b"}], folders(place, ["1", "0"])), say=said.append)
-    assert [line for line in said if line.startswith("classes of")] == [
+    messages = list[str]()
+    finetune(recipe_of(place, "vit", [KL, SFT | {"name": "b"}], folders(place, ["1", "0"])), say=messages.append)
+    assert [line for line in messages if line.startswith("classes of")] == [
         f"classes of {place / 'pictures'}: 0 is 0, 1 is 1"
     ]
 
@@ -223,10 +223,10 @@ def test_how_classes_are_numbered_is_said_once(place: Path) -> None:
     ("batch", "words"), [({"per_device": 1}, "1 image,"), ({"per_device": 3, "accumulate": 4}, "12 images")]
 )
 def test_a_step_of_few_images_is_noted(place: Path, batch: dict[str, int], words: str) -> None:
-    said = list[str]()
+    messages = list[str]()
     recipe = recipe_of(place, "vit", [TRANSFER | {"batch": batch}, KL | {"batch": {"per_device": 16}}])
-    finetune(recipe, max_steps=1, say=said.append)
-    (note,) = [line for line in said if line.startswith("note: a step of")]
+    finetune(recipe, max_steps=1, say=messages.append)
+    (note,) = [line for line in messages if line.startswith("note: a step of")]
     assert note.startswith(f"note: a step of attention_transfer sees {words}")
     assert "batch.per_device: 64" in note
     planned = list[str]()

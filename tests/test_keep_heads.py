@@ -219,7 +219,7 @@ def test_what_cannot_be_is_told_and_nothing_is_written(
         ("Llama4TextConfig", {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 16}, "gsa",
          "the source hides distant tokens by its mask, which heads are not given"),
         ("LlamaConfig", {"num_key_value_heads": 1}, "gsa", "no layer that becomes linear has several key heads"),
-        ("ViTConfig", {"image_size": 16, "patch_size": 4}, "la", "see both sides, and heads keep softmax in causal"),
+        ("ViTConfig", {"image_size": 16, "patch_size": 4}, "la", "are bidirectional, and heads keep softmax in causal"),
     ],
 )  # fmt: skip
 def test_attention_whose_heads_cannot_be_kept_is_named(

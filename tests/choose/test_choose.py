@@ -26,7 +26,7 @@ from linearize.convert import convert, plan_conversion
 from linearize.data.batches import run
 from linearize.data.packing import TextSource
 from linearize.errors import Exit, LinearizeError
-from linearize.finetune import dry_run, finetune
+from linearize.finetune import dry_run, finetune, plan_base
 from linearize.plan.heads import leaves_one, named, unscored_heads
 from linearize.plan.keep import METHODS, Choice
 from linearize.plan.plan import Plan
@@ -261,8 +261,8 @@ def test_convert_chooses_what_matters_and_says_why(
     assert max(choice["scores"], key=choice["scores"].get) == str(MATTERS)
     assert choice["text"].endswith("train.jsonl")
     assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
-    for said in (f"scored by {method}", "repeats this without scoring", "layer 2 keeps softmax"):
-        assert said in err
+    for message in (f"scored by {method}", "repeats this without scoring", "layer 2 keeps softmax"):
+        assert message in err
     if method == "restore":
         assert json.loads(json.dumps(read_plan(tmp_path / "hybrid").to_json())) == plan
 
@@ -303,12 +303,12 @@ def test_the_window_of_layers_that_are_named_is_measured_where_a_text_is_given(
         return json.loads(out)["plan"], " ".join(err.split())
 
     window, text = ("--kept-window", "300"), ("--score-text", place / "heldout.txt")
-    plan, said = plan_of("--keep-softmax", str(MATTERS), *window)
+    plan, message = plan_of("--keep-softmax", str(MATTERS), *window)
     assert plan["choice"] is None
-    assert "what the window of kept softmax costs was not measured: --score-text FILE measures it" in said
-    plan, said = plan_of("--keep-softmax", str(MATTERS), *window, *text)
+    assert "what the window of kept softmax costs was not measured: --score-text FILE measures it" in message
+    plan, message = plan_of("--keep-softmax", str(MATTERS), *window, *text)
     assert (plan["choice"]["method"], plan["choice"]["kept"], plan["choice"]["scores"]) == ("named", [MATTERS], {})
-    assert "heldout.txt of 608 tokens: perplexity" in said
+    assert "heldout.txt of 608 tokens: perplexity" in message
     assert Plan.from_json(plan).choice is not None
     asked = {"keep_softmax": "auto:1", "kept_window": 300}
     scoring = Scoring(text=TextSource(files=(place / "heldout.txt",)), say=quiet)
@@ -340,7 +340,23 @@ def test_the_choice_is_the_same_each_time(place: Path, capsys: pytest.CaptureFix
     assert first.choice.lacking == "a text that asks for a repetition does not fit into 64 tokens"
     choice_table(first.choice, "--keep-softmax")
     shown = " ".join(capsys.readouterr().err.split())
+    assert "tokens in rows of 64 of " in shown
     assert "train.jsonl alone (a text that asks for a repetition does not fit into 64 tokens)" in shown
+
+
+@pytest.mark.usefixtures("_less_text")
+def test_a_recipe_chooses_as_convert_does_on_the_same_text(place: Path) -> None:
+    """Whatever the recipe's seed, which is that of training."""
+    convert = {"mechanism": "gsa", "options": OPTIONS, "keep_softmax": "auto:1", "score_by": "swaps"}
+    values = recipe_values(place, place / "source", stage("logit_kl", steps=1), convert=convert, seed=7)
+    recipe = Recipe.model_validate(values)
+    recipe._folder = place
+    scoring = Scoring("swaps", TextSource(files=(place / "train.jsonl",)), values["data"]["pack"]["seq_len"], say=quiet)
+    arguments: dict[str, Any] = {"options": OPTIONS, "keep_softmax": "auto:1", "choose": chooser(scoring)}
+    theirs = plan_conversion(str(place / "source"), "gsa", **arguments)[0].choice
+    ours = plan_base(recipe, say=quiet)[0].choice
+    assert ours == theirs
+    assert ours.seq_len == values["data"]["pack"]["seq_len"]
 
 
 @pytest.mark.slow
@@ -350,17 +366,17 @@ def test_a_recipe_chooses_on_its_own_text_and_once(place: Path) -> None:
     values = recipe_values(place, place / "source", stage("logit_kl", steps=1), convert=convert)
     recipe = Recipe.model_validate(values)
     recipe._folder = place
-    said: list[str] = []
-    dry_run(recipe, said.append)
-    assert said[-1] == "softmax stays in 1 of 4 layers (auto:1); the run measures which"
-    finetune(recipe, say=said.append)
+    messages: list[str] = []
+    dry_run(recipe, messages.append)
+    assert messages[-1] == "softmax stays in 1 of 4 layers (auto:1); the run measures which"
+    finetune(recipe, say=messages.append)
     plan = read_plan(place / "run" / "final")
     assert [site.layer for site in plan.kept] == [MATTERS]
     assert plan.choice is not None
     assert plan.choice.text.endswith("train.jsonl")
-    told = sum("choosing 1 of layers 0-3" in text for text in said)
-    finetune(recipe.model_copy(update={"eval": recipe.eval}), resume="auto", say=said.append)
-    assert told == sum("choosing 1 of layers 0-3" in text for text in said) == 1
+    told = sum("choosing 1 of layers 0-3" in text for text in messages)
+    finetune(recipe.model_copy(update={"eval": recipe.eval}), resume="auto", say=messages.append)
+    assert told == sum("choosing 1 of layers 0-3" in text for text in messages) == 1
 
 
 def test_what_cannot_be_compared_is_refused(place: Path, tmp_path: Path) -> None:
@@ -460,8 +476,12 @@ def test_convert_chooses_the_head_that_matters(
     assert [step["site"]["softmax_groups"] for step in plan["steps"]] == [[], [0], [], []]
     assert choice["scores"].keys() == {f"{layer}:{head}" for layer in range(4) for head in range(2)}
     assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
-    for said in ("choosing 1 of 8 key heads", "--keep-heads '1:0' repeats this without scoring", "with no head kept"):
-        assert said in err
+    for message in (
+        "choosing 1 of 8 key heads",
+        "--keep-heads '1:0' repeats this without scoring",
+        "with no head kept",
+    ):
+        assert message in err
     if method == "restore":
         assert json.loads(json.dumps(read_plan(tmp_path / "heads").to_json())) == plan
         assert load(tmp_path / "heads")(torch.arange(9)[None]).logits.isfinite().all()
@@ -489,10 +509,10 @@ def test_a_recipe_chooses_layers_then_heads_and_trains_the_rest(heads_place: Pat
     values = recipe_values(heads_place, heads_place / "source", *stages, convert=convert | {"score_by": "swaps"})
     recipe = Recipe.model_validate(values)
     recipe._folder = heads_place
-    said: list[str] = []
-    dry_run(recipe, said.append)
-    assert said[-1] == "softmax stays in 1 key head of linear layers (auto:20%); the run measures which"
-    finetune(recipe, say=said.append)
+    messages: list[str] = []
+    dry_run(recipe, messages.append)
+    assert messages[-1] == "softmax stays in 1 key head of linear layers (auto:20%); the run measures which"
+    finetune(recipe, say=messages.append)
     plan = read_plan(heads_place / "run" / "final")
     assert [site.layer for site in plan.kept] == [HEAD[0]]
     assert len(plan.softmax_groups) == 1

@@ -6,14 +6,17 @@ Each test trains or measures a small model for a moment; what a tool saves goes 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from training import base, byte_tokenizer, make_recipe, stage, text, train
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
+from models import convert_folder
+from training import BYTES, base, byte_tokenizer, make_recipe, small_source, stage, text, train
+from transformers import AutoModelForCausalLM, GPT2Tokenizer, Trainer, TrainingArguments, pipeline
 from typer.testing import CliRunner
 
 from linearize.cli import app
@@ -87,9 +90,46 @@ def test_a_pipeline_writes_what_generate_writes(folder: Path) -> None:
     assert found == byte_tokenizer().decode(wanted, skip_special_tokens=True)
 
 
-def test_a_tokenizer_needs_no_code(folder: Path) -> None:
-    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    assert loaded("abc")["input_ids"] == byte_tokenizer()("abc")["input_ids"]
+# What a clean process prints that can be asked nothing: the class of the tokenizer of each folder, and its numbers.
+TOKENIZE = """
+import json, sys
+from transformers import AutoTokenizer
+for folder in sys.argv[1:]:
+    made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    print(json.dumps([type(made).__name__, made("abc def")["input_ids"]]))
+"""
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kind", ["TokenizersBackend", "GPT2Tokenizer"])
+def test_a_tokenizer_needs_no_code_and_asks_nothing(kind: str, named: bool, tmp_path: Path) -> None:
+    """Also where the source's files do not name its class, as those of GPT-2 do not."""
+    source = small_source(tmp_path / "source", "gpt2" if kind == "GPT2Tokenizer" else "llama")
+    if kind == "GPT2Tokenizer":
+        vocabulary = {one: place for place, one in enumerate(BYTES)}
+        GPT2Tokenizer(vocab=vocabulary, merges=[], unk_token="a", eos_token="a").save_pretrained(source)
+    settings = source / "tokenizer_config.json"
+    values = json.loads(settings.read_text())
+    assert values["tokenizer_class"] == kind
+    if not named:
+        settings.write_text(json.dumps({key: value for key, value in values.items() if key != "tokenizer_class"}))
+    folder = convert_folder(source, tmp_path / "linear", "all")
+    command = [sys.executable, "-I", "-c", TOKENIZE, str(source), str(folder)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    before, after = map(json.loads, done.stdout.splitlines())
+    assert before == after
+    assert before[0] == kind
+    assert "AutoTokenizer.from_pretrained(name, trust_remote_code=False)" in (folder / "README.md").read_text()
+
+
+def test_the_card_trusts_the_code_of_a_tokenizer_that_has_some(tmp_path: Path) -> None:
+    source = small_source(tmp_path / "source", "llama")
+    settings = source / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | own))
+    (source / "own.py").write_text("from transformers import PreTrainedTokenizerFast as Own\n")
+    card = (convert_folder(source, tmp_path / "linear", trust_remote_code=True) / "README.md").read_text()
+    assert "AutoTokenizer.from_pretrained(name, trust_remote_code=True)" in card
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -151,12 +151,12 @@ def test_the_demo_says_what_becomes_of_its_folder(tmp_path, monkeypatch, keep):
 
     monkeypatch.setattr(tour, "finetune", distil)
     monkeypatch.setattr(tour.tempfile, "tempdir", str(tmp_path))
-    said = []
-    tour.tour(tmp_path / "kept" if keep else None, "x", said.append)
+    messages = []
+    tour.tour(tmp_path / "kept" if keep else None, "x", messages.append)
     folders = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("hybrid")]
     assert folders == (["kept/hybrid"] if keep else [])
-    gone = [line for line in said if "is temporary and is removed now. linearize demo -o DIR keeps" in line]
-    assert gone == ([] if keep else [said[-1]])
+    gone = [line for line in messages if "is temporary and is removed now. linearize demo -o DIR keeps" in line]
+    assert gone == ([] if keep else [messages[-1]])
 
 
 def test_training_runs(tokenizer, heldout):

@@ -276,7 +276,7 @@ def test_a_run_goes_on_with_what_it_began_with(
     kept = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and file != tmp_path / "recipe"}
     weights = torch.load(state, weights_only=True)["weights"]
     value = max(weights.values(), key=torch.numel).numpy().tobytes()
-    for file, at, said in (
+    for file, at, message in (
         (tmp_path / "latents" / "0.npy", -1, "changed since this run began: data.train.latents"),
         (tmp_path / "prompts" / "5.npy", -1, "changed since this run began: data.train.prompts"),
         (shard, -1, f"changed since this run began: {shard}"),
@@ -285,7 +285,7 @@ def test_a_run_goes_on_with_what_it_began_with(
         flipped(file, at)
         code, out, err = linearize("finetune", path)
         assert (code, out) == (Exit.USAGE, ""), err
-        assert said.replace(" ", "") in "".join(err.split())
+        assert message.replace(" ", "") in "".join(err.split())
         file.write_bytes(kept[file])
     assert {file: file.read_bytes() for file in kept} == kept
     record = tmp_path / "run" / "inputs.json"
@@ -344,7 +344,7 @@ def test_only_what_linearize_wrote_goes_along(linear: dict[str, Path], tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"latents/0.npy": torch.randn(5, 3, 4, 8)}, "one shape"),
         ({"latents/0.npy": torch.randn(4, 4)}, "a latent of this model has 4 axes"),
@@ -358,7 +358,7 @@ def test_only_what_linearize_wrote_goes_along(linear: dict[str, Path], tmp_path:
     ],
 )
 def test_wrong_data_are_told_before_anything_is_written(
-    sources: dict[str, Path], tmp_path: Path, linearize: Command, change: dict[str, Any], said: str
+    sources: dict[str, Path], tmp_path: Path, linearize: Command, change: dict[str, Any], message: str
 ) -> None:
     make_latents(tmp_path, WAN)
     for name, tensor in change.items():
@@ -368,12 +368,12 @@ def test_wrong_data_are_told_before_anything_is_written(
             numpy.save(tmp_path / name, tensor.numpy())
     code, out, err = linearize("finetune", recipe(tmp_path, sources[WAN], "la"))
     assert (code, out) == (Exit.INCOMPATIBLE, "")
-    assert said in err
+    assert message in err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("stages.prediction.stps=3", "Did you mean 'steps'?"),
         ("stages.attention_transfer.train=all", "must be new"),
@@ -382,12 +382,12 @@ def test_wrong_data_are_told_before_anything_is_written(
     ],
 )
 def test_a_wrong_recipe_is_told(
-    sources: dict[str, Path], tmp_path: Path, linearize: Command, override: str, said: str
+    sources: dict[str, Path], tmp_path: Path, linearize: Command, override: str, message: str
 ) -> None:
     make_latents(tmp_path, WAN)
     code, out, err = linearize("finetune", recipe(tmp_path, sources[WAN], "la"), override)
     assert (code, out) == (Exit.USAGE, "")
-    assert said in err
+    assert message in err
     assert not (tmp_path / "run").exists()
 
 
@@ -401,12 +401,12 @@ def test_what_a_run_cannot_do_is_told_before_anything_is_written(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     make_latents(tmp_path, WAN)
     path, inside = recipe(tmp_path, sources[WAN], "la"), sources[WAN] / "run"
-    for asked, wanted, said in (
+    for asked, wanted, message in (
         (("--stage", "prediction"), Exit.USAGE, "--stage prediction needs attention_transfer, which is not finished"),
         ((f"output_dir={inside}",), Exit.USAGE, "must be separate folders"),
         (("finish.push=user/film",), Exit.HUB, "nothing can be pushed to user/film"),
         (("runtime.device=cuda",), Exit.RESOURCE, "torch sees no CUDA device"),
-        (("convert.keep_heads=0:0",), Exit.INCOMPATIBLE, "heads of layer 0 see both sides"),
+        (("convert.keep_heads=0:0",), Exit.INCOMPATIBLE, "heads of layer 0 are bidirectional"),
         (("convert.keep_softmax=0", "convert.kept_window=8"), Exit.INCOMPATIBLE, "is bidirectional; 'window' is not"),
     ):
         for more in ((), ("--dry-run",)):
@@ -414,7 +414,7 @@ def test_what_a_run_cannot_do_is_told_before_anything_is_written(
                 continue
             code, out, err = linearize("finetune", path, *asked, *more)
             assert (code, out) == (wanted, ""), err
-            assert said in " ".join(err.split())
+            assert message in " ".join(err.split())
             assert not (tmp_path / "run").exists()
             assert not inside.exists()
     code, out, err = linearize("finetune", path, "--stage", "attention_transfer", "--dry-run", "--json")
@@ -437,7 +437,7 @@ def test_what_eval_does_not_do_with_a_pipeline_is_told(
 ) -> None:
     make_latents(tmp_path, WAN)
     given = linear[WAN], "--recipe", recipe(tmp_path, linear[WAN])
-    for more, said in (
+    for more, message in (
         (("--teacher", "x"), "has its teacher inside"),
         (("-o", tmp_path / "a.png"), "a.json"),
         (("--trials", "9"), "--trials: a pipeline of diffusers is compared as the recipe's eval, seed and runtime"),
@@ -445,7 +445,7 @@ def test_what_eval_does_not_do_with_a_pipeline_is_told(
     ):
         code, out, err = linearize("eval", *given, *more)
         assert (code, out) == (Exit.USAGE, ""), err
-        assert said in " ".join(err.split())
+        assert message in " ".join(err.split())
     assert not (tmp_path / "a.png").exists()
 
 

@@ -41,8 +41,8 @@ def converted(linearize: Command, tmp_path: Path) -> Any:
 
     def make(architecture: str, *arguments: str) -> Path:
         source = save_source(tmp_path / "source", architecture, num_hidden_layers=2)
-        code, _, said = linearize("convert", source, "-o", tmp_path / "linear", "--verify", "none", *arguments)
-        assert code == 0, said
+        code, _, message = linearize("convert", source, "-o", tmp_path / "linear", "--verify", "none", *arguments)
+        assert code == 0, message
         return tmp_path / "linear"
 
     return make
@@ -98,9 +98,9 @@ def test_a_graph_computes_what_its_model_computes(
     pytest.importorskip("onnxscript")
     folder = converted(architecture, *arguments)
     monkeypatch.setattr(to_onnx, "prove", proved_and_disproved)
-    code, _, said = linearize("export", folder, "-o", tmp_path / "graph")
-    assert code == 0, said
-    assert f"wrote {tmp_path / 'graph' / 'model.onnx'}" in said
+    code, _, message = linearize("export", folder, "-o", tmp_path / "graph")
+    assert code == 0, message
+    assert f"wrote {tmp_path / 'graph' / 'model.onnx'}" in message
     graph = onnx.load(str(tmp_path / "graph" / "model.onnx"))
     names = [node.op_type for node in graph.graph.node]
     assert {name: names.count(name) for name in operators} == operators
@@ -189,8 +189,8 @@ def test_onnx_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch, pack
     with pytest.raises(LinearizeError, match=r'pip install "linearize\[onnx\]"') as refused:
         to_onnx.check(config_of({}), "DIR")
     assert refused.value.code == Exit.RESOURCE
-    said = f"{package} is not installed" if version is None else "Installed is 0.6.9"
-    assert said in refused.value.message
+    message = f"{package} is not installed" if version is None else "Installed is 0.6.9"
+    assert message in refused.value.message
 
 
 def test_the_versions_are_those_of_the_extra() -> None:
@@ -250,8 +250,8 @@ def test_what_goes_wrong_with_a_graph_is_told(
         with monkeypatch.context() as patched:
             patched.setattr(to_onnx, "write", lambda graph, path: None)
             patched.setattr(to_onnx, place, fails)
-            code, _, said = linearize("export", folder, "-o", tmp_path / "graph")
-        assert (code, message in " ".join(said.split())) == (expected, True), said
+            code, _, messages = linearize("export", folder, "-o", tmp_path / "graph")
+        assert (code, message in " ".join(messages.split())) == (expected, True), messages
         assert not (tmp_path / "graph").exists()
 
 
@@ -263,13 +263,13 @@ def test_a_model_that_transformers_saved_is_exported(
     monkeypatch.setattr(to_onnx, "write", lambda graph, path: path.write_text("graph"))
     monkeypatch.setattr(to_onnx, "compare", lambda *args: None)
     load(converted("llama", "--to", "gla")).save_pretrained(tmp_path / "saved")
-    code, _, said = linearize("export", tmp_path / "saved", "-o", tmp_path / "graph")
-    assert code == 0, said
+    code, _, messages = linearize("export", tmp_path / "saved", "-o", tmp_path / "graph")
+    assert code == 0, messages
     assert (tmp_path / "graph" / "model.onnx").read_text() == "graph"
     monkeypatch.setattr(to_onnx, "behind", lambda *args: "0.1.0")
-    code, _, said = linearize("export", tmp_path / "saved", "-o", tmp_path / "other")
+    code, _, messages = linearize("export", tmp_path / "saved", "-o", tmp_path / "other")
     assert code == Exit.INCOMPATIBLE
-    assert "linearize finetune and push write it" in " ".join(said.split())
+    assert "linearize finetune and push write it" in " ".join(messages.split())
 
 
 def test_options_and_the_default_folder(
@@ -288,24 +288,24 @@ def test_options_and_the_default_folder(
         (tmp_path, ("mine", "-o", "new", "--revision", "main"), Exit.USAGE, "a revision (main) is a branch, tag or"),
     ):
         monkeypatch.chdir(place)
-        code, _, said = linearize("export", *arguments)
-        assert (code, message in " ".join(said.split())) == (expected, True), said
+        code, _, messages = linearize("export", *arguments)
+        assert (code, message in " ".join(messages.split())) == (expected, True), messages
     assert sorted(path.name for path in linear.iterdir()) == before
     with (linear / "modeling_linearized.py").open("a") as file:
         file.write("\nchanged = True\n")
     for options, message in (((), "pass --trust-remote-code"), (("--trust-remote-code",), "does not fit ONNX")):
-        code, _, said = linearize("export", linear, "-o", tmp_path / "new", *options)
-        assert (code, message in " ".join(said.split())) == (Exit.INCOMPATIBLE, True), said
+        code, _, messages = linearize("export", linear, "-o", tmp_path / "new", *options)
+        assert (code, message in " ".join(messages.split())) == (Exit.INCOMPATIBLE, True), messages
 
 
 def test_a_refusal_comes_before_anything_is_written(zoo: Zoo, linearize: Command, tmp_path: Path) -> None:
     source, linear = zoo.folders("llama")
-    code, _, said = linearize("export", linear, "-o", tmp_path / "graph")
+    code, _, messages = linearize("export", linear, "-o", tmp_path / "graph")
     assert code == Exit.INCOMPATIBLE
-    assert "model.layers.0.self_attn and 3 more, gsa: slots are read by softmax" in " ".join(said.split())
-    code, _, said = linearize("export", source, "-o", tmp_path / "graph")
+    assert "model.layers.0.self_attn and 3 more, gsa: slots are read by softmax" in " ".join(messages.split())
+    code, _, messages = linearize("export", source, "-o", tmp_path / "graph")
     assert code == Exit.INCOMPATIBLE
-    assert "is not linearized. Export it without linearize" in " ".join(said.split())
+    assert "is not linearized. Export it without linearize" in " ".join(messages.split())
     assert not (tmp_path / "graph").exists()
 
 
@@ -313,16 +313,16 @@ def test_a_link_to_a_file_elsewhere_is_refused(converted: Any, linearize: Comman
     (tmp_path / "secret").write_text("root")
     folder = converted("llama", "--to", "gla")
     (folder / "vocab.txt").symlink_to(tmp_path / "secret")
-    code, _, said = linearize("export", folder, "-o", tmp_path / "graph")
-    assert (code, "vocab.txt is a link to" in " ".join(said.split())) == (Exit.INCOMPATIBLE, True), said
+    code, _, messages = linearize("export", folder, "-o", tmp_path / "graph")
+    assert (code, "vocab.txt is a link to" in " ".join(messages.split())) == (Exit.INCOMPATIBLE, True), messages
     assert not (tmp_path / "graph").exists()
 
 
 def test_other_formats_are_refused(linearize: Command, tmp_path: Path) -> None:
-    code, _, said = linearize("export", tmp_path, "--to", "gguf")
+    code, _, message = linearize("export", tmp_path, "--to", "gguf")
     assert code == Exit.INCOMPATIBLE
-    assert "llama.cpp" in said
-    assert "--to onnx" in said
-    code, _, said = linearize("export", tmp_path, "--to", "onxx")
+    assert "llama.cpp" in message
+    assert "--to onnx" in message
+    code, _, message = linearize("export", tmp_path, "--to", "onxx")
     assert code == Exit.USAGE
-    assert "Did you mean 'onnx'" in said
+    assert "Did you mean 'onnx'" in message

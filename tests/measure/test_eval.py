@@ -18,17 +18,18 @@ from models import small_model
 from torch import Tensor
 from training import base, byte_tokenizer, stage, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit
 from linearize.measure import compare as measures
 from linearize.measure.compare import EvalRequest, compare, state_bytes
+from linearize.measure.continuation import continued
 from linearize.measure.freely import answered, freely, repetition
 from linearize.measure.generate import load
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
-from linearize.measure.write import continued
 from linearize.recipe.recipe import load_recipe
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
@@ -287,7 +288,7 @@ def test_a_result_takes_no_place_but_that_of_a_result(
     notes.write_text('{"students": ["mine"]}')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.setattr("linearize.measure.generate.load_any", lambda *arguments, **named: pytest.fail("loaded"))
-    for place, code, said in (
+    for place, code, message in (
         (student / "config.json", Exit.USAGE, "is there already, and linearize eval did not write it"),
         (student / "model.safetensors.index.json", Exit.USAGE, "is there already"),
         (notes, Exit.USAGE, "Choose another file, or move that one away"),
@@ -298,7 +299,7 @@ def test_a_result_takes_no_place_but_that_of_a_result(
         given = ("--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL)
         found, out, err = linearize("eval", student, *given, "-o", place)
         assert (found, out) == (code, ""), (place, err)
-        assert said in err
+        assert message in err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -484,12 +485,14 @@ class Writes:
     def __init__(self, follows: Any, vocabulary: int = 300) -> None:
         self.follows, self.vocabulary = follows, vocabulary
 
-    def __call__(self, input_ids: Tensor, past_key_values: Any, use_cache: bool) -> Any:
+    def forward(self, input_ids: Tensor, past_key_values: Any, use_cache: bool) -> Any:
         text = input_ids if past_key_values is None else torch.cat([past_key_values, input_ids], 1)
         logits = torch.zeros(len(text), 1, self.vocabulary)
         for row, ids in enumerate(text.tolist()):
             logits[row, 0, self.follows(ids)] = 9.0
-        return SimpleNamespace(logits=logits, past_key_values=text)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=text)
+
+    __call__ = forward
 
 
 def test_values_are_answered_behind_the_models_own_answers() -> None:

@@ -21,6 +21,7 @@ from linearize.checkpoint.atomic import write_result
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
 from linearize.page import charts
+from linearize.page import html as page_html
 from linearize.page.drawing import COLOURS, Drawing, stacked
 from linearize.page.record import read_run
 from linearize.page.report import card_pictures, pictures, report_page
@@ -189,7 +190,7 @@ def test_a_page_takes_no_place_but_that_of_a_page(run: Path, root: Path, tmp_pat
     os.mkfifo(pipe)
     (tmp_path / "link.html").symlink_to(notes)
     for command in (["report", str(run)], ["compare", str(run)]):
-        for place, said in (
+        for place, message in (
             (model / "config.json", "is there already, and linearize"),
             (model / "model-mixers.safetensors", "is there already, and linearize"),
             (notes, f"linearize {command[0]} did not write it. Choose another file, or move that one away"),
@@ -201,7 +202,7 @@ def test_a_page_takes_no_place_but_that_of_a_page(run: Path, root: Path, tmp_pat
             before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
             result = CliRunner().invoke(app, [*command, "-o", str(place)])
             assert isinstance(result.exception, LinearizeError), place
-            assert said in result.exception.message
+            assert message in result.exception.message
             assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
         empty.write_text("")
         for _ in range(2):  # a page of its own is replaced
@@ -289,6 +290,15 @@ def test_finetune_ends_with_a_page_and_with_pictures_in_the_card(root: Path, tmp
     assert {"pictures/training.png", "pictures/fidelity.png", "pictures/memory.png"} <= set(named)
     listed = json.loads((tmp_path / "run" / "final" / "linearize.json").read_text())["files"]
     assert all((tmp_path / "run" / "final" / name).is_file() and name in listed for name in named)
+
+
+def test_a_short_word_of_a_table_stays_on_one_line() -> None:
+    made = page_html.table(
+        {"layers": "text", "options": "text"}, [("4-7", "a/long/path/that/may-break"), ("0", "two words")]
+    )
+    found = re.findall(r'<td class="text( whole)?">([^<]*)<', made)
+    assert found == [(" whole", "4-7"), ("", "a/long/path/that/may-break"), (" whole", "0"), ("", "two words")]
+    assert ".whole { white-space: nowrap; }" in page_html.STYLE
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -55,13 +55,13 @@ def test_the_only_sense_of_distance_goes_by_consent(bloom: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [("alibbi", "drops alibi. Did you mean 'alibi'?"), ("sinks", "drops alibi."), ("", "drops alibi.")],
 )
-def test_consent_to_what_is_not_there_is_a_mistake(bloom: Path, name: str, said: str) -> None:
+def test_consent_to_what_is_not_there_is_a_mistake(bloom: Path, name: str, message: str) -> None:
     error = refusal(bloom, allow_drop=["alibi", name])
     assert error.code == Exit.USAGE
-    assert error.message.endswith(said)
+    assert error.message.endswith(message)
     assert error.message.startswith(f"--allow-drop {name}: ")
 
 

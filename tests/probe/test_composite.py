@@ -61,6 +61,8 @@ class Folders:
         self.root = root
 
     def __call__(self, name: str, layers: str = "all") -> tuple[Path, Path]:
+        if name == "llama4" and transformers.__version__ == "5.24.0":
+            pytest.skip("transformers 5.24.0: Llama4ForConditionalGeneration without images raises AttributeError")
         place = self.root / f"{name}-{layers.replace(':', '-')}"
         if not place.exists():
             save_composite(place / "source", name)

@@ -102,18 +102,18 @@ def test_long_names_leave_room_for_the_numbers(tmp_path: Path, capsys: pytest.Ca
     plan = plan_conversion(str(folder), "gsa", keep_softmax="1", weights=False)[0]
     long = [replace(step, site=replace(step.site, path="x" * 60, kind="y" * 40)) for step in plan.steps]
     plan_table(replace(plan, steps=tuple(long)))
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     for part in ("layers", "new params", "state", f"{plan.steps[0].new_parameters:,}", "KV cache", "softmax"):
-        assert part in said
-    assert (said.count("x"), said.count("y")) >= (60, 40)
+        assert part in message
+    assert (message.count("x"), message.count("y")) >= (60, 40)
 
 
 def test_brackets_in_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     """Nor in what a model writes: the demo shows Python side by side."""
     checks_table("old[i]", [Check("reload", "failed", "raises KeyError: '[/INST]'")])
     console().print(Panel("for i in x: y[i]"))
-    said = capsys.readouterr().err
-    assert all(part in said for part in ("old[i]", "failed", "[/INST]", "y[i]"))
+    message = capsys.readouterr().err
+    assert all(part in message for part in ("old[i]", "failed", "[/INST]", "y[i]"))
 
 
 def test_the_command_prints_tables_and_json(zoo: Zoo) -> None:

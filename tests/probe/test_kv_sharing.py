@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, eager_atten
 from linearize.convert import plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.probe.probe import model_class_of, probe
+from linearize_kernels.hf.cache import CACHE_NAMES, cache_in
 
 
 def stepwise(model: Any, ids: torch.Tensor, prefill: int) -> torch.Tensor:
@@ -48,11 +50,11 @@ def test_layers_that_share_keep_softmax(tmp_path: Path, name: str, layers: str) 
 
 
 @pytest.mark.parametrize(
-    ("layers", "said"), [("2", "serve layer 4 as well"), ("4-5", "takes its keys and values from")]
+    ("layers", "message"), [("2", "serve layer 4 as well"), ("4-5", "takes its keys and values from")]
 )
-def test_layers_that_share_are_refused_by_name(tmp_path: Path, layers: str, said: str) -> None:
+def test_layers_that_share_are_refused_by_name(tmp_path: Path, layers: str, message: str) -> None:
     transformers.AutoModelForCausalLM.from_config(small_config("gemma3n_text")).save_pretrained(tmp_path)
-    with pytest.raises(LinearizeError, match=rf"{said}.*Choose among layers 0-1") as caught:
+    with pytest.raises(LinearizeError, match=rf"{message}.*Choose among layers 0-1") as caught:
         plan_conversion(str(tmp_path), "gla", layers=layers)
     assert caught.value.code == Exit.INCOMPATIBLE
 
@@ -76,9 +78,10 @@ class Keeping(LlamaAttention):
     """Leaves what it cached for others."""
 
     def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        cache, own = kwargs.get("past_key_values"), self
+        cache, own = cache_in(kwargs), self
         if cache is None:
-            cache = kwargs["past_key_values"] = transformers.DynamicCache()
+            name = next(name for name in inspect.signature(super().forward).parameters if name in CACHE_NAMES)
+            cache = kwargs[name] = transformers.DynamicCache()
         update = cache.update
 
         def kept(*args: Any, **more: Any) -> Any:

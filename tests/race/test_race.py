@@ -175,7 +175,7 @@ def test_steps_are_divided_whole(steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--only", "lolcat"), "Did you mean 'lolcats'?"),
         (("--only", "lolcats,"), "no contestant has that name. Known: lolcats, radlads"),
@@ -195,13 +195,13 @@ def test_steps_are_divided_whole(steps: int) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_cannot_be_raced_is_refused_before_anything_is_written(
-    linearize: Command, recipe: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
+    linearize: Command, recipe: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     source = str(recipe.parent / "source")
     given = [word.replace("SOURCE", source) for word in arguments]
     code, _, err = linearize("race", source, "--recipe", str(recipe), "-o", str(tmp_path / "race"), *given)
     assert code == Exit.USAGE
-    assert said in " ".join(err.split())
+    assert message in " ".join(err.split())
     assert not list(tmp_path.iterdir())
 
 
@@ -302,13 +302,13 @@ def later(linearize: Command, recipe: Path, folder: Path) -> None:
     assert found["teacher"]["written"] is None
     assert found["contestants"][0]["all_s"] == spent  # other measures are no other training
 
-    for given, said in (
+    for given, message in (
         (("--tokens", str(2 * TOKENS)), f"was begun with {TOKENS:,} tokens, and this race has {2 * TOKENS:,}"),
         (("stages.logit_kl.optimizer.lr=1e-4",), "stages[1].optimizer.lr 1e-2 -> 1e-4"),
     ):
         code, _, err = linearize(*words(recipe, folder, "--only", "linear", *given))
         assert code == Exit.USAGE
-        assert said in " ".join(err.split())
+        assert message in " ".join(err.split())
     assert not (folder / "linear").exists()
 
     code, _, err = linearize(*words(recipe, folder, "stages.logit_kl.optimizer.memory=auto"))

@@ -87,7 +87,7 @@ def test_a_converted_model_gets_the_class_that_fits_its_layers(
     [
         (
             config_of(causal=False),
-            r"LinearizedQwen3ForCausalLM is no causal language model .*self_attn sees both sides",
+            r"LinearizedQwen3ForCausalLM is no causal language model .*self_attn is bidirectional",
         ),
         (config_of(routed=False), r"layers\.0\.self_attn computes softmax in its own code"),
         (config_of(softmax_groups=[1], extras=["s_aux"]), r"heads of model\.layers\.0\.self_attn keep .* has sinks"),

@@ -66,8 +66,8 @@ def test_the_command_line_starts_vllm(
 ) -> None:
     _, folder = zoo.folders("llama")
     installed += ["vllm", "transformers"]
-    code, _, said = linearize("serve", str(folder), "--port", "8123", "--", "--max-model-len", "128")
-    assert code == 0, said
+    code, _, message = linearize("serve", str(folder), "--port", "8123", "--", "--max-model-len", "128")
+    assert code == 0, message
     (command,) = started
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
     assert command[5:] == [
@@ -90,9 +90,9 @@ def test_the_command_line_starts_transformers(
 def test_a_model_that_is_not_converted_is_refused(linearize: Command, zoo: Zoo, installed: list[str]) -> None:
     source, _ = zoo.folders("llama")
     installed += ["vllm"]
-    code, _, said = linearize("serve", str(source))
+    code, _, message = linearize("serve", str(source))
     assert code == Exit.INCOMPATIBLE
-    assert "is not linearized. Serve it without linearize: vllm serve, or transformers serve" in said
+    assert "is not linearized. Serve it without linearize: vllm serve, or transformers serve" in message
 
 
 def test_code_that_linearize_did_not_write_needs_trust(
@@ -104,9 +104,9 @@ def test_code_that_linearize_did_not_write_needs_trust(
     path = folder / "seam.py"
     path.write_text(path.read_text("utf-8") + "# mine\n", "utf-8")
     installed += ["vllm"]
-    code, _, said = linearize("serve", str(folder))
+    code, _, message = linearize("serve", str(folder))
     assert code == Exit.INCOMPATIBLE
-    assert "seam.py" in said
+    assert "seam.py" in message
     assert started == []
     assert linearize("serve", str(folder), "--trust-remote-code")[0] == 0
     assert len(started) == 1
@@ -120,9 +120,9 @@ def test_what_vllm_cannot_run_is_told_with_the_other_server(
 
     monkeypatch.setattr(start, "layers_of", refuse)
     installed += ["vllm"]
-    code, _, said = linearize("serve", str(zoo.folders("llama")[1]))
+    code, _, message = linearize("serve", str(zoo.folders("llama")[1]))
     assert code == Exit.INCOMPATIBLE
-    assert "LinearizedLlamaConfig computes softmax in its own code. Or add --server transformers" in said
+    assert "LinearizedLlamaConfig computes softmax in its own code. Or add --server transformers" in message
 
 
 def test_the_class_of_a_folder_is_put_where_transformers_serve_looks(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

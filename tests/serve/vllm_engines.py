@@ -183,13 +183,13 @@ def test_prefix_caching_is_off_with_a_reason_where_it_was_asked_for(
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    said: list[str] = []
+    messages: list[str] = []
     log = logging.getLogger("vllm.linearize")
-    monkeypatch.setattr(log, "warning", said.append)  # what vLLM prints goes where stdout was when it was imported
+    monkeypatch.setattr(log, "warning", messages.append)  # what vLLM prints goes where stdout was when it was imported
     made = EngineArgs(str(demo), trust_remote_code=True, enable_prefix_caching=asked).create_engine_config()
     assert made.cache_config.enable_prefix_caching is False
     assert made.model_config.is_hybrid
-    assert ("Prefix caching is off: it needs the state" in "".join(said)) == bool(asked)
+    assert ("Prefix caching is off: it needs the state" in "".join(messages)) == bool(asked)
 
 
 # ---------------------------------------------------------------- over HTTP
@@ -305,10 +305,10 @@ def test_transformers_serves_the_same_text(demo: Path, tmp_path: Path) -> None:
         events = server.stream("/v1/completions", **wanted)
         assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == text
         asked = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 8, "temperature": 0}
-        said = server.post("/v1/chat/completions", **asked)["choices"][0]["message"]
-        assert said["role"] == "assistant"
-        assert said["content"]
-        assert greedy(demo, 8, asked["messages"]).startswith(said["content"])
+        message = server.post("/v1/chat/completions", **asked)["choices"][0]["message"]
+        assert message["role"] == "assistant"
+        assert message["content"]
+        assert greedy(demo, 8, asked["messages"]).startswith(message["content"])
         events = server.stream("/v1/chat/completions", **asked)
         parts = [event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]]
-        assert "".join(parts) == said["content"]
+        assert "".join(parts) == message["content"]

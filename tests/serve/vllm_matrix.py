@@ -53,9 +53,9 @@ def main(architectures: list[str]) -> int:
                 continue
             for keep in ((), (1, 2)):
                 with tempfile.TemporaryDirectory() as place:
-                    said = outcome(alike(architecture, mechanism, keep), Path(place))
-                failed += said != "equal"
-                print(f"{architecture:10} {mechanism:7} {'hybrid' if keep else 'all':7} {said}", flush=True)
+                    message = outcome(alike(architecture, mechanism, keep), Path(place))
+                failed += message != "equal"
+                print(f"{architecture:10} {mechanism:7} {'hybrid' if keep else 'all':7} {message}", flush=True)
     return int(failed > 0)
 
 
