@@ -4,7 +4,7 @@ The mixers learn by attention transfer first; that does not depend on which laye
 pairs. Then each pair is compared with the source on text that is held out, and on texts that ask for a repetition.
 
 With --heads, sets of heads as --keep-heads names them are compared in place of pairs, and no method chooses. With
---needles N they look for N needles as well.
+--needles N they look for N needles as well, and are compared with the source on their answers.
 
 python -m benchmarks.pairs --set slots=64 --set state_heads=query
 python -m benchmarks.pairs --set window=64 --set sink=1 --heads "4:1" "4:1;5:0"
@@ -34,6 +34,7 @@ from linearize.choose.choose import (
     by_method,
     cut,
     load_source,
+    recall_batch,
     recall_batches,
     text_batches,
 )
@@ -100,7 +101,7 @@ def main() -> None:
 
     device = (whole := mixture()).model.device
     train, text = text_batches(scoring.text, tokenizer, arguments.length, device)
-    recall = recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), scoring.seed, device)
+    recall, _ = recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), scoring.seed, device)
     for method in () if arguments.heads else arguments.methods:
         began, fresh = time.process_time(), mixture()
         fresh.calibrate(train[0])
@@ -121,7 +122,8 @@ def main() -> None:
         compared = [batch | {"asked": batch["valid"]} for batch in cut(held, range(len(held)), size, device)]
     whole.calibrate(batches[0])
     whole.train_mixers(batches, TRANSFER_LR)
-    scorer = Scorer(whole, compared, recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), 1, device))
+    lists, _ = recall_batches(tokenizer, min(arguments.length, RECALL_TOKENS), 1, device)
+    scorer = Scorer(whole, compared, lists)
     teacher = loss(whole, scorer, tuple(whole.layers))
     needles = list[Row]()
     if arguments.needles:
@@ -130,6 +132,8 @@ def main() -> None:
         needles = rows_of("needle", writer, arguments.length, arguments.needles, around)
         found = score(Reader(whole, tuple(whole.layers)), needles, size)["accuracy"]
         print(json.dumps({"kept": whole.layers, "needles": found}), flush=True)
+        places = range(0, len(needles), size)
+        scorer.batches["needle"] = [recall_batch(needles[start : start + size], device) for start in places]
     sets: list[Any] = [(), *itertools.combinations(whole.layers, 2)]
     if arguments.heads:
         sets = [(), *map(parse_groups, arguments.heads)]

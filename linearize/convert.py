@@ -32,13 +32,13 @@ from .terminal.output import say, size
 from .verify.reload import Level, verify
 
 Say = Callable[[str], None]
-# Finds as many layers of a plan, or of the heads given, as asked for that had better keep softmax: choose/choose.py.
+# Chooses which layers of a plan, or which of the heads given, keep softmax, as many as asked for: choose/choose.py.
 Chooser = Callable[..., Choice]
 # Says what the window of a plan's kept layers costs, where the user named them: choose/choose.py.
 Pricer = Callable[[Plan, Source, SourceClasses], Choice]
 # What to write in place of `auto`.
 NAMED = {"--keep-softmax": "layers, such as --keep-softmax 7,15", "--keep-heads": "heads, such as --keep-heads 3:0"}
-NEXT = "distil it with linearize finetune"
+NEXT = "distil it: linearize finetune hybrid model.base={folder} convert=null"
 UNREAD = "not copied, because loading the model does not need it: {}"
 
 

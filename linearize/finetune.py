@@ -31,9 +31,9 @@ from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
 from .data.documents import no_datasets
 from .errors import Exit, LinearizeError, did_you_mean, existing_folder, os_error, undamaged
 from .estimate.advice import advise
-from .estimate.cards import Device, card, present
 from .estimate.choose import as_before, choose, is_open, plainly
-from .estimate.estimate import StageCost, estimate, refusal
+from .estimate.estimate import StageCost, estimate, refusal, sharded
+from .estimate.gpus import Device, card, present
 from .estimate.measure import measure_stages
 from .estimate.memory import Rehearsal
 from .hub.push import check_access, push_saved
@@ -51,7 +51,7 @@ from .train.device import device_name, on_cpu
 from .train.progress import pace
 from .train.random_model import named_base, write_random
 from .train.runs import Position, Run, processes, read_position
-from .train.runtime import Say, check_runtime, make_accelerator, stage_steps, to_source
+from .train.runtime import Say, check_divided, check_runtime, make_accelerator, stage_steps, to_source
 from .train.save import meta_model, save_final
 from .train.session import Finetuner, check_model
 from .train.teacher import Named, check_teacher, find_teacher, meta_teacher, teacher_line
@@ -300,14 +300,15 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
 
 
 def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
-    """How `auto` compares layers and heads: on the text of the first stage."""
+    """How `auto` compares layers and heads: on the text of the first stage, in its rows. Not with its seed, so that
+    `convert` chooses the same on the same text in rows of the same length."""
     data = recipe.data_for(recipe.stages[0])
     if holds_images(data.train):  # the plan says that it has no text to compare
         return Scoring(convert.score_by)
     first, _ = parts_of(data.train)[0]
     text = to_source(first, data.pack.text_key, recipe.folder)
     device = "cpu" if on_cpu(recipe) else "cuda"
-    return Scoring(convert.score_by, text, data.pack.seq_len, device, recipe.seed, say)
+    return Scoring(convert.score_by, text, data.pack.seq_len, device, say=say)
 
 
 def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> None:
@@ -373,6 +374,8 @@ def dry_run(
     check_packages(recipe)
     with from_configs(recipe) as (planned, folder):
         recipe = chosen(recipe, planned, folder, device, precision, say)
+        if sharded():
+            check_divided(recipe, zero=sharded("DEEPSPEED"))
         rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda")
         check_model(rehearsal.model, recipe)
         named = rehearsal.named

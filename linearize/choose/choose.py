@@ -173,6 +173,7 @@ def choose(
         tokens=sum(int(batch["asked"].sum()) for batch in text),
         recalls=sum(len(batch["input_ids"]) for batch in recall),
         lacking=lacking,
+        seq_len=seq_len,
         kl=kl,
         window=window_cost(mixture, chosen.kept, local[0].options, scoring, tokenizer) if local else {},
     )

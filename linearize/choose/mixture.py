@@ -37,7 +37,7 @@ Gate = float | Tensor  # a tensor is one number, or one for each key head
 Units = Sequence[int] | Sequence[Group]  # layers, or heads by layer and key head
 
 
-class Transfer(Listener):
+class BriefTransfer(Listener):
     """Trains each mixer towards the softmax of its layer, on the teacher's hidden states; `real` [B,T]: no padding."""
 
     def __init__(self, student: Student, real: Tensor) -> None:
@@ -54,8 +54,8 @@ class Transfer(Listener):
 class Mixture:
     """`model` is a source on its device; layers are named by their numbers in `plan`, all of whose steps get a mixer.
 
-    The source's weights stay frozen. Mixers are float32; on a GPU passes run under autocast in bfloat16. In the layers
-    of `local` softmax has the window that these steps say; those that no step of `plan` is for have nothing else.
+    The source's weights stay frozen. Mixers are float32; on a GPU passes run under autocast in bfloat16. Layers
+    in `local` use softmax with the window of that step; one that is not in `plan` has no other mixer.
     """
 
     def __init__(self, model: Any, plan: Plan, local: Sequence[Step] = ()) -> None:
@@ -147,7 +147,7 @@ class Mixture:
         optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         for step, batch in enumerate(batches):
             optimizer.param_groups[0]["lr"] = lr * (1 - 0.9 * step / len(batches))
-            self._listen(Transfer(self.student, batch["valid"]), batch)
+            self._listen(BriefTransfer(self.student, batch["valid"]), batch)
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()

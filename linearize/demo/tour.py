@@ -44,13 +44,13 @@ folders, prompt, count = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
 class Stream:
     def __init__(self, who, tokenizer):
-        self.who, self.tokenizer, self.ids, self.said = who, tokenizer, [], ""
+        self.who, self.tokenizer, self.ids, self.written = who, tokenizer, [], ""
 
     def put(self, ids):
         self.ids += ids.flatten().tolist()
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        print(json.dumps({"who": self.who, "text": text[len(self.said):]}), flush=True)
-        self.said = text
+        print(json.dumps({"who": self.who, "text": text[len(self.written):]}), flush=True)
+        self.written = text
 
     def end(self):
         pass

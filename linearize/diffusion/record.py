@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from .. import __version__
 from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import base_hashes
-from ..checkpoint.shards import in_parallel, sha256
+from ..checkpoint.shards import combined_sha256, file_hashes
 from ..errors import LinearizeError, undamaged
 from ..plan.plan import some
 from ..train.runs import START_OVER, changed_versions, changes, refuse_foreign
@@ -72,9 +71,7 @@ def data_hashes(recipe: DiffusionRecipe) -> dict[str, str]:
     found = {}
     for split, source in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         for key, (folder, files) in (files_of(source, recipe.folder) if source is not None else {}).items():
-            names = [path.relative_to(folder).as_posix() for path in files]
-            facts = [*zip(names, in_parallel(sha256, files, "hashing"), strict=True)]
-            found[f"data.{split}.{key}"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+            found[f"data.{split}.{key}"] = combined_sha256(file_hashes(folder, files))
     return found
 
 

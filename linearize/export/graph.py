@@ -24,6 +24,7 @@ from linearize_kernels.layers.softmax_heads import scores_told
 
 from ..errors import Exit, LinearizeError
 from ..probe.meta_run import quiet
+from ..verify.child.inputs import cache_of
 from .ring import ring_attention
 
 OPSET = 27
@@ -60,7 +61,7 @@ class OneGraph(nn.Module):
         self.mask = torch.empty(0)
         self.past: dict[str, Tensor] = {}
         self.present: dict[str, Tensor] = {}
-        cache = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+        cache = cache_of(model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True))
         linear = {layer["site"]["layer"]: layer for layer in model.config.linearize["layers"]}
         for number, slot in enumerate(cache.layers):
             if number in linear:

@@ -27,7 +27,7 @@ from ..train.chunked_head import logits_of, stretches
 from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
-from ..verify.child.inputs import most_tokens
+from ..verify.child.inputs import cache_of, most_tokens
 from .evaluate import sample_count
 from .freely import beginnings, freely, steps_of
 from .generate import Loaded, device_memory
@@ -101,29 +101,34 @@ def compare(
     with tempfile.TemporaryDirectory() as cache:
         blocks = read_blocks(recipe, student.tokenizer, Path(cache))
         result = measure(
-            student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request, earlier
+            student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request, not earlier
         )
     source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
     result |= {"text": str(source), "seq_len": recipe.data.pack.seq_len}
     result |= {"positions": far(student, teacher, source, recipe, request)}
-    generated = by_themselves(student, teacher, source, request, earlier) if request.generate else None
+    generated = by_themselves(student, teacher, source, request, not earlier) if request.generate else None
+    if earlier:
+        alone = [pair for task in TASKS for pair in zip(result[task], earlier[task], strict=True)]
+        for ours, before in [*alone, (generated, earlier["generated"])] if generated else alone:
+            ours["teacher"] = before["teacher"]
     return {**result, "generated": generated}
 
 
 def by_themselves(
-    student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest, earlier: Mapping[str, Any] | None = None
+    student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest, both: bool = True
 ) -> dict[str, Any]:
-    """What both write after the beginnings of documents, and in lists of pairs at the first of the lengths."""
+    """What the student, and with `both` the teacher, writes after the beginnings of documents, and in lists of pairs at
+    the first of the lengths."""
     tokenizer, length = student.tokenizer, request.lengths[0]
     prompts = beginnings(source, tokenizer, request.generate)
     rows = rows_of("recall", Writer(tokenizer, request.seed), length, request.generate, [])
     found: dict[str, Any] = {"texts": len(prompts), "rows": len(rows), "length": length}
-    writers = {"student": student} if earlier else {"student": student, "teacher": teacher}
+    writers = {"student": student, "teacher": teacher} if both else {"student": student}
     with progress("texts of their own", len(writers) * steps_of(prompts, rows)) as advance:
         for who, loaded in writers.items():
             with evaluating(loaded.model):
                 found[who] = freely(loaded.model, tokenizer, prompts, rows, advance)
-    return {**found, "teacher": earlier["generated"]["teacher"]} if earlier else found
+    return found
 
 
 def far(student: Loaded, teacher: Loaded, source: TextSource, recipe: Recipe, request: EvalRequest) -> dict[str, Any]:
@@ -188,11 +193,11 @@ def measure(
     blocks: Blocks,
     max_tokens: int,
     request: EvalRequest,
-    earlier: Mapping[str, Any] | None = None,
+    both: bool = True,
 ) -> dict[str, Any]:
-    """`compare` for models at hand, which are on one device."""
+    """`compare` for models at hand, which are on one device; what the teacher does alone with `both`."""
     number = sample_count(blocks, max_tokens)
-    models = {"student": student} if earlier else {"student": student, "teacher": teacher}
+    models = {"student": student, "teacher": teacher} if both else {"student": student}
     asked = len(TASKS) * request.trials * sum(request.lengths)
     total = 2 * number * blocks.seq_len + len(models) * asked
     with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
@@ -200,12 +205,10 @@ def measure(
         result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
         for task in TASKS:
             result[task] = []
-            for place, length in enumerate(request.lengths):
+            for length in request.lengths:
                 rows = made[task, length]
                 size = max(1, request.batch_tokens // length)
                 scores = {who: score(model, rows, size, advance) for who, model in models.items()}
-                if earlier:
-                    scores["teacher"] = earlier[task][place]["teacher"]
                 result[task].append({"length": length, "entries": rows[0].entries, **scores})
         result["state"] = [
             {"length": length, "student": state_bytes(student, length), "teacher": state_bytes(teacher, length)}
@@ -255,5 +258,5 @@ def predictions(
 def state_bytes(model: Any, tokens: int) -> int:
     """Bytes that a cache holds for one sequence of so many tokens, in layers of every kind."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
-    layers = model(input_ids=ids, use_cache=True).past_key_values.layers
+    layers = cache_of(model(input_ids=ids, use_cache=True)).layers
     return sum(held_bytes(vars(layer)) for layer in layers)

@@ -24,13 +24,15 @@ from ..train.student import Student
 def batches(samples: Samples, size: int, max_tokens: int, accelerator: Accelerator) -> Iterator[Batch]:
     """This process's share of the first samples, in order, `size` at a time, up to max_tokens tokens over all.
 
-    Every process gets as many batches, for shards are gathered together: what is missing is a sample without tokens.
+    Every process gets as many batches of as many samples, for shards are gathered together: what is missing is a sample
+    without tokens.
     """
     count = sample_count(samples, max_tokens)
     for start in range(0, count, size * accelerator.num_processes):
         own = start + size * accelerator.process_index
-        items = [samples[i] for i in range(own, min(own + size, count))] or [blank(samples[0])]
-        yield collate(items, accelerator.device)
+        items = [samples[i] for i in range(own, min(own + size, count))]
+        missing = min(size, count - start) - len(items)
+        yield collate([*items, *[blank(samples[0])] * missing], accelerator.device)
 
 
 def sample_count(samples: Samples, max_tokens: int) -> int:

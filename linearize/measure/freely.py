@@ -15,8 +15,8 @@ import torch
 
 from ..data.documents import TextSource, pieces
 from ..terminal.progress import Advance, silent
+from .continuation import continued
 from .recall import Row
-from .write import continued
 
 # Tokens of a document's beginning that a model goes on from, and tokens that it writes.
 PROMPT, WRITTEN = 64, 64

@@ -14,7 +14,7 @@ from ..data.documents import TextSource, pieces
 from ..recipe.recipe import Recipe
 from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl, shared
-from ..verify.child.inputs import most_tokens
+from ..verify.child.inputs import cache_of, most_tokens, with_cache
 
 # Read so many times the trained length; where the ratio to the teacher grows by more than GROWTH, say so.
 REACH, GROWTH = 8, 1.1
@@ -78,8 +78,8 @@ def reader(model: Any, inside: Callable[[], contextlib.AbstractContextManager[An
 
     def read(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
         with inside():
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        return out.logits, out.past_key_values
+            out = model(input_ids=ids, use_cache=True, **with_cache(model, cache))
+        return out.logits, cache_of(out)
 
     return read
 

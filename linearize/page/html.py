@@ -31,7 +31,7 @@ section { border-top: 1px solid var(--grid); margin-top: 28px; padding-top: 22px
 p { margin: 6px 0; max-width: 72ch; }
 .soft, footer, figcaption { color: var(--soft); }
 nav { margin-top: 14px; font-size: 14px; }
-nav a { color: var(--blue); margin-right: 14px; text-decoration: none; }
+nav a { color: var(--blue); margin-right: 14px; text-decoration: none; display: inline-block; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px; margin-top: 20px; }
 .caption { font-size: 13px; margin: 20px 0 -12px; }
 .tile { border: 1px solid var(--grid); border-radius: 8px; padding: 10px 14px; }
@@ -45,6 +45,7 @@ table { border-collapse: collapse; font-size: 14px; margin: 12px 0 0; font-varia
 th { text-align: left; font-weight: 600; color: var(--soft); }
 th, td { padding: 4px 18px 4px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 .number { text-align: right; }
+.whole { white-space: nowrap; }
 pre { background: color-mix(in srgb, var(--grid) 45%%, var(--paper)); border-radius: 8px; padding: 12px 14px;
   overflow-x: auto; font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; margin: 8px 0 0; }
@@ -54,6 +55,8 @@ code { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; over
 footer { font-size: 13px; padding-top: 28px; padding-bottom: 40px; }
 """
 
+
+WORD = 12  # letters of a word that a column is always wide enough for
 
 # Figures on top of a page, (value, what it is), in groups by where they are from.
 Tiles = Mapping[str, Sequence[tuple[str, str]]]
@@ -105,14 +108,16 @@ def missing(words: str, command: str) -> str:
 
 
 def table(columns: dict[str, str], rows: Iterable[Sequence[object]]) -> str:
-    """`columns`: heading -> `text` or `number`."""
+    """`columns`: heading -> `text` or `number`. A short word such as 4-7 stays on one line."""
     kinds = list(columns.values())
+
+    def cell(value: object, kind: str) -> str:
+        whole = " whole" * (len(str(value)) <= WORD and " " not in str(value))
+        return f'<td class="{kind}{whole}">{text(value)}</td>'
+
     head = "".join(f'<th class="{kind}">{text(name)}</th>' for name, kind in columns.items())
     body = "".join(
-        "<tr>"
-        + "".join(f'<td class="{kind}">{text(cell)}</td>' for cell, kind in zip(row, kinds, strict=True))
-        + "</tr>"
-        for row in rows
+        "<tr>" + "".join(cell(value, kind) for value, kind in zip(row, kinds, strict=True)) + "</tr>" for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 

@@ -170,7 +170,7 @@ def samples(lanes: Sequence[Lane]) -> str:
     texts = [("prompt", first["prompt"]), ("the text itself", first["text"]), ("teacher", first["teacher"])]
     texts += [(name, one[0]["student"]) for name, one in told.items() if one and one[0]["prompt"] == first["prompt"]]
     boxes = (
-        f"<div><h3>{html.text(who)}</h3><pre>{html.text(said[:LONGEST_SAMPLE])}</pre></div>" for who, said in texts
+        f"<div><h3>{html.text(who)}</h3><pre>{html.text(sample[:LONGEST_SAMPLE])}</pre></div>" for who, sample in texts
     )
     words = "A held-out text, continued with the likeliest token each time. A loop is what small models do there."
     return html.paragraph(words) + f'<div class="samples">{"".join(boxes)}</div>'

@@ -128,16 +128,16 @@ def _tiles(run: RunRecord) -> html.Tiles:
     found = run.evaluation
     if found is None:
         return {caption: own}
-    said = "linearize eval"
+    heading = "linearize eval"
     if found.get("text"):
-        said += f", {found['tokens']:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
+        heading += f", {found['tokens']:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
     theirs = [
         (f"{found['student_ppl'] / found['teacher_ppl']:.3f}x", "perplexity over the teacher's"),
         (f"{found['student_ppl']:.4g}", f"perplexity (teacher {found['teacher_ppl']:.4g})"),
         (f"{found['kl']:.3g}", "KL from the teacher, nats a token"),
         (percent(found["top1_agreement"]), "same likeliest token"),
     ]
-    return {caption: own, said: theirs}
+    return {caption: own, heading: theirs}
 
 
 # ---------------------------------------------------------------- what was converted

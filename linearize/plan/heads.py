@@ -87,7 +87,7 @@ def obstacle(site: Site, found: Found) -> str:
     from linearize_kernels.layers.softmax_heads import FOLLOWED
 
     if not site.causal:
-        return "see both sides, and heads keep softmax in causal attention alone"
+        return "are bidirectional, and heads keep softmax in causal attention alone"
     others = [name for name in site.extras if name not in FOLLOWED or not site.routed]
     if others:
         return f"cannot keep softmax: the source's is given {', '.join(others)}, which heads do not follow"

@@ -178,11 +178,11 @@ def summary(name: str) -> dict[str, Any]:
     Raises LinearizeError (exit 2) for an unknown name.
     """
     check_name(name)
-    message = _plain_values("mixer", "nn.Module") | _plain_values(name, "Mixer")
+    values = _plain_values("mixer", "nn.Module") | _plain_values(name, "Mixer")
     code = "".join(flat_files([name]).values())
     return {
         "name": name,
-        **{key: message[key] for key in ("title", "paper", "causal", "bidirectional")},
+        **{key: values[key] for key in ("title", "paper", "causal", "bidirectional")},
         "backends": ["torch", *(["triton"] if re.search(r"^ +import triton", code, re.MULTILINE) else [])],
     }
 

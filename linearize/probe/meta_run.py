@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 
 from linearize_kernels.hf.capture import OtherForm
 
-from ..verify.child.inputs import make_inputs, takes, writes_text
+from ..verify.child.inputs import make_inputs, takes, with_cache, writes_text
 from .own_softmax import softmax_calls
 from .token_grid import Follow, looks_back
 
@@ -158,7 +158,7 @@ def slots_read(run: Run) -> dict[str, int]:
     try:
         with quiet(), torch.no_grad(), AsIfZero():
             cache = TellingCache(config=model.config.get_text_config(decoder=True))
-            model(**meta_inputs(model), past_key_values=cache, use_cache=True)
+            model(**meta_inputs(model), use_cache=True, **with_cache(model, cache))
     except Exception:  # whatever the architecture raises
         return {}
     return {path: length - TOKENS - 1 for path, length in lengths.items() if length > TOKENS}
@@ -221,8 +221,8 @@ def _record(
     """The recording attention function: notes the call and returns zeros of the right shape."""
     B, H, T, D = query.shape
     run, shape, given = module._linearize_run, module._linearize_shape, _bound(module)
-    where, message = run.follow.place(shape or (B, T), module, given), kwargs.get("is_causal")
-    message = getattr(module, "is_causal", None) if message is None else message
+    where, stated = run.follow.place(shape or (B, T), module, given), kwargs.get("is_causal")
+    stated = getattr(module, "is_causal", None) if stated is None else stated
     decodes = run.follow.decodes(T)  # some decoders say no, and trust their mask
     run.records.append(
         {
@@ -234,8 +234,8 @@ def _record(
             "key_dim": D,
             "value_dim": value.shape[-1],
             "scale": D**-0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"]),
-            "causal": decodes or looks_back(message, run.model, where),
-            "denies": decodes and message is False,
+            "causal": decodes or looks_back(stated, run.model, where),
+            "denies": decodes and stated is False,
             "extras": _extras(module, attention_mask, kwargs),
             "keys": key.shape[2],
             "queries": T,

@@ -119,8 +119,9 @@ class Watch(Capture):
         unnamed = "own_mask" if other.dtype == torch.bool else "score_bias"
         found.extras.add(next((argument for argument, its in arguments.items() if its == memory), unnamed))
 
-    def said(self, module: Any, queries: int) -> bool | None:
-        """Whether a module looks back: among a decoder's own tokens it does, else by what it says."""
+    def causal_by_module(self, module: Any, queries: int) -> bool | None:
+        """Whether a module looks back, None where nothing tells: it does among a decoder's own tokens, and else has
+        `is_causal`."""
         return self.follow.decodes(queries) or getattr(module, "is_causal", None)
 
     def record(self, found: Any, v: Tensor, softmax: Any) -> Tensor:
@@ -139,7 +140,7 @@ class Watch(Capture):
                 "key_dim": q.shape[-1],
                 "value_dim": v.shape[-1],
                 "scale": found.scale,
-                "causal": looks_back(self.said(module, q.shape[2]), self.model, where),
+                "causal": looks_back(self.causal_by_module(module, q.shape[2]), self.model, where),
                 "denies": False,
                 "extras": tuple(sorted(found.extras - {"attention_mask"} | BIASES & _given(arguments))),
                 "keys": k.shape[2],

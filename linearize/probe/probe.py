@@ -219,7 +219,7 @@ def _site(
 
 
 def _shared(records: list[dict[str, Any]]) -> Counter[str]:
-    """Calls of modules that serve several layers, all in the same way and to both sides: one mixer, which has no state
+    """Calls of modules that serve several layers, all in the same way and bidirectional: one mixer, which has no state
     there, serves them too."""
     seen = ("causal", "keys", "queries", "grid", "prefix", "suffix", "extras")
     ways: dict[str, set[Any]] = {}

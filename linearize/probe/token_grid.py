@@ -122,14 +122,14 @@ def is_decoder(model: Any) -> bool:
     return bool(getattr(model.config, "is_decoder", False) if asked is None else asked.default)
 
 
-def looks_back(message: bool | None, model: Any, where: dict[str, Any]) -> bool:
-    """Whether attention sees no later token: what was `said` of it, else so on the line of a model that writes text,
+def looks_back(stated: bool | None, model: Any, where: dict[str, Any]) -> bool:
+    """Whether attention sees no later token: as `stated`, else so on the line of a model that writes text,
     and only there, but not among what a decoder reads; `where` is from `place`.
     """
-    if message is None:
+    if stated is None:
         writes = model.can_generate() or type(model.config) in AutoModelForCausalLM._model_mapping
         return writes and where["grid"] == "line" and not model.config.is_encoder_decoder
-    return message
+    return stated
 
 
 def images_of(inputs: dict[str, Tensor]) -> Tensor | None:

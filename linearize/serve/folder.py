@@ -32,9 +32,9 @@ def layers_of(config: Any) -> Layers:
     """
     sites = [layer["site"] for layer in config.linearize["layers"]]
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-    both = [site["path"] for site in sites if not site["causal"]]
-    if both or getattr(config, "is_encoder_decoder", False):
-        where = f" ({both[0]} sees both sides)" if both else ""
+    bidirectional = [site["path"] for site in sites if not site["causal"]]
+    if bidirectional or getattr(config, "is_encoder_decoder", False):
+        where = f" ({bidirectional[0]} is bidirectional)" if bidirectional else ""
         raise ValueError(f"{name} is no causal language model{where}. {_ELSEWHERE}")
     if config.get_text_config() is not config:
         raise ValueError(f"{name} reads more than text, and linearize's plugin serves text models alone. {_ELSEWHERE}")

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..verify.child.inputs import cache_of, with_cache
+
 
 @torch.no_grad()
 def continued(model: Any, ids: Tensor, count: int, temperature: float = 0.0) -> Tensor:
@@ -17,8 +19,8 @@ def continued(model: Any, ids: Tensor, count: int, temperature: float = 0.0) -> 
     found: list[Tensor] = []
     cache, given = None, ids
     while len(found) < count:
-        out = model(input_ids=given, past_key_values=cache, use_cache=True)
-        cache, logits = out.past_key_values, out.logits[:, -1].float()
+        out = model(input_ids=given, use_cache=True, **with_cache(model, cache))
+        cache, logits = cache_of(out), out.logits[:, -1].float()
         if temperature > 0:
             given = torch.multinomial((logits / temperature).softmax(-1), 1)
         else:
