@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers import AutoConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import HF_MODULES_CACHE
 
 from linearize_kernels.hf.seam import TRAINED
@@ -30,6 +32,10 @@ from .flatten import imported
 from .known_code import known_files, sha256_of
 from .manifest import plan_of, read_plan, recipes_of, saved_again
 from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_header, read_json
+from .templates import number
+
+# The first version whose code knows the cache by the name that transformers gives it from 5.24 on.
+KNOWS_CACHE = "0.2.0"
 
 
 class Origin(NamedTuple):
@@ -295,6 +301,21 @@ def behind(folder: Path, plan: Plan) -> str | None:
     """The earlier version that wrote all the code in a folder; None for code of this version or of nobody known."""
     origin = origin_of(folder, plan)
     return None if origin.changed or origin.version == __version__ else origin.version
+
+
+def outdated(folder: Path, plan: Plan) -> str:
+    """Why the code in a folder, of an earlier version, cannot decode with the transformers that is installed, and what
+    to do; empty where it can."""
+    causal = any(step.site.causal for step in plan.linear)
+    if not causal or "cache" not in CausalLMOutputWithPast.__dataclass_fields__:
+        return ""
+    version = behind(folder, plan)
+    if version is None or number(version) >= number(KNOWS_CACHE):
+        return ""
+    return (
+        f"the code of linearize {version} in {folder} cannot decode with transformers {transformers.__version__}, which "
+        f"renamed the cache in 5.24. Run linearize upgrade {folder}, or install 'transformers<5.24'"
+    )
 
 
 def missing_files(texts: dict[str, str]) -> set[str]:

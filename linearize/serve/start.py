@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from transformers.utils.import_utils import is_serve_available
 
 from ..checkpoint.manifest import is_linearized
-from ..checkpoint.provenance import check_code, open_config
+from ..checkpoint.provenance import check_code, open_config, outdated
 from ..checkpoint.source import open_source, read_header
 from ..errors import Exit, LinearizeError, did_you_mean
 from .folder import layers_of
@@ -42,7 +42,7 @@ def server_command(
     if not is_linearized(source.folder):
         message = f"{model} is not linearized. Serve it without linearize: vllm serve, or transformers serve"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    check_code(source.folder, trust_remote_code)
+    plan = check_code(source.folder, trust_remote_code)
     for shard in source.shards:
         read_header(shard)  # one that is cut short is named here, and not in the midst of a server's start
     config = open_config(source.folder)
@@ -51,6 +51,8 @@ def server_command(
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     listening = ["--host", host, "--port", str(port), *options]
     if chosen == "transformers":
+        if reason := outdated(source.folder, plan):
+            raise LinearizeError(reason, Exit.INCOMPATIBLE)
         return [sys.executable, "-m", "linearize.serve.with_transformers", folder, *listening]
     try:
         layers_of(config)

@@ -24,7 +24,7 @@ from ..checkpoint.atomic import output_folder
 from ..checkpoint.carried import code_of
 from ..checkpoint.code import SourceClasses, code_files
 from ..checkpoint.manifest import read_plan
-from ..checkpoint.provenance import behind, check_code, check_code_cache, open_config
+from ..checkpoint.provenance import behind, check_code, check_code_cache, open_config, outdated
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
@@ -43,15 +43,26 @@ from .student import ADAPTER, Student
 
 
 def load_converted(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
-    """The linearized model in `folder`. Its code runs when it is byte for byte what this version writes.
+    """The linearized model in `folder`. Its code runs when it is byte for byte what a version of linearize wrote; where
+    that cannot decode here, this version's code runs on the same weights.
 
     Raises LinearizeError (exit 3) for a folder that linearize did not write, other code without trust, and damaged
     or missing weights.
     """
-    check_code(folder, trust_remote_code)
+    plan = check_code(folder, trust_remote_code)
     for shard in sorted(folder.glob("*.safetensors")):
         read_header(shard)
-    return load_whole(folder, dtype, True)
+    planned = plan_upgrade(folder, trust_remote_code=trust_remote_code) if outdated(folder, plan) else None
+    if planned is None:
+        return load_whole(folder, dtype, True)
+    with scratch_folder() as scratch:
+        for path in folder.iterdir():
+            if path.is_file() and path.name not in planned.code and path.name != "config.json":
+                (scratch / path.name).symlink_to(path.resolve())
+        write_code(scratch, planned)
+        model = load_whole(scratch, dtype, True)
+    model.config._name_or_path = str(folder)
+    return model
 
 
 def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:

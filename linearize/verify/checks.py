@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.manifest import plan_of, read_plan
-from ..checkpoint.provenance import check_mechanisms, differences, origin_of, refuse_code
+from ..checkpoint.provenance import check_mechanisms, differences, origin_of, outdated, refuse_code
 from ..checkpoint.shards import in_parallel, read_tensor, sha256, tensor_sha256
 from ..checkpoint.source import DTYPES, check_folder, check_revision, open_source, read_header, read_json
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
@@ -69,7 +69,8 @@ def verify_folder(
         attempt("untouched weights", lambda: check_hashes(folder)),
         attempt("new weights", lambda: check_new(folder, strict)),
     ]
-    checks += check_behaviours(folder, strict)
+    reason = outdated(folder, plan)
+    checks += [Check("decoding", "failed", reason)] if reason else check_behaviours(folder, strict)
     return [strictly(check) for check in checks] if strict else checks
 
 
