@@ -313,8 +313,8 @@ def outdated(folder: Path, plan: Plan) -> str:
     if version is None or number(version) >= number(KNOWS_CACHE):
         return ""
     return (
-        f"the code of linearize {version} in {folder} cannot decode with transformers {transformers.__version__}, which "
-        f"renamed the cache in 5.24. Run linearize upgrade {folder}, or install 'transformers<5.24'"
+        f"the code of linearize {version} in {folder} cannot decode with transformers {transformers.__version__}, "
+        f"which renamed the cache in 5.24. Run linearize upgrade {folder}, or install 'transformers<5.24'"
     )
 
 
