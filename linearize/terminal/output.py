@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import sys
 import threading
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +29,27 @@ def printable(text: str) -> str:
     Whatever goes to a person passes here: names in folders, configs and tokenizers are of people who are not trusted.
     """
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class PrintableRecord(logging.LogRecord):
+    """What any package logs, `printable`."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+_formatwarning = warnings.formatwarning
+
+
+def printable_warning(*given: Any, **named: Any) -> str:
+    """A warning of any package as text, `printable`."""
+    return printable(_formatwarning(*given, **named))
+
+
+def make_others_printable() -> None:
+    """From now on log records and warnings of other packages, which quote configs and paths, are `printable`."""
+    logging.setLogRecordFactory(PrintableRecord)
+    warnings.formatwarning = printable_warning
 
 
 class Drawn:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -92,3 +95,30 @@ def test_names_in_a_folder_and_a_config_are_shown(tmp_path: Path, linearize: Com
         code, _, failed = linearize(*command)
         assert code == 3
         assert not {"\x1b", "\x07"} & {*err, *failed}
+
+
+def test_what_other_packages_say_of_a_config_is_shown(tmp_path: Path, linearize: Command) -> None:
+    """transformers logs the names that it does not know."""
+    source = save_source(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": RED, "rope_theta": 10000.0}
+    (source / "config.json").write_text(json.dumps(config))
+    handler = logging.StreamHandler(heard := io.StringIO())
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        for command in (["inspect", source], ["convert", source, "--to", "gsa"], ["generate", source, "a"]):
+            code, _, err = linearize(*command)
+            assert code == 3
+            assert "\x1b" not in err
+        logger.error("named %s", RED)
+    finally:
+        logger.removeHandler(handler)
+    assert "\\x1b[31mred" in heard.getvalue()
+    assert "\x1b" not in heard.getvalue()
+
+
+def test_a_warning_is_shown(linearize: Command) -> None:
+    linearize("--version")
+    assert "\x1b" not in warnings.formatwarning(RED, UserWarning, "model.py", 1, "")
+    assert "\\x1b[31mred" in warnings.formatwarning(RED, UserWarning, "model.py", 1, "")
