@@ -342,6 +342,9 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
             say(UNREAD.format(", ".join(left)))
         begin(recipe, run, None, None, named, say)
         say_rounding(plan, say)
+        for choice in (plan.choice, plan.heads_choice):
+            if choice is not None and choice.scores:
+                say(choice.scored())
         level: Level = "keys" if recipe.finish.verify else "none"
         convert(plan, source, natives, run.converted, level=level, trust_remote_code=trust, seed=recipe.seed, say=say)
     run.note_base(run.converted)

@@ -64,6 +64,14 @@ def test_heads_that_are_kept_are_the_sources_and_the_state_is_theirs(model: Any,
     assert sum(step.state_bytes for step in plan.steps) == at[0]["converted"]
 
 
+def test_verify_counts_the_state_beside_the_keys_of_those_heads(linearize: Command, folder: Path) -> None:
+    code, out, err = linearize("verify", folder, "--strict", "--json")
+    assert code == 0, err
+    checks = {check["name"]: check["status"] for check in json.loads(out)["checks"]}
+    assert {"prefill and steps", "left padding", "packed documents", "constant state"} <= checks.keys()
+    assert {*checks.values()} == {"passed"}
+
+
 def test_all_heads_but_one_nearly_are_the_source(tmp_path: Path, source: Path) -> None:
     """The output of a head that is kept is softmax's: with output projections of the others zero, so is the model."""
     heads = "0:1;1:1;2:1;3:1"

@@ -14,6 +14,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 # (arXiv 2309.17453 finds that four suffice).
 LOCAL, SINK = "window", 4
 MOST_WINDOW = 65536
+SCORES_SHOWN = 40  # in one message
 LONGEST = 16_384  # tokens of a text on which the cost of such a window is measured
 UNSCORED = "none"  # the method of a plan that was made without weights
 NAMED = "named"  # of one whose layers the user named, where only what their window costs was measured
@@ -51,6 +52,15 @@ class Choice:
     window: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     lacking: str = ""
     seq_len: int = 0
+
+    def scored(self) -> str:
+        """The scores from the highest on, and what was kept, in one message."""
+        kept = {*map(str, self.kept)}
+        order = sorted(self.scores, key=lambda name: (-self.scores[name], name not in kept))
+        shown = [f"{name}: {self.scores[name]:.3f}{' (kept)' * (name in kept)}" for name in order[:SCORES_SHOWN]]
+        more = len(order) - len(shown)
+        rest = f", and {more} more in linearize.json" if more else ""
+        return f"{self.asked}, scored by {self.method}, {MEANING[self.method]}: {', '.join(shown)}{rest}"
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Choice:

@@ -27,6 +27,7 @@ from linearize.data.batches import run
 from linearize.data.packing import TextSource
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run, finetune, plan_base
+from linearize.plan import keep
 from linearize.plan.heads import leaves_one, named, unscored_heads
 from linearize.plan.keep import METHODS, Choice
 from linearize.plan.plan import Plan
@@ -339,7 +340,11 @@ def test_the_choice_is_the_same_each_time(place: Path, capsys: pytest.CaptureFix
     assert (first.choice.recalls, first.choice.kl["linear"].keys()) == (0, {"text"})
     assert first.choice.lacking == "a text that asks for a repetition does not fit into 64 tokens"
     choice_table(first.choice, "--keep-softmax")
-    shown = " ".join(capsys.readouterr().err.split())
+    printed = capsys.readouterr().err
+    for name, score in first.choice.scores.items():
+        kept = " softmax (kept)" * (name in map(str, first.choice.kept))
+        assert f"{name} {score:.3f}{kept}" in [" ".join(line.split()) for line in printed.splitlines()]
+    shown = " ".join(printed.split())
     assert "tokens in rows of 64 of " in shown
     assert "train.jsonl alone (a text that asks for a repetition does not fit into 64 tokens)" in shown
 
@@ -373,6 +378,7 @@ def test_a_recipe_chooses_on_its_own_text_and_once(place: Path) -> None:
     plan = read_plan(place / "run" / "final")
     assert [site.layer for site in plan.kept] == [MATTERS]
     assert plan.choice is not None
+    assert plan.choice.scored() in messages
     assert plan.choice.text.endswith("train.jsonl")
     told = sum("choosing 1 of layers 0-3" in text for text in messages)
     finetune(recipe.model_copy(update={"eval": recipe.eval}), resume="auto", say=messages.append)
@@ -519,11 +525,21 @@ def test_a_recipe_chooses_layers_then_heads_and_trains_the_rest(heads_place: Pat
     assert plan.choice is not None
     assert plan.heads_choice is not None
     assert len(plan.heads_choice.scores) == 6
+    assert {plan.choice.scored(), plan.heads_choice.scored()} <= {*messages}
     assert "keep softmax" in (heads_place / "run" / "final" / "README.md").read_text()
     ids = torch.arange(24)[None] % 90
     model = load(heads_place / "run" / "final")
     assert sum(bool(mixer.softmax) for mixer in mixers_of(model).values()) == 1
     assert model(ids).logits.isfinite().all()
+
+
+def test_scores_are_told_from_the_highest_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = {"0": 0.25, "1": 0.0, "2": 0.5, "3": 0.25}
+    choice = Choice("auto:2", "swaps", (2, 3), scores)
+    start = "auto:2, scored by swaps, share of the loss that making it alone linear brings: "
+    assert choice.scored() == start + "2: 0.500 (kept), 3: 0.250 (kept), 0: 0.250, 1: 0.000"
+    monkeypatch.setattr(keep, "SCORES_SHOWN", 2)
+    assert choice.scored() == start + "2: 0.500 (kept), 3: 0.250 (kept), and 2 more in linearize.json"
 
 
 def test_one_head_of_each_layer_is_left_to_its_mechanism() -> None:
