@@ -5,6 +5,7 @@ Each case is a clean process running this file.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ import torch
 TESTS = Path(__file__).parent.parent
 # Of each GPU the launches that need most, by kernel: mechanism, options, heads and Way, as launches.py printed them.
 LARGEST = Path(__file__).parent / "largest.json"
-CASES = ("llama", "five heads", "every size", "hedgehog", "H200", "A100", "4090")
+CASES = ("llama", "five heads", "every size", "every launch", "hedgehog", "H200", "A100", "4090")
 
 
 @pytest.mark.slow
@@ -32,16 +34,42 @@ def test_launches_fit(case: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_hedgehog_leaves_what_does_not_fit_to_pytorch_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def rtx_4090(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The device of a GPU with little shared memory, of which nothing was warned yet."""
     from linearize_kernels.gpu import launch
-    from linearize_kernels.layers import hedgehog
 
     class Properties:
         major, minor, multi_processor_count, shared_memory_per_block_optin = 8, 9, 128, 101376
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(launch, "_warned", set())
-    device, half, single = torch.device("cuda"), torch.bfloat16, torch.float32
+    return torch.device("cuda", 7)  # configurations are remembered by device
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "reason"),
+    [
+        ("gsa.config", (torch.bfloat16, 128, 256, 256), "128 slots with head dim 256"),
+        ("saga.launch", (torch.float32, 128, 128, "elu"), "head dim 128"),
+    ],
+)
+def test_what_does_not_fit_is_left_to_pytorch_and_said_once(
+    rtx_4090: torch.device, module: str, inputs: tuple[Any, ...], reason: str
+) -> None:
+    obstacle = importlib.import_module(f"linearize_kernels.{module}").obstacle
+    with pytest.warns(UserWarning, match=f"{reason}.* bytes of shared memory: PyTorch takes over") as warned:
+        assert reason in obstacle(rtx_4090, *inputs)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reason in obstacle(rtx_4090, *inputs)
+
+
+def test_hedgehog_leaves_what_does_not_fit_to_pytorch_and_says_so_once(rtx_4090: torch.device) -> None:
+    from linearize_kernels.layers import hedgehog
+
+    device, half, single = rtx_4090, torch.bfloat16, torch.float32
     with pytest.warns(UserWarning, match="head dim 128 needs 163840 of 101376 bytes of shared memory: PyTorch"):
         assert hedgehog._obstacle(device, half, single, 128)
     with warnings.catch_warnings():
@@ -79,6 +107,14 @@ def main(case: str) -> None:
                     assert launches.launches(made) or not made
                 assert all("bytes of shared memory" in reason for reason in launches.REFUSED)
                 assert not launches.REFUSED or gpu.shared < h200.shared
+    elif case == "every launch":  # what it needs was computed, of the code that there is now
+        table = json.loads(launches.NEEDS.read_text())
+        assert table.keys() == GPUS.keys()
+        changed = launches.stale(table)
+        assert not changed, f"for each GPU of {changed}: python tests/kernels/launches.py write GPU"
+        for name, gpu in GPUS.items():
+            too_much = [kernel for rows in table[name].values() for kernel, row in rows.items() if row[1] > gpu.shared]
+            assert not too_much, (name, too_much)
     elif case in GPUS:  # the launches that need most of this GPU
         launches.set_driver(GPUS[case].capability)
         for kernel, name, options, heads, *way in json.loads(LARGEST.read_text())[case]:

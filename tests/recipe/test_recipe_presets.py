@@ -119,6 +119,27 @@ def test_a_preset_is_planned_and_trains(
     assert (place / preset.name / "final" / "config.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gsa", "gsa-window"])
+def test_one_step_of_a_model_in_half_precision_passes_its_checks(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Rounding what was trained in float32 moves single logits by more than any limit, and no prediction."""
+    monkeypatch.chdir(place)
+    half = place / "half"
+    if not half.exists():
+        model = small_model("llama", **BASES["llama"])
+        model.to(torch.bfloat16).save_pretrained(half)
+        byte_tokenizer().save_pretrained(half)
+    (preset,) = (one for one in PRESETS if one.name == name)
+    given = (*tiny(preset, place), f"model.base={half}", f"output_dir={place / 'half-runs' / name}")
+    code, out, err = linearize("finetune", name, *given, "--max-steps", "1", "--json")
+    assert code == 0, err
+    final = place / "half-runs" / name / "final"
+    assert torch.bfloat16 == load_converted(final, "auto", False).dtype
+    assert json.loads(out)["stages"][0]["name"] == "converted"
+
+
 @by_name
 def test_a_preset_is_what_the_schema_says(preset: Preset) -> None:
     data = Document(preset.path, ["model.base=some/model"]).data
