@@ -20,6 +20,7 @@ from torch import Tensor
 from ..checkpoint import carried
 from ..checkpoint import write as checkpoint
 from ..checkpoint.atomic import output_folder, write_atomically, write_result
+from ..checkpoint.card import UNTRAINED
 from ..checkpoint.manifest import base_hashes, listed_files
 from ..checkpoint.provenance import check_code_cache
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
@@ -439,9 +440,6 @@ def save(
             if failed:
                 message = f"verification failed: {failed[0].name}: {failed[0].detail}. The training is kept in {STATE}"
                 raise LinearizeError(message, Exit.CHECK_FAILED)
-
-
-UNTRAINED = "The new parameters are untrained: distil before use."
 
 
 def card(text: str, report: dict[str, Any]) -> str:

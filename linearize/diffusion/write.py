@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..checkpoint.card import PLACE, inherited, options_text
+from ..checkpoint.card import PLACE, UNTRAINED, inherited, options_text
 from ..checkpoint.carried import TEMPLATES, is_licence, is_read
 from ..checkpoint.shards import place_shard
 from ..checkpoint.source import Source
@@ -45,7 +45,7 @@ CARD = """---
 # {name} with {mechanisms} attention
 
 `{name}` with the self-attention of its {architecture} replaced by {mechanisms} in layers {layers}{kept}.
-Written by linearize {version}. The new parameters are untrained: distil before use.
+Written by linearize {version}. {untrained}
 
 ```python
 {loading}
@@ -157,6 +157,7 @@ def card(plan: Plan, source: Source) -> str:
             layers=ranges([step.site.layer for step in plan.steps]),
             kept=f"; layers {ranges(kept)} stay as they were" if kept else "",
             version=__version__,
+            untrained=UNTRAINED,
             loading=PIPELINE if source.config else MODEL,
             new_parameters=plan.new_parameters,
             options=options_text(plan),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from collections import Counter
@@ -14,6 +15,7 @@ import pytest
 from training import T, base, byte_tokenizer, make_recipe, metrics, recipe_values, stage, text, train, write_data
 
 from linearize.data.batches import source_hash
+from linearize.data.cache_key import identity
 from linearize.data.documents import TextSource, rows_of
 from linearize.data.packing import Blocks, MixedBlocks, build_blocks
 from linearize.errors import LinearizeError
@@ -86,6 +88,25 @@ def blocks(folder: Path, name: str, words: int) -> Blocks:
     (folder / name).write_text(text(words, len(name)))
     source = TextSource(files=(folder / name,))
     return build_blocks(source, byte_tokenizer(), T, folder / "cache", sft=False, max_tokens=None)
+
+
+def test_every_field_of_a_source_names_its_cache(tmp_path: Path) -> None:
+    """Or two texts would share the packed blocks of one."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    of_files, of_a_dataset = TextSource(files=(tmp_path / "a.txt",)), TextSource(path="some/dataset")
+    changes: list[tuple[TextSource, dict[str, Any]]] = [
+        (of_files, {"files": (tmp_path / "b.txt",)}),
+        (of_files, {"text_key": "body"}),
+        (of_a_dataset, {"path": "another/dataset"}),
+        *((of_a_dataset, {key: "other"}) for key in ("name", "split")),
+        (of_a_dataset, {"data_files": ("a.txt",)}),
+        (of_a_dataset, {"streaming": True}),
+        (TextSource(demo="heldout"), {"demo": "train"}),
+    ]
+    assert {key for _, change in changes for key in change} == {field.name for field in dataclasses.fields(TextSource)}
+    for source, change in changes:
+        assert identity(dataclasses.replace(source, **change)) != identity(source), change
 
 
 def test_shares_are_those_of_the_weights_everywhere(tmp_path: Path) -> None:
