@@ -5,8 +5,8 @@ trusted when its files have the names and hashes of one version; what the folder
 
     python -m linearize.checkpoint.known_code
 
-writes the lines of the present version anew from the kernels folder. Run it after each change of a kernel file or of a
-template. Lines of released versions never change: once a version in RELEASED wrote a folder, such folders exist.
+adds the lines of the present version that are missing, from the kernels folder. Run it after each change of a kernel
+file or of a template. Lines stay: whatever wrote a folder once, released or not, such folders exist.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import LinearizeError
 from .flatten import travelling_files
-from .templates import TEMPLATES, number
+from .templates import DEVELOPED, TEMPLATES, number
 
 PATH = Path(__file__).with_name("known_code.txt")
 COMMAND = "python -m linearize.checkpoint.known_code"
@@ -47,15 +47,17 @@ def present_rows() -> set[Row]:
     return rows
 
 
-def known_files() -> dict[str, dict[str, str]]:
-    """Version -> name -> sha256 of the kernel files that it writes, newest version first.
+def known_files() -> dict[str, dict[str, set[str]]]:
+    """Version -> name -> each sha256 that kernel files of this name had there, newest version first.
 
-    Of the present version it is the files themselves: while they are changed, the lines may be behind.
+    Of the present version it is the files themselves: while they are changed, the lines may be behind. What it wrote
+    before they were so has DEVELOPED behind its number.
     """
-    found: dict[str, dict[str, str]] = {__version__: {n: sha256_of(text) for n, text in travelling_files().items()}}
+    present = {name: {sha256_of(text)} for name, text in travelling_files().items()}
+    found = {__version__: present, __version__ + DEVELOPED: {name: {*values} for name, values in present.items()}}
     for version, name, value in read_rows():
-        if version != __version__:
-            found.setdefault(version, {})[name] = value
+        label = version + DEVELOPED if version == __version__ else version
+        found.setdefault(label, {}).setdefault(name, set()).add(value)
     return dict(sorted(found.items(), key=lambda item: number(item[0]), reverse=True))
 
 
@@ -65,16 +67,16 @@ def as_text(rows: Iterable[Row]) -> str:
 
 
 def update() -> int:
-    """Write the lines of the present version anew; returns how many there are.
+    """Add the lines of the present version; returns how many are new.
 
     Raises LinearizeError (exit 2) where the version is released and its files changed since.
     """
     rows, present = read_rows(), present_rows()
     if __version__ in RELEASED:
         raise LinearizeError(f"linearize {__version__} is released, and its lines stay. Set a newer __version__ first")
-    PATH.write_text(as_text({row for row in rows if row[0] != __version__} | present), "utf-8")
-    return len(present)
+    PATH.write_text(as_text(rows | present), "utf-8")
+    return len(present - rows)
 
 
 if __name__ == "__main__":
-    print(f"{PATH.name}: {update()} lines of version {__version__}")
+    print(f"{PATH.name}: {update()} new lines of version {__version__}")

@@ -32,10 +32,10 @@ from .flatten import imported
 from .known_code import known_files, sha256_of
 from .manifest import plan_of, read_plan, recipes_of, saved_again
 from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_header, read_json
-from .templates import number
+from .templates import DEVELOPED
 
-# The first version whose code knows the cache by the name that transformers gives it from 5.24 on.
-KNOWS_CACHE = "0.2.0"
+# A line of code that knows the cache by the name that transformers gives it from 5.24 on.
+KNOWS_CACHE = 'CACHE_NAMES = ("cache",'
 
 
 class Origin(NamedTuple):
@@ -282,8 +282,9 @@ def origin_of(folder: Path, plan: Plan) -> Origin:
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in present.items()}
     origins = []
     for version, known in known_files().items():
-        ours = known | {MODELING_FILE: sha256_of(modeling(version, plan, natives, texts))}
-        wrong = {name for name, value in hashes.items() if ours.get(name) != value}
+        rendered = modeling(version.removesuffix(DEVELOPED), plan, natives, texts)
+        ours = known | {MODELING_FILE: {sha256_of(rendered)}}
+        wrong = {name for name, value in hashes.items() if value not in ours.get(name, ())}
         origins.append(Origin(version, sorted(wrong | missing_files(texts))))
     origin = min(origins, key=lambda one: len(one.changed))
     changed = [with_origin(name, hashes.get(name)) for name in origin.changed]
@@ -310,7 +311,7 @@ def outdated(folder: Path, plan: Plan) -> str:
     if not causal or "cache" not in CausalLMOutputWithPast.__dataclass_fields__:
         return ""
     version = behind(folder, plan)
-    if version is None or number(version) >= number(KNOWS_CACHE):
+    if version is None or any(KNOWS_CACHE in path.read_text("utf-8") for path in folder.glob("*.py")):
         return ""
     return (
         f"the code of linearize {version} in {folder} cannot decode with transformers {transformers.__version__}, "
@@ -327,7 +328,7 @@ def missing_files(texts: dict[str, str]) -> set[str]:
 
 def with_origin(name: str, value: str | None) -> str:
     """A file's name, with the version that wrote it where another one did."""
-    versions = [version for version, known in known_files().items() if value and known.get(name) == value]
+    versions = [version for version, known in known_files().items() if value in known.get(name, ())]
     return f"{name} of linearize {versions[0]}" if versions else name
 
 

@@ -142,9 +142,12 @@ TEMPLATES = {
 }
 
 
+DEVELOPED = ".dev0"  # follows a version's number: states of it that wrote folders before the present one
+
+
 def number(version: str) -> tuple[int, ...]:
     """A version as numbers, which sort as versions do: 0.9.0 before 0.10.0."""
-    return tuple(int(part) for part in version.split("."))
+    return tuple(int(part) for part in version.removesuffix(DEVELOPED).split("."))
 
 
 def templates_of(version: str) -> Templates:

@@ -19,7 +19,7 @@ from training import stage, write_recipe
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linearize import __version__
-from linearize.checkpoint import known_code, provenance, templates, upgrade
+from linearize.checkpoint import flatten, known_code, provenance, templates, upgrade
 from linearize.checkpoint.code import code_files
 from linearize.checkpoint.templates import TEMPLATES, number
 from linearize.errors import LinearizeError
@@ -58,7 +58,7 @@ def origin(folder: Path) -> provenance.Origin:
 
 def test_every_travelling_file_has_its_hash() -> None:
     present = {row for row in known_code.read_rows() if row[0] == __version__}
-    assert present == known_code.present_rows(), f"known_code.txt is behind. Run: {known_code.COMMAND}"
+    assert known_code.present_rows() <= present, f"known_code.txt is behind. Run: {known_code.COMMAND}"
 
 
 @pytest.mark.parametrize("version", known_code.RELEASED)
@@ -76,10 +76,10 @@ def test_versions_that_write_folders_have_numbers_of_their_own() -> None:
     assert number(__version__) > max(map(number, known_code.RELEASED))
 
 
-def test_the_script_replaces_the_lines_of_this_version_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_adds_lines_and_takes_none_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_code, "PATH", tmp_path / "known_code.txt")
-    kept = {("0.1.0", "seam.py", "a" * 64), ("0.1.0", "gone.py", "b" * 64)}
-    known_code.PATH.write_text(known_code.as_text({*kept, (__version__, "seam.py", "c" * 64)}))
+    kept = {("0.1.0", "seam.py", "a" * 64), ("0.1.0", "gone.py", "b" * 64), (__version__, "seam.py", "c" * 64)}
+    known_code.PATH.write_text(known_code.as_text(kept))
     monkeypatch.setattr(known_code, "travelling_files", lambda: {"seam.py": "text\n", "new.py": "more\n"})
     monkeypatch.delitem(known_code.TEMPLATES, __version__, raising=False)
     assert known_code.update() == 2
@@ -171,6 +171,30 @@ def test_push(linearize: Command, written: Path) -> None:
     assert "seam.py" in json.loads(out)["upload"]["files"]
 
 
+# ---------------------------------------------------------------- so is one of an earlier state of this version
+
+
+def test_a_word_changed_in_a_docstring_leaves_folders_usable(
+    linearize: Command, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the script noted stays noted; `linearize upgrade` brings such a folder to the code that there is now."""
+    folder = copied(zoo.folders("llama")[1], tmp_path / "written")
+    assert origin(folder) == (__version__, [])
+    texts = known_code.travelling_files()
+    changed = texts | {"norm.py": texts["norm.py"].replace('"""', '"""Now: ', 1)}
+    assert changed != texts
+    for module in (known_code, flatten):
+        monkeypatch.setattr(module, "travelling_files", lambda: changed)
+    assert origin(folder) == (f"{__version__}.dev0", [])
+    assert linearize("push", folder, "me/model", "--dry-run")[0] == 0
+    planned = upgrade.plan_upgrade(folder)
+    assert planned is not None
+    assert planned.version == f"{__version__}.dev0"
+    edited(folder, "norm.py")
+    assert origin(folder).changed == ["norm.py"]
+    assert linearize("push", folder, "me/model", "--dry-run")[0] == 3
+
+
 # ---------------------------------------------------------------- what is not trusted
 
 
@@ -217,7 +241,7 @@ def later(old: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     text = (old / "seam.py").read_text() + "\n# of another version\n"
     known = known_code.known_files()
     monkeypatch.setattr(
-        provenance, "known_files", lambda: {**known, "0.1.5": {**known[OLD], "seam.py": known_code.sha256_of(text)}}
+        provenance, "known_files", lambda: {**known, "0.1.5": {**known[OLD], "seam.py": {known_code.sha256_of(text)}}}
     )
     return {"seam.py": text}
 
