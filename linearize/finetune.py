@@ -326,8 +326,9 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
     early = chosen_here or isinstance(recipe.model.base, Scratch) or named is not None
     if early:
         with from_configs(recipe) as (likely, _):
+            student = meta_model(None, likely, None, recipe.model.trust_remote_code)
+            check_model(student, recipe)
             if named is not None:
-                student = meta_model(None, likely, None, recipe.model.trust_remote_code)
                 check_teacher(named, recipe, student, run.max_steps, processes())
             check_room(recipe, run, likely, None, likely[2].parameters())
     with open_source_of(recipe, True) as base:

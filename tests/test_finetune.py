@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import re
@@ -16,7 +17,20 @@ import pytest
 import torch
 from accelerate import tracking
 from conftest import Command, relative_error
-from training import BASES, T, base, byte_tokenizer, make_recipe, metrics, same, stage, tensors, train, write_recipe
+from training import (
+    BASES,
+    T,
+    base,
+    byte_tokenizer,
+    make_recipe,
+    metrics,
+    recipe_values,
+    same,
+    stage,
+    tensors,
+    train,
+    write_recipe,
+)  # fmt: skip
 from transformers import AutoTokenizer
 
 from linearize import cli
@@ -29,7 +43,7 @@ from linearize.demo import model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe.data import described
 from linearize.recipe.models import Data
-from linearize.recipe.recipe import load_recipe
+from linearize.recipe.recipe import Recipe, load_recipe
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
 from linearize.train.runtime import make_schedule
@@ -377,6 +391,31 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert "logits equal the trained model's" in err
     assert "reloaded in a clean process without linearize" in err
     assert not any(noise in err for noise in ("Loading weights", "it/s", "Warning", "%|"))
+
+
+@pytest.mark.parametrize("keep", ["1", "auto:1"])
+def test_data_are_looked_for_before_layers_are_compared_and_converted(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
+) -> None:
+    """Both files, and the package that a dataset needs."""
+    monkeypatch.setattr(story, "convert", lambda *given, **named: pytest.fail("converts"))
+    monkeypatch.setattr(story, "chooser", lambda scoring: lambda *given: pytest.fail("compares"))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "datasets" else find(name))
+    convert = {"mechanism": "gsa", "options": {"slots": 4}, "keep_softmax": keep}
+    source = base(root, "llama").parent / "source"
+    for data, words, code in (
+        ({"eval": {"files": ["heldot.txt"]}}, "no such file", Exit.USAGE),
+        ({"train": {"path": "some/dataset"}}, r"dataset some/dataset needs: pip install", Exit.RESOURCE),
+    ):
+        values = recipe_values(tmp_path, source, stage("logit_kl"), convert=convert)
+        values["data"] |= data
+        recipe = Recipe.model_validate(values)
+        recipe._folder = tmp_path
+        with pytest.raises(LinearizeError, match=words) as refused:
+            story.finetune(recipe, say=print)
+        assert refused.value.code == code
+        assert not (tmp_path / "run").exists()
 
 
 def test_no_clean_process_starts_where_none_is_wanted(
