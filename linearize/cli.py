@@ -38,7 +38,7 @@ from .commands import (
     verify,
 )
 from .errors import Exit, LinearizeError, resource_error
-from .terminal.output import make_others_printable, say, say_error
+from .terminal.output import say, say_error, tame_others
 from .terminal.signals import interruptible
 
 app = typer.Typer(
@@ -59,7 +59,7 @@ def main() -> None:
     if not any(variable in os.environ for variable in WAITING):
         # By default they spin, on a core that another process could use. Child processes inherit this.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    make_others_printable()
+    tame_others()
     try:
         with interruptible():
             app(standalone_mode=True)

@@ -25,6 +25,7 @@ from .types import (
     Strict,
     Temperature,
     Text,
+    TokenCount,
     Tokens,
     TransferParts,
     Weight,
@@ -357,7 +358,7 @@ class Eval(Strict):
     """Optimizer steps between evaluations; null: only at the end of each stage."""
     patience: Count | None = None
     """A stage ends early after so many evaluations in a row without a lower KL; null: never."""
-    max_tokens: Count = 65536
+    max_tokens: TokenCount = 65536
     """Held-out tokens (images count as one each) that an evaluation reads at most."""
 
 

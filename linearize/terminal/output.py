@@ -46,10 +46,17 @@ def printable_warning(*given: Any, **named: Any) -> str:
     return printable(_formatwarning(*given, **named))
 
 
-def make_others_printable() -> None:
-    """From now on log records and warnings of other packages, which quote configs and paths, are `printable`."""
+# What warns whenever it is imported, of parts that nothing here asks for.
+CHATTY = ("torchao", "bitsandbytes.backends.cpu.ops", "torch.utils._pytree")
+
+
+def tame_others() -> None:
+    """From now on log records and warnings of other packages, which quote configs and paths, are `printable`, and
+    those that CHATTY packages give when they are imported are silent."""
     logging.setLogRecordFactory(PrintableRecord)
     warnings.formatwarning = printable_warning
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class Drawn:

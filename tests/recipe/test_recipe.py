@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from linearize.errors import Exit, LinearizeError
+from linearize.recipe.presets import recipe_path
 from linearize.recipe.recipe import LogitKL, Recipe, diff_resolved, load_recipe, recipe_hash
 from linearize.recipe.schema import recipe_schema
 from linearize.recipe.yaml import Document
@@ -787,3 +788,10 @@ def test_damaged_recipes_are_explained(tmp_path: Path, data: st.DataObject) -> N
 def test_wrong_shapes_are_explained(tmp_path: Path, value: Any, key: str) -> None:
     loads_or_explains(tmp_path, json.dumps(value), f"{key}=3")
     loads_or_explains(tmp_path, MINIMAL, f"{key}={json.dumps(value)}")
+
+
+def test_held_out_tokens_are_written_as_those_of_stages_are() -> None:
+    path = recipe_path("hybrid")
+    assert load_recipe(path, ["model.base=some/model", "eval.max_tokens=16k"]).eval.max_tokens == 16_000
+    with pytest.raises(LinearizeError, match=r"eval.max_tokens.* such as 20M, 1.5B or 300k, not '16x'"):
+        load_recipe(path, ["model.base=some/model", "eval.max_tokens=16x"])

@@ -14,7 +14,7 @@ import torch
 from conftest import Command
 from models import save_source
 
-from linearize.terminal.output import counted, duration, print_json, printable, say, show
+from linearize.terminal.output import CHATTY, counted, duration, print_json, printable, say, show
 from linearize.terminal.tables import checks_table, console
 from linearize.train.device import device_name
 from linearize.verify.checks import Check
@@ -122,3 +122,10 @@ def test_a_warning_is_shown(linearize: Command) -> None:
     linearize("--version")
     assert "\x1b" not in warnings.formatwarning(RED, UserWarning, "model.py", 1, "")
     assert "\\x1b[31mred" in warnings.formatwarning(RED, UserWarning, "model.py", 1, "")
+
+
+def test_packages_that_warn_when_imported_are_silent(linearize: Command) -> None:
+    linearize("--version")
+    for name in CHATTY:
+        assert not logging.getLogger(name).isEnabledFor(logging.WARNING)
+        assert logging.getLogger(name).isEnabledFor(logging.ERROR)
