@@ -4,6 +4,10 @@
 sizes.py, as far as triton's compiler tells how much shared memory that takes, and prints the most that each kernel
 needs. `all` stands for all mechanisms. A folder as third argument keeps the needs, and another run goes on there.
 
+`PYTHONPATH=tests python tests/kernels/launches.py write H200` brings the GPU's part of needs.json up to date: for each
+mechanism and kernel the number of launches, the most that one needs, and a digest of their code and constants. What has
+the digest that it had is not compiled again. A folder may follow, as above.
+
 A process of its own uses this: it replaces parts of gpu/launch.py before other kernels are imported, and triton knows
 one driver a process.
 """
@@ -11,7 +15,9 @@ one driver a process.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +35,7 @@ from linearize_kernels.gpu import launch, operators, target
 
 # ---------------------------------------------------------------- operators, and what they launch
 
+NEEDS = Path(__file__).parent / "needs.json"
 # Operator -> its host side.
 HOSTS: dict[str, Callable[..., Any]] = {}
 # Why mechanisms left a call to PyTorch, as a warning says on such a GPU.
@@ -289,28 +296,104 @@ def all_launches(gpu: Gpu, name: str) -> dict[str, tuple[Launch, Size, Way]]:
     return found
 
 
+def code_of(kernel: Any) -> dict[str, str]:
+    """The text of a kernel, and of what it calls or names on the device."""
+    from triton import JITFunction
+    from triton.language import constexpr
+
+    found: dict[str, str] = {}
+    waiting = [kernel]
+    while waiting:
+        one = waiting.pop()
+        where = f"{one.fn.__module__}.{one.fn.__qualname__}"
+        if where in found:
+            continue
+        found[where] = one.src
+        for name in one.fn.__code__.co_names:
+            value = one.fn.__globals__.get(name)
+            if isinstance(value, JITFunction):
+                waiting.append(value)
+            elif isinstance(value, constexpr):
+                found[f"{where}.{name}"] = repr(value.value)
+    return found
+
+
+def by_kernel(gpu: Gpu, name: str) -> dict[str, tuple[dict[str, Launch], str]]:
+    """What a mechanism launches on a GPU: kernel -> its launches by identity, and the digest of their code."""
+    found: dict[str, dict[str, Launch]] = {}
+    for identity, (one, *_) in all_launches(gpu, name).items():
+        found.setdefault(one.name, {})[identity] = one
+    digests = {}
+    for kernel, ones in found.items():
+        parts = [*sorted(ones), *map(str, sorted(code_of(next(iter(ones.values())).kernel).items()))]
+        digests[kernel] = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return {kernel: (found[kernel], digests[kernel]) for kernel in sorted(found)}
+
+
+def stale(table: dict[str, Any]) -> list[str]:
+    """Which entries of a table of needs are missing, left over or of other code: `GPU mechanism kernel`."""
+    wrong = []
+    for gpu, known in table.items():
+        for name in OPTIONS:
+            digests = {kernel: digest for kernel, (_, digest) in by_kernel(GPUS[gpu], name).items()}
+            before = {kernel: row[2] for kernel, row in known.get(name, {}).items()}
+            names = sorted(digests.keys() | before.keys())
+            wrong += [f"{gpu} {name} {kernel}" for kernel in names if digests.get(kernel) != before.get(kernel)]
+    return wrong
+
+
+def write(gpu: str, folder: str = "") -> None:
+    """Bring the part of NEEDS that a GPU has up to date, a line for each kernel."""
+    replace_entries()
+    set_driver(GPUS[gpu].capability)
+    table: dict[str, Any] = json.loads(NEEDS.read_text()) if NEEDS.exists() else {}
+    needs, new = Kept(GPUS[gpu], folder), dict[str, Any]()
+    for name in OPTIONS:
+        rows = new.setdefault(name, {})
+        for kernel, (ones, digest) in by_kernel(GPUS[gpu], name).items():
+            row = table.get(gpu, {}).get(name, {}).get(kernel)
+            if row is None or row[2] != digest:
+                row = [len(ones), max(needs.of(identity, one) for identity, one in ones.items()), digest]
+            rows[kernel] = row
+        print(gpu, name, sum(row[0] for row in rows.values()), "launches", flush=True)
+    text = json.dumps(table | {gpu: new}, indent=1)
+    NEEDS.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\S+)\s+\]", r"[\1, \2, \3]", text) + "\n")
+
+
+class Kept:
+    """Needs of launches by their identity, in a folder if there is one. Of two capabilities that begin alike, code
+    takes the same shared memory."""
+
+    def __init__(self, gpu: Gpu, folder: str) -> None:
+        self.file = Path(folder, f"{gpu.capability // 10}.jsonl") if folder else None
+        there = self.file is not None and self.file.is_file()
+        self.known: dict[str, int] = dict(map(json.loads, self.file.read_text().splitlines())) if there else {}
+
+    def of(self, identity: str, one: Launch) -> int:
+        if identity not in self.known:
+            self.known[identity] = need(one)
+            if self.file:
+                with self.file.open("a") as file:
+                    print(json.dumps([identity, self.known[identity]]), file=file)
+        return self.known[identity]
+
+
 def main(gpu: str, name: str, folder: str = "") -> int:
     """Print the most that each kernel of a mechanism needs on a GPU, and where; the number of launches that do not
     fit."""
     replace_entries()
     set_driver(GPUS[gpu].capability)
     begin, total, bad = time.perf_counter(), 0, 0
-    # Of two capabilities that begin alike, code takes the same shared memory.
-    kept = Path(folder, f"{GPUS[gpu].capability // 10}.jsonl") if folder else None
-    needs = dict(map(json.loads, kept.read_text().splitlines())) if kept and kept.is_file() else {}
+    needs = Kept(GPUS[gpu], folder)
     for one_name in [*OPTIONS] if name == "all" else name.split(","):
         found = all_launches(GPUS[gpu], one_name)
         print(f"{gpu} {one_name}: {len(found)} launches, {time.perf_counter() - begin:.0f} s", flush=True)
         most: dict[str, tuple[int, str]] = {}
         for identity, (one, size, way) in found.items():
-            if identity not in needs:
-                needs[identity] = need(one)
-                if kept:
-                    with kept.open("a") as file:
-                        print(json.dumps([identity, needs[identity]]), file=file)
-            row = needs[identity], json.dumps([*size[:2], str(size.heads), *way])
+            bytes_needed = needs.of(identity, one)
+            row = bytes_needed, json.dumps([*size[:2], str(size.heads), *way])
             most[one.name] = max(most.get(one.name, row), row)
-            if needs[identity] > GPUS[gpu].shared:
+            if bytes_needed > GPUS[gpu].shared:
                 bad += 1
                 print("DOES NOT FIT", *row, identity, flush=True)
         total += len(found)
@@ -324,4 +407,7 @@ def main(gpu: str, name: str, folder: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]) > 0)
+    if sys.argv[1] == "write":
+        write(*sys.argv[2:])
+    else:
+        sys.exit(main(*sys.argv[1:]) > 0)
