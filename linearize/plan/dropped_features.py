@@ -2,12 +2,12 @@
 
 The line between the two: can training the new layer on the teacher's outputs make up for it?
 
-Noted, for it can. A sliding window, a mask of the module's own or a choice of keys (`indices`) hides tokens from
-the teacher; the layer sees more and learns to forget. A soft cap bends scores that the layer never computes; it is
-one more part of the function to learn, as the exponential is. Sinks let a head give weight to no token, so its
-output shrinks; a state whose contents are learned can be small.
+Named only, where training can. A sliding window, a mask of the module's own or a choice of keys (`indices`) hides
+tokens from the teacher; the layer sees more and learns to forget. A soft cap bends scores that the layer never
+computes; it is one more part of the function to learn, as the exponential is. Sinks let a head give weight to no token,
+so its output shrinks; a state whose contents are learned can be small.
 
-Refused, for it cannot. A bias on the scores (ALiBi, a relative position bias, a learned one) brings the layer what
+Refused, where it cannot. A bias on the scores (ALiBi, a relative position bias, a learned one) brings the layer what
 neither hidden states nor q, k and v hold: often all that it knows of distance, so a mechanism without decay would be
 blind to order. What nobody has judged yet (any other argument of the attention function) may be of that kind.
 """

@@ -559,7 +559,7 @@ def presets_table(found: list[Preset]) -> None:
 
 
 def doctor_table(rows: list[tuple[str, str]]) -> None:
-    """What `linearize doctor` found: a result, and what it is of."""
+    """What `linearize doctor` found: for each thing a result, and its description."""
     results().print(table({"result": "short", "found": "text"}, rows))
 
 
