@@ -59,7 +59,7 @@ def preset(name: str) -> Preset:
 
 
 def recipe_path(recipe: str | Path) -> Path:
-    """The file that a person means by a path or a preset's name; an existing file comes first.
+    """The file that a person means by a path or a preset's name; an existing file comes first, a folder does not.
 
     A word without a folder or an ending that is neither, and an empty one, raise LinearizeError (exit 2); what looks
     like a path is returned as it is.
@@ -67,11 +67,11 @@ def recipe_path(recipe: str | Path) -> Path:
     path = Path(recipe)
     if not str(recipe).strip():
         raise LinearizeError("the name of the recipe is empty. Give a file, or a preset: linearize recipes ls")
-    if path.exists() or path.suffix or path.name != str(recipe):
+    if (path.exists() and not path.is_dir()) or path.suffix or path.name != str(recipe):
         return path
     known = {found.name: found.path for found in presets()}
-    if path.name in known:
-        return known[path.name]
+    if path.name in known or path.is_dir():
+        return known.get(path.name, path)
     files = [other.name for other in Path().glob("*.y*ml")]
     raise LinearizeError(
         f"no recipe file {str(recipe)!r}, and no preset of that name.{did_you_mean(path.name, [*known, *files])} "

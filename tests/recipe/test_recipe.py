@@ -795,3 +795,14 @@ def test_held_out_tokens_are_written_as_those_of_stages_are() -> None:
     assert load_recipe(path, ["model.base=some/model", "eval.max_tokens=16k"]).eval.max_tokens == 16_000
     with pytest.raises(LinearizeError, match=r"eval.max_tokens.* such as 20M, 1.5B or 300k, not '16x'"):
         load_recipe(path, ["model.base=some/model", "eval.max_tokens=16x"])
+
+
+def test_a_folder_named_as_a_preset_hides_no_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`linearize demo` reads the preset demo wherever it runs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mine"):
+        (tmp_path / name).mkdir()
+    assert recipe_path("demo").suffix == ".yaml"
+    assert recipe_path("mine") == Path("mine")
+    (tmp_path / "hybrid").write_text("a file")
+    assert recipe_path("hybrid") == Path("hybrid")
