@@ -1,9 +1,11 @@
 """One process against two, for docs/measurements/processes.md: losses, resume on another number of processes, speed.
 
-    python -m benchmarks.processes FOLDER          # two GPUs, about 5 minutes; JSON on stdout
+    python -m benchmarks.processes FOLDER                    # two GPUs, about 5 minutes; JSON on stdout
+    python -m benchmarks.processes FOLDER throughput zero    # the parts named alone: equality, throughput, zero
 
-Equality is measured on the model that linearize ships, in float32; throughput on a Llama of random weights in bf16.
-Without GPUs the same happens with gloo and tiny sizes, which proves this file and nothing else.
+Equality is measured on the model that linearize ships, in float32; throughput on a Llama of random weights in bf16;
+`zero` adds ZeRO-3 to both, which needs deepspeed. Without GPUs the same happens with gloo and tiny sizes, which proves
+this file and nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from linearize.demo import model_folder
 GPU = torch.cuda.is_available()
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2", "--main_process_port", "0"]
 LAUNCH = {"one": [], "ddp": [*ACCELERATE, "--multi_gpu"], "fsdp": [*ACCELERATE, "--use_fsdp", "--fsdp_version", "2"]}
+ZERO = {"zero": [*ACCELERATE, "--use_deepspeed", "--zero_stage", "3"]}
 # Kills itself, politely, after so many optimizer steps of its life.
 STOP = """
 import os, signal, sys
@@ -92,7 +95,7 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def equality(folder: Path) -> dict[str, Any]:
+def equality(folder: Path, zero: bool = False) -> dict[str, Any]:
     """Runs of the shipped model that should be the same, all at once; each one's distance from the first."""
     cases: dict[str, tuple[list[tuple[str, int | None]], dict[str, Any]]] = {
         "one": ([("one", None)], {"finish": {"verify": True}}),
@@ -111,6 +114,8 @@ def equality(folder: Path) -> dict[str, Any]:
         "fp16": ([("one", None)], {"runtime": {"precision": "fp16"}}),
         "fp16 ddp": ([("ddp", None)], {"runtime": {"precision": "fp16"}}),
     }
+    if zero:
+        cases |= {"zero": ([("zero", None)], {}), "bf16 zero": ([("zero", None)], {"runtime": {"precision": "bf16"}})}
     if not GPU:
         cases = {name: case for name, case in cases.items() if name.partition(" ")[0] not in ("cpu", "compile", "fp16")}
 
@@ -143,7 +148,7 @@ def compare(case: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def throughput(folder: Path) -> dict[str, Any]:
+def throughput(folder: Path, hows: Iterable[str] = LAUNCH) -> dict[str, Any]:
     """Tokens a second of each stage, the same global batch on one GPU and on two; alone on the machine."""
     steps, blocks, length = TIMED
     source = folder / "large"
@@ -157,11 +162,11 @@ def throughput(folder: Path) -> dict[str, Any]:
         torch.cuda.empty_cache()
     result: dict[str, Any] = {"parameters": size, "blocks": blocks, "length": length}
     base, convert = {"base": str(source)}, {"mechanism": "gsa"}
-    for how in LAUNCH:
+    for how in hows:
         changes = {"runtime": {"precision": "bf16"}, "data": {"train": {"demo": "train"}, "pack": {"seq_len": length}}}
         path = recipe(folder, f"large-{how}", steps, blocks, how, model=base, convert=convert, **changes)
         result[how] = run(path, how)
-        base, convert = {"base": str(folder / "large-one" / "converted")}, None
+        base, convert = {"base": str(folder / f"large-{next(iter(hows))}" / "converted")}, None
         try:
             result[how] |= rates(entries(folder / f"large-{how}"), blocks * length)
         except (OSError, KeyError, ZeroDivisionError) as error:
@@ -189,13 +194,15 @@ def rates(lines: Iterable[dict[str, Any]], tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, parts = Path(sys.argv[1]), sys.argv[2:] or ["throughput", "equality"]
     folder.mkdir(parents=True)
     (folder / "stop.py").write_text(STOP)
     result: dict[str, Any] = {"torch": torch.__version__, "gpus": torch.cuda.device_count()}
-    result["throughput"] = throughput(folder)
-    print(json.dumps(result), flush=True)
-    result["equality"] = equality(folder)
+    if "throughput" in parts:
+        result["throughput"] = throughput(folder, [*LAUNCH, *ZERO] if "zero" in parts else LAUNCH)
+        print(json.dumps(result), flush=True)
+    if "equality" in parts:
+        result["equality"] = equality(folder, zero="zero" in parts)
     print(json.dumps(result, indent=1))
 
 

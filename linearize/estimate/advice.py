@@ -87,10 +87,10 @@ def changes(values: Values, cost: Cost) -> Iterator[Values]:
 def fitting_rows(cost: StageCost, device: Device, most: int) -> int:
     """The most rows of a micro batch, at most `most`, that divide the blocks of a step and should fit; at least 1.
 
-    Activations and logits grow with the rows; a tenth of them is left free.
+    Activations and logits grow with the rows, but not what is gathered of whole weights; a tenth of them is left free.
     """
     parts, blocks = cost.memory.parts, cost.stage.batch.blocks
-    of_row = (parts["activations"] + parts["logits"]) / cost.stage.batch.per_device
+    of_row = (parts["activations"] + parts["logits"] - cost.memory.gathered) / cost.stage.batch.per_device
     room = device.memory - cost.needs(device) + of_row * cost.stage.batch.per_device
     fitting = (n for n in range(min(blocks, most), 0, -1) if blocks % n == 0 and 1.1 * of_row * n <= room)
     return next(fitting, 1)

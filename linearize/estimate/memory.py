@@ -68,10 +68,11 @@ def moments(parameter: Tensor, small: bool) -> list[Tensor]:
 
 def divided(memory: Memory, processes: int, sharded: bool, transfers: bool) -> Memory:
     """The memory of one of several processes: FSDP2 and ZeRO-3 divide the source's part of what stays, DDP nothing.
+    What is gathered is among the activations then, and else nothing is.
 
     What is computed here was not counted: DDP's buckets, a second copy of the gradients, and sharding's gathered units.
     """
-    parts = dict(memory.parts)
+    parts, gathered = dict(memory.parts), 0
     if processes > 1 and not sharded and not transfers:
         parts["gradients"] *= 2
     if processes > 1 and sharded:
@@ -79,8 +80,9 @@ def divided(memory: Memory, processes: int, sharded: bool, transfers: bool) -> M
             whole = memory.whole.get(part, 0)
             parts[part] = min(parts[part], whole) + max(parts[part] - whole, 0) // processes
         parts["teacher"] += memory.aside // processes
-        parts["activations"] += memory.gathered
-    return replace(memory, parts=parts)
+        gathered = memory.gathered
+        parts["activations"] += gathered
+    return replace(memory, parts=parts, gathered=gathered)
 
 
 class FakeHost(Host):

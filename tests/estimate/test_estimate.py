@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from training import base, make_recipe, stage, train, write_recipe
 
 import linearize.finetune as story
 from linearize.errors import Exit, LinearizeError
-from linearize.estimate.advice import written
+from linearize.estimate.advice import fitting_rows, written
 from linearize.estimate.estimate import estimate
 from linearize.estimate.gpus import CARDS, Device, card, cpu_rates, per_hour
 from linearize.estimate.memory import Rehearsal, divided
@@ -275,8 +276,26 @@ def test_shards_divide_the_source_and_not_the_mixers(root: Path, tmp_path: Path)
     two = divided(one, 2, sharded=True, transfers=False)
     whole = one.whole["optimizer"]
     assert two.parts["optimizer"] == whole + (one.parts["optimizer"] - whole) // 2
-    assert divided(one, 1, sharded=True, transfers=False).parts == one.parts
+    assert two.parts["activations"] == one.parts["activations"] + two.gathered > one.parts["activations"]
+    alone = divided(one, 1, sharded=True, transfers=False)
+    assert (alone.parts, alone.gathered) == (one.parts, 0)
     assert divided(one, 2, sharded=False, transfers=False).parts["gradients"] == 2 * one.parts["gradients"]
+
+
+def test_what_is_gathered_does_not_grow_with_the_rows(root: Path, tmp_path: Path) -> None:
+    """Two cards of 80 GB took two rows of an 8B model where eight fit: seven gathered GiB counted as rows."""
+    folder = base(root, "llama", "bfloat16")
+    recipe = make_recipe(tmp_path, folder, {**KL, "batch": {"per_device": 1, "accumulate": 8}})
+    device = small(1 << 40)
+    (alone,) = estimate(Rehearsal(recipe, None, folder, "bf16", gpu=True), device).stages
+    gathered = 10 * alone.memory.peak
+    parts = {**alone.memory.parts, "activations": alone.memory.parts["activations"] + gathered}
+    sharded = replace(alone, memory=replace(alone.memory, parts=parts, gathered=gathered))
+    of_row = alone.memory.parts["activations"] + alone.memory.parts["logits"]
+    for rows in (1, 2, 4, 8):
+        room = int(alone.needs(device) + (1.1 * rows - 1) * of_row) + 9
+        more = int(sharded.needs(device) - alone.needs(device))
+        assert fitting_rows(alone, small(room), 8) == fitting_rows(sharded, small(room + more), 8) == rows
 
 
 # ---------------------------------------------------------------- refusals
