@@ -9,14 +9,13 @@ Random weights of Llama 3.1 8B's shape. The run is killed when the second stage 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -63,13 +62,15 @@ def main() -> None:
     overrides += ["data.pack.seq_len=32", "runtime.device=cpu", "runtime.precision=fp32"] if tiny else []
     command = [sys.executable, *LAUNCH["fsdp"], *PROGRAM, "finetune", "gsa-window", *overrides]
     with open(folder / "log", "w") as log:
-        more = {"stdout": log, "stderr": log, "start_new_session": True}
-        running = subprocess.Popen([*command, "--max-steps", str(STEPS)], **more)  # type: ignore[call-overload]
+        running = subprocess.Popen([*command, "--max-steps", str(STEPS)], stdout=log, stderr=log)
         until = time.monotonic() + LIMIT
         while running.poll() is None and time.monotonic() < until:
             time.sleep(0.5)
             if sum(line["stage"] == "logit_kl" for line in trained(folder / "run")) >= STEPS:
-                os.killpg(running.pid, signal.SIGKILL)
+                break
+        if running.poll() is None:  # the launcher's processes have sessions of their own and would go on
+            for process in [*psutil.Process(running.pid).children(recursive=True), running]:
+                process.kill()
     print((folder / "log").read_text()[-4000:], file=sys.stderr)
     print(json.dumps(trained(folder / "run")))
 

@@ -83,7 +83,7 @@ def run(path: Path, how: str, gpu: int = 0, stop: int | None = None) -> dict[str
         program = [str(path.parent / "stop.py"), str(stop)]
     environment = dict(os.environ) if how != "one" else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
     began = time.monotonic()
-    command = ["timeout", "-k", "5", "170", sys.executable, *LAUNCH[how], *program, "finetune", str(path)]
+    command = ["timeout", "-k", "5", "170", sys.executable, *(LAUNCH | ZERO)[how], *program, "finetune", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     said = done.stderr[-2500:] if done.returncode else done.stderr[-300:]
     print(f"{path.stem} {done.returncode} {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
