@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from .layout import TokenLayout, once
 from .layers.norm import HeadNorm
 from .layers.pool import check_pool, on_rows
-from .layers.softmax_heads import SoftmaxHeads, SplitState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Mixer(nn.Module):
         "window": "exact softmax over this many last tokens beside the mechanism (0: none); causal models only",
         "sink": "exact softmax also over this many first tokens of each document; needs a window",
     }
-    # Name -> mechanism that the option `base` can choose. With **options in the signature the base's options count too.
-    bases: ClassVar[dict[str, type[Mixer]]] = {}
+    # Mechanisms that the option `base` can choose. With **options in the signature the base's options count too.
+    bases: ClassVar[tuple[str, ...]] = ()
     # The exact window beside a mechanism; window.py sets it, which travels only with a checkpoint that has windows.
     window_type: ClassVar[Callable[..., nn.Module] | None] = None
     # Set by the seam: its attention function, the config that names the implementation, what its model was told of
@@ -165,7 +165,7 @@ class Mixer(nn.Module):
         self.site = site
         self.near: Any = None
         # The heads that keep softmax, of which `site` tells nothing; set by `mixer_at`.
-        self.softmax: SoftmaxHeads | None = None
+        self.softmax: Any = None
         if window:
             assert Mixer.window_type is not None, "window.py was not imported"
             self.near = Mixer.window_type(site.hidden, site.heads, window, sink, site.scale, self.normalised)
@@ -211,7 +211,7 @@ class Mixer(nn.Module):
         before, held = (None, None) if state is None else state
         o, before = self._linear(q, k, v, x, layout, before)
         kept, held = self.softmax.attend(own_q, own_k, own_v, layout, held)
-        return self.softmax.join(o, kept), SplitState(before, held)
+        return self.softmax.join(o, kept), self.softmax.state(before, held)
 
     def _linear(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
@@ -254,9 +254,24 @@ class Mixer(nn.Module):
         return f"its grid is not known: {site.grid_from}" if cls.geometric and site.grid == "unknown" else None
 
     @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        """Kernel files that these options, all of them, or the site make necessary beside those that the mechanism
+        imports at the top of its own: place in the kernels folder -> a name in it. A checkpoint carries no others.
+
+        A subclass adds its own. It imports them where it needs them, with `import_module`.
+        """
+        found = {"window/window": "Window"} if options.get("window") else {}
+        return found | ({"layers/softmax_heads": "SoftmaxHeads"} if site.softmax_groups else {})
+
+    @classmethod
     def published_at(cls, site: Site | None) -> dict[str, Any]:
         """`published`, for papers that differ between kinds of sites."""
         return cls.published
+
+    @classmethod
+    def base_for(cls, name: str) -> type[Mixer]:
+        """The mixer of a mechanism in `bases`."""
+        raise TypeError(f"{cls.__name__} has no bases, and was asked for {name}")
 
     @classmethod
     def idle(cls, site: Site, flat: bool) -> dict[str, str]:
@@ -312,6 +327,13 @@ class Mixer(nn.Module):
                 norm.weight.mul_(factor[:, None])
 
 
+def feature_parts(kind: str) -> dict[str, str]:
+    """`Mixer.parts` of a feature map that features.py makes; none for another."""
+    if kind not in ("elu", "relu", "plain_relu", "hedgehog"):
+        return {}
+    return {"layers/features": "Features"} | ({"layers/hedgehog": "hedgehog"} if kind == "hedgehog" else {})
+
+
 def check_power_of_two(**options: int) -> None:
     """Raise ValueError, naming the option, unless every value is a power of two."""
     for name, value in options.items():
@@ -356,7 +378,8 @@ def mixer_at(kind: type[Mixer], site: Site, options: dict[str, Any]) -> Mixer:
     if mixer.drop_rope:
         usual = "true" if isinstance(options.get("rope"), bool) else "before"
         raise ValueError(f"heads that keep softmax need the rotary embedding in front of features; set rope={usual}")
-    mixer.softmax = SoftmaxHeads(site.heads, site.kv_heads, tuple(sorted(groups)), site.scale)
+    softmax_heads = import_module(".layers.softmax_heads", __package__).SoftmaxHeads
+    mixer.softmax = softmax_heads(site.heads, site.kv_heads, tuple(sorted(groups)), site.scale)
     return mixer
 
 
@@ -388,14 +411,14 @@ def option_types(mixer: type[Mixer], base: str | None = None) -> dict[str, tuple
             kind, bounds = typing.get_args(kind)
         options[name] = (kind, bounds, parameter.default)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        others = option_types(mixer.bases[base or options["base"][2]] if mixer.bases else Mixer)
+        others = option_types(mixer.base_for(base or options["base"][2]) if mixer.bases else Mixer)
         options |= {name: described for name, described in others.items() if name not in options}
     return options
 
 
 def option_about(mixer: type[Mixer], option: str, base: str | None = None) -> str:
     """What an option of a mechanism, over `base` where it has bases, sets: one line; empty where nobody wrote it."""
-    owners = [mixer, *([mixer.bases[base or option_types(mixer)["base"][2]]] if mixer.bases else [])]
+    owners = [mixer, *([mixer.base_for(base or option_types(mixer)["base"][2])] if mixer.bases else [])]
     texts = [kind.__dict__.get("about", {}).get(option) for owner in owners for kind in owner.__mro__[:-1]]
     own = [text for text in texts if text]
     return own[0] if own else ""
@@ -406,7 +429,7 @@ def published_options(mixer: type[Mixer], base: str | None = None, site: Site | 
     if not mixer.bases:
         return mixer.published_at(site)
     known = option_types(mixer, base)
-    own = mixer.bases[base or known["base"][2]].published_at(site)
+    own = mixer.base_for(base or known["base"][2]).published_at(site)
     return {name: value for name, value in own.items() if name in known} | mixer.published_at(site)
 
 

@@ -36,10 +36,20 @@ def imported(tree: ast.AST, package: list[str]) -> Iterator[tuple[str, ...]]:
         pending += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from ((alias.name,) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
+            yield from late(node, package)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from ((f"{base}.{alias.name}", base) for alias in node.names)
+
+
+def late(call: ast.Call, package: list[str]) -> Iterator[tuple[str, ...]]:
+    """What `import_module("..a.b", __package__)` means: the module a.b beside the package of the file."""
+    name = call.args[0]
+    if isinstance(name, ast.Constant) and str(name.value).startswith("."):
+        dots = len(name.value) - len(name.value.lstrip("."))
+        yield (".".join([*package[: len(package) - dots + 1], name.value.lstrip(".")]),)
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -58,7 +68,10 @@ def test_no_file_imports_itself_through_others(folder: str, package: str) -> Non
     assert cycle(graph) == []
 
 
-@pytest.mark.parametrize("line", ["from .b import x", "def f():\n    from . import b", "import p.b"])
+@pytest.mark.parametrize(
+    "line",
+    ["from .b import x", "def f():\n    from . import b", "import p.b", 'import_module(".b", __package__)'],
+)
 def test_a_cycle_is_seen(tmp_path: Path, line: str) -> None:
     (tmp_path / "a.py").write_text(line, "utf-8")
     (tmp_path / "b.py").write_text("from p.a import y", "utf-8")

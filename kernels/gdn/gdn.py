@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
-from ..layers.conv import short_conv
 from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
@@ -213,11 +213,16 @@ class GatedDeltaNet(Recurrent, Mixer):
         self.A_log = nn.Parameter(torch.empty(self.state_count))
         self.strength = nn.Linear(site.hidden, self.state_count)
         if taps > 1:
+            self.short_conv = import_module("..layers.conv", __package__).short_conv
             self.query_taps = nn.Parameter(torch.empty(site.heads, site.key_dim, taps))
             self.key_taps = nn.Parameter(torch.empty(site.kv_heads, site.key_dim, taps))
             self.value_taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, taps))
         if output_gate:
             self.output_gate = nn.Linear(site.hidden, site.heads * site.value_dim, bias=False)
+
+    @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        return super().parts(site, options) | ({"layers/conv": "short_conv"} if options["taps"] > 1 else {})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -282,7 +287,8 @@ class GatedDeltaNet(Recurrent, Mixer):
         """The convolution, where there is one, and its tail."""
         if self.taps == 1:
             return y, y[:, :0].float()
-        return short_conv(y, getattr(self, f"{role}_taps"), tail, layout.padding, layout.segments)
+        out, tail = self.short_conv(y, getattr(self, f"{role}_taps"), tail, layout.padding, layout.segments)
+        return out, tail
 
     def _features(
         self, y: Tensor, role: Literal["query", "key"], tail: Tensor | None, layout: TokenLayout

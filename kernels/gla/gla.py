@@ -24,6 +24,7 @@ Gates are log-space, <= 0; memories and gate sums in fp32 (fp64 stays fp64).
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -32,7 +33,6 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
-from ..layers.output_gate import OutputGate
 from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
 from .launch import chunked_op, runs_on, pool_op, step_op
@@ -189,7 +189,15 @@ class GatedLinearAttention(Recurrent, Mixer):
         self.damping, self.gate_std = damping, gate_std
         self.narrow = nn.Linear(site.hidden, gate_rank, bias=False)
         self.forget = nn.Linear(gate_rank, self.state_count * self.key_dim)
-        self.output_gate = OutputGate(site.hidden, site.heads, site.value_dim) if output_gate else None
+        self.output_gate: Any = None
+        if output_gate:
+            gate = import_module("..layers.output_gate", __package__).OutputGate
+            self.output_gate = gate(site.hidden, site.heads, site.value_dim)
+
+    @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        found = super().parts(site, options)
+        return found | ({"layers/output_gate": "OutputGate"} if options["output_gate"] else {})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

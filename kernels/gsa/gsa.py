@@ -22,6 +22,7 @@ N chunks. Gates are log-space, <= 0; memories, gate sums, softmax in fp32 (fp64 
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 import torch
@@ -33,7 +34,6 @@ from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels
 from ..layers.gates import biases, log_decays
 from .launch import runs_on
 from .ops import chunked_op, pool_op, step_op
-from .abc_gates import ABCState, abc_gates
 from .chunks import Read
 from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
@@ -249,6 +249,9 @@ class GatedSlotAttention(Mixer):
         self.half_lives, self.gate_std = (half_life_min, half_life_max), gate_std
 
         self.decay, self.read = decay, read
+        if decay == "none":
+            abc = import_module(".abc_gates", __package__)
+            self.abc_gates, self.abc_state = abc.abc_gates, abc.ABCState
         if decay == "fixed":
             self.forget_bias = nn.Parameter(torch.empty(self.gate_count * slots))
         else:
@@ -259,6 +262,10 @@ class GatedSlotAttention(Mixer):
             self.clock_strength = nn.Parameter(torch.empty(self.gate_count, clock))
         if norm != "none":
             self.norm_weight = nn.Parameter(torch.empty(site.heads, site.value_dim))
+
+    @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        return super().parts(site, options) | ({"gsa/abc_gates": "abc_gates"} if options["decay"] == "none" else {})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -305,7 +312,7 @@ class GatedSlotAttention(Mixer):
         if self.decay == "none":
             state, pool = (None, None) if state is None else state
             f = self._before_gates(x)
-            g, total = abc_gates(f, padding, segments, pool if rows is None else take(pool, rows))
+            g, total = self.abc_gates(f, padding, segments, pool if rows is None else take(pool, rows))
         seen = None if state is None else state.seen
         if rows is not None:
             seen = take(seen, rows)
@@ -333,7 +340,7 @@ class GatedSlotAttention(Mixer):
         if segments is not None:  # the clock counts the tokens of one document
             seen = torch.zeros_like(state.seen) if seen is None else seen
             state = state._replace(seen=document_tokens(seen, padding, segments, (x.shape[0], x.shape[1])))
-        return self._normalise(_act(o, self.output_act)), state if total is None else ABCState(state, total)
+        return self._normalise(_act(o, self.output_act)), state if total is None else self.abc_state(state, total)
 
     def _normalise(self, o: Tensor) -> Tensor:
         """RMS norm of o [B,T,H,Dv] over one head or over all of them."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
-from ..layers.softmax_heads import earlier, restored
 from ..layout import TokenLayout, joined, part_of
 
 # How many of the last tokens can be removed from a cache that records its past.
@@ -198,6 +197,16 @@ class StateLayer(CacheLayerMixin):
             inputs = tuple(torch.cat(parts, 1)[:, :stay] for parts in zip(*(call.inputs for call in calls), strict=True))
             self.past.append(Recorded(inputs, layout, calls[0].before))
             _, self.state = self.mixer()(*inputs, layout, self.state)
+
+
+def earlier(before: Any, layout: TokenLayout) -> Any:
+    """A state as it is recorded: without what later ones hold as well, where it has such (softmax_heads.py)."""
+    return before.earlier(layout) if hasattr(before, "earlier") else before
+
+
+def restored(before: Any, now: Any) -> Any:
+    """The inverse of `earlier`, with any state that came after it."""
+    return before.restored(now) if hasattr(before, "restored") else before
 
 
 def map_state(change: Callable[[Tensor], Tensor], state: Any) -> Any:

@@ -37,7 +37,6 @@ from ..layout import (
 )
 from ..mixer import Mixer, Site, mixer_at
 from ..layers.rotary import Rotation, rotation_of
-from ..layers.softmax_heads import scores_told
 from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
 from .cache import CACHE_NAMES, StateLayer, cache_in, check_kind, check_rows, record_past, state_slot
@@ -179,7 +178,7 @@ def seam(
     seen = None if slot is None else slot.seen - q.shape[1]
     causal = is_causal(module, kwargs, mixer.site.causal)
     layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
-    layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and scores_told(kwargs))
+    layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and mixer.softmax.scores_told(kwargs))
     inputs = (q, k, v, call.x.to(q.device))
     o = mixer(*inputs, layout)[0] if slot is None else slot.absorb(mixer, inputs, layout)
     return o.to(query.dtype), None
@@ -218,7 +217,7 @@ def transfer(
     causal = is_causal(module, kwargs, mixer.site.causal)
     shape = query.shape[0], query.shape[2]
     layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
-    layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and scores_told(kwargs))
+    layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and mixer.softmax.scores_told(kwargs))
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         o, _ = mixer(*inputs, layout)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -25,12 +26,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, state_dtype, wants_gradients
-from ..layers.features import Features
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention, linear_attention_bidirectional
 from ..linear.bidirectional_launch import both_op
 from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, step_op, use_triton
-from ..mixer import Bounds, Mixer, Site, check_power_of_two
+from ..mixer import Bounds, Mixer, Site, check_power_of_two, feature_parts
 from ..layers.pool import check_pool, on_rows
 from ..layers.scan import document_tokens, each_sequence, numbered
 
@@ -287,8 +287,15 @@ class LinearAttention(Mixer):
         self.slope, self.chunk_size = slope, chunk_size
         if learn_slope:
             self.slope_logit = nn.Parameter(torch.empty(site.heads))
-        self.features, self.unit = Features.at(site, feature_map), feature_map == "unit"
+        self.unit = feature_map == "unit"
+        self.features: Any = None
+        if feature_parts(feature_map):
+            self.features = import_module("..layers.features", __package__).Features.at(site, feature_map)
         self.factor = site.scale if feature_map == "taylor" else 1.0
+
+    @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        return super().parts(site, options) | feature_parts(options["feature_map"])
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -10,6 +10,8 @@ Products of features are about 1 for inputs of unit size. Letters: B batch, T ti
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -18,7 +20,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..mixer import Site
-from .hedgehog import fits, hedgehog_op
 
 
 def featured(y: Tensor, kind: str, scale: float, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -46,6 +47,9 @@ class Features(nn.Module):
     over D channels is so even that all keys look alike, and a rate of 1e-2 takes hundreds of steps to sharpen it.
     """
 
+    # Makes features in one launch, or returns None where it cannot.
+    kernel: Callable[[Tensor, Tensor, float], Tensor | None] | None = None
+
     def __init__(
         self, kind: Literal["elu", "relu", "plain_relu", "hedgehog"], heads: int, kv_heads: int, dim: int, scale: float,
         causal: bool = True,
@@ -63,10 +67,12 @@ class Features(nn.Module):
         self.size = 2 * dim if kind == "hedgehog" else dim
 
     @classmethod
-    def at(cls, site: Site, kind: str) -> Features | None:
-        """The map of a mixer at `site`; None for a kind without features of its own."""
-        known: Any = kind if kind in ("elu", "relu", "plain_relu", "hedgehog") else None
-        return known and cls(known, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
+    def at(cls, site: Site, kind: Any) -> Features:
+        """The map of a mixer at `site`, with Hedgehog's kernels where it is that."""
+        found = cls(kind, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
+        if kind == "hedgehog":
+            found.kernel = import_module(".hedgehog", __package__).hedgehog
+        return found
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -80,6 +86,5 @@ class Features(nn.Module):
         """Features [B,T,heads,size] of queries or keys y [B,T,heads,D], as `featured`; in y's dtype from a kernel."""
         weight: Any = getattr(self, f"{role}_map", None)
         bias = getattr(self, f"{role}_bias", None)
-        if self.kind == "hedgehog" and fits(y, weight):
-            return hedgehog_op(y, weight, self.scale**0.5)
-        return featured(y, self.kind, self.scale, weight, bias)
+        found = None if self.kernel is None else self.kernel(y, weight, self.scale**0.5)
+        return featured(y, self.kind, self.scale, weight, bias) if found is None else found

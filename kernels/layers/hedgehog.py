@@ -27,6 +27,11 @@ TILE, TILES, PROGRAMS = 64, 4, 264
 LARGEST = 128
 
 
+def hedgehog(y: Tensor, weight: Tensor, scale: float) -> Tensor | None:
+    """phi(y) [B,T,H,2D] in y's dtype from the kernels, y [B,T,H,D] and W [H,D,D]; None where they do not take these."""
+    return hedgehog_op(y, weight, scale) if fits(y, weight) else None
+
+
 def fits(y: Tensor, weight: Tensor) -> bool:
     """Whether the kernels take y [B,T,H,D] and weights [H,D,D]; of other dtypes they would multiply what differs."""
     known = weight.dtype in (y.dtype, torch.float32)

@@ -4,15 +4,15 @@ and of those without the delta rule the recurrence itself, for checking."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..layout import TokenLayout
-from ..mixer import Mixer, as_autocast, check_half_lives, check_power_of_two
+from ..mixer import Mixer, Site, as_autocast, check_half_lives, check_power_of_two, feature_parts
 from .arguments import to_gate_heads
-from .features import Features
 from .norm import HeadNorm, fit_size
 from .rotary import rotated
 
@@ -37,9 +37,15 @@ class Recurrent(Mixer):
         check_power_of_two(chunk_size=chunk_size)
         site, self.half_lives, self.chunk_size = self.site, half_lives, chunk_size
         self.state_count = site.heads if state_heads == "query" else site.kv_heads
-        self.features = Features.at(site, feature_map)
+        self.features: Any = None
+        if feature_parts(feature_map):
+            self.features = import_module(".features", __package__).Features.at(site, feature_map)
         self.key_dim = site.key_dim if self.features is None else self.features.size
         self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
+
+    @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        return super().parts(site, options) | feature_parts(options["feature_map"])
 
     def turn(self, y: Tensor, layout: TokenLayout) -> Tensor:
         """Queries or keys [B,T,heads,F] as the memory sees them: rotated here, where that comes after the features."""

@@ -54,6 +54,13 @@ class SplitState(NamedTuple):
     linear: Any
     softmax: HeadState
 
+    def earlier(self, layout: Any) -> Any:
+        """This state as `Earlier` where all later ones begin with its keys, so that a record of some states does not
+        hold them several times; else itself. `layout` is the TokenLayout of the call behind it."""
+        if layout.scores is not None and layout.scores.window is not None:  # which forgets the first keys
+            return self
+        return Earlier(self.linear, self.softmax.keys.shape[1], self.softmax.real)
+
 
 class Earlier(NamedTuple):
     """A `SplitState` of before, of which the keys and values are the first `tokens` ones of a later state; `real` is its
@@ -63,22 +70,10 @@ class Earlier(NamedTuple):
     tokens: int
     real: Tensor | None
 
-
-def earlier(before: Any, layout: Any) -> Any:
-    """`before` as `Earlier` where all later states begin with its keys, so that a record of some states does not hold
-    them several times; any other state as it is. `layout` is the TokenLayout of the call behind it."""
-    windowed = layout.scores is not None and layout.scores.window is not None  # which forgets the first keys
-    if windowed or not isinstance(before, SplitState):
-        return before
-    return Earlier(before.linear, before.softmax.keys.shape[1], before.softmax.real)
-
-
-def restored(before: Any, now: Any) -> Any:
-    """The inverse of `earlier`, with any state that came after it."""
-    if not isinstance(before, Earlier):
-        return before
-    keys, values, _ = now.softmax
-    return SplitState(before.linear, HeadState(keys[:, : before.tokens], values[:, : before.tokens], before.real))
+    def restored(self, now: SplitState) -> SplitState:
+        """The inverse of `SplitState.earlier`, with any state that came after it."""
+        keys, values, _ = now.softmax
+        return SplitState(self.linear, HeadState(keys[:, : self.tokens], values[:, : self.tokens], self.real))
 
 
 def scores_told(kwargs: dict[str, Any]) -> ScoreOptions:
@@ -96,6 +91,7 @@ class SoftmaxHeads:
     kv_heads: int
     groups: tuple[int, ...]
     scale: float
+    scores_told = staticmethod(scores_told)
 
     def runs(self) -> list[tuple[bool, int, int]]:
         """Neighbouring groups of one kind: whether they keep softmax, the first one and the one behind the last."""
@@ -123,6 +119,10 @@ class SoftmaxHeads:
             left[keeps] = first + (stop - start) * size
             parts.append(own[:, :, first : left[keeps]].to(linear.dtype))
         return torch.cat(parts, 2)
+
+    def state(self, linear: Any, softmax: HeadState) -> SplitState:
+        """What the mechanism and the heads that keep softmax remember, as one state."""
+        return SplitState(linear, softmax)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Any, state: HeadState | None

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 import torch
@@ -37,7 +38,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, use_kernels, wants_gradients
-from ..layers.depthwise import depthwise
 from ..layers.features import Features
 from ..layout import TokenLayout
 from .places import Places, number_of_blocks, place_grid, place_line, place_rows, place_sequences
@@ -48,7 +48,6 @@ from .eager import (
 from ..mixer import Bounds, Mixer, Site, check_power_of_two
 from ..layers.norm import give_size, head_norm
 from ..layers.pool import check_pool, on_rows
-from ..layers.output_gate import OutputGate
 from ..layers.rotary import rotated, settled
 from ..layers.row_softmax import row_softmax
 from .bidirectional_launch import exceeds_offsets, grid_op
@@ -353,7 +352,7 @@ class MultiHeadLinearAttention(Mixer):
         self.blocks = math.prod(self.layout)
         if self.blocks < 2:
             raise ValueError("frames=1 rows=1 columns=1: one block is plain linear attention; use la")
-        self.features = Features(feature_map, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
+        self.features = Features.at(site, feature_map)
         if self.rope == "after" and normalise:
             raise ValueError("rope=after: products of rotated features have signs, and so has their sum. Set normalise=false")
         self.start, self.weighting, self.by_distance = start, weighting, by_distance and site.causal
@@ -367,7 +366,11 @@ class MultiHeadLinearAttention(Mixer):
         if dwc and not site.causal:
             axes = 1 if site.grid == "line" else 2
             self.taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, *(dwc,) * axes))
-        self.output_gate = OutputGate(site.hidden, site.heads, site.value_dim) if output_gate else None
+            self.depthwise = import_module("..layers.depthwise", __package__).depthwise
+        self.output_gate = None
+        if output_gate:
+            gate = import_module("..layers.output_gate", __package__).OutputGate
+            self.output_gate = gate(site.hidden, site.heads, site.value_dim)
 
     @classmethod
     def published_at(cls, site: Site | None) -> dict[str, Any]:
@@ -376,6 +379,13 @@ class MultiHeadLinearAttention(Mixer):
             return cls.published
         images = {"start": "paper", "normalise": True, "norm": "none", "output_gate": False, "rope": "before"}
         return cls.published | images | ({} if site.grid == "line" else {"dwc": 3})
+
+    @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        found = super().parts(site, options)
+        found |= {"layers/hedgehog": "hedgehog"} if options["feature_map"] == "hedgehog" else {}
+        found |= {"layers/depthwise": "depthwise"} if options["dwc"] and not site.causal else {}
+        return found | ({"layers/output_gate": "OutputGate"} if options["output_gate"] else {})
 
     @classmethod
     def obstacle(cls, site: Site) -> str | None:
@@ -483,7 +493,7 @@ class MultiHeadLinearAttention(Mixer):
 
     def _local(self, v: Tensor, layout: TokenLayout) -> Tensor:
         """DWC(V), [B,T,H,Dv], nothing at padding."""
-        local = depthwise(v, self.taps, layout.grid, *layout[:2])
+        local: Tensor = self.depthwise(v, self.taps, layout.grid, *layout[:2])
         if layout.padding is not None:
             local = local * layout.padding[:, :, None, None]
         return local.repeat_interleave(self.site.heads // self.site.kv_heads, 2)

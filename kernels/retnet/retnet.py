@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads, wants_gradients
-from ..layers.output_gate import OutputGate
 from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
@@ -235,7 +235,15 @@ class RetNet(Recurrent, Mixer):
         self.decay = decay
         if decay == "learned":  # logarithms to base 2 of half-lives in tokens
             self.log_half_life = nn.Parameter(torch.empty(self.state_count))
-        self.output_gate = OutputGate(site.hidden, site.heads, site.value_dim) if output_gate else None
+        self.output_gate: Any = None
+        if output_gate:
+            gate = import_module("..layers.output_gate", __package__).OutputGate
+            self.output_gate = gate(site.hidden, site.heads, site.value_dim)
+
+    @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        found = super().parts(site, options)
+        return found | ({"layers/output_gate": "OutputGate"} if options["output_gate"] else {})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -18,6 +18,7 @@ Letters: B batch, T tokens, H query heads, E key heads, G = H/E, F features, Dv 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, use_kernels
-from ..layers.depthwise import depthwise
 from ..layers.features import Features, featured
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention_bidirectional
@@ -259,6 +259,12 @@ class SelectiveGates(Mixer):
             self.head_norm = HeadNorm(site.heads, Dv)
         if dwc:
             self.taps = nn.Parameter(torch.empty(E, Dv, *(dwc,) * (1 if site.grid == "line" else 2)))
+            self.depthwise = import_module("..layers.depthwise", __package__).depthwise
+
+    @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        found = super().parts(site, options)
+        return found | ({"layers/depthwise": "depthwise"} if options["dwc"] else {})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -278,7 +284,7 @@ class SelectiveGates(Mixer):
             maps = Maps(self.phi, self.site.scale, *weights)
             widths = (self.width, v.shape[-1], v.shape[-1])
             gated = (y.unflatten(-1, (-1, width)) for y, width in zip(gates, widths, strict=True))
-            local = depthwise(v, self.taps, layout.grid, *layout[:2]) if hasattr(self, "taps") else None
+            local = self.depthwise(v, self.taps, layout.grid, *layout[:2]) if hasattr(self, "taps") else None
             weight = self.head_norm.weight if self.norm == "head" else None
             o = saga(
                 q, k, v, *gated, local=local, norm=self.norm, norm_weight=weight, padding=layout.padding,

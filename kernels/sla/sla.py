@@ -21,30 +21,38 @@ Letters: B batch, T time, H query heads, E memories (Hkv | E | H), D key dim, Dv
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from importlib import import_module
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..gdn.gdn import GatedDeltaNet, gdn, gdn_reference
-from ..gla.gla import GatedLinearAttention, gla, gla_reference
 from ..layout import TokenLayout
-from ..mixer import Mixer, Site, as_autocast, option_types
-from ..retnet.retnet import RetNet, retnet, retnet_reference
+from ..mixer import Mixer, Site, as_autocast, option_types, own_mixer
 from ..layers.rotary import settled
 from ..layers.row_softmax import row_softmax
 
-OPS: dict[str, Callable[..., tuple[Tensor, Any]]] = {"retnet": retnet, "gla": gla, "gdn": gdn}
-REFERENCES: dict[str, Callable[..., tuple[Tensor, Any]]] = {
-    "retnet": retnet_reference,
-    "gla": gla_reference,
-    "gdn": gdn_reference,
-}
+Base = Literal["retnet", "gla", "gdn"]
+
+
+def file_of(base: Base) -> Any:
+    """The file of a base, which has its operator, its reference and its mixer. A checkpoint carries those in use."""
+    if base == "retnet":
+        return import_module("..retnet.retnet", __package__)
+    if base == "gla":
+        return import_module("..gla.gla", __package__)
+    return import_module("..gdn.gdn", __package__)
+
+
+def op_of(base: Base) -> Callable[..., tuple[Tensor, Any]]:
+    """The operator of a base, such as `gla`."""
+    op: Callable[..., tuple[Tensor, Any]] = getattr(file_of(base), base)
+    return op
 
 
 def sla(
-    q: Tensor, k: Tensor, v: Tensor, *, base: Literal["retnet", "gla", "gdn"], read_scores: Tensor, write_scores:
+    q: Tensor, k: Tensor, v: Tensor, *, base: Base, read_scores: Tensor, write_scores:
     Tensor, rescale: bool = True, **arguments: Any,
 )-> tuple[Tensor, Any]:  # fmt: skip
     """What the operator `base` returns for q [B,T,H,D], k, v and its other `arguments`, with heads that compete.
@@ -52,7 +60,7 @@ def sla(
     read_scores [B,T,H], write_scores [B,T,E]; `rescale` as published leaves H and E out.
     """
     gates = {"read_gate": head_softmax(read_scores, rescale), "write_gate": head_softmax(write_scores, rescale)}
-    return OPS[base](q, k, v, **arguments, **gates)
+    return op_of(base)(q, k, v, **arguments, **gates)
 
 
 def head_softmax(scores: Tensor, rescale: bool) -> Tensor:
@@ -61,7 +69,7 @@ def head_softmax(scores: Tensor, rescale: bool) -> Tensor:
 
 
 def sla_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, base: Literal["retnet", "gla", "gdn"], read_scores: Tensor, write_scores:
+    q: Tensor, k: Tensor, v: Tensor, *, base: Base, read_scores: Tensor, write_scores:
     Tensor, rescale: bool = True, **arguments: Any,
 )-> tuple[Tensor, Any]:  # fmt: skip
     """Eqs. 4 and 10 to 16 as they stand, for checking: gates on q, and on k (gdn: on v), token by token."""
@@ -74,7 +82,8 @@ def sla_reference(
         v = v * write[..., None]
     else:
         k = k * write[..., None]
-    return REFERENCES[base](q * read[..., None], k, v, **arguments)
+    o, state = getattr(file_of(base), f"{base}_reference")(q * read[..., None], k, v, **arguments)
+    return o, state
 
 
 # ---------------------------------------------------------------- the mixer
@@ -90,11 +99,7 @@ class SoftmaxLinearAttention(Mixer):
     paper = "arXiv 2602.01744"
     pools = True
     state_formula = "that of the base"
-    bases: ClassVar[dict[str, type[Mixer]]] = {
-        "retnet": RetNet,
-        "gla": GatedLinearAttention,
-        "gdn": GatedDeltaNet,
-    }
+    bases: ClassVar[tuple[str, ...]] = get_args(Base)
     about = {
         "base": "mechanism under the gates",
         "gate_input": "scores of the gates from the hidden state (theorem 4.2), or from q and k (eq. 4)",
@@ -106,7 +111,7 @@ class SoftmaxLinearAttention(Mixer):
         self,
         site: Site,
         *,
-        base: Literal["retnet", "gla", "gdn"] = "gla",
+        base: Base = "gla",
         gate_input: Literal["hidden", "qk"] = "hidden",
         gate_rescale: bool = True,
         **base_options: Any,
@@ -114,15 +119,25 @@ class SoftmaxLinearAttention(Mixer):
         """Raises ValueError for options that do not fit the base."""
         near = {name: base_options.pop(name) for name in option_types(Mixer) if name in base_options}
         # The window is this mixer's, of which the base knows nothing.
-        if base_options.get("rope", option_types(self.bases[base])["rope"][2]) == "auto":
+        kind = self.base_for(base)
+        if base_options.get("rope", option_types(kind)["rope"][2]) == "auto":
             base_options["rope"] = settled("auto", near.get("window", 0))
-        own: Any = self.bases[base](site, **base_options)
+        own: Any = kind(site, **base_options)
         super().__init__(site, not own.drop_rope, **near)
         self.base, self.gate_rescale = own, gate_rescale
         self.from_hidden = gate_input == "hidden"
         widths = [site.hidden] * 2 if self.from_hidden else [n * site.key_dim for n in (site.heads, site.kv_heads)]
         self.read = nn.Linear(widths[0], site.heads, bias=False)
         self.write = nn.Linear(widths[1], own.state_count, bias=False)
+
+    @classmethod
+    def base_for(cls, name: Any) -> type[Mixer]:
+        return own_mixer(file_of(name))
+
+    @classmethod
+    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+        name, base = options["base"], cls.base_for(options["base"])
+        return super().parts(site, options) | base.parts(site, options) | {f"{name}/{name}": base.__name__}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import transformers
 
 from .. import __version__
-from ..plan.mechanisms import MIXER_CLASS
+from ..plan.mechanisms import MIXER_CLASS, parts_of
 from ..plan.plan import Plan
 from ..probe.meta_run import build_on_meta
-from .flatten import flat_files
+from .flatten import flat_files, reached
 from .templates import templates_of
 
 MODELING_FILE = "modeling_linearized.py"
@@ -74,8 +74,7 @@ def auto_names(config: Any, head: Any) -> list[str]:
 
 def code_files(plan: Plan, natives: SourceClasses) -> dict[str, str]:
     """File name -> text of all the code that the checkpoint carries."""
-    extras = [*(["capture"] if captured(plan) else []), *(["window"] if windowed(plan) else [])]
-    files = flat_files([*mixer_files(plan), *extras, "seam"])
+    files = flat_files([*mixer_files(plan), *(["capture"] if captured(plan) else []), *plan_parts(plan), "seam"])
     return {MODELING_FILE: modeling(__version__, plan, natives, files)} | files
 
 
@@ -84,9 +83,10 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
     templates, config = templates_of(version), natives.config.__name__
     mixers = {name: mixer_class(files.get(f"{name}.py", "")) for name in mixer_files(plan)}
     carried = mixers | ({"capture": "capture"} if captured(plan) else {})
-    imports = [f"from .{file} import {name}" for file, name in carried.items()]
-    if templates.window and windowed(plan):
-        imports.append(templates.window)
+    # Files of earlier versions import their parts themselves.
+    brought = reached([*carried, "seam"], files)
+    parts = {file: name for file, name in plan_parts(plan).items() if f"{file}.py" in files.keys() - brought}
+    imports = [f"from .{file} import {name}" for file, name in (carried | parts).items()]
     capture = templates.capture if captured(plan) else ""
     return templates.modeling.format(
         version=version,
@@ -119,9 +119,12 @@ def captured(plan: Plan) -> bool:
     return any(not step.site.routed for step in plan.steps)
 
 
-def windowed(plan: Plan) -> bool:
-    """Whether a layer of the plan has an exact window beside its mechanism."""
-    return any(step.options.get("window") for step in plan.steps)
+def plan_parts(plan: Plan) -> dict[str, str]:
+    """Files that options of the plan switch on, beside those of its mechanisms: flat name -> a name in it, sorted."""
+    found: dict[str, str] = {}
+    for step in plan.steps:
+        found |= parts_of(step.mechanism, step.site, step.options)
+    return dict(sorted(found.items()))
 
 
 def _conversion_pairs(natives: SourceClasses) -> str:

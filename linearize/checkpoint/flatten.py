@@ -2,17 +2,21 @@
 
 transformers copies the code of a checkpoint from one flat folder. So `kernels/gsa/launch.py` travels as
 `gsa_launch.py`, `kernels/gsa/gsa.py` as `gsa.py` and `kernels/hf/seam.py` as `seam.py`; the relative imports at the
-start of their lines are rewritten on the way.
+start of their lines are rewritten on the way, and so are those by `import_module`. Only the first kind is followed: a
+file of the second kind travels where an option needs it (`Mixer.parts`).
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 # An import of another kernel file, at home (`from ..gpu.launch import`) or flat (`from .launch import`).
 RELATIVE_IMPORT = re.compile(r"^from (\.+)([\w.]+)(?= import)", re.MULTILINE)
+# One of a part that an option switches on: `import_module("..gla.gla", __package__)`. transformers does not see it.
+PART_IMPORT = re.compile(r"(?<=\bimport_module\(\")(\.+)([\w.]+)(?=\", __package__\))")
 # Rooms of what mechanisms share: their files travel under their own names.
 SHARED = ("", "hf", "gpu", "layers")
 # Names on the road that the first version used and home no longer does.
@@ -70,22 +74,28 @@ def flattened(path: Path) -> str:
     def flat(found: re.Match[str]) -> str:
         dots, module = found.groups()
         above = room.parents[len(dots) - 2] if len(dots) > 1 else room
-        return f"from .{flat_name((above / module.replace('.', '/')).as_posix())}"
+        return f".{flat_name((above / module.replace('.', '/')).as_posix())}"
 
-    return RELATIVE_IMPORT.sub(flat, path.read_text("utf-8"))
+    text = PART_IMPORT.sub(flat, path.read_text("utf-8"))
+    return RELATIVE_IMPORT.sub(lambda found: f"from {flat(found)}", text)
 
 
-def flat_files(roots: list[str]) -> dict[str, str]:
+def flat_files(roots: Iterable[str]) -> dict[str, str]:
     """File name -> text, both as they travel, of the kernel files with flat names `roots` and all that they import."""
-    files: dict[str, str] = {}
+    files = travelling_files()
+    return {name: files[name] for name in reached(roots, files)}
+
+
+def reached(roots: Iterable[str], files: Mapping[str, str]) -> set[str]:
+    """Those of `files` (name -> text) that are `roots`, flat names without `.py`, or that these import."""
+    found: set[str] = set()
     waiting = list(roots)
     while waiting:
-        name = waiting.pop()
-        if f"{name}.py" not in files:
-            text = flattened(kernel_files()[name])
-            files[f"{name}.py"] = text
-            waiting += imported(text)
-    return files
+        name = f"{waiting.pop()}.py"
+        if name in files and name not in found:
+            found.add(name)
+            waiting += imported(files[name])
+    return found
 
 
 def travelling_files() -> dict[str, str]:

@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 class Templates(NamedTuple):
     """What one version fills in: `modeling` with a `model_class` for each class of the source, `capture` in those whose
-    own softmax is intercepted; `window` imports the exact window in those that have one; `module` is the file of a
-    transformer of diffusers."""
+    own softmax is intercepted; `module` is the file of a transformer of diffusers."""
 
     modeling: str
     model_class: str
     capture: str
-    window: str
     module: str
 
 
@@ -58,9 +56,6 @@ class Linearized{native}(Linearized, {native}):
 """
 
 _CAPTURE_0_1_0 = "    capture = staticmethod(capture)\n"
-# In 0.1.0 every mixer imported the window itself.
-_WINDOW_0_1_0 = ""
-_WINDOW_0_2_0 = "from .window import Window"
 
 # `load` makes modules of the carried text. A bar begins each line of it, for diffusers looks for imports in whatever
 # begins a line with `from`, in strings too.
@@ -137,8 +132,8 @@ _INIT_0_2_0 = f"""    def __init__(self, linearize=None, transformers_weights=No
 _MODELING_0_2_0 = _MODELING_0_1_0.replace(_INIT_0_1_0, _INIT_0_2_0)
 
 TEMPLATES = {
-    "0.1.0": Templates(_MODELING_0_1_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _WINDOW_0_1_0, _MODULE_0_1_0),
-    "0.2.0": Templates(_MODELING_0_2_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _WINDOW_0_2_0, _MODULE_0_1_0),
+    "0.1.0": Templates(_MODELING_0_1_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
+    "0.2.0": Templates(_MODELING_0_2_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
 }
 
 

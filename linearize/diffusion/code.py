@@ -13,10 +13,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from linearize_kernels.mixer import Site
+
 from .. import __version__
 from ..checkpoint.flatten import flat_files, imported
 from ..checkpoint.templates import templates_of
 from ..errors import Exit, LinearizeError
+from ..plan.mechanisms import parts_of
 
 # By the class name of a processor that computes no softmax: who reads q, k and v as it does, and where that is.
 READERS = {"SanaLinearAttnProcessor2_0": ("diffusers.models.transformers.sana_transformer", "SanaAttnProcessor2_0")}
@@ -30,9 +33,10 @@ def readers(kinds: set[str]) -> dict[str, Any]:
     return {kind: getattr(importlib.import_module(place), name) for kind, (place, name) in found.items()}
 
 
-def code_of(native: str, mechanisms: set[str], kinds: set[str]) -> tuple[str, str]:
-    """Name, without `.py`, and text of the file for a class of diffusers whose processors are of `kinds`."""
-    files = flat_files([*sorted(mechanisms), "diffusion"])
+def code_of(native: str, mechanisms: set[str], parts: set[str], kinds: set[str]) -> tuple[str, str]:
+    """Name, without `.py`, and text of the file for a class of diffusers whose processors are of `kinds`. `parts` are
+    the flat names of the files that options switch on."""
+    files = flat_files([*sorted(mechanisms), *sorted(parts), "diffusion"])
     return module(__version__, native, mechanisms, kinds, files)
 
 
@@ -91,10 +95,11 @@ def code_for(config: dict[str, Any], version: str = __version__, text: str | Non
         native, spec = config["_class_name"].removeprefix("Linearized"), config["linearize"]
         kinds = {layer["site"]["kind"] for layer in spec["layers"]}
         mechanisms = {layer["mechanism"] for layer in spec["layers"]}
+        layers = [(layer["mechanism"], Site.from_dict(layer["site"]), layer["options"]) for layer in spec["layers"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise LinearizeError(f"config.json has no plan of linearize's: {error!r}", Exit.INCOMPATIBLE) from error
     if text is None:
-        return code_of(native, mechanisms, kinds)
+        return code_of(native, mechanisms, {part for layer in layers for part in parts_of(*layer)}, kinds)
     return module(version, native, mechanisms, kinds, carried_files(text))
 
 

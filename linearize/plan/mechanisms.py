@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from ..checkpoint.flatten import flat_files, kernel_files, kernels_folder
+from ..checkpoint.flatten import flat_files, flat_name, kernel_files, kernels_folder
 from ..errors import LinearizeError, did_you_mean
 
 MIXER_CLASS = re.compile(r"^class (\w+)\((?:\w+, )*Mixer\):", re.MULTILINE)
@@ -73,6 +73,19 @@ def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
         if option in named and option in known and set(values.values()) <= set(typing.get_args(known[option][0])):
             named[option] = values.get(named[option], named[option])
     return named
+
+
+def parts_of(name: str, site: Any, options: dict[str, Any]) -> dict[str, str]:
+    """The kernel files that `options` of mechanism `name` at a site switch on: flat name -> a name in the file.
+
+    Options that are not given have their defaults, and may have the names that an earlier version gave them.
+    """
+    from linearize_kernels.mixer import option_types
+
+    mixer, options = load_mechanism(name), present_options(name, options)
+    known = option_types(mixer, options.get("base"))
+    places = mixer.parts(site, {option: default for option, (_, _, default) in known.items()} | options)
+    return {flat_name(place): what for place, what in places.items()}
 
 
 def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[str, Any]:

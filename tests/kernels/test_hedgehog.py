@@ -11,6 +11,7 @@ from triton_tools import gradients, interpreted
 
 from linearize_kernels.layers.features import Features
 from linearize_kernels.layers.hedgehog import fits, hedgehog_op
+from linearize_kernels.mixer import Site
 
 SHAPES = [(2, 5, 3, 16), (1, 150, 2, 24)]
 HALF, FULL = torch.float16, torch.float32
@@ -61,7 +62,9 @@ def test_the_operator_is_registered_as_it_should_be() -> None:
 def feature_paths() -> float:
     """The difference between what a mixer's features are with kernels, and in PyTorch."""
     torch.manual_seed(0)
-    features, y = Features("hedgehog", 2, 1, 16, 0.2), torch.randn(2, 9, 2, 16)
+    site = Site(0, "", "", 32, 2, 1, 16, 16, 0.2, True)
+    features, y = Features.at(site, "hedgehog"), torch.randn(2, 9, 2, 16)
+    assert features.kernel is not None
     features.reset_parameters()
     exact = features.double()(y.double(), "query")
     return relative_error(features.float()(y, "query"), exact)

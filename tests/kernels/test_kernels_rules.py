@@ -1,8 +1,9 @@
 """What kernels/ may look like, so that its files work as the remote code of a checkpoint. Proved on the source.
 
 A loader copies the files that `from .name import x` lines lead to, flat, into a folder of its own, and imports them
-where linearize is not installed. Each rule is a function from source text, as it travels, to complaints, and is seen
-to complain.
+where linearize is not installed. Parts that an option needs are imported late, by `import_module(".name",
+__package__)`; a checkpoint that has them names them in modeling_linearized.py. Each rule is a function from source
+text, as it travels, to complaints, and is seen to complain.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ NAMES = FILES.keys()
 ALLOWED = {"torch", "transformers", *sys.stdlib_module_names}
 READERS = {"open", "read_text", "read_bytes", "load", "get_data", "glob", "iterdir"}
 
+PART = re.compile(r"import_module\('\.(\w+)', __package__\)")
 # As transformers' loader of remote code finds them: at the start of any line, docstrings included.
 FOLLOWED = re.compile(r"^\s*from\s+\.(\S*)\s+import", re.MULTILINE)
 
@@ -78,6 +80,20 @@ def hidden_siblings(source: str) -> list[str]:
     return complaints
 
 
+def late_imports(source: str) -> list[str]:
+    """`import_module` gets the name of a sibling and `__package__`, and runs in a function."""
+    tree, complaints = ast.parse(source), []
+    early = {*map(id, executed_on_import(tree))}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("import_module"):
+            continue
+        if not PART.fullmatch(ast.unparse(node)) or id(node) in early:
+            complaints.append(f"line {node.lineno}: must be `import_module('.name', __package__)` in a function")
+        elif PART.fullmatch(ast.unparse(node))[1] not in NAMES:
+            complaints.append(f"line {node.lineno}: no sibling {ast.unparse(node.args[0])}")
+    return complaints
+
+
 def executed_on_import(tree: ast.Module) -> Iterator[ast.AST]:
     """Every node that runs when the module is imported: all but the bodies of functions."""
     pending: list[ast.AST] = [tree]
@@ -118,7 +134,9 @@ def mixer_and_reference(source: str, name: str) -> list[str]:
     return complaints + [f"lacks {f}()" for f in (name, f"{name}_reference") if f not in functions]
 
 
-RULES: list[Callable[[str], list[str]]] = [foreign_imports, hidden_siblings, reads_on_import, stops_a_compiler]
+RULES: list[Callable[[str], list[str]]] = [
+    foreign_imports, hidden_siblings, late_imports, reads_on_import, stops_a_compiler,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -150,6 +168,11 @@ BAD = [
     (hidden_siblings, "try:\n    from .scan import into_chunks\nexcept ImportError:\n    pass"),
     (hidden_siblings, '"""Example:\n\nfrom .scan import into_chunks\n"""'),
     (hidden_siblings, 'TEXT = """\n    from .other import x\n"""'),
+    (late_imports, "import_module('.scan', __package__)"),
+    (late_imports, "def f():\n    import_module('.nowhere', __package__)"),
+    (late_imports, "def f():\n    import_module('..layers.scan', __package__)"),
+    (late_imports, "def f(name):\n    import_module(name, __package__)"),
+    (late_imports, "def f():\n    importlib.import_module('.scan', __package__)"),
     (reads_on_import, "TEXT = open('x').read()"),
     (reads_on_import, "from pathlib import Path\nTEXT = Path('x').read_text()"),
     (reads_on_import, "class A:\n    text = Path('x').read_bytes()"),
@@ -177,6 +200,7 @@ try:
 except ImportError:
     triton = None
 def read(path):
+    import_module(".scan", __package__)
     return open(path).read()
 '''
     assert [complaint for rule in RULES for complaint in rule(source)] == []

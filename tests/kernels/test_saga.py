@@ -12,11 +12,12 @@ from conftest import TOLERANCE, relative_error
 from torch import Tensor
 
 from linearize.plan.mechanisms import build_mixer, resolve_options
+from linearize_kernels.layers.depthwise import depthwise
 from linearize_kernels.layers.features import Features
 from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.linear.linear import linear_attention_bidirectional
 from linearize_kernels.mixer import Site
-from linearize_kernels.saga.saga import depthwise, saga, saga_reference
+from linearize_kernels.saga.saga import saga, saga_reference
 
 F64 = TOLERANCE[torch.float64]
 SITE = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=False, grid="patches")

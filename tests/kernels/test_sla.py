@@ -13,7 +13,7 @@ from torch import Tensor
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import load_mechanism, resolve_options
 from linearize_kernels.mixer import option_types
-from linearize_kernels.sla.sla import OPS, SoftmaxLinearAttention, head_softmax, sla, sla_reference
+from linearize_kernels.sla.sla import SoftmaxLinearAttention, head_softmax, op_of, sla, sla_reference
 
 EXACT = TOLERANCE[torch.float64]
 BASES = list(SoftmaxLinearAttention.bases)
@@ -57,7 +57,7 @@ def test_it_is_its_equations_with_all_gradients(base: str, T: int, rescale: bool
 def test_equal_scores_are_the_base(base: str) -> None:
     made = inputs(base)
     equal = {name: torch.full_like(made[name], 3.0) for name in ("read_scores", "write_scores")}
-    plain, _ = OPS[base](**without_gates(made))
+    plain, _ = op_of(base)(**without_gates(made))
     rescaled, _ = sla(base=base, **(made | equal))
     as_printed, _ = sla(base=base, rescale=False, **(made | equal))
     assert torch.equal(rescaled, plain)
@@ -74,7 +74,7 @@ def test_adding_to_all_scores_of_a_token_changes_nothing(base: str) -> None:
 @every_base
 def test_one_head_has_no_rival(base: str) -> None:
     made = inputs(base, H=1, E=1)
-    assert relative_error(sla(base=base, **made)[0], OPS[base](**without_gates(made))[0]) < EXACT
+    assert relative_error(sla(base=base, **made)[0], op_of(base)(**without_gates(made))[0]) < EXACT
 
 
 @every_base

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize_kernels.sla.sla import OPS, sla
+from linearize_kernels.sla.sla import op_of, sla
 
 from ..case import Case, Run, Shape, load_case
 from .retnet import log_decay
@@ -38,8 +38,9 @@ class SLA(Case):
 
     def peers(self, inputs: list[Tensor], shape: Shape, backend: Any) -> dict[str, Run]:
         bare = _named(inputs[:-2], shape)
+        base: Any = shape.base
         name = f"{shape.base} alone{', PyTorch path' if backend == 'torch' else ''}"
-        return {name: lambda: OPS[shape.base](**bare, backend=backend)[0]}
+        return {name: lambda: op_of(base)(**bare, backend=backend)[0]}
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         """Its function for the base: the gates it has not."""
