@@ -19,30 +19,6 @@ RELATIVE_IMPORT = re.compile(r"^from (\.+)([\w.]+)(?= import)", re.MULTILINE)
 PART_IMPORT = re.compile(r"(?<=\bimport_module\(\")(\.+)([\w.]+)(?=\", __package__\))")
 # Rooms of what mechanisms share: their files travel under their own names.
 SHARED = ("", "hf", "gpu", "layers")
-# Names on the road that the first version used and home no longer does.
-KEPT_NAMES = {
-    "hf/cache": "state",
-    "hf/cuda_graphs": "replay",
-    "gsa/eager": "gsa_torch",
-    "gsa/forward": "gsa_triton",
-    "gsa/backward": "gsa_triton_bwd",
-    "gla/eager": "gla_torch",
-    "gla/forward": "gla_triton",
-    "gla/backward": "gla_triton_bwd",
-    "gdn/eager": "gdn_torch",
-    "gdn/forward": "gdn_triton",
-    "gdn/backward": "gdn_triton_bwd",
-    "mhla/eager": "mhla_torch",
-    "mhla/forward": "mhla_triton",
-    "mhla/backward": "mhla_triton_bwd",
-    "mhla/bidirectional": "mhla_both",
-    "mhla/bidirectional_launch": "mhla_both_launch",
-    "linear/causal": "linear_triton",
-    "linear/bidirectional": "linear_both",
-    "linear/bidirectional_launch": "linear_both_launch",
-    "saga/kernels": "saga_triton",
-    "window/kernels": "window_triton",
-}
 
 
 def kernels_folder() -> Path:
@@ -63,8 +39,7 @@ def kernel_files() -> dict[str, Path]:
 def flat_name(place: str) -> str:
     """The name on the road, without `.py`, of a file at `place` in the kernels folder, such as `gsa/launch`."""
     room, _, stem = place.rpartition("/")
-    own = stem if room in SHARED or stem == room else f"{room}_{stem}"
-    return KEPT_NAMES.get(place, own)
+    return stem if room in SHARED or stem == room else f"{room}_{stem}"
 
 
 def flattened(path: Path) -> str:

@@ -16,7 +16,7 @@ from models import convert_folder, load, logits, save_source, source_with_mixers
 
 from linearize import __version__
 from linearize.checkpoint.code import code_files, modeling
-from linearize.checkpoint.flatten import flat_files
+from linearize.checkpoint.flatten import flat_files, flat_name, kernel_files
 from linearize.checkpoint.manifest import read_plan
 from linearize.checkpoint.provenance import origin_of
 from linearize.convert import convert, plan_conversion
@@ -179,3 +179,12 @@ def test_a_part_that_is_missing_is_told(tmp_path: Path) -> None:
     convert(*plan, tmp_path / "linear", level="none", say=lambda line: None)
     (tmp_path / "linear" / "gdn.py").unlink()
     assert "gdn.py" in origin_of(tmp_path / "linear", read_plan(tmp_path / "linear")).changed
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("gsa/gsa", "gsa"), ("gsa/eager", "gsa_eager"), ("hf/cache", "cache"), ("linear/causal", "linear_causal")],
+)
+def test_a_file_travels_under_the_name_of_its_place(place: str, name: str) -> None:
+    assert flat_name(place) == name
+    assert kernel_files()[name].with_suffix("").as_posix().endswith(place)

@@ -304,7 +304,7 @@ def test_a_cast_rewrites_shard_by_shard(tmp_path: Path, shard: str) -> None:
 def test_the_window_travels_where_a_layer_has_one(zoo: Zoo) -> None:
     folders = {window: zoo.folders("llama", HYBRID, window=window)[1] for window in (0, 4)}
     with_window = {path.stem for path in folders[4].glob("window*.py")}
-    assert with_window == {"window", "window_blend", "window_launch", "window_step", "window_triton"}
+    assert with_window == {"window", "window_blend", "window_kernels", "window_launch", "window_step"}
     assert not [*folders[0].glob("window*.py")]
     assert [mixer.near is None for folder in folders.values() for mixer in mixers_of(load(folder)).values()] == [
         *(True, True),
