@@ -258,35 +258,3 @@ def in_rows(state: Tensor, rows: Tensor | None) -> Tensor:
     if state.numel() and not state[:1].is_contiguous():
         raise ValueError(f"each row of a pool of states must be dense, found strides {state.stride()}")
     return state
-
-
-# ---------------------------------------------------------------- operators
-
-# A library takes its operators along when it goes.
-_libraries: list[torch.library.Library] = []
-
-
-def operator(
-    namespace: str,
-    schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    save: Callable[..., None] | None = None,
-    differentiate: Callable[..., Any] | None = None,
-) -> Any:
-    """The operator that `schema` names, on the GPU (and the interpreter's CPU): torch.compile, fake tensors, autograd
-    and flop counts go through it.
-
-    `save(ctx, inputs, output)` and `differentiate(ctx, *gradients)` are what torch.library.register_autograd takes.
-    torch.library.custom_op does the same with more Python around it: 87 instead of 69 us for a forward and backward
-    that do nothing, on one core.
-    """
-    library, name = torch.library.Library(namespace, "FRAGMENT"), schema.partition("(")[0]
-    _libraries.append(library)
-    library.define(schema)
-    for device in ("CUDA", "CPU"):
-        library.impl(name, run, device)
-    torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-    if differentiate is not None:
-        torch.library.register_autograd(f"{namespace}::{name}", differentiate, setup_context=save, lib=library)
-    return getattr(getattr(torch.ops, namespace), name).default

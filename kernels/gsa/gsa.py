@@ -32,8 +32,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
-from .launch import runs_on
-from .ops import chunked_op, pool_op, step_op
+from .launch import chunked_op, pool_op, runs_on, step_op
 from .chunks import Read
 from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
@@ -148,7 +147,7 @@ def _gsa_triton(
     cu: Tensor | None,
     state: GSAState | None,
 ) -> tuple[Tensor, GSAState]:
-    """Run the Triton kernels (ops.py): one launch for a single token without gradients, else the chunk form."""
+    """Run the Triton kernels (launch.py): one launch for a single token without gradients, else the chunk form."""
     single = q.shape[1] == 1 and segments is None and cu is None
     if single and not wants_gradients(q, k, v, g, *(state or ())):
         o, *last = step_op(q, k, v, g, scale, padding, *(fresh_state(q, k, v, g) if state is None else state))

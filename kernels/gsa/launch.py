@@ -1,7 +1,4 @@
-"""GSA on the GPU, host side: scratch and launches.
-
-`forward`, `backward` and `step` take the arguments of their operators in ops.py, in that order.
-"""
+"""GSA on the GPU, host side: scratch, launches and the registered operators."""
 
 from __future__ import annotations
 
@@ -23,7 +20,8 @@ from .sweep import (
     read_kernel,
     sums_kernel,
 )
-from ..gpu.launch import Problem, dense, entry, in_rows, launch, lay_out, strides, width
+from ..gpu.launch import Problem, dense, in_rows, launch, lay_out, scratch, strides, width
+from ..gpu.operators import operator, own_namespace
 from ..gpu.target import refusal
 
 
@@ -37,7 +35,7 @@ def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
 
 
 class Call(NamedTuple):
-    """The arguments of the forward operator; the backward one has three gradients before them."""
+    """The inputs of the operator for several tokens."""
 
     q: Tensor
     k: Tensor
@@ -143,24 +141,30 @@ def memories(x: GSAProblem, last: list[Tensor | None]) -> Memories:
     return out
 
 
-def _forward(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,T,H,Dv] and the memories after the last token, [rows,E,M,D] and [rows,E,M,Dv] in fp32."""
-    x = GSAProblem(number, Call(*inputs))
+def results(x: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for o [B,T,H,Dv] and the memories after the last token, [rows,E,M,D] and [rows,E,M,Dv] in fp32."""
+    (B, T, H, D), DV, rows = x.q.shape, x.v.shape[-1], len(x.q) if x.cu is None else len(x.cu) - 1
+    K1, V1 = (scratch(x.q, rows, *x.g.shape[2:], dim) for dim in (D, DV))
+    return scratch(x.q, B, T, H, DV, dtype=x.q.dtype), K1, V1
+
+
+def forward(number: int, call: Call, o: Tensor, K1: Tensor, V1: Tensor) -> None:
+    x = GSAProblem(number, call)
     if sweeps(x):
-        return _sweep_forward(Sweep(x))
-    o, (K1, V1) = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype), x.memory_pair(x.layout.rows)
+        _sweep_forward(Sweep(x), o, K1, V1)
+        return
     m = memories(x, [K1, V1])
     x.launch(
         output_kernel, x.grid, x.q, x.k, x.v, x.g, x.segments, x.layout.per_chunk, m.b, m.K, m.V, o, x.scale,
         *strides(x.q, x.k, x.v), *x.counts, warps=x.config.warps * x.stack,
     )  # fmt: skip
-    return o, K1, V1
 
 
-def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, g and of the entering memories (empty tensors where none entered)."""
-    call, do = Call(*inputs), dense(do)
-    x = GSAProblem(number, call)
+def backward(
+    number: int, call: Call, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, g and of the entering memories."""
+    x, do = GSAProblem(number, call), dense(do)
     if sweeps(x):
         return _sweep_backward(Sweep(x), do, dK1, dV1)
     m, side_by_side = memories(x, [None, None]), x.config.warps * x.stack
@@ -193,7 +197,7 @@ def _backward(number: int, do: Tensor, dK1: Tensor | None, dV1: Tensor | None, *
             out, *strides(sent, y), *x.counts, warps=x.config.key_warps, num_stages=x.config.key_stages, D=y.shape[-1],
             BD=x.config.block_dv if y is x.v else x.config.block_d,
         )  # fmt: skip
-    return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *(x.new(0) if y is None else y for y in first)
+    return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *first
 
 
 def _both(x: GSAProblem, *gradients: Tensor | None) -> list[Tensor | None]:
@@ -271,10 +275,9 @@ class Sweep:
         return m, [m.K, m.V]
 
 
-def _sweep_forward(s: Sweep) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_forward`."""
+def _sweep_forward(s: Sweep, o: Tensor, K1: Tensor, V1: Tensor) -> None:
+    """As `forward`."""
     x, cut = s.x, s.P > 1
-    K1, V1 = x.memory_pair(x.layout.rows)
     m, (K, V) = s.entering(cut)
     if m is not None:
         scan(x, m.decay, m.K, m.V, x.start, [K1, V1], reverse=False, pieces=s.P)
@@ -285,9 +288,7 @@ def _sweep_forward(s: Sweep) -> tuple[Tensor, Tensor, Tensor]:
         *s.counts, s.share, **carried,
     )  # fmt: skip
     _attend(s, logits, None, p, None, None)
-    o = x.new(x.B, x.T, x.H, x.DV, dtype=x.q.dtype)
     s.launch(mix_kernel, s.mix, x.D, x.v, *p, *s.W, *s.decays, V, V1, o, *strides(x.v), *s.counts, s.share, **carried)
-    return o, K1, V1
 
 
 def _attend(s: Sweep, logits: Tensor, dp: Tensor | None, p: Any, dl: Any, db: Tensor | None) -> None:
@@ -300,8 +301,8 @@ def _attend(s: Sweep, logits: Tensor, dp: Tensor | None, p: Any, dl: Any, db: Te
     )  # fmt: skip
 
 
-def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None) -> tuple[Tensor, ...]:
-    """As `_backward`."""
+def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As `backward`."""
     x = s.x
     end = _both(x, dK1, dV1)
     # The gradient of the last memories comes in as that of a piece's does.
@@ -347,45 +348,60 @@ def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
         sums_kernel, (s.P * (x.M // part), x.B * x.E), dsv, dsk, db, s.d, *s.W, tail, dg, x.T, s.L, s.P, x.E, warps=4,
         BX=part, SPLIT=x.M // part, CUT=cut,
     )  # fmt: skip
-    return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *(x.new(0) if y is None else y for y in first)
+    return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *first
 
 
-def _step(number: int, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One token in one launch: o [B,1,H,Dv] and the new state."""
-    K, V, seen = inputs[6].contiguous(), inputs[7].contiguous(), inputs[8]
-    after = torch.empty_like(K), torch.empty_like(V), torch.empty_like(seen)
-    return _launch_step(number, inputs[:6], None, (K, V, seen), after), *after
+# ---------------------------------------------------------------- one token
 
 
-def _step_pool(number: int, *inputs: Any) -> Tensor:
-    """One token in one launch: o [B,1,H,Dv]; its rows of the pool are changed."""
-    *_, K, V, seen, rows = inputs
-    pool = in_rows(K, rows), in_rows(V, rows), seen
-    return _launch_step(number, inputs[:6], rows, pool, pool)
+class StepCall(NamedTuple):
+    """The inputs of the operators for one token; with rows the state is a pool, which is changed in place."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    scale: float
+    padding: Tensor | None
+    K: Tensor
+    V: Tensor
+    seen: Tensor
+    rows: Tensor | None = None
 
 
-def _launch_step(
-    number: int, inputs: tuple[Any, ...], rows: Tensor | None, state: tuple[Tensor, ...], after: tuple[Tensor, ...]
-) -> Tensor:
-    q, k, v, g, scale, padding = inputs
+def step_results(x: StepCall) -> tuple[Tensor, ...]:
+    """Room for o [B,1,H,Dv] and, without rows, the new state."""
+    o = scratch(x.q, *x.q.shape[:3], x.v.shape[-1], dtype=x.q.dtype)
+    state = (scratch(y, *y.shape, dtype=y.dtype) for y in (x.K, x.V, x.seen))
+    return (o, *state) if x.rows is None else (o,)
+
+
+def step(number: int, x: StepCall, o: Tensor, *after: Tensor) -> None:
+    """One token in one launch."""
+    q, k, v, g, scale, padding, K, V, seen, rows = x
     (B, _, H, D), DV, (E, M) = q.shape, v.shape[-1], g.shape[2:]
-    q, k, v, g = dense(q), dense(k), dense(v), g.contiguous()
-    o, c = q.new_empty(B, 1, H, DV), configure(q, v, g)
+    state = in_rows(K, rows), in_rows(V, rows), seen
+    q, k, v, g, c = dense(q), dense(k), dense(v), g.contiguous(), configure(q, v, g)
     launch(
-        step_kernel, (E, B), q, k, v, g, padding, rows, *state, o, *after, scale, q.stride(0), q.stride(2),
+        step_kernel, (E, B), q, k, v, g, padding, rows, *state, o, *(after or state), scale, q.stride(0), q.stride(2),
         k.stride(0), k.stride(2), v.stride(0), v.stride(2), g.stride(0), 0 if padding is None else padding.stride(0),
-        *(x.stride(0) for x in state), H, E, E // k.shape[2], call=number, num_warps=c.step_warps, M=M, D=D, DV=DV,
+        *(y.stride(0) for y in state), H, E, E // k.shape[2], call=number, num_warps=c.step_warps, M=M, D=D, DV=DV,
         BM=c.block_m, BX=c.step_columns, BG=width(H // E), PADDED=padding is not None or rows is not None,
         PREC=c.precision,
     )  # fmt: skip
-    return o
 
 
-def _rehearse(number: int, *inputs: Any) -> None:
-    """The backward of a call, before its gradients are there."""
-    q, _, v, *_ = inputs
-    _backward(number, q.new_empty(*q.shape[:3], v.shape[-1], device="meta"), None, None, *inputs)
+def flops(x: Any) -> tuple[int, int]:
+    """Of the chunk form, causal halves not discounted: 4 C (D + M) + 8 D M a token forward; backward 2.5 times that,
+    and the forward's logits again."""
+    (B, T, H, D), DV, M, C = x.q, x.v[-1], x.g[-1], 64
+    forward = B * T * H * (2 * C * (D + DV + 2 * M) + 4 * M * (D + DV))
+    return forward, 3 * forward
 
 
-forward, backward = entry(_forward, _rehearse), entry(_backward)
-step, step_pool = entry(_step), entry(_step_pool)
+NAMESPACE = own_namespace(__name__, "gsa")
+chunked_op = operator(
+    NAMESPACE, "gsa", Call, results, forward, "o K1 V1", backward=backward, leaves="q k v g K0 V0", flops=flops
+)
+step_op = operator(NAMESPACE, "gsa_step", StepCall, step_results, step, "o K1 V1 seen1")
+pool_op = operator(NAMESPACE, "gsa_step_pool", StepCall, step_results, step, "o", changed="K V seen")

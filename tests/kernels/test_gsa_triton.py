@@ -276,7 +276,7 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
 def check_operators() -> None:
     """torch.library's own checks, fullgraph compilation, gradient checkpointing, flop counts."""
     from linearize_kernels.gsa.gsa import gsa
-    from linearize_kernels.gsa.ops import chunked_op, step_op
+    from linearize_kernels.gsa.launch import chunked_op, step_op
 
     made = build({"T": 9, "state": True})
     q, k, v, g, K, V = (x.requires_grad_() for x in made["inputs"])
