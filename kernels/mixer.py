@@ -334,6 +334,14 @@ def feature_parts(kind: str) -> dict[str, str]:
     return {"layers/features": "Features"} | ({"layers/hedgehog": "hedgehog"} if kind == "hedgehog" else {})
 
 
+def output_gate_at(site: Site, wanted: bool) -> Any:
+    """The gate on the output of a mixer at `site` (output_gate.py); None where none is wanted."""
+    if not wanted:
+        return None
+    gate = import_module(".layers.output_gate", __package__).OutputGate
+    return gate(site.hidden, site.heads, site.value_dim)
+
+
 def check_power_of_two(**options: int) -> None:
     """Raise ValueError, naming the option, unless every value is a power of two."""
     for name, value in options.items():
@@ -414,23 +422,6 @@ def option_types(mixer: type[Mixer], base: str | None = None) -> dict[str, tuple
         others = option_types(mixer.base_for(base or options["base"][2]) if mixer.bases else Mixer)
         options |= {name: described for name, described in others.items() if name not in options}
     return options
-
-
-def option_about(mixer: type[Mixer], option: str, base: str | None = None) -> str:
-    """What an option of a mechanism, over `base` where it has bases, sets: one line; empty where nobody wrote it."""
-    owners = [mixer, *([mixer.base_for(base or option_types(mixer)["base"][2])] if mixer.bases else [])]
-    texts = [kind.__dict__.get("about", {}).get(option) for owner in owners for kind in owner.__mro__[:-1]]
-    own = [text for text in texts if text]
-    return own[0] if own else ""
-
-
-def published_options(mixer: type[Mixer], base: str | None = None, site: Site | None = None) -> dict[str, Any]:
-    """Options under which a mechanism, over `base` where it has bases, behaves as published at a site."""
-    if not mixer.bases:
-        return mixer.published_at(site)
-    known = option_types(mixer, base)
-    own = mixer.base_for(base or known["base"][2]).published_at(site)
-    return {name: value for name, value in own.items() if name in known} | mixer.published_at(site)
 
 
 def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | int, shape: tuple[int, int]) -> Tensor:

@@ -98,7 +98,8 @@ def site_and_options(
 
     Imports what a converted model with these options would: window.py where there is a window.
     """
-    from linearize_kernels.mixer import Site, own_mixer, published_options
+    from linearize.plan.mechanisms import published_options
+    from linearize_kernels.mixer import Site, own_mixer
 
     kind, options = own_mixer(importlib.import_module(f"linearize_kernels.{name}.{name}")), dict(options)
     causal = options.pop("causal", True)

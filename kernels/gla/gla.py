@@ -24,7 +24,6 @@ Gates are log-space, <= 0; memories and gate sums in fp32 (fp64 stays fp64).
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -38,7 +37,7 @@ from ..layers.rotary import Rope, settled
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import GLAState, Inputs, fresh_state, gla_chunked, gla_step
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site
+from ..mixer import Bounds, Mixer, Site, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
 
@@ -189,10 +188,7 @@ class GatedLinearAttention(Recurrent, Mixer):
         self.damping, self.gate_std = damping, gate_std
         self.narrow = nn.Linear(site.hidden, gate_rank, bias=False)
         self.forget = nn.Linear(gate_rank, self.state_count * self.key_dim)
-        self.output_gate: Any = None
-        if output_gate:
-            gate = import_module("..layers.output_gate", __package__).OutputGate
-            self.output_gate = gate(site.hidden, site.heads, site.value_dim)
+        self.output_gate = output_gate_at(site, output_gate)
 
     @classmethod
     def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:

@@ -45,7 +45,7 @@ from .eager import (
     GUARD, MHLAState, after, divided, fresh_state, may_wait, mhla_bidirectional, mhla_causal, mhla_step, recomputed,
     with_one,
 )  # fmt: skip
-from ..mixer import Bounds, Mixer, Site, check_power_of_two
+from ..mixer import Bounds, Mixer, Site, check_power_of_two, output_gate_at
 from ..layers.norm import give_size, head_norm
 from ..layers.pool import check_pool, on_rows
 from ..layers.rotary import rotated, settled
@@ -367,10 +367,7 @@ class MultiHeadLinearAttention(Mixer):
             axes = 1 if site.grid == "line" else 2
             self.taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, *(dwc,) * axes))
             self.depthwise = import_module("..layers.depthwise", __package__).depthwise
-        self.output_gate = None
-        if output_gate:
-            gate = import_module("..layers.output_gate", __package__).OutputGate
-            self.output_gate = gate(site.hidden, site.heads, site.value_dim)
+        self.output_gate = output_gate_at(site, output_gate)
 
     @classmethod
     def published_at(cls, site: Site | None) -> dict[str, Any]:

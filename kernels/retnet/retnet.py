@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention
 from ..linear.launch import Precision, chunked_op, pool_op, step_op, use_triton
-from ..mixer import Bounds, Mixer, Site
+from ..mixer import Bounds, Mixer, Site, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
 
@@ -235,10 +234,7 @@ class RetNet(Recurrent, Mixer):
         self.decay = decay
         if decay == "learned":  # logarithms to base 2 of half-lives in tokens
             self.log_half_life = nn.Parameter(torch.empty(self.state_count))
-        self.output_gate: Any = None
-        if output_gate:
-            gate = import_module("..layers.output_gate", __package__).OutputGate
-            self.output_gate = gate(site.hidden, site.heads, site.value_dim)
+        self.output_gate = output_gate_at(site, output_gate)
 
     @classmethod
     def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:

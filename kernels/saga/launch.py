@@ -42,7 +42,7 @@ SHIPPED: dict[tuple[tuple[int, int], int, str, torch.dtype], dict[str, Any]] = {
 }
 
 
-def safe(shared: int, processors: int, D: int, DV: int, phi: str, dtype: torch.dtype) -> Config:
+def safe(shared: int, processors: int, D: int, DV: int, feature_map: str, dtype: torch.dtype) -> Config:
     """The largest tiles whose kernels need no more than `shared` bytes. Raises ValueError when the smallest do not fit.
 
     Chunks of 64 beside narrower heads would go wrong through Hopper's wgmma, and so would fp32 (mhla/launch.py).
@@ -52,15 +52,15 @@ def safe(shared: int, processors: int, D: int, DV: int, phi: str, dtype: torch.d
     for tiles in (*(Tiles(C, warps, stages) for C in (64, 32) for stages in (2, 1)), Tiles(16, 4, 1)):
         if tiles.chunk == 64 and (exact or narrow or max(D, DV) > 128):
             continue
-        if shared_bytes(tiles, D, DV, phi, dtype) <= shared:
+        if shared_bytes(tiles, D, DV, feature_map, dtype) <= shared:
             return Config(tiles, tiles, tiles, tiles, 4 * processors, "bf16x6" if exact else "bf16x3")
     raise ValueError(f"{D} features with head dim {DV} need more than {shared} bytes of shared memory")
 
 
-def shared_bytes(tiles: Tiles, D: int, DV: int, phi: str, dtype: torch.dtype) -> int:
+def shared_bytes(tiles: Tiles, D: int, DV: int, feature_map: str, dtype: torch.dtype) -> int:
     """Bound on the shared memory of every kernel, from the compiler's reports for 8.0 and 9.0: what a pipelined loop
     loads, computed factors, states and maps, each also transposed, and sums over warps."""
-    BD, BV, halves = width(D), width(DV), 2 if phi == "hedgehog" else 1
+    BD, BV, halves = width(D), width(DV), 2 if feature_map == "hedgehog" else 1
     item = 4 if dtype == torch.bfloat16 else 8
     loads = (tiles.stages - 1) * tiles.chunk * ((1 + halves) * BD + 4 * BV) * dtype.itemsize
     sums = 4 * tiles.warps * max(BD, BV)
@@ -69,29 +69,30 @@ def shared_bytes(tiles: Tiles, D: int, DV: int, phi: str, dtype: torch.dtype) ->
 
 
 @functools.cache
-def configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, phi: str) -> Config:
+def configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, feature_map: str) -> Config:
     """The configuration for these inputs. Raises ValueError where nothing fits."""
     gpu = target(device)
     if gpu is None:
         small = Tiles(16, 4, 1)
         return Config(small, small, small, small, 6, "ieee")
-    config, size = safe(gpu.shared, gpu.processors, D, DV, phi, dtype), width(max(D, DV))
-    return config._replace(**SHIPPED.get((gpu.capability, size, phi, dtype), {})) if width(D) == width(DV) else config
+    config, size = safe(gpu.shared, gpu.processors, D, DV, feature_map, dtype), width(max(D, DV))
+    shipped = SHIPPED.get((gpu.capability, size, feature_map, dtype), {}) if width(D) == width(DV) else {}
+    return config._replace(**shipped)
 
 
 obstacle = obstacle_of(configure)
 
 
-def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, phi: str) -> str:
+def runs_on(device: torch.device, dtype: torch.dtype, D: int, DV: int, feature_map: str) -> str:
     """Why the kernels cannot take such inputs; empty when they can."""
     if reason := unavailable(device, dtype):
         return reason
-    if phi not in ("identity", "elu", "hedgehog"):
-        return f"features {phi}"
-    widest = 64 if phi == "hedgehog" else 128
+    if feature_map not in ("identity", "elu", "hedgehog"):
+        return f"features {feature_map}"
+    widest = 64 if feature_map == "hedgehog" else 128
     if widest < D or DV > 128:
         return f"{D} channels or head dim {DV} exceed {widest} and 128"
-    return obstacle(device, dtype, D, DV, phi)
+    return obstacle(device, dtype, D, DV, feature_map)
 
 
 class Call(NamedTuple):
@@ -108,14 +109,14 @@ class Call(NamedTuple):
     key_map: Tensor | None
     weight: Tensor | None
     padding: Tensor | None
-    phi: str
+    feature_map: str
     scale: float
     norm: str
 
 
-def state_width(D: int, DV: int, phi: str, norm: str) -> int:
+def state_width(D: int, DV: int, feature_map: str, norm: str) -> int:
     """Numbers of one head's state: S [F,Dv], and z [F] where a mass divides."""
-    return (2 if phi == "hedgehog" else 1) * D * (DV + (norm == "mass"))
+    return (2 if feature_map == "hedgehog" else 1) * D * (DV + (norm == "mass"))
 
 
 class SAGAProblem(Problem):
@@ -128,8 +129,8 @@ class SAGAProblem(Problem):
         self.real = None if call.padding is None else call.padding.contiguous().view(torch.uint8)
         if call.norm == "count":
             self.norm = self._counts()
-        self.E, self.W = call.k.shape[2], state_width(self.D, self.DV, call.phi, call.norm)
-        self.config = configure(call.q.device, call.q.dtype, self.D, self.DV, call.phi)
+        self.E, self.W = call.k.shape[2], state_width(self.D, self.DV, call.feature_map, call.norm)
+        self.config = configure(call.q.device, call.q.dtype, self.D, self.DV, call.feature_map)
 
     def _counts(self) -> Tensor:
         """1 / real tokens of each row, [B]."""
@@ -152,9 +153,9 @@ class SAGAProblem(Problem):
         N, L = self.stretches(tiles, heads[0])
         launch(
             kernel, (self.B * heads[0], N), *arguments, self.T, L, *heads, call=self.number, num_warps=tiles.warps,
-            PHI=self.call.phi, NORM=self.call.norm, LOCAL=self.local is not None, PADDED=self.real is not None,
+            PHI=self.call.feature_map, NORM=self.call.norm, LOCAL=self.local is not None, PADDED=self.real is not None,
             D=self.D, DV=self.DV, W=self.W, BD=width(self.D), BV=width(self.DV), C=tiles.chunk, GUARD=GUARD,
-            HALF=self.q.dtype == torch.bfloat16, FINE=self.call.phi == "identity" or self.call.norm == "head",
+            HALF=self.q.dtype == torch.bfloat16, FINE=self.call.feature_map == "identity" or self.call.norm == "head",
             PREC=self.config.precision, STAGES=tiles.stages, **more,
         )  # fmt: skip
 
@@ -210,7 +211,7 @@ def results(x: Call) -> tuple[Tensor, ...]:
     """Room for o [B,T,H,Dv]; for the backward pass S and z [B*E,W], and before the norm of a head y [B,T,H,Dv], else
     empty."""
     (B, T, H, D), E, DV = x.q.shape, x.k.shape[2], x.v.shape[3]
-    S = scratch(x.q, B * E, state_width(D, DV, x.phi, x.norm))
+    S = scratch(x.q, B * E, state_width(D, DV, x.feature_map, x.norm))
     return scratch(x.q, B, T, H, DV, dtype=x.v.dtype), S, scratch(x.q, *((B, T, H, DV) if x.norm == "head" else (0,)))
 
 
@@ -242,7 +243,7 @@ def backward(number: int, call: Call, do: Tensor, S: Tensor, y: Tensor) -> tuple
 def flops(x: Any) -> tuple[int, int]:
     """What tokens add, what they read, and their maps; backward two products for each of those, and the output's
     again."""
-    (B, T, H, D), E, DV, two = x.q, x.k[2], x.v[-1], x.phi == "hedgehog"
+    (B, T, H, D), E, DV, two = x.q, x.k[2], x.v[-1], x.feature_map == "hedgehog"
     forward = 2 * B * T * (E + H) * D * ((1 + two) * DV + two * D)
     return forward, 5 * forward // 2
 

@@ -41,7 +41,7 @@ class Maps(NamedTuple):
     """How features.py makes features of q and k: each takes the root of `scale`; W [H,D,D], [E,D,D] and b [H,D], [E,D]
     where there are any."""
 
-    phi: Literal["identity", "elu", "relu", "hedgehog"] = "identity"
+    feature_map: Literal["identity", "elu", "relu", "hedgehog"] = "identity"
     scale: float = 1.0
     query_map: Tensor | None = None
     key_map: Tensor | None = None
@@ -50,8 +50,8 @@ class Maps(NamedTuple):
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """[B,T,H,F] and [B,T,E,F], in fp32 at least."""
-        query = featured(q, self.phi, self.scale, self.query_map, self.query_bias)
-        return query, featured(k, self.phi, self.scale, self.key_map, self.key_bias)
+        query = featured(q, self.feature_map, self.scale, self.query_map, self.query_bias)
+        return query, featured(k, self.feature_map, self.scale, self.key_map, self.key_bias)
 
 
 # A gate before the sigmoid that is exactly 1 behind it, in every dtype.
@@ -94,10 +94,10 @@ def saga(
         q, k = maps.features(q, k)
     if kernels:
         _, scale, *weights = (maps if fused else GIVEN)[:4]
-        phi = maps.phi if fused else "identity"
+        feature_map = maps.feature_map if fused else "identity"
         inputs = q.to(v.dtype), k.to(v.dtype), v, key_gate, value_gate, output_gate, local
         weight = norm_weight if norm == "head" else None
-        return saga_op(*inputs, *weights, weight, padding, phi, scale**0.5, norm)[0]
+        return saga_op(*inputs, *weights, weight, padding, feature_map, scale**0.5, norm)[0]
     exact = q.dtype
     keys, values = k * key_gate.to(exact).sigmoid(), v.to(exact) * value_gate.to(exact).sigmoid()
     if padding is not None:
@@ -128,10 +128,10 @@ def _use_triton(backend: Backend, q: Tensor, v: Tensor, segments: Tensor | None,
     if backend == "torch":
         return False, False
     where, (D, DV) = (v.device, v.dtype), (q.shape[-1], v.shape[-1])
-    obstacle = "segments" if segments is not None else runs_on(*where, D, DV, maps.phi)
+    obstacle = "segments" if segments is not None else runs_on(*where, D, DV, maps.feature_map)
     fused = not obstacle
     if obstacle and segments is None:
-        obstacle = runs_on(*where, 2 * D if maps.phi == "hedgehog" else D, DV, "identity")
+        obstacle = runs_on(*where, 2 * D if maps.feature_map == "hedgehog" else D, DV, "identity")
     return use_kernels(backend, obstacle), fused
 
 
@@ -140,7 +140,7 @@ def _check(
 ) -> None:
     """Raise ValueError, with the shapes found, unless the arguments of `saga` fit together."""
     (B, T, H, D), (E, Dv) = q.shape, v.shape[2:]
-    width = 2 * D if maps.phi == "hedgehog" else D
+    width = 2 * D if maps.feature_map == "hedgehog" else D
     wanted = {"k": (k, (B, T, E, D)), "v": (v, (B, T, E, Dv)), "key_gate": (key_gate, (B, T, E, width))}
     wanted |= {"value_gate": (value_gate, (B, T, E, Dv)), "output_gate": (output_gate, (B, T, H, Dv))}
     for name, (tensor, shape) in wanted.items():
@@ -244,7 +244,7 @@ class SelectiveGates(Mixer):
         rope: bool = True,
     ) -> None:
         super().__init__(site, rope=rope)
-        self.phi = feature_map
+        self.feature_map = feature_map
         self.norm: Norm = norm if norm != "mean" else "count" if feature_map == "identity" else "mass"
         E, Dv = site.kv_heads, site.value_dim
         if feature_map != "identity":
@@ -281,7 +281,7 @@ class SelectiveGates(Mixer):
         with torch.autocast(q.device.type, enabled=False):
             names = "query_map", "key_map", "query_bias", "key_bias"
             weights = (getattr(getattr(self, "features", None), name, None) for name in names)
-            maps = Maps(self.phi, self.site.scale, *weights)
+            maps = Maps(self.feature_map, self.site.scale, *weights)
             widths = (self.width, v.shape[-1], v.shape[-1])
             gated = (y.unflatten(-1, (-1, width)) for y, width in zip(gates, widths, strict=True))
             local = self.depthwise(v, self.taps, layout.grid, *layout[:2]) if hasattr(self, "taps") else None

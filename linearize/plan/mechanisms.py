@@ -94,7 +94,7 @@ def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[
 
     Values may be strings, as from `--set slots=64`. Raises LinearizeError (exit 2) naming the option and its range.
     """
-    from linearize_kernels.mixer import option_types, published_options
+    from linearize_kernels.mixer import option_types
 
     mixer, base = load_mechanism(name), None
     kinds, given = option_types(mixer), present_options(name, given)
@@ -110,6 +110,27 @@ def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[
         kind, bounds, _ = kinds[option]
         options[option] = _parse(option, value, kind, bounds)
     return options
+
+
+def option_about(mixer: Any, option: str, base: str | None = None) -> str:
+    """What an option of a mechanism, over `base` where it has bases, sets: one line; empty where nobody wrote it."""
+    from linearize_kernels.mixer import option_types
+
+    owners = [mixer, *([mixer.base_for(base or option_types(mixer)["base"][2])] if mixer.bases else [])]
+    texts = [kind.__dict__.get("about", {}).get(option) for owner in owners for kind in owner.__mro__[:-1]]
+    own = [text for text in texts if text]
+    return own[0] if own else ""
+
+
+def published_options(mixer: Any, base: str | None = None, site: Any = None) -> dict[str, Any]:
+    """Options under which a mechanism, over `base` where it has bases, behaves as published at a site."""
+    from linearize_kernels.mixer import option_types
+
+    if not mixer.bases:
+        return mixer.published_at(site)
+    known = option_types(mixer, base)
+    own = mixer.base_for(base or known["base"][2]).published_at(site)
+    return {name: value for name, value in own.items() if name in known} | mixer.published_at(site)
 
 
 def _unknown(option: str, name: str, mixer: Any, known: list[str], base: str | None) -> str:
@@ -244,7 +265,7 @@ def describe(name: str) -> dict[str, Any]:
 
 def _options(mixer: Any) -> Iterator[dict[str, Any]]:
     """An option: what it sets, its type, default, published value where that differs, and its range or choices."""
-    from linearize_kernels.mixer import option_about, option_types, published_options
+    from linearize_kernels.mixer import option_types
 
     published = published_options(mixer)
     for option, (kind, bounds, default) in option_types(mixer).items():

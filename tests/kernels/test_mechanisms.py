@@ -15,7 +15,7 @@ from conftest import TOLERANCE, relative_error
 from torch import Tensor
 
 from linearize.errors import LinearizeError
-from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
+from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, published_options, resolve_options
 from linearize_kernels.hf.cache import map_state
 from linearize_kernels.layers.rotary import Rotation, settled
 from linearize_kernels.layout import TokenLayout
@@ -27,7 +27,6 @@ from linearize_kernels.mixer import (
     as_autocast,
     option_types,
     own_mixer,
-    published_options,
 )
 from linearize_kernels.window.window import Ring
 
