@@ -13,7 +13,7 @@ from ..plan.mechanisms import MIXER_CLASS, parts_of
 from ..plan.plan import Plan
 from ..probe.meta_run import build_on_meta
 from .flatten import flat_files, reached
-from .templates import templates_of
+from .templates import templates_of, written
 
 MODELING_FILE = "modeling_linearized.py"
 
@@ -89,7 +89,7 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
     imports = [f"from .{file} import {name}" for file, name in (carried | parts).items()]
     capture = templates.capture if captured(plan) else ""
     return templates.modeling.format(
-        version=version,
+        version=written(version),
         architecture=plan.architecture,
         model_type=natives.model_type,
         config=config,

@@ -32,7 +32,6 @@ from .flatten import imported
 from .known_code import known_files, sha256_of
 from .manifest import plan_of, read_plan, recipes_of, saved_again
 from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_header, read_json
-from .templates import DEVELOPED
 
 # A line of code that knows the cache by the name that transformers gives it from 5.24 on.
 KNOWS_CACHE = 'CACHE_NAMES = ("cache",'
@@ -282,7 +281,7 @@ def origin_of(folder: Path, plan: Plan) -> Origin:
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in present.items()}
     origins = []
     for version, known in known_files().items():
-        rendered = modeling(version.removesuffix(DEVELOPED), plan, natives, texts)
+        rendered = modeling(version, plan, natives, texts)
         ours = known | {MODELING_FILE: {sha256_of(rendered)}}
         wrong = {name for name, value in hashes.items() if value not in ours.get(name, ())}
         origins.append(Origin(version, sorted(wrong | missing_files(texts))))
@@ -298,19 +297,20 @@ def natives_of(plan: Plan) -> SourceClasses:
     return SourceClasses(config, model_class_of(config))
 
 
-def behind(folder: Path, plan: Plan) -> str | None:
-    """The earlier version that wrote all the code in a folder; None for code of this version or of nobody known."""
-    origin = origin_of(folder, plan)
+def behind(folder: Path, plan: Plan, origin: Origin | None = None) -> str | None:
+    """The earlier version that wrote all the code in a folder, or in its `origin` where that is known; None for code
+    of this version or of nobody known."""
+    origin = origin or origin_of(folder, plan)
     return None if origin.changed or origin.version == __version__ else origin.version
 
 
-def outdated(folder: Path, plan: Plan) -> str:
+def outdated(folder: Path, plan: Plan, origin: Origin | None = None) -> str:
     """Why the code in a folder, of an earlier version, cannot decode with the transformers that is installed, and what
-    to do; empty where it can."""
+    to do; empty where it can. `origin` is that of the folder, where it is known."""
     causal = any(step.site.causal for step in plan.linear)
     if not causal or "cache" not in CausalLMOutputWithPast.__dataclass_fields__:
         return ""
-    version = behind(folder, plan)
+    version = behind(folder, plan, origin)
     if version is None or any(KNOWS_CACHE in path.read_text("utf-8") for path in folder.glob("*.py")):
         return ""
     return (

@@ -158,6 +158,15 @@ def _linked(source: Path, target: Path) -> bool:
     return True
 
 
+def index_fault(index: Mapping[str, str], shards: Iterable[Path]) -> str:
+    """The first tensor that `index` (tensor -> name of its shard) and `shards` do not both have there, as a sentence;
+    empty where there is none."""
+    held = {(tensor, path.name) for path in shards for tensor in read_header(path)}
+    for tensor, name in sorted(held ^ set(index.items())):
+        return f"{tensor} is in {name} by the {'shards' if (tensor, name) in held else 'index'} only"
+    return ""
+
+
 def sha256(path: Path) -> str:
     """The hash of a file, as `sha256sum` prints it."""
     with path.open("rb") as file:

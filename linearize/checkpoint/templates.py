@@ -140,9 +140,14 @@ TEMPLATES = {
 DEVELOPED = ".dev0"  # follows a version's number: states of it that wrote folders before the present one
 
 
+def written(version: str) -> str:
+    """A version as files of it have it written in them: those of all its states the same."""
+    return version.removesuffix(DEVELOPED)
+
+
 def number(version: str) -> tuple[int, ...]:
     """A version as numbers, which sort as versions do: 0.9.0 before 0.10.0."""
-    return tuple(int(part) for part in version.removesuffix(DEVELOPED).split("."))
+    return tuple(int(part) for part in written(version).split("."))
 
 
 def templates_of(version: str) -> Templates:

@@ -17,7 +17,7 @@ from linearize_kernels.mixer import Site
 
 from .. import __version__
 from ..checkpoint.flatten import flat_files, imported
-from ..checkpoint.templates import templates_of
+from ..checkpoint.templates import templates_of, written
 from ..errors import Exit, LinearizeError
 from ..plan.mechanisms import parts_of
 
@@ -47,7 +47,7 @@ def module(
     used = {kind: READERS[kind] for kind in sorted(kinds & READERS.keys())}
     text = templates_of(version).module.format(
         native=native,
-        version=version,
+        version=written(version),
         imports="".join(f"from {place} import {reader}\n" for place, reader in used.values()),
         name="{name}",
         mechanisms=sorted(mechanisms),

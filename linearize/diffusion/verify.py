@@ -21,7 +21,6 @@ from linearize_kernels.mixer import own_mixer
 from ..checkpoint.known_code import known_files, sha256_of
 from ..checkpoint.provenance import Origin, layer_differences, refuse_code
 from ..checkpoint.source import hub_kernel, read_header, read_json, unreadable
-from ..checkpoint.templates import DEVELOPED
 from ..checkpoint.write import MANIFEST, no_hashes
 from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan, some
@@ -181,7 +180,7 @@ def changed_code(folder: Path, configs: dict[str, dict[str, Any]], present: dict
     for part, config in configs.items():
         prefix = f"{part}/" if part else ""
         own = next((file for file in present if PurePosixPath(file).parent == PurePosixPath(part)), "")
-        name, expected[f"{prefix}{name}.py"] = code_for(config, version.removesuffix(DEVELOPED), present.get(own, ""))
+        name, expected[f"{prefix}{name}.py"] = code_for(config, version, present.get(own, ""))
         carried = {file: sha256_of(one) for file, one in carried_files(present.get(own, "")).items()}
         if not carried or any(value not in known.get(file, ()) for file, value in carried.items()):
             changed.add(own or f"{prefix}{name}.py")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..checkpoint.manifest import plan_of, read_plan
 from ..checkpoint.provenance import check_mechanisms, differences, origin_of, outdated, refuse_code
-from ..checkpoint.shards import in_parallel, read_tensor, sha256, tensor_sha256
+from ..checkpoint.shards import in_parallel, index_fault, read_tensor, sha256, tensor_sha256
 from ..checkpoint.source import DTYPES, check_folder, check_revision, open_source, read_header, read_json
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
 from ..errors import MALFORMED, Exit, LinearizeError
@@ -59,9 +59,11 @@ def verify_folder(
     plan = read_config_plan(folder)
     with contextlib.suppress(LinearizeError):  # a manifest that cannot be read fails the check of files
         plan = read_plan(folder)
+    origin = None
     if not trust_remote_code:
         check_mechanisms(folder, plan)
-        refuse_code(folder, origin_of(folder, plan))
+        origin = origin_of(folder, plan)
+        refuse_code(folder, origin)
     checks = [
         attempt("files", lambda: check_files(folder)),
         attempt("config", lambda: check_plan(folder)),
@@ -69,7 +71,7 @@ def verify_folder(
         attempt("untouched weights", lambda: check_hashes(folder)),
         attempt("new weights", lambda: check_new(folder, strict)),
     ]
-    reason = outdated(folder, plan)
+    reason = outdated(folder, plan, origin)
     checks += [Check("decoding", "failed", reason)] if reason else check_behaviours(folder, strict)
     return [strictly(check) for check in checks] if strict else checks
 
@@ -155,12 +157,8 @@ def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:
     else:
         single = name.removesuffix(".index.json")
         index = dict.fromkeys(read_header(folder / single), single)
-    held = {(tensor, path.name) for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path)}
-    wrong = sorted(held ^ set(index.items()))
-    if wrong:
-        tensor, name = wrong[0]
-        return "failed", f"{tensor} is in {name} by the {'shards' if (tensor, name) in held else 'index'} only"
-    return "passed", f"{len(index)} tensors"
+    fault = index_fault(index, folder.glob("*.safetensors"))
+    return ("failed", fault) if fault else ("passed", f"{len(index)} tensors")
 
 
 def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[str, str]:

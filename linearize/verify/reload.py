@@ -26,7 +26,7 @@ import torch
 from transformers.utils import HF_MODULES_CACHE, TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from ..checkpoint.fp8 import cut_blocks
-from ..checkpoint.shards import read_tensor
+from ..checkpoint.shards import index_fault, read_tensor
 from ..checkpoint.source import DTYPES, Entry, Source, read_header, weight_map
 from ..checkpoint.write import INDEX, MIXER_SHARD
 from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
@@ -203,7 +203,7 @@ def _left(folder: Path, limit: str, used: str, cached: str) -> float:
 
 def check_keys(folder: Path) -> int:
     """Every tensor of the index exists in its shard and in the model, and the other way round; returns how many."""
-    count = _check_index(folder)
+    count = check_tensors(folder)
     with clean_command(LOAD, [str(folder), "meta", "0"]) as command, started(*command) as loading:
         _check_loaded(folder, result_of(loading))
     return count
@@ -213,7 +213,7 @@ def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple
     """`check_keys`; the largest difference between the checkpoint's logits and those of the source class with the same
     mixers, relative to the largest; and `check_steps`. The two sides load at the same time.
     """
-    count = _check_index(folder)
+    count = check_tensors(folder)
     dtype = plan.dtype if plan.cast else "float32"
     options = {"spec": plan.spec(), "class": plan.architecture, "dtype": dtype, "trust": trust, "mixers": MIXER_SHARD}
     options["block"] = source.block
@@ -265,7 +265,7 @@ def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = 
 def reload_logits(folder: Path) -> tuple[int, torch.Tensor, dict[str, Any]]:
     """`check_keys`; the logits, or what else comes out, of a saved model in float32; and what the child found, for
     `check_steps`. In one clean process."""
-    count = _check_index(folder)
+    count = check_tensors(folder)
     with scratch_folder() as scratch:
         out = scratch / "logits.pt"
         with clean_command(LOAD, [str(folder), str(out), str(RELOADED)]) as command, started(*command) as child:
@@ -274,12 +274,11 @@ def reload_logits(folder: Path) -> tuple[int, torch.Tensor, dict[str, Any]]:
         return count, torch.load(out), loaded
 
 
-def _check_index(folder: Path) -> int:
+def check_tensors(folder: Path) -> int:
     """Index and shards list the same tensors, and the new ones are finite; returns how many there are."""
     index = weight_map(folder / INDEX)
-    stored = {tensor: name for name in set(index.values()) for tensor in read_header(folder / name)}
-    for tensor, name in sorted(set(stored.items()) ^ set(index.items())):
-        _fail(f"{tensor} is in {name} by the {'index' if index.get(tensor) == name else 'shards'} only")
+    if fault := index_fault(index, [folder / name for name in set(index.values())]):
+        _fail(fault)
     for tensor, (shard, entry) in _mixers(folder).items():
         if not all(bool(block.isfinite().all()) for block in read_tensor(shard, entry)):
             _fail(f"{tensor} has values that are not finite")
@@ -425,9 +424,9 @@ def cause(errors: str) -> str:
     """What a child's traceback ends with, in one line, and the line of the folder's code that raised it."""
     lines, places = errors.splitlines(), FRAME.findall(errors)
     last = max((place for place, line in enumerate(lines) if RAISED.match(line)), default=None)
-    said = errors.strip()[-300:] if last is None else reason_of(Exception("\n".join(lines[last:])))
-    said = CACHED.sub("", said)[:300] or "it says nothing"
-    return said + (f" ({places[-1][0]}, line {places[-1][1]})" if places else "")
+    message = errors.strip()[-300:] if last is None else reason_of(Exception("\n".join(lines[last:])))
+    message = CACHED.sub("", message)[:300] or "it says nothing"
+    return message + (f" ({places[-1][0]}, line {places[-1][1]})" if places else "")
 
 
 def _fail(reason: str) -> None:

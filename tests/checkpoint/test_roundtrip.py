@@ -124,10 +124,10 @@ def test_steps_beyond_the_window_that_go_wrong_are_found(tmp_path: Path) -> None
     source, folder = save_source(tmp_path / "source"), tmp_path / "linear"
     plan, opened, natives = plan_conversion(str(source), "window", options={"window": 40})
     convert(plan, opened, natives, folder, level="none", say=lambda text: None)
-    right, step = (folder / "state.py").read_text(), "o, self.state = mixer(*inputs, layout, self.state)"
+    right, step = (folder / "cache.py").read_text(), "o, self.state = mixer(*inputs, layout, self.state)"
     wrong = right.replace(step, f"{step} if self.seen < 44 else (mixer(*inputs, layout, self.state)[0], self.state)")
     assert wrong != right
-    (folder / "state.py").write_text(wrong)
+    (folder / "cache.py").write_text(wrong)
     with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
         check_logits(folder, opened, plan, False)
 
@@ -137,10 +137,10 @@ def test_the_proof_includes_cached_steps(zoo: Zoo, tmp_path: Path, layers: str) 
     """One pass is right, on both sides; what a cache gives on is not."""
     source, linear = zoo.folders("llama", layers)
     folder = copied(linear, tmp_path / "linear")
-    code = (folder / "state.py").read_text()
+    code = (folder / "cache.py").read_text()
     forgets = code.replace("o, self.state = mixer(", "o, _ = mixer(")
     assert forgets != code
-    (folder / "state.py").write_text(forgets)
+    (folder / "cache.py").write_text(forgets)
     plan, opened, _ = plan_conversion(str(source), "gsa", layers=layers, options={"slots": 8, "chunk_size": 16})
     with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass") as caught:
         check_logits(folder, opened, plan, False)

@@ -17,11 +17,13 @@ from models import HYBRID, Zoo, convert_folder, copied, load, save_source, small
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from linearize.checkpoint import provenance
+from linearize.checkpoint.write import MIXER_SHARD
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
 from linearize.verify import checks, limits
 from linearize.verify.child import behaviours
-from linearize.verify.reload import CGROUPS, clean_command, compare, free_memory, result_of, started
+from linearize.verify.reload import CGROUPS, check_tensors, clean_command, compare, free_memory, result_of, started
 
 LIMIT = limits.BY_DTYPE["float32"]
 SOURCE_SHARD = "model-source-00001-of-00001.safetensors"
@@ -75,7 +77,7 @@ HIDDEN = LAYOUT + "    if layout.padding is not None:\n        layout = layout._
 # What fails -> (file, what it says, what a broken one says).
 BROKEN = {
     "prefill and steps": (
-        "state.py",
+        "cache.py",
         "            o, self.state = mixer(*inputs, layout, self.state)\n            return o\n",
         "            return mixer(*inputs, layout, self.state)[0]\n",
     ),
@@ -96,10 +98,10 @@ BROKEN = {
         HIDDEN % ".cummax(1).values",
     ),
     "packed documents": ("seam.py", LAYOUT, LAYOUT + "    layout = layout._replace(segments=None)\n"),
-    "beams": ("state.py", "self._map(lambda part: part.index_select(0, beam_idx.to(part.device)))", "pass"),
+    "beams": ("cache.py", "self._map(lambda part: part.index_select(0, beam_idx.to(part.device)))", "pass"),
     "generate": ("layout.py", "offset=min(mask.shape[-1] - T, seen)", "offset=0"),
     "constant state": (
-        "state.py",
+        "cache.py",
         "        self.seen += key_states.shape[-2]\n",
         "        self.seen += key_states.shape[-2]\n        self.kept = (*getattr(self, 'kept', ()), key_states)\n",
     ),
@@ -218,6 +220,36 @@ def test_damage_on_disk_is_named(zoo: Zoo, tmp_path: Path, damage: str) -> None:
     assert (found, words in detail) == (status, True), detail
 
 
+def test_index_and_shards_are_compared_in_one_way(zoo: Zoo, tmp_path: Path) -> None:
+    """Of the folder by `verify`, of the index by what follows a conversion."""
+    folder = copied(zoo.folders("llama", HYBRID)[1], tmp_path / "linear")
+    save_file({"stray": torch.zeros(2)}, folder / "z.safetensors", {"format": "pt"})
+    assert checks.check_index(folder) == ("failed", "stray is in z.safetensors by the shards only")
+    assert check_tensors(folder) == len(load_file(folder / SOURCE_SHARD) | load_file(folder / MIXER_SHARD))
+    misplace(folder)
+    told = r"lm_head.weight is in model-mixers.safetensors by the index only"
+    assert checks.check_index(folder) == ("failed", told)
+    with pytest.raises(LinearizeError, match=rf"verification failed: {told}"):
+        check_tensors(folder)
+
+
+def test_the_origin_of_a_folder_is_asked_once(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def origin(folder: Path, plan: Any) -> provenance.Origin:
+        asked.append(folder)
+        return provenance.Origin("0.1.0", [])
+
+    for module in (checks, provenance):
+        monkeypatch.setattr(module, "origin_of", origin)
+    monkeypatch.setattr(checks, "check_behaviours", lambda folder, strict: [])
+    folder = zoo.folders("llama", HYBRID)[1]
+    monkeypatch.setattr(provenance, "KNOWS_CACHE", "no line has this")
+    found = checks.verify_folder(str(folder))
+    assert "the code of linearize 0.1.0" in found[-1].detail
+    assert asked == [folder]
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -251,7 +283,7 @@ def test_a_broken_folder_fails_with_every_reason(zoo: Zoo, tmp_path: Path) -> No
     del tensors[lost]
     save_file(tensors, shard, {"format": "pt"})
     flip(folder)
-    edit(folder / "state.py", *BROKEN["beams"][1:])
+    edit(folder / "cache.py", *BROKEN["beams"][1:])
     code, found = verify(str(folder))
     assert code == Exit.INCOMPATIBLE
     assert "other code" in found["error"]
@@ -280,7 +312,7 @@ def test_warnings_fail_when_strict(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tm
 def test_code_that_raises_fails_or_is_skipped_with_its_words(zoo: Zoo, tmp_path: Path) -> None:
     folder = copied(zoo.folders("llama", HYBRID)[1], tmp_path / "linear")
     old = "self._map(lambda part: part.index_select("
-    edit(folder / "state.py", old, "raise KeyError('lost')\n        " + old)
+    edit(folder / "cache.py", old, "raise KeyError('lost')\n        " + old)
     (folder / "custom_generate").mkdir()
     code = "def generate(*args, **kwargs):\n    raise RuntimeError('this model writes nothing')\n"
     (folder / "custom_generate" / "generate.py").write_text(code)
