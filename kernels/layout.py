@@ -25,6 +25,17 @@ _OWN_MASK = (
     "heads and without a bias. Pass the 2D padding mask, or position_ids that restart with each document"
 )
 
+# How the mask that an architecture made differs from its linear layer, by whether that is causal.
+_DIRECTIONS = {
+    True: "this call lets tokens see later ones, such as those of an image or of a prefix, and its linear layer looks "
+    "back only",
+    False: "this call hides later tokens from earlier ones, and its linear layer is bidirectional",
+}
+_OTHER_DIRECTION = (
+    "The architecture makes such a mask for token_type_ids, images or prefixes. Pass text without them, or keep softmax "
+    "in the layers that get it (convert --keep-softmax). `with model.teacher():` computes what the source does"
+)
+
 Made = TypeVar("Made")
 # By tensor, the version of it and what was made of that; an entry goes when its tensor does.
 made_of: Any = WeakTensorKeyDictionary()
@@ -296,6 +307,35 @@ def is_own_mask(mask: Any) -> bool:
     if isinstance(mask, dict):
         return any(map(is_own_mask, mask.values()))
     return isinstance(mask, Tensor) and mask.ndim > 2 and not hasattr(mask, "of_transformers")
+
+
+def check_direction(path: str, mask: Any, T: int, seen: int | None, causal: bool) -> None:
+    """Raise ValueError where a 4D mask of transformers' makes T > 1 new tokens see otherwise than the linear layer at
+    `path` does: later ones in a causal layer; in a bidirectional one, a token that is not seen by one that it sees.
+
+    `of_transformers` of a mask says how it was asked for. Where it says neither the layer's direction, nor anything, as
+    on another device and in compiled graphs, the mask itself is read; a compiled graph asserts it.
+    """
+    asked = getattr(mask, "of_transformers", "mixed")
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or T == 1 or asked == ("causal" if causal else "bidirectional"):
+        return
+    if mask.shape[-2] != T:  # one row for all queries
+        return
+    message = f"{path}: {_DIRECTIONS[causal]}. {_OTHER_DIRECTION}"
+    if is_tracing(mask):
+        torch._assert_async(~_other_direction(mask, T, seen or 0, causal), message)
+    elif once(mask, ("direction", T, seen, causal), lambda: bool(_other_direction(mask, T, seen or 0, causal))):
+        raise ValueError(message)
+
+
+def _other_direction(mask: Tensor, T: int, seen: int, causal: bool) -> Tensor:
+    """Whether [] bool the new tokens of a mask [B,heads,T,S] see otherwise, as `check_direction` says."""
+    start = min(mask.shape[-1] - T, seen)
+    new = mask[:, 0, :, start : start + T]
+    new = new > -5000.0 if new.is_floating_point() else new.bool()
+    real = new.diagonal(dim1=-2, dim2=-1)
+    wrong = new.triu(1) if causal else new != new.transpose(1, 2)
+    return (wrong & real[:, :, None] & real[:, None]).any()
 
 
 def read_mask(

@@ -68,7 +68,9 @@ def run(module: Any, *args: Any, **kwargs: Any) -> Any:
 
     def attend(found: Scores, v: Tensor, softmax: Callable[[], Tensor]) -> Tensor:
         # A mask whose diagonal says which tokens are real, without memory of its own.
-        mask = None if found.real is None else found.real[:, None, :, None].expand(-1, 1, -1, v.shape[2])
+        mask: Any = None if found.real is None else found.real[:, None, :, None].expand(-1, 1, -1, v.shape[2])
+        if mask is not None:
+            mask.of_transformers = "causal" if mixer.site.causal else "bidirectional"
         mask = mask if found.visible is None else found.visible
         q, k = (part.reshape(*v.shape[:1], -1, *part.shape[-2:]).to(v.dtype) for part in (found.q, found.k))
         places = {**call.places, "is_causal": mixer.site.causal}

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    and_masks,
+    causal_mask_function,
+    or_masks,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
@@ -70,51 +73,43 @@ def under_own_name(backend: str, module: Any, *args: Any, **kwargs: Any) -> Any:
         module.config._attn_implementation_internal = name
 
 
-def sees_later(
-    mask_function: Any = None,
-    batch_size: int = 0,
-    q_length: int = 1,
-    q_offset: Any = 0,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool | None = None,
-    use_vmap: bool = False,
-    device: Any = "cpu",
-    **others: Any,
-) -> bool:
-    """Whether what transformers asks a causal mask for lets any of several new tokens see the next one."""
-    special = not allow_is_causal_skip and allow_is_bidirectional_skip is None
-    if mask_function is None or q_length == 1 or not special or torch.compiler.is_compiling():
-        return False
-    row = torch.arange(batch_size, device=device)[:, None]
-    place = torch.arange(q_length - 1, device=device)[None] + q_offset
-    if use_vmap:  # such functions take numbers
-        with TransformGetItemToIndex():
-            by_place = torch.vmap(lambda b, t: mask_function(b, 0, t, t + 1), in_dims=(None, 0))
-            seen = torch.vmap(by_place, in_dims=(0, None))(row[:, 0], place[0])
-    else:
-        seen = mask_function(row, row.new_zeros(1, 1), place, place + 1)
-    return bool(seen.any())
+def direction(mask_function: Any, bidirectional: bool) -> str:
+    """How tokens see each other in a mask that transformers is asked for: "causal", "bidirectional", or "mixed" where a
+    function that may let a causal one see later tokens is joined to it.
+
+    Joined by `and_masks`, functions hide only; `remap_positions_for_packed_sequence` changes what is called a position.
+    """
+    if bidirectional:
+        return "bidirectional"
+    return "causal" if mask_function is None or _looks_back(mask_function) else "mixed"
+
+
+def _looks_back(mask_function: Any) -> bool:
+    if mask_function is causal_mask_function:
+        return True
+    held = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    inner = [part for parts in held for part in (parts if isinstance(parts, tuple) else (parts,)) if callable(part)]
+    return getattr(mask_function, "__module__", "") == and_masks.__module__ and (
+        not mask_function.__qualname__.startswith(or_masks.__name__) and any(map(_looks_back, inner))
+    )
 
 
 def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     """The registered mask function: the backend's mask, or just the 2D padding mask when no layer needs more.
 
-    Warns where the architecture lets tokens of a decoder see later ones (those of one image, say): mixers do not.
-    Raises ValueError for a padding mask of another length than its tokens.
+    Linear layers need it, too, where it may let tokens of a decoder see later ones (those of one image, say), to refuse
+    it (`check_direction`). Raises ValueError for a padding mask of another length than its tokens.
     """
-    if sees_later(**kwargs):
-        warnings.warn(
-            "this model lets some tokens see later ones, such as those of an image or of a prefix; its linear layers "
-            "look back only. `with model.teacher():` computes what the source does",
-            stacklevel=2,
-        )
     seen = kwargs.get("q_offset", 0)
     # Masks of bidirectional attention may be of another sequence, in cross attention; then mixers look at their own.
     if isinstance(seen, int) and "q_length" in kwargs and "allow_is_bidirectional_skip" not in kwargs:
         check_columns(kwargs.get("attention_mask"), kwargs["q_length"], seen)
-    if prefix == ALL:
+    asked = direction(kwargs.get("mask_function"), "allow_is_bidirectional_skip" in kwargs)
+    if prefix == ALL and asked == "mixed" and kwargs.get("q_length") != 1:
+        backend = "sdpa"
+    elif prefix == ALL:
         return seen_through(kwargs.get("attention_mask"), kwargs.get("q_length"))
     mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)
     if isinstance(mask, Tensor) and not is_tracing(mask):
-        mask.of_transformers = True  # type: ignore[attr-defined]
+        mask.of_transformers = asked  # type: ignore[attr-defined]
     return mask

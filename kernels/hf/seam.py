@@ -28,6 +28,7 @@ from ..layout import (
     Geometry,
     call_geometry,
     call_layout,
+    check_direction,
     check_thread,
     is_causal,
     is_own_mask,
@@ -69,6 +70,11 @@ class Call:
     def told(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the attention function was told, else its module, else the model."""
         return self.places | {name: value for name, value in kwargs.items() if value is not None}
+
+    def check(self, mixer: Mixer, mask: Any, T: int, seen: int | None, causal: bool) -> None:
+        """`check_direction` of a mask that transformers made; the caller's own is read whole, regions are windows'."""
+        if "own_mask" not in self.places and not self.geometry.windows:
+            check_direction(mixer.site.path, mask, T, seen, causal)
 
 
 def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,6 +183,7 @@ def seam(
     slot = call.slot
     seen = None if slot is None else slot.seen - q.shape[1]
     causal = is_causal(module, kwargs, mixer.site.causal)
+    call.check(mixer, attention_mask, q.shape[1], seen, causal)
     layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
     layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and mixer.softmax.scores_told(kwargs))
     inputs = (q, k, v, call.x.to(q.device))
@@ -216,6 +223,7 @@ def transfer(
         query, key, value = query.detach(), key.detach(), value.detach()
     causal = is_causal(module, kwargs, mixer.site.causal)
     shape = query.shape[0], query.shape[2]
+    call.check(mixer, attention_mask, shape[1], None, causal)
     layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
     layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and mixer.softmax.scores_told(kwargs))
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())

@@ -183,6 +183,7 @@ def mix(
     def mixed(by: Mixer) -> Tensor:
         shape = query.shape[0], query.shape[2]
         causal = is_causal(module, kwargs, mixer.site.causal)
+        call.check(mixer, attention_mask, shape[1], None, causal)
         layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
         layout = layout._replace(scores=by.softmax and scores_told(kwargs))
         return by(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x, layout)[0]

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as hf_logging
 
 from linearize_kernels.hf.capture import OtherForm
+from linearize_kernels.hf.interface import direction
 
 from ..verify.child.inputs import make_inputs, takes, with_cache, writes_text
 from .own_softmax import softmax_calls
@@ -104,12 +105,21 @@ def forward(model: PreTrainedModel, inputs: dict[str, Tensor], mask: Tensor | No
 
 
 def _reads_masks(run: Run, inputs: dict[str, Tensor]) -> bool:
-    """Whether attention got another mask than the model made, or the model fails with the 2D mask of padding alone."""
+    """Whether attention got another mask than the model made, or the model fails with the 2D mask of padding alone.
+
+    It notes as well which records are of attention that says that it is not causal, where the model asks for causal
+    masks alone: PaliGemma's, a decoder with prefixes.
+    """
     plain = [record.pop("plain_mask") for record in run.records]
     if not all(plain) or [*inputs] != ["input_ids"]:
         return not all(plain)
     kinds = {type(record["module"]) for record in run.records}
     seen: set[type] = set()
+    asked: set[str] = set()
+
+    def flat_mask(*args: Any, **kwargs: Any) -> Any:
+        asked.add(direction(kwargs.get("mask_function"), "allow_is_bidirectional_skip" in kwargs))
+        return kwargs.get("attention_mask")
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         if seen == kinds:  # a layer with each kind has had the mask
@@ -118,7 +128,7 @@ def _reads_masks(run: Run, inputs: dict[str, Tensor]) -> bool:
         return query.new_zeros(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
     AttentionInterface.register(PROBE, attend)
-    AttentionMaskInterface.register(PROBE, lambda *args, **kwargs: kwargs.get("attention_mask"))
+    AttentionMaskInterface.register(PROBE, flat_mask)
     flat = torch.ones(2, TOKENS, dtype=torch.long, device="meta")
     try:
         assert run.model is not None
@@ -128,6 +138,9 @@ def _reads_masks(run: Run, inputs: dict[str, Tensor]) -> bool:
         return False
     except Exception:  # whatever a wrong number of dimensions leads to
         return True
+    finally:
+        for record in run.records if asked == {"causal"} else ():
+            record["denies"] |= not record["causal"]
     return False
 
 

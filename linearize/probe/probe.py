@@ -209,7 +209,7 @@ def _site(
     elif two_sided and record["causal"]:
         obstacle = "is in a decoder that reads an encoder"
     elif denies:
-        obstacle = "is in a decoder, and says that it is not causal"
+        obstacle = "says that it is not causal, and is in a decoder, whose mask hides later tokens"
     layer = getattr(module, "layer_idx", None)
     layer = number if layer is None else int(layer)
     slot = type(slots[layer]).__name__ if layer < len(slots) else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from conftest import TOLERANCE, relative_error
 from models import HYBRID, Zoo, convert_folder, load, logits, save_source, small_model, tokens
 from torch import Tensor
 from transformers import AutoModel, BertConfig, BertModel
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from linearize.convert import convert, plan_conversion
 from linearize_kernels import layout
@@ -225,28 +223,6 @@ def test_compiled_graphs_follow_and_refuse(tmp_path: Path) -> None:
     assert relative_error(logits(compiled, ids, **given), logits(model, ids, **given)) < EXACT
     with pytest.raises(RuntimeError, match="Linear layers follow"):
         logits(compiled, ids, **{**given, "attention_mask": prefix(6, 3)})
-
-
-@pytest.mark.parametrize("layers", ["all", HYBRID])
-def test_an_architecture_that_looks_ahead_is_told_of(zoo: Zoo, layers: str) -> None:
-    """As image tokens of Gemma 3 do, by blocks, and prefixes of PaliGemma, by a function of numbers."""
-    config, x = zoo.model("llama", layers).config, torch.zeros(2, 6, 32)
-    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1], [-1] * 6])
-
-    def ahead(row: Any, head: Any, query: Any, key: Any) -> Any:
-        return blocks[row, query] == 0
-
-    for given in ({"block_sequence_ids": blocks}, {"or_mask_function": ahead}):
-        with pytest.warns(UserWarning, match="linear layers look back only"):
-            create_causal_mask(config, x, None, None, **given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        places = torch.tensor([[0, 1, 2, 0, 1, 2]])
-        create_causal_mask(config, x, None, None, position_ids=places)
-        create_causal_mask(config, x, None, None, block_sequence_ids=torch.full((2, 6), -1))
-        create_causal_mask(config, x, None, None, and_mask_function=ahead)
-        create_causal_mask(config, x, torch.ones(2, 6), None, position_ids=places)
-        create_bidirectional_mask(config, x, torch.ones(2, 6))
 
 
 def test_a_mask_is_read_as_what_it_says() -> None:
