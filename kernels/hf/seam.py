@@ -393,7 +393,7 @@ def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not isinstance(mask, Tensor) or mask.shape[-1] != seen + T:
         return None
     if mask.ndim == 2:
-        number = mask.long().cumsum(-1)[:, -T:]
+        number = (mask != 0).cumsum(-1)[:, -T:]  # some say 2 of the second document
     elif is_own_mask(mask) and mask.shape[-2] == T and getattr(part.config, "sliding_window", None) is None:
         # A token sees those of its document up to itself.
         number = (mask[:, 0] > -5000.0 if mask.is_floating_point() else mask[:, 0].bool()).sum(-1).expand(len(x), -1)

@@ -240,6 +240,18 @@ def test_a_mask_is_read_as_what_it_says() -> None:
     assert segments[0, :4].tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("layers", ["all", HYBRID])
+def test_any_number_but_zero_is_a_real_token(zoo: Zoo, layers: str) -> None:
+    """As for softmax; some packers write 2 for the second document, and positions do not count it twice."""
+    model, ids = zoo.model("llama", layers), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    plain = logits(model, ids, attention_mask=mask)
+    mask[:, 6:] = 2
+    for form in (mask, mask / 2):
+        assert torch.equal(logits(model, ids, attention_mask=form), plain)
+
+
 # ---------------------------------------------------------------- padding masks of another length
 
 
