@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers.utils import HF_MODULES_CACHE, TRANSFORMERS_DYNAMIC_MODULE_NAME
@@ -63,15 +63,15 @@ transformers.utils.logging.disable_progress_bar()
 LOAD = """
 from transformers import AutoConfig
 from linearize_child.behaviours import decoding
-from linearize_child.inputs import auto_class, outputs
-folder, target, limit = sys.argv[1:4]
-auto = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=True))
+from linearize_child.inputs import auto_class, keep_first, outputs
+folder, target, limit, layers = sys.argv[1:5]
+config = keep_first(AutoConfig.from_pretrained(folder, trust_remote_code=True), int(layers))
+auto = auto_class(config)
 if target == "meta":
     from pathlib import Path
     from safetensors import safe_open
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.modeling_utils import str_to_torch_dtype
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     weights = {}
     for shard in Path(folder).glob("*.safetensors"):
         with safe_open(shard, "pt") as file:
@@ -85,6 +85,7 @@ if target == "meta":
 else:
     model_class = getattr(transformers, auto)
     arguments = {"pretrained_model_name_or_path": folder, "trust_remote_code": True, "dtype": torch.float32}
+    arguments |= {"config": config} if int(layers) else {}
 model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
 print("loaded", flush=True)
 steps = None
@@ -103,7 +104,7 @@ print(json.dumps({
 SOURCE_SIDE = """
 import importlib
 import linearize_kernels.window.window
-from linearize_child.inputs import outputs
+from linearize_child.inputs import first_of_plan, keep_first, outputs
 from safetensors.torch import load_file
 from transformers.utils import HF_MODULES_CACHE
 from linearize_kernels.hf.capture import capture
@@ -112,18 +113,23 @@ from linearize_kernels.hf.seam import attach
 source, options = sys.argv[3], json.loads(sys.argv[4])
 model_class = getattr(transformers, options["class"], None) or transformers.AutoModelForCausalLM
 arguments = {"dtype": getattr(torch, options["dtype"]), "trust_remote_code": options["trust"]}
+if options["layers"]:
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=options["trust"])
+    arguments["config"] = keep_first(config, options["layers"])
 if options["block"]:
     scheme = transformers.FineGrainedFP8Config(weight_block_size=tuple(options["block"]), dequantize=True)
     arguments["quantization_config"] = scheme
 model = model_class.from_pretrained(source, **arguments)
 for parameter in model.parameters() if options["block"] else ():  # transformers leaves these in the scales' dtype
     parameter.data = parameter.data.to(arguments["dtype"])
-spec = options["spec"]
+spec = first_of_plan(options["spec"], options["layers"])
 names = {layer["mechanism"] for layer in spec["layers"]}
 mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}.{n}")) for n in names}
 routed = all(layer["site"].get("routed", True) for layer in spec["layers"])
 attach(model, spec, mechanisms, None if routed else capture)
 mixers = load_file(sys.argv[1] + "/" + options["mixers"])
+places = tuple(layer["site"]["path"] + ".mixer." for layer in spec["layers"])
+mixers = {name: value for name, value in mixers.items() if name.startswith(places)}
 loaded = model.load_state_dict(mixers, strict=False)
 assert not loaded.unexpected_keys, loaded.unexpected_keys
 print("loaded", flush=True)
@@ -141,6 +147,10 @@ DONE = "done "
 # What else is said where keys alone were checked.
 NOT_COMPARED = "; logits and decoding not compared: "
 KEYS_ALONE = "; names and shapes alone, logits and decoding not compared"
+FIRST = "; compared on the first {} layers, which hold one of each kind, since all of them exceed free memory"
+CUT = "; logits not compared with the source's: transformers does not dequantize blocks that an edge cuts"
+# The number of a layer in the name of a tensor, and what else has layers.
+LAYER, TOWER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\."), re.compile("vision|audio|visual|encoder")
 TOO_LARGE = NOT_COMPARED + "twice the weights exceed free memory"
 REPORT = "This is a bug in linearize: please open an issue with this line, the command and what linearize doctor prints"
 # Of a traceback: the line that names the exception, a line of the folder's code, and where that code was copied to.
@@ -158,17 +168,56 @@ def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) 
     """
     if level == "none":
         return "not verified (--verify none)"
-    full = level == "full" or (level == "auto" and fits_twice([folder]))
     message = "reloaded in a clean process without linearize: {} tensors, none missing, none unexpected"
-    cut = full and cut_blocks(source)
-    if full and not cut:
-        count, difference, steps = check_logits(folder, source, plan, trust)
-        message = message.format(count) + "; logits equal the source class with mixers (largest difference "
-        return message + f"{difference:.1e}){steps}"
-    message = message.format(check_keys(folder))
-    if cut:
-        return message + NOT_COMPARED + "transformers does not dequantize blocks that an edge cuts"
-    return message + (TOO_LARGE + " (--verify full forces it)" if level == "auto" else KEYS_ALONE)
+    room = ALL_TWICE if level == "full" else room_for(folder, plan) if level == "auto" else None
+    if room is None:
+        said = TOO_LARGE + " (--verify full forces it)" if level == "auto" else KEYS_ALONE
+        return message.format(check_keys(folder)) + said
+    first = FIRST.format(room.layers) if room.layers else ""
+    if cut_blocks(source):
+        count, _, loaded = reload_logits(folder, room.layers)
+        return message.format(count) + check_steps(loaded) + first + CUT
+    count, difference, steps = check_logits(folder, source, plan, trust, room)
+    message = message.format(count) + "; logits equal the source class with mixers (largest difference "
+    return message + f"{difference:.1e}){steps}{first}"
+
+
+class Room(NamedTuple):
+    """What of a model fits in free memory in float32: its first `layers` layers (0: all), `twice` or once."""
+
+    layers: int
+    twice: bool
+
+
+ALL_TWICE = Room(0, True)
+
+
+def room_for(folder: Path, plan: Plan) -> Room | None:
+    """What of a converted model can be compared with its source: all of it, both sides at once or one after the other;
+    else its first layers, as many as hold one of each kind; None where these do not fit, or the model has no such
+    layers, as with images and encoders."""
+    free, held = free_memory(), numbers([folder])
+    if 4 * held < free:
+        return Room(0, 2 * 4 * held < free)
+    layers = one_of_each(folder, plan)
+    held = numbers([folder], layers)
+    return Room(layers, 2 * 4 * held < free) if layers and 4 * held < free else None
+
+
+def one_of_each(folder: Path, plan: Plan) -> int:
+    """How many of a decoder's first layers hold one of each kind: linear ones by mechanism and options, those with
+    softmax, and what the config calls their types. 0 where all are needed, or layers are not a decoder's in one list.
+    """
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    types = (config.get("text_config") or config).get("layer_types") or []
+    sites = [*(step.site for step in plan.steps), *plan.kept]
+    if config.get("is_encoder_decoder") or not all(site.causal and site.grid == "line" for site in sites):
+        return 0
+    kinds = {step.site.layer: (step.mechanism, json.dumps(step.options, sort_keys=True)) for step in plan.steps}
+    total = max(len(types), *(site.layer + 1 for site in sites))
+    met = [(kinds.get(i), types[i] if i < len(types) else None) for i in range(total)]
+    needed = 1 + max(met.index(kind) for kind in set(met))
+    return needed if needed < total else 0
 
 
 def fits_twice(folders: Iterable[Path]) -> bool:
@@ -176,10 +225,19 @@ def fits_twice(folders: Iterable[Path]) -> bool:
     return 2 * 4 * numbers(folders) < free_memory()
 
 
-def numbers(folders: Iterable[Path]) -> int:
-    """How many numbers the weights in these folders hold."""
+def numbers(folders: Iterable[Path], layers: int = 0) -> int:
+    """How many numbers the weights in these folders hold, with `layers` those without what follows so many layers."""
     shards = [shard for folder in folders for shard in folder.glob("*.safetensors")]
-    return sum(math.prod(entry.shape) for shard in shards for entry in read_header(shard).values())
+    entries = [item for shard in shards for item in read_header(shard).items()]
+    if layers:
+        entries = [(name, entry) for name, entry in entries if _layer_of(name) < layers]
+    return sum(math.prod(entry.shape) for _, entry in entries)
+
+
+def _layer_of(tensor: str) -> int:
+    """The number of the decoder's layer that a tensor is in; -1 of those outside, as in a tower for images or sound."""
+    found = LAYER.search(tensor)
+    return -1 if found is None or TOWER.search(tensor) else int(found[1])
 
 
 def free_memory() -> float:
@@ -204,34 +262,36 @@ def _left(folder: Path, limit: str, used: str, cached: str) -> float:
 def check_keys(folder: Path) -> int:
     """Every tensor of the index exists in its shard and in the model, and the other way round; returns how many."""
     count = check_tensors(folder)
-    with clean_command(LOAD, [str(folder), "meta", "0"]) as command, started(*command) as loading:
+    with clean_command(LOAD, [str(folder), "meta", "0", "0"]) as command, started(*command) as loading:
         _check_loaded(folder, result_of(loading))
     return count
 
 
-def check_logits(folder: Path, source: Source, plan: Plan, trust: bool) -> tuple[int, float, str]:
+def check_logits(
+    folder: Path, source: Source, plan: Plan, trust: bool, room: Room = ALL_TWICE
+) -> tuple[int, float, str]:
     """`check_keys`; the largest difference between the checkpoint's logits and those of the source class with the same
-    mixers, relative to the largest; and `check_steps`. The two sides load at the same time.
+    mixers, relative to the largest; and `check_steps`. The two sides load at the same time where there is `room`, and
+    no more layers than it has.
     """
-    count = check_tensors(folder)
+    count = check_keys(folder) if room.layers else check_tensors(folder)
     dtype = plan.dtype if plan.cast else "float32"
     options = {"spec": plan.spec(), "class": plan.architecture, "dtype": dtype, "trust": trust, "mixers": MIXER_SHARD}
-    options["block"] = source.block
+    options |= {"block": source.block, "layers": room.layers}
     with scratch_folder() as scratch:
         ours, theirs = scratch / "ours.pt", scratch / "theirs.pt"
         arguments = [str(folder), str(theirs), str(source.folder.resolve()), json.dumps(options)]
         with (
-            clean_command(LOAD, [str(folder), str(ours), str(RELOADED)]) as a,
+            clean_command(LOAD, [str(folder), str(ours), str(RELOADED), str(room.layers)]) as a,
             clean_command(SOURCE_SIDE, arguments, refused=()) as b,
-            started(*a) as loading,
-            started(*b) as comparing,
+            contextlib.ExitStack() as children,
         ):
+            loading = children.enter_context(started(*a))
+            comparing = children.enter_context(started(*b)) if room.twice else None
             loaded = result_of(loading)
-            result_of(comparing)
-        _check_loaded(folder, loaded)
-        reloaded = torch.load(ours)
-        if not bool(torch.isfinite(reloaded).all()):
-            _fail("the reloaded model's logits are not finite")
+            result_of(comparing or children.enter_context(started(*b)))
+        _check_loaded(folder, loaded, room.layers)
+        reloaded = _finite(torch.load(ours))
         difference = compare(reloaded, torch.load(theirs), "logits differ from the source class with mixers by")
         return count, difference, check_steps(loaded)
 
@@ -262,16 +322,26 @@ def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = 
     return difference
 
 
-def reload_logits(folder: Path) -> tuple[int, torch.Tensor, dict[str, Any]]:
+def reload_logits(folder: Path, layers: int = 0) -> tuple[int, torch.Tensor, dict[str, Any]]:
     """`check_keys`; the logits, or what else comes out, of a saved model in float32; and what the child found, for
-    `check_steps`. In one clean process."""
-    count = check_tensors(folder)
+    `check_steps`. In one clean process; with `layers` of the model's first layers alone.
+
+    Raises LinearizeError (exit 6) for logits that are not finite."""
+    count = check_keys(folder) if layers else check_tensors(folder)
     with scratch_folder() as scratch:
         out = scratch / "logits.pt"
-        with clean_command(LOAD, [str(folder), str(out), str(RELOADED)]) as command, started(*command) as child:
+        arguments = [str(folder), str(out), str(RELOADED), str(layers)]
+        with clean_command(LOAD, arguments) as command, started(*command) as child:
             loaded = result_of(child)
-        _check_loaded(folder, loaded)
-        return count, torch.load(out), loaded
+        _check_loaded(folder, loaded, layers)
+        return count, _finite(torch.load(out)), loaded
+
+
+def _finite(logits: torch.Tensor) -> torch.Tensor:
+    """The same logits. Raises LinearizeError (exit 6) for others than finite ones."""
+    if not bool(torch.isfinite(logits).all()):
+        _fail("the reloaded model's logits are not finite")
+    return logits
 
 
 def check_tensors(folder: Path) -> int:
@@ -299,11 +369,13 @@ def _mixers(folder: Path) -> dict[str, tuple[Path, Entry]]:
     return {name: value for name, value in found.items() if name.startswith(places)}
 
 
-def _check_loaded(folder: Path, result: dict[str, Any]) -> None:
+def _check_loaded(folder: Path, result: dict[str, Any], layers: int = 0) -> None:
+    """Nothing is missing or left over; of a model's first `layers` layers, what is in others is left over."""
     for kind, names in result["report"].items():
-        if names:
+        if names and not (layers and kind == "unexpected_keys"):
             _fail(f"{kind.replace('_', ' ')}: {some(names)}")
-    _check_mixers(folder, result["mixers"])
+    if not layers:
+        _check_mixers(folder, result["mixers"])
 
 
 def _check_mixers(folder: Path, expected: dict[str, list[int]]) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from linearize.checkpoint.source import quantized
 from linearize.convert import plan_conversion
 from linearize.errors import Exit, LinearizeError
+from linearize.verify.reload import CUT, FIRST, numbers, verify
 
 BLOCK = (16, 32)
 SCHEME = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]}
@@ -112,3 +113,24 @@ def test_other_schemes_say_how_to_get_a_float_model(tmp_path: Path, method: str,
     error = quantized(tmp_path, {"quant_method": method})
     assert words in error.message
     assert error.code == Exit.INCOMPATIBLE
+
+
+@pytest.mark.parametrize("share", with_slow([8.1, 3.9], 3.9))
+def test_steps_are_proved_where_the_source_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """transformers does not dequantize blocks that an edge cuts; what was written is float, and decodes."""
+    source, folder = save_source(tmp_path / "source", hidden_size=48, intermediate_size=40), tmp_path / "linear"
+    in_fp8(source)
+    convert_folder(source, folder, "0,2")
+    plan, opened, _ = plan_conversion(str(source), "gsa", layers="0,2", options={"slots": 8, "chunk_size": 16})
+    monkeypatch.setattr("linearize.verify.reload.free_memory", lambda: share * numbers([folder]))
+    message = verify(folder, "auto", opened, plan, False)
+    assert "; single steps through a cache equal one pass" in message
+    assert "logits equal" not in message
+    assert message.endswith(CUT)
+    assert (FIRST.format(2) in message) == (share < 4)
+    code = (folder / "state.py").read_text()
+    (folder / "state.py").write_text(code.replace("o, self.state = mixer(", "o, _ = mixer("))
+    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
+        verify(folder, "auto", opened, plan, False)

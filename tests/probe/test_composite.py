@@ -15,6 +15,7 @@ from models import load, logits, source_with_mixers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from linearize.convert import convert, plan_conversion
+from linearize.verify.reload import FIRST, numbers, verify
 from linearize_kernels.hf.seam import mixers_of
 
 IMAGE = 100  # the token that stands for a piece of an image
@@ -94,6 +95,17 @@ def test_text_layers_become_linear_in_place(folders: Folders, name: str, layers:
     if "pixel_values" in given:
         blank = {**given, "pixel_values": torch.zeros_like(given["pixel_values"])}
         assert relative_error(logits(model, **blank), linear) > 1e-3
+
+
+@pytest.mark.slow
+def test_first_layers_prove_a_conversion(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tower for images stays whole, and so do its weights in the count."""
+    source, folder = folders("gemma3", "every:2")
+    plan, opened, _ = plan_conversion(str(source), "gsa", layers="every:2", options=OPTIONS)
+    monkeypatch.setattr("linearize.verify.reload.free_memory", lambda: 3.99 * numbers([folder]))
+    message = verify(folder, "auto", opened, plan, False)
+    assert "; logits equal the source class with mixers" in message
+    assert message.endswith(FIRST.format(2))
 
 
 @pytest.mark.slow

@@ -28,6 +28,26 @@ def auto_class(config: Any) -> str:
     )
 
 
+def keep_first(config: Any, layers: int) -> Any:
+    """The config of the model without what follows its first `layers` layers, where `layers` is not 0."""
+    text = config.get_text_config()
+    if layers:
+        whole = text.num_hidden_layers
+        for name, value in vars(text).items():
+            if isinstance(value, list) and len(value) == whole and name != "linearize":
+                setattr(text, name, value[:layers])
+        text.num_hidden_layers = layers
+        if hasattr(config, "linearize"):
+            config.linearize = first_of_plan(config.linearize, layers)
+    return config
+
+
+def first_of_plan(spec: dict[str, Any], layers: int) -> dict[str, Any]:
+    """What a plan in config.json says of the first `layers` layers, where `layers` is not 0."""
+    held = [layer for layer in spec["layers"] if not layers or layer["site"]["layer"] < layers]
+    return {**spec, "layers": held}
+
+
 def writes_text(model: Any) -> bool:
     """Whether it continues a text: it generates, and not from what an encoder makes of something else."""
     return bool(model.can_generate()) and not model.config.is_encoder_decoder

@@ -1,0 +1,90 @@
+"""Converting where memory is short: the proof is made of one side after the other, or of the first layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import with_slow
+from models import HYBRID, Zoo, copied
+
+from linearize.convert import plan_conversion
+from linearize.errors import LinearizeError
+from linearize.verify.reload import FIRST, TOO_LARGE, Room, numbers, room_for, verify
+
+STEPS = "; single steps through a cache equal one pass"
+LOGITS = "; logits equal the source class with mixers"
+
+
+def planned(source: Path, layers: str) -> Any:
+    """The plan with which `Zoo` converts."""
+    return plan_conversion(str(source), "gsa", layers=layers, options={"slots": 8, "chunk_size": 16})
+
+
+def left(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    """So many bytes of memory are free."""
+    monkeypatch.setattr("linearize.verify.reload.free_memory", lambda: size)
+
+
+def forgetful(folder: Path, target: Path) -> Path:
+    """A copy of a converted folder whose states forget what came before, step by step."""
+    copied(folder, target)
+    code = (target / "state.py").read_text()
+    forgets = code.replace("o, self.state = mixer(", "o, _ = mixer(")
+    assert forgets != code
+    (target / "state.py").write_text(forgets)
+    return target
+
+
+@pytest.mark.parametrize("name", with_slow(["llama", "gemma2", "gpt2", "qwen2"], "gemma2", "gpt2", "qwen2"))
+def test_one_side_after_the_other(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    source, folder = zoo.folders(name, HYBRID)
+    plan, opened, _ = planned(source, HYBRID)
+    left(monkeypatch, 5 * numbers([folder]))
+    assert room_for(folder, plan) == Room(0, False)
+    message = verify(folder, "auto", opened, plan, False)
+    assert LOGITS in message
+    assert STEPS in message
+    assert "compared on" not in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "needed"), [("all", 1), (HYBRID, 2), ("1,2,3", 2)])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral"])
+def test_the_first_layers_of_each_kind(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str, layers: str, needed: int
+) -> None:
+    source, folder = zoo.folders(name, layers)
+    plan, opened, _ = planned(source, layers)
+    if name == "gemma2":  # whose layers slide in turn
+        needed = {"all": 2, HYBRID: 2, "1,2,3": 3}[layers]
+    left(monkeypatch, 3.9 * numbers([folder]))
+    room = room_for(folder, plan)
+    assert room is not None
+    assert room.layers == needed
+    message = verify(folder, "auto", opened, plan, False)
+    assert LOGITS in message
+    assert STEPS in message
+    assert message.endswith(FIRST.format(needed))
+
+
+def test_a_wrong_step_is_found_in_the_first_layers(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, linear = zoo.folders("llama", HYBRID)
+    folder = forgetful(linear, tmp_path / "linear")
+    plan, opened, _ = planned(source, HYBRID)
+    left(monkeypatch, 3.9 * numbers([folder]))
+    assert room_for(folder, plan) == Room(2, False)
+    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
+        verify(folder, "auto", opened, plan, False)
+
+
+def test_too_little_for_any_is_said(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, folder = zoo.folders("llama", HYBRID)
+    plan, opened, _ = planned(source, HYBRID)
+    left(monkeypatch, 4 * numbers([folder], 2))
+    assert verify(folder, "auto", opened, plan, False).endswith(TOO_LARGE + " (--verify full forces it)")
+    # One that needs all of its layers to have one of each kind.
+    plan, opened, _ = planned(source, "3")
+    left(monkeypatch, 3.9 * numbers([folder]))
+    assert room_for(folder, plan) is None
