@@ -91,7 +91,10 @@ def convert(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     verify: Annotated[
         str,
-        typer.Option(help="Check of the result: full, keys (no logits) or none. auto: full, of the first layers where memory is short."),
+        typer.Option(
+            help="Check of the result: full, keys (no logits) or none. auto: full, or of first layers where memory "
+            "is short."
+        ),
     ] = "auto",
     push: Annotated[str | None, typer.Option(help="Upload the result to this Hub repository (user/repo).")] = None,
     as_json: Json = False,
