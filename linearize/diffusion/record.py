@@ -54,7 +54,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """What `write_record` wrote; empty where there is none."""
     path = folder / RECORD
     with _whole(folder):
-        return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
+        return dict(**json.loads(path.read_text("utf-8"))) if path.exists() else {}
 
 
 def _whole(folder: Path) -> contextlib.AbstractContextManager[None]:

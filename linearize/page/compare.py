@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import LinearizeError
+from ..errors import LinearizeError, reason_of, resource_error
 from ..plan.heads import written
 from ..terminal.output import counted, percent, ranges, size
 from ..terminal.tables import short
@@ -211,8 +211,9 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
             run = read_run(path)
             with whole(path):
                 row = {**figures(run), "at": progress(run)}
-        except LinearizeError as error:
-            rows.append({"run": str(path), "error": error.message})
+        except (LinearizeError, OSError) as error:  # one that may not be read hides no other
+            refused = error if isinstance(error, LinearizeError) else resource_error(error)
+            rows.append({"run": str(path), "error": refused.message if refused else reason_of(error)})
             continue
         when = max((path / name).stat().st_mtime for name in (RUN, "metrics.jsonl") if (path / name).exists())
         changed = datetime.datetime.fromtimestamp(when, datetime.UTC).isoformat(timespec="seconds")

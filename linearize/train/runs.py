@@ -142,7 +142,7 @@ class Run:
     def _read_record(self) -> dict[str, Any]:
         """run.json, empty where there is none."""
         with self._undamaged_record():
-            return dict(json.loads(self.record.read_text("utf-8"))) if self.record.exists() else {}
+            return dict(**json.loads(self.record.read_text("utf-8"))) if self.record.exists() else {}
 
     def _resume_point(self) -> Path | None:
         if self.resume == "never":
@@ -474,7 +474,7 @@ def check_checkpoint(checkpoint: Path, record: str = POSITION) -> None:
     Checkpoints of earlier versions have no hashes.
     """
     with undamaged(checkpoint / record, earlier(checkpoint)):
-        saved = dict(json.loads((checkpoint / record).read_text("utf-8")).get("files", {}))
+        saved = dict(**json.loads((checkpoint / record).read_text("utf-8")).get("files", {}))
     for name, value in saved.items():
         with reading(checkpoint / name):
             if sha256(checkpoint / name) != value:

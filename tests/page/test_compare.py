@@ -108,10 +108,19 @@ def test_runs_are_listed_with_how_far_they_are(two: list[Path], tmp_path: Path) 
 
 
 def test_a_damaged_run_is_listed_with_what_is_wrong(two: list[Path], tmp_path: Path) -> None:
-    (two[0] / "run.json").write_text("{")
-    rows = list_runs(tmp_path)
-    assert sorted("damaged" in row.get("error", "") for row in rows) == [False, True]
-    assert "damaged" in invoke("runs", str(tmp_path))
+    for damage in ("{", "[]", "null", '[["stages", 1]]'):
+        (two[0] / "run.json").write_text(damage)
+        rows = list_runs(tmp_path)
+        assert sorted("damaged" in row.get("error", "") for row in rows) == [False, True], damage
+        assert "damaged" in invoke("runs", str(tmp_path))
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(two: list[Path], tmp_path: Path) -> None:
+    (two[0] / "metrics.jsonl").unlink()
+    (two[0] / "metrics.jsonl").mkdir()
+    rows = {Path(row["run"]).parent.name: row for row in list_runs(tmp_path)}
+    assert rows["a"]["error"] == f"Is a directory ({two[0] / 'metrics.jsonl'})"
+    assert "error" not in rows["b"]
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
