@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ RECORD = "logits.json"
 FORMAT = 1  # of the folder; counts what an earlier version cannot read
 SHARD_BYTES = 256 * 2**20
 OF_SET = ("rows", "per_shard", "shards", "blocks", "fingerprint")  # beside `facts`
-KEY = "linearize_key"  # in a shard's metadata: what its rows were made from
+# In a shard's metadata: what its rows were made from, and a CRC-32 of each row.
+KEY, SUMS = "linearize_key", "linearize_crc32"
 # Names of the tensors as samples have them.
 VALUES, INDICES, REST, TARGET = "teacher_values", "teacher_indices", "teacher_rest", "teacher_target"
 STORED = {"values": VALUES, "indices": INDICES, "rest": REST, "target": TARGET}
@@ -158,11 +160,16 @@ class WithLogits:
         path = self.folder / self.names[number]
         try:
             if number not in self._open:
-                self._open[number] = safe_open(path, "pt")
-            rows = {new: self._open[number].get_slice(old)[row] for old, new in STORED.items()}
-        except (OSError, SafetensorError) as error:
+                shard: Any = safe_open(path, "pt")
+                # Shards of earlier versions have no sums.
+                self._open[number] = shard, json.loads((shard.metadata() or {}).get(SUMS, "null"))
+            shard, sums = self._open[number]
+            rows = {old: shard.get_slice(old)[row] for old in STORED}
+        except (OSError, SafetensorError, ValueError) as error:
             raise LinearizeError(f"{path} cannot be read ({error}). {AGAIN}", Exit.RESOURCE) from error
-        return {**self.blocks[index], **rows}
+        if sums is not None and sums[row] != sum_of(rows):
+            raise LinearizeError(f"{path} is damaged: row {row} is not as it was written. Remove the file. {AGAIN}")
+        return {**self.blocks[index], **{new: rows[old] for old, new in STORED.items()}}
 
 
 def without_logits(samples: Any) -> Any:
@@ -194,14 +201,22 @@ def is_written(path: Path, key: str, rows: int) -> bool:
     return bool(count >= rows)
 
 
+def sum_of(row: Mapping[str, Tensor]) -> int:
+    """A CRC-32 of the numbers of a row, by the names of STORED."""
+    found = 0
+    for name in STORED:
+        found = zlib.crc32(row[name].contiguous().numpy().data, found)
+    return found
+
+
 def write_rows(path: Path, rows: Mapping[str, Tensor], key: str) -> None:
     """One shard, which appears complete or not at all."""
     partial = path.with_suffix(".partial")
     try:
         with writing(path):
-            save_file(
-                {name: value.contiguous().cpu() for name, value in rows.items()}, partial, {"format": "pt", KEY: key}
-            )
+            whole = {name: value.contiguous().cpu() for name, value in rows.items()}
+            sums = [sum_of({name: whole[name][i] for name in STORED}) for i in range(len(whole["rest"]))]
+            save_file(whole, partial, {"format": "pt", KEY: key, SUMS: json.dumps(sums)})
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
             partial.replace(path)

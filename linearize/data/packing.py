@@ -89,16 +89,29 @@ class Blocks:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
+# Of a mix, which holds the order of an epoch in memory: 16 bytes a block, and several times that while it is made.
+LONGEST_EPOCH = 10**8
+
+
 class MixedBlocks:
     """Blocks of several sources in the shares of their weights, as one.
 
     An epoch is so long that each source comes once at least: those with little text for their share come more often.
-    The order is fixed and even, so that the first blocks are a mix, too.
+    The order is fixed and even, so that the first blocks are a mix, too. Raises LinearizeError (exit 2) where an epoch
+    would have more than LONGEST_EPOCH blocks.
     """
 
     def __init__(self, parts: Sequence[Blocks], shares: Sequence[float]) -> None:
         self.parts, self.seq_len = list(parts), parts[0].seq_len
-        total = max(len(blocks) / share for blocks, share in zip(parts, shares, strict=True))
+        needed = [len(blocks) / share for blocks, share in zip(parts, shares, strict=True)]
+        total = max(needed)
+        if total > LONGEST_EPOCH:
+            least = needed.index(total)
+            raise LinearizeError(
+                f"data.train.mix[{least}]: its share of {shares[least]:.1e} is too small for its {len(parts[least]):,} "
+                f"blocks: an epoch in which all of them come once has {total:.1e} blocks, and {LONGEST_EPOCH:,} is the "
+                "most. Give it a larger weight or less text, or leave it out"
+            )
         counts = [max(round(share * total), len(blocks)) for blocks, share in zip(parts, shares, strict=True)]
         places = [(np.arange(count) + 0.5) / count for count in counts]
         which = np.concatenate([np.full(count, number, np.int64) for number, count in enumerate(counts)])

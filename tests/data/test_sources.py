@@ -121,6 +121,8 @@ def test_shares_are_those_of_the_weights_everywhere(tmp_path: Path) -> None:
         assert share == pytest.approx(0.25, abs=0.03)
     once = MixedBlocks([many, few], [0.5, 0.5])
     assert len(once) == 2 * len(many)
+    with pytest.raises(LinearizeError, match=r"mix\[1\]: its share of 1.0e-12 is too small for its \d+ blocks"):
+        MixedBlocks([many, few], [1 - 1e-12, 1e-12])  # whose order no memory holds
 
 
 def mix(*parts: Any) -> dict[str, Any]:

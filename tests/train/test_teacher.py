@@ -517,6 +517,23 @@ def test_a_run_may_stop_early_on_stored_logits(root: Path, tmp_path: Path, monke
     assert report["max_steps"] == 1
 
 
+def test_a_flipped_bit_in_a_row_is_found_when_it_is_read(root: Path, tmp_path: Path) -> None:
+    """In any of its numbers, which safetensors does not look at."""
+    folder = tmp_path / "logits"
+    written(recipe_of(tmp_path, root, teacher=str(root / "large")), folder, 4)
+    shard, stored = max(folder.glob("train-*.safetensors")), recipe_of(tmp_path, root, teacher={"logits": str(folder)})
+    whole = shard.read_bytes()
+    begins = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:begins])
+    for name in ("values", "indices", "rest", "target"):
+        damaged = bytearray(whole)
+        damaged[begins + header[name]["data_offsets"][0] + 1] ^= 1
+        shard.write_bytes(damaged)
+        with pytest.raises(LinearizeError, match=rf"{shard.name} is damaged: row 0 is not as it was written"):
+            story.finetune(stored)
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
 def test_shards_are_looked_at_before_a_run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linearize.data.logits.SHARD_BYTES", 3 * T * 40)  # three rows each
     folder = tmp_path / "logits"
