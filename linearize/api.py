@@ -50,9 +50,10 @@ def plan(
     trust_remote_code: bool = False,
     restore: str = "",
     keep_heads: str = "",
-    kept_window: int | None = None,
+    kept_window: int | str | None = None,
 ) -> Plan:
-    """What `convert` would do; writes nothing, and reads weights only where `keep_softmax` or `keep_heads` is `auto`.
+    """What `convert` would do; writes nothing, and reads weights only where `keep_softmax`, `keep_heads` or
+    `kept_window` is `auto`.
 
     Args:
         model: A local folder or a Hub id.
@@ -69,7 +70,8 @@ def plan(
         restore: Layers of a model that is converted already that get softmax back.
         keep_heads: Heads of linear layers that keep softmax, by layer and key head: `3:0,1;7:2`, or `auto:2%` to let
             linearize choose.
-        kept_window: How many last tokens, beside the first four, softmax sees in kept layers; None: all.
+        kept_window: How many last tokens, beside the first four, softmax sees in kept layers; None: all. `4096@1,3`:
+            in these layers alone. `auto:4096`: where it is measured that this changes predictions little.
 
     Returns:
         The plan: `steps` (layers that change, with `new_parameters` and `state_bytes`), `kept`, `notes`, and
@@ -89,7 +91,7 @@ def plan(
         "keep_heads": keep_heads,
         "kept_window": kept_window,
     }
-    choice = _choice(_stderr, keep_softmax, keep_heads)
+    choice = _choice(_stderr, keep_softmax, keep_heads, kept_window)
     trust = trust_remote_code
     return plan_conversion(str(model), mechanism, trust_remote_code=trust, weights=bool(choice), **asked, **choice)[0]
 
@@ -113,7 +115,7 @@ def convert(
     say: Say | None = None,
     restore: str = "",
     keep_heads: str = "",
-    kept_window: int | None = None,
+    kept_window: int | str | None = None,
 ) -> Path:
     """Replace softmax attention, and write a model folder that transformers loads.
 
@@ -152,7 +154,7 @@ def convert(
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
     asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "copy": copy, "restore": restore}
     asked |= {"keep_heads": keep_heads, "kept_window": kept_window}
-    asked |= _choice(say or _stderr, keep_softmax, keep_heads)
+    asked |= _choice(say or _stderr, keep_softmax, keep_heads, kept_window)
     planned = plan_conversion(str(model), mechanism, trust_remote_code=trust_remote_code, **asked)
     how: dict[str, Any] = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
     carry_out(*planned, Path(output), **how, seed=seed, say=say or _stderr)
@@ -278,12 +280,14 @@ def load(
     return found.model, found.tokenizer
 
 
-def _choice(say: Say, *kept: str) -> dict[str, Any]:
-    """What `plan_conversion` needs where linearize is to choose the layers, or heads, that keep softmax."""
-    from .choose.choose import Scoring, chooser
+def _choice(say: Say, *kept: int | str | None) -> dict[str, Any]:
+    """What `plan_conversion` needs where linearize is to choose the layers, or heads, that keep softmax, or those with
+    a window."""
+    from .choose.choose import Scoring, chooser, window_chooser
     from .plan.keep import is_auto
 
-    return {"choose": chooser(Scoring(say=say))} if any(map(is_auto, kept)) else {}
+    scoring = Scoring(say=say)
+    return {"choose": chooser(scoring), "choose_windows": window_chooser(scoring)} if any(map(is_auto, kept)) else {}
 
 
 def _overrides(values: Mapping[str, Any] | Sequence[str]) -> list[str]:

@@ -22,10 +22,11 @@ from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, existing_folder, is_secret, reason_of
 from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
-from .plan.keep import Choice, is_auto
+from .plan.keep import Choice, WindowChoice, is_auto
 from .plan.mechanisms import present_options
 from .plan.plan import Plan, Step, local_steps, some
 from .plan.request import Request
+from .probe.found import Found
 from .probe.meta_run import quiet
 from .probe.probe import model_class_of, probe
 from .terminal.output import say, size
@@ -36,6 +37,8 @@ Say = Callable[[str], None]
 Chooser = Callable[..., Choice]
 # Says what the window of a plan's kept layers costs, where the user named them: choose/choose.py.
 Pricer = Callable[[Plan, Source, SourceClasses], Choice]
+# Says which kept layers of a plan may keep their windows: choose/choose.py.
+WindowChooser = Callable[[Plan, Source, SourceClasses, str, float], WindowChoice]
 # What to write in place of `auto`.
 NAMED = {"--keep-softmax": "layers, such as --keep-softmax 7,15", "--keep-heads": "heads, such as --keep-heads 3:0"}
 NEXT = "distil it: linearize finetune hybrid model.base={folder} convert=null"
@@ -52,6 +55,7 @@ def plan_conversion(
     weights: bool = True,
     choose: Chooser | None = None,
     price: Pricer | None = None,
+    choose_windows: WindowChooser | None = None,
     **asked: Any,
 ) -> tuple[Plan, Source, SourceClasses]:
     """Decide everything and touch nothing. With `weights` False the shards need not be there.
@@ -61,7 +65,8 @@ def plan_conversion(
 
     `asked` are the other fields of a `Request`. Where its `keep_softmax` is `auto:2`, `choose` finds the layers, and
     then the heads of the others, where `keep_heads` is; without weights and `choose` a stand-in is planned
-    (`Choice.unscored`). Where layers are named, `price` measures what their `kept_window` costs. Raises LinearizeError
+    (`Choice.unscored`). Where layers are named, `price` measures what their `kept_window` costs. Where that is
+    `auto:4096`, `choose_windows` measures which of the kept layers get it; without it none does. Raises LinearizeError
     with the exit code of the obstacle.
     """
     if mechanism is not None:
@@ -105,16 +110,21 @@ def plan_conversion(
             most = sorted(free, key=lambda site: -len(heads_available([site], found)))[: len(free) - len(choice.kept)]
             auto_heads(request.keep_heads, heads_available(most, found))
         local: tuple[Step, ...] = ()
-        if request.kept_window is not None:
-            local = local_steps([*free, *whole.kept], request.kept_window, found)
+        window = request.window
+        if window is not None:
+            local = local_steps([*free, *whole.kept], window, found)
         if choose is not None:
             check_weights(source, natives)
-            choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept), layers, local)
+            near = () if is_auto(request.kept_window) else local  # which have windows is measured afterwards
+            choice = choose(whole, source, natives, request.keep_softmax, len(choice.kept), layers, near)
         request = dataclasses.replace(noted(request), keep_softmax=",".join(map(str, choice.kept)))
         kept = {site.path for site in (*whole.kept, *(one for one in free if one.layer in choice.kept))}
-        if request.kept_window is not None and kept.isdisjoint(step.site.path for step in local):
+        if window is not None and kept.isdisjoint(step.site.path for step in local):
             say(f"note: --kept-window {request.kept_window}: layers {request.keep_softmax} have windows of their own")
             request = dataclasses.replace(request, kept_window=None)
+    windows = None
+    if is_auto(request.kept_window):
+        request, windows = settle_windows(noted(request), source, natives, found, facts, choose_windows)
     if is_auto(request.keep_heads):
         whole = dataclasses.replace(request, keep_heads="").plan(source, found, scored=True, **facts)
         groups = heads_available([step.site for step in whole.linear], found)
@@ -129,14 +139,49 @@ def plan_conversion(
         request = dataclasses.replace(request, keep_heads=regrouped(heads.kept))
     if (choice or heads) and weights and choose is None:
         raise TypeError("auto needs `choose`, such as that of linearize.choose.choose.chooser")
+    if windows and weights and choose_windows is None:
+        raise TypeError("auto needs `choose_windows`, such as that of linearize.choose.choose.window_chooser")
     plan = request.plan(source, found, **facts)
-    if price is not None and choice is None and plan.local:
+    if price is not None and choice is None and windows is None and plan.local:
         if writes_no_text(natives):
             message = f"--score-text: {plan.architecture} writes no text, so there is no cost to measure. Leave it out"
             raise LinearizeError(message, Exit.INCOMPATIBLE)
         check_weights(source, natives)
         choice = price(plan, source, natives)
-    return dataclasses.replace(plan, choice=choice, heads_choice=heads), source, natives
+    return dataclasses.replace(plan, choice=choice, heads_choice=heads, window_choice=windows), source, natives
+
+
+def settle_windows(
+    request: Request,
+    source: Source,
+    natives: SourceClasses,
+    found: Found,
+    facts: dict[str, Any],
+    choose_windows: WindowChooser | None,
+) -> tuple[Request, WindowChoice]:
+    """The request with the layers named whose softmax gets the window that `kept_window` leaves open, and why these:
+    none where it is not measured.
+
+    Raises LinearizeError: 3 for a model without predictions to compare, and as planning and measuring do.
+    """
+    asked, window = str(request.kept_window), request.window
+    assert window is not None
+    assert window.limit is not None
+    heads = "" if is_auto(request.keep_heads) else request.keep_heads
+    whole = dataclasses.replace(request, kept_window=window.tokens, keep_heads=heads)
+    every = whole.plan(source, found, **facts)
+    if writes_no_text(natives):
+        message = f"compares predictions of text, and {every.architecture} writes none"
+        raise LinearizeError(
+            f"--kept-window {asked} {message}. Give every kept layer one: --kept-window {window.tokens}",
+            Exit.INCOMPATIBLE,
+        )
+    windows = WindowChoice(asked, window.limit, lacking="nothing was measured yet")
+    if choose_windows is not None:
+        check_weights(source, natives)
+        windows = choose_windows(every, source, natives, asked, window.limit)
+    near = f"{window.tokens}@{','.join(map(str, windows.near))}" if windows.near else None
+    return dataclasses.replace(request, kept_window=near), windows
 
 
 def noted(request: Request) -> Request:

@@ -25,7 +25,7 @@ from .checkpoint.manifest import read_plan, saved_again
 from .checkpoint.provenance import behind, check_code, check_code_cache, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
-from .choose.choose import Scoring, chooser
+from .choose.choose import Scoring, chooser, window_chooser
 from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
 from .data.documents import no_datasets
@@ -281,6 +281,7 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
     """The conversion that the recipe asks for, as `plan_conversion` returns it, of the model at `base` (None: the one
     that it names)."""
     assert recipe.convert is not None
+    scoring = scoring_of(recipe, recipe.convert, say)
     return plan_conversion(
         base or base_path(recipe),
         recipe.convert.mechanism,
@@ -295,7 +296,8 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
         revision=recipe.model.revision,
         trust_remote_code=recipe.model.trust_remote_code,
         weights=weights,
-        choose=chooser(scoring_of(recipe, recipe.convert, say)) if weights else None,
+        choose=chooser(scoring) if weights else None,
+        choose_windows=window_chooser(scoring) if weights else None,
     )
 
 
@@ -322,7 +324,8 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
     assert recipe.convert is not None
     check_packages(recipe)
     # To compare layers, and to make or fetch weights, takes minutes: whether the run fits is known before.
-    chosen_here = any(map(is_auto, (recipe.convert.keep_softmax, recipe.convert.keep_heads)))
+    asked = recipe.convert
+    chosen_here = any(map(is_auto, (asked.keep_softmax, asked.keep_heads, asked.kept_window)))
     early = chosen_here or isinstance(recipe.model.base, Scratch) or named is not None
     if early:
         with from_configs(recipe) as (likely, _):
@@ -346,6 +349,8 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
         for choice in (plan.choice, plan.heads_choice):
             if choice is not None and choice.scores:
                 say(choice.scored())
+        if plan.window_choice is not None:
+            say(plan.window_choice.measured())
         level: Level = "keys" if recipe.finish.verify else "none"
         convert(plan, source, natives, run.converted, level=level, trust_remote_code=trust, seed=recipe.seed, say=say)
     run.note_base(run.converted)
@@ -401,6 +406,8 @@ def dry_run(
             if plan.heads_choice is not None:
                 asked, count = plan.heads_choice.asked, counted(len(plan.softmax_groups), "key head")
                 say(f"softmax stays in {count} of linear layers ({asked}); the run measures which")
+            if plan.window_choice is not None:
+                say(f"--kept-window {plan.window_choice.asked}: the run measures which kept layers get it")
         if named is not None:
             say(teacher_line(named, rehearsal.student.other))
         if cost.too_large:

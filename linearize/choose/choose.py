@@ -19,14 +19,15 @@ from torch import Tensor
 
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
-from ..convert import Chooser, Pricer
+from ..convert import Chooser, Pricer, WindowChooser
 from ..data.batches import Batch, collate
 from ..data.packing import Blocks, TextSource, build_blocks
 from ..errors import Exit, LinearizeError, reason_of
 from ..measure.generate import device_memory, load_tokenizer
+from ..measure.positions import long_rows, longest_text
 from ..measure.recall import Row, Writer
 from ..plan.heads import leaves_one, named
-from ..plan.keep import LONGEST, NAMED, Choice, Method
+from ..plan.keep import LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl
 from ..plan.plan import Plan, Step
 from ..probe.meta_run import quiet
 from ..terminal.output import counted, ranges
@@ -43,7 +44,9 @@ SCORE_TOKENS = 4096
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
 GATE_PASSES = 7  # what a step of gates takes: softmax and mixers forward and backward, and the source
-LONG_ROWS = 2  # on whose last tokens it is measured what a window of kept softmax costs; of LONGEST tokens at most
+# What a window of kept softmax costs is measured on the last tokens of so many rows, at least, of LONGEST tokens at
+# most; on more rows where they are short, up to so many last tokens.
+LONG_ROWS, WINDOW_TOKENS = 2, 4096
 PACKAGES = TextSource(demo="packages")
 
 
@@ -67,6 +70,11 @@ def chooser(scoring: Scoring) -> Chooser:
 def pricer(scoring: Scoring) -> Pricer:
     """What `plan_conversion` asks for the cost of a window in layers that the user named."""
     return functools.partial(price, scoring)
+
+
+def window_chooser(scoring: Scoring) -> WindowChooser:
+    """What `plan_conversion` asks for the kept layers that may have a window."""
+    return functools.partial(choose_windows, scoring)
 
 
 class Scorer:
@@ -188,49 +196,153 @@ def price(scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses) 
     local = plan.local
     layers = sorted(step.site.layer for step in local)
     scoring.say(f"measuring what the window of {local[0].options['window']} tokens costs in layers {ranges(layers)}")
-    model = load_source(source, natives, plan, scoring)
-    tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
-    mixture = Mixture(model, dataclasses.replace(plan, steps=local), local)
+    mixture, tokenizer = local_mixture(scoring, plan, source, natives)
     cost = window_cost(mixture, layers, local[0].options, scoring, tokenizer)
     return Choice(",".join(map(str, layers)), NAMED, tuple(layers), text=str(scoring.text), window=cost)
 
 
-@torch.no_grad()
+@device_memory()
+def choose_windows(
+    scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses, asked: str, limit: float
+) -> WindowChoice:
+    """Which of the layers whose softmax has a window by `plan` keep it: those of which it costs at most `limit` nats a
+    token, in each alone and in all of them together; `asked` is what the user wrote.
+
+    Where all together cost more, the one that costs most sees all tokens, and so on. Raises LinearizeError as `choose`
+    does.
+    """
+    local = plan.local
+    layers, window = sorted({step.site.layer for step in local}), local[0].options
+    scoring.say(f"measuring what a window of {window['window']} tokens costs in each of layers {ranges(layers)}")
+    mixture, tokenizer = local_mixture(scoring, plan, source, natives)
+    rows, lacking = window_rows(mixture.model, window, scoring, tokenizer)
+    if "text" not in rows:
+        return WindowChoice(asked, limit, text=str(scoring.text), lacking=lacking)
+    if lacking:
+        scoring.say(f"the cost of the window is measured on text alone: {lacking}")
+    passes = len(layers) + 2
+    with progress("measuring windows", passes * sum(tokens_in(batches) for batches in rows.values())) as advance:
+        found = window_costs(mixture, [[layer] for layer in layers], rows, window, advance)
+        costs = dict(zip(layers, found, strict=True))
+        near = sorted(layers, key=lambda layer: largest_kl(costs[layer]))
+        near = [layer for layer in near if largest_kl(costs[layer]) <= limit]
+        together: dict[str, dict[str, float]] = {}
+        while near:
+            together = window_costs(mixture, [near], rows, window, advance)[0]
+            if largest_kl(together) <= limit:
+                break
+            near, together = near[:-1], {}
+    return WindowChoice(
+        asked,
+        limit,
+        tuple(sorted(near)),
+        {str(layer): cost for layer, cost in costs.items()},
+        together,
+        str(scoring.text),
+    )
+
+
+def local_mixture(scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses) -> tuple[Mixture, Any]:
+    """The source with softmax over all tokens, or over its window in the layers that have one by `plan`; and the
+    tokenizer."""
+    model = load_source(source, natives, plan, scoring)
+    tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
+    return Mixture(model, dataclasses.replace(plan, steps=plan.local), plan.local), tokenizer
+
+
 def window_cost(
     mixture: Mixture, kept: Collection[int], window: dict[str, int], scoring: Scoring, tokenizer: Any
 ) -> dict[str, dict[str, float]]:
     """What the source loses where softmax of the layers `kept` has its `window` and all others are as they were: as
-    `Choice.window`; empty where no text that the model takes is longer than the window.
+    `Choice.window`; empty where no text that the model takes is longer than the window."""
+    rows, lacking = window_rows(mixture.model, window, scoring, tokenizer)
+    if rows and lacking:
+        scoring.say(f"the cost of the window is measured on {' and '.join(rows)} alone: {lacking}")
+    return window_costs(mixture, [kept], rows, window)[0]
 
-    Blocks of text are twice as long as the window, and their last tokens, BATCH_TOKENS at most, are what is scored.
-    """
-    mixture.local = {layer: mixer for layer, mixer in mixture.local.items() if layer in kept}
-    reach, device = window["window"] + window["sink"], mixture.model.device
-    length = min(2 * reach, LONGEST, most_tokens(mixture.model) or LONGEST)
+
+def window_rows(
+    model: Any, window: dict[str, int], scoring: Scoring, tokenizer: Any
+) -> tuple[dict[str, list[Batch]], str]:
+    """Batches of one row, twice as long as the window where the model takes that: parts of single documents of `text`,
+    and texts that ask for a repetition (`recall`); `asked` in each says which predictions count. And what is lacking,
+    and why."""
+    reach, most = window["window"] + window["sink"], longest_text(model)
+    length = row_length(reach, most)
     if length <= reach:
-        return {}
-    with tempfile.TemporaryDirectory() as scratch:
-        blocks = build_blocks(scoring.text, tokenizer, length, Path(scratch), sft=False, max_tokens=LONG_ROWS * length)
-        text = cut(blocks, range(min(LONG_ROWS, len(blocks))), 1, device)
-    rows = {"text": [batch | {"asked": batch["valid"]} for batch in text]}
-    recall, lacking = recall_batches(tokenizer, length, scoring.seed, device)
-    if lacking:
-        scoring.say(f"the cost of the window is measured on text alone: {lacking}")
-    rows["recall"] = recall[:LONG_ROWS]
-    last, found = min(BATCH_TOKENS, length - reach), {}
+        says = f"the model knows {most:,}" if most and most < LONGEST else f"no more than {LONGEST:,} are read"
+        return {}, f"it takes rows of more than {reach:,} tokens, and {says}"
+    rows: dict[str, list[Batch]] = {}
+    texts, origin = long_rows(scoring.text, tokenizer, length, row_count(length, reach))
+    if origin == "documents":
+        given = [torch.tensor([ids], device=model.device) for ids in texts]
+        rows["text"] = [{"input_ids": ids, "asked": torch.ones_like(ids, dtype=torch.bool)} for ids in given]
+    lacking = "" if rows else f"{scoring.text} has no document of {length:,} tokens, longer than the window"
+    recall, without = recall_batches(tokenizer, length, scoring.seed, model.device)
+    if recall:
+        rows["recall"] = recall[:LONG_ROWS]
+    return rows, lacking or without
+
+
+def row_length(reach: int, most: int | None) -> int:
+    """Tokens in a row on which the cost of a window is measured that leaves out all but `reach`, in a model that takes
+    `most`."""
+    return min(2 * reach, LONGEST, most or LONGEST)
+
+
+def row_count(length: int, reach: int) -> int:
+    """How many such rows of text are read: those with WINDOW_TOKENS last tokens, unless that is much text."""
+    return max(LONG_ROWS, min(WINDOW_TOKENS // min(BATCH_TOKENS, length - reach), 4 * WINDOW_TOKENS // length))
+
+
+def tokens_in(batches: list[Batch]) -> int:
+    """All tokens of some batches."""
+    return sum(batch["input_ids"].numel() for batch in batches)
+
+
+@torch.no_grad()
+def window_costs(
+    mixture: Mixture,
+    sets: Sequence[Collection[int]],
+    rows: dict[str, list[Batch]],
+    window: dict[str, int],
+    advance: Advance = silent,
+) -> list[dict[str, dict[str, float]]]:
+    """`window_cost` on the last tokens of `rows`, BATCH_TOKENS at most and no more than the window leaves something out
+    for, with each of the `sets` of layers."""
+    mixers, reach = mixture.local, window["window"] + window["sink"]
+    found: list[dict[str, dict[str, float]]] = [{} for _ in sets]
     for kind, batches in rows.items():
-        sums, count = torch.zeros(3, dtype=torch.float64), 0
+        sums, count = torch.zeros(len(sets) + 1, 2, dtype=torch.float64), 0
         for batch in batches:
+            last = min(BATCH_TOKENS, batch["input_ids"].shape[1] - reach)
             wanted = next_token_targets(batch["input_ids"]).masked_fill(~batch["asked"], IGNORED)[:, -last:]
-            theirs, ours = mixture.teacher(batch, last), mixture.logits(batch, mixture.hybrid(mixture.layers), last)
-            losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (theirs, ours)]
-            sums += torch.stack([*losses, logit_kl(ours, theirs, wanted != IGNORED, num_tokens=1.0)]).double().cpu()
+            theirs = mixture.teacher(batch, last)
+            sums[-1, 0] += float(cross_entropy(theirs, wanted, num_tokens=1.0))
+            advance(batch["input_ids"].numel())
+            for number, layers in enumerate(sets):
+                mixture.local = {layer: mixers[layer] for layer in layers}
+                ours = mixture.logits(batch, mixture.hybrid(mixture.layers), last)
+                kl = logit_kl(ours, theirs, wanted != IGNORED, num_tokens=1.0)
+                sums[number] += torch.stack([cross_entropy(ours, wanted, num_tokens=1.0), kl]).double().cpu()
+                advance(batch["input_ids"].numel())
             count += int((wanted != IGNORED).sum())
-        if count:
-            before, after, kl = (sums / count).tolist()
-            ppl = [math.exp(min(loss, 700.0)) for loss in (before, after)]
-            found[kind] = {"length": length, "source_ppl": ppl[0], "ppl": ppl[1], "kl": kl}
+        if not count:
+            continue
+        length, means = batches[0]["input_ids"].shape[1], (sums / count).tolist()
+        for costs, (loss, kl) in zip(found, means, strict=False):
+            ppl = [math.exp(min(one, 700.0)) for one in (means[-1][0], loss)]
+            costs[kind] = {"length": length, "tokens": count, "source_ppl": ppl[0], "ppl": ppl[1], "kl": kl}
+    mixture.local = mixers
     return found
+
+
+def tokens_of_windows(layers: int, window: int, sink: int, most: int | None) -> int:
+    """How many tokens `choose_windows` reads of text and of repetitions, each pass of a model counted."""
+    reach = window + sink
+    length = row_length(reach, most)
+    rows = row_count(length, reach) + LONG_ROWS if length > reach else 0
+    return (layers + 3) * rows * length
 
 
 def tokens_of_choice(method: Method, units: int, count: int, seq_len: int) -> tuple[int, int]:

@@ -43,10 +43,12 @@ def convert(
         ),
     ] = "",
     kept_window: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Layers that keep softmax have it over so many last tokens and the first four: their memory is "
-            "bounded. What that costs is measured with auto, or where --score-text is given, and the plan says it."
+            help="Layers that keep softmax have it over so many last tokens and the first four: 4096, 4096@1,3 (these "
+            "layers), or auto:4096 (those where it is measured that this changes predictions by at most 0.01 nats a "
+            "token; auto:4096:0.02 for another limit). The plan says what it costs, where --score-text is given or "
+            "layers are chosen."
         ),
     ] = None,
     score_by: Annotated[
@@ -59,7 +61,7 @@ def convert(
         Path | None,
         typer.Option(
             help="Text on which auto compares them, and what --kept-window costs is measured: .txt or .jsonl. Default, "
-            "of auto: Python sources.",
+            "of auto: Python sources. For windows it must have documents that are longer.",
             parser=path,
         ),
     ] = None,
@@ -120,7 +122,7 @@ def convert(
         raise LinearizeError("--to is missing: name the mechanism, such as --to gsa")
     if keep_heads and story is of_diffusers:
         raise LinearizeError("--keep-heads: attention in diffusers pipelines is bidirectional; name layers to keep")
-    scored = is_auto(keep_softmax) or is_auto(keep_heads)
+    scored = any(map(is_auto, (keep_softmax, keep_heads, kept_window)))
     priced = score_text is not None and kept_window is not None
     if score_text is not None and not (scored or priced):
         raise LinearizeError(
@@ -141,7 +143,7 @@ def convert(
         copy=copy,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        weights=not dry_run or bool({"choose", "price"} & asked.keys()),
+        weights=not dry_run or "choose" in asked,
         **asked,
     )
     plan = planned[0]
@@ -172,9 +174,9 @@ def name_of(plan: Any) -> str:
 
 
 def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
-    """How `auto` compares layers or heads, and on what a window of named layers is measured, as arguments. Raises
-    LinearizeError (exit 2) for another method and for text that is not there."""
-    from ..choose.choose import Scoring, chooser, pricer
+    """How `auto` compares layers, heads and windows, and on what a window of named layers is measured, as arguments.
+    Raises LinearizeError (exit 2) for another method and for text that is not there."""
+    from ..choose.choose import Scoring, chooser, pricer, window_chooser
     from ..data.documents import TextSource
     from ..errors import absent, check_file
     from ..plan.keep import check_method
@@ -189,4 +191,5 @@ def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
         check_file(text)
         scoring["text"] = TextSource(files=(text,))
     found = Scoring(**scoring)
-    return {"choose": chooser(found)} | ({} if text is None else {"price": pricer(found)})
+    choosers = {"choose": chooser(found), "choose_windows": window_chooser(found)}
+    return choosers | ({} if text is None else {"price": pricer(found)})

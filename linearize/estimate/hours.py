@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..choose.choose import tokens_of_choice
+from ..choose.choose import tokens_of_choice, tokens_of_windows
 from ..data.batches import tokens_per_sample
+from ..measure.positions import longest_text
+from ..plan.keep import SINK, KeptWindow
 from ..recipe.data import FileSource, local_paths
 from ..recipe.recipe import AttentionTransfer, Stage
 from ..train.runs import processes
@@ -100,13 +102,15 @@ def most_tokens_of(source: Any, start: Path) -> float:
 
 
 def choosing(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -> float | None:
-    """Seconds of finding the layers, or heads, that keep softmax, where the recipe leaves that to linearize.
+    """Seconds of finding the layers, or heads, that keep softmax, or those with a window, where the recipe leaves that
+    to linearize.
 
     It reads in float32 on a CPU, and trains mixers as attention transfer does.
     """
     plan, convert = rehearsal.planned and rehearsal.planned[0], rehearsal.recipe.convert
     choices = [] if plan is None else [one for one in (plan.choice, plan.heads_choice) if one is not None]
-    if not choices or convert is None:
+    windows = None if plan is None else plan.window_choice
+    if convert is None or not (choices or windows):
         return 0.0
     data, precision = rehearsal.recipe.data_for(costs[0].stage), "no" if device.kind == "cpu" else "bf16"
     length, memory = tokens_per_sample(data), costs[0].memory
@@ -118,7 +122,11 @@ def choosing(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -
     transfers = isinstance(costs[0].stage, AttentionTransfer)
     trained = (seconds_of(memory.work, device, precision, True) if transfers else 2 * passed) or 0.0
     total = 0.0
+    if plan is not None and windows is not None:
+        most, layers = longest_text(rehearsal.model), len({site.layer for site in plan.kept})
+        total += tokens_of_windows(layers, KeptWindow.parse(windows.asked).tokens, SINK, most) * a_pass
     for choice in choices:
+        assert plan is not None
         layers = len(plan.steps) + len(plan.kept)
         units = layers if choice is plan.choice else sum(step.site.kv_heads for step in plan.linear)
         read, learned = tokens_of_choice(convert.score_by, units, len(choice.kept), length)

@@ -118,6 +118,7 @@ def plan_again(
         copy=request.copy,
         choice=None,
         heads_choice=None,
+        window_choice=None,
         again=(*old.again, done),
     )
 

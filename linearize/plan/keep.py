@@ -1,4 +1,5 @@
-"""How many layers `--keep-softmax auto:2` asks for, or `--keep-heads` heads, and the choice that a plan stores."""
+"""What `--keep-softmax auto:2`, `--keep-heads` and `--kept-window auto:4096` ask for, and the choices that a plan
+stores."""
 
 from __future__ import annotations
 
@@ -14,6 +15,10 @@ METHODS: tuple[Method, ...] = get_args(Method)
 # (arXiv 2309.17453 finds that four suffice).
 LOCAL, SINK = "window", 4
 MOST_WINDOW = 65536
+# By how much, in nats a token, a window may change the source's predictions where linearize decides which kept layers
+# have one (docs/choosing.md, Kept layers of bounded memory).
+WINDOW_LIMIT = 0.01
+WINDOW_FORMS = "4096, 4096@1,3 (in these layers alone), auto:4096 or auto:4096:0.02 (where it costs no more)"
 SCORES_SHOWN = 40  # in one message
 LONGEST = 16_384  # tokens of a text on which the cost of such a window is measured
 UNSCORED = "none"  # the method of a plan that was made without weights
@@ -80,9 +85,73 @@ class Choice:
         return cls(asked, UNSCORED, tuple(layers[(2 * n + 1) * len(layers) // (2 * count)] for n in range(count)))
 
 
-def is_auto(asked: str) -> bool:
-    """Whether the layers, or heads, that keep softmax are left to linearize."""
-    return asked.strip().startswith("auto")
+@dataclasses.dataclass(frozen=True)
+class KeptWindow:
+    """A window of `tokens` tokens for kept softmax: in the kept `layers`, written as `0-3,7` (empty: in all), or, where
+    there is a `limit`, in those of which it is measured that the window costs no more nats a token."""
+
+    tokens: int
+    layers: str = ""
+    limit: float | None = None
+
+    @classmethod
+    def parse(cls, asked: int | str) -> KeptWindow:
+        """The window that is written as one of WINDOW_FORMS. Raises ValueError for what is none."""
+        named = re.fullmatch(r"(-?\d{1,9})(?:@([\d,\- ]+))?", str(asked).strip())
+        auto = re.fullmatch(r"auto:(\d{1,9})(?::(\d{1,9}(?:\.\d{1,9})?))?", str(asked).strip())
+        found = named or auto
+        if found is None:
+            raise ValueError(f"must be {WINDOW_FORMS}")
+        if not 1 <= int(found[1]) <= MOST_WINDOW:
+            raise ValueError(f"must be >= 1 and <= {MOST_WINDOW}")
+        limit = float(auto[2] or WINDOW_LIMIT) if auto else None
+        if limit == 0:
+            raise ValueError("the limit must be > 0: a window that leaves something out changes predictions")
+        return cls(int(found[1]), (named[2] if named else None) or "", limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowChoice:
+    """Why some kept layers see the last tokens and the first ones alone, and the others all.
+
+    `near` are those that `asked` found a window for, since it costs at most `limit` nats a token in each and in all of
+    them together. `costs` says of each layer, by number, what the source loses where that layer alone has the window,
+    and `together` what it loses with all of `near`: on `text` and on texts that ask for a repetition (`recall`),
+    perplexities without and with it (`source_ppl`, `ppl`) and the divergence (`kl`) over the last `tokens` of rows of
+    `length`. `lacking` says why there are no costs: then no layer has a window.
+    """
+
+    asked: str
+    limit: float
+    near: tuple[int, ...] = ()
+    costs: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
+    together: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    text: str = ""
+    lacking: str = ""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> WindowChoice:
+        """The inverse of `dataclasses.asdict` and JSON."""
+        return cls(**{**data, "near": tuple(data["near"])})
+
+    def measured(self) -> str:
+        """The cost of every layer from the lowest on, and which have the window, in one message."""
+        if not self.costs:
+            return f"--kept-window {self.asked}: all kept layers see all tokens, since {self.lacking}"
+        order = sorted(self.costs, key=lambda name: largest_kl(self.costs[name]))
+        near = {*map(str, self.near)}
+        shown = [f"{name}: {largest_kl(self.costs[name]):.3g}{' (window)' * (name in near)}" for name in order]
+        return f"--kept-window {self.asked}, KL by the window in each layer, limit {self.limit:g}: {', '.join(shown)}"
+
+
+def largest_kl(cost: dict[str, dict[str, float]]) -> float:
+    """What a window costs: the larger of the divergences on text and on repetitions, in nats a token."""
+    return max(one["kl"] for one in cost.values())
+
+
+def is_auto(asked: int | str | None) -> bool:
+    """Whether the layers, or heads, that keep softmax, or those with a window, are left to linearize."""
+    return str(asked).strip().startswith("auto")
 
 
 def auto_count(asked: str, number: int, flag: str = "--keep-softmax", what: str = "layer") -> int:

@@ -15,7 +15,7 @@ from ..probe.found import Found, Other
 from ..terminal.output import ranges
 from .dropped_features import dropped_features
 from .heads import Group
-from .keep import LOCAL, SINK, Choice, is_auto
+from .keep import LOCAL, SINK, Choice, KeptWindow, WindowChoice, is_auto
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 
 LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
@@ -88,6 +88,7 @@ class Plan:
     copy: bool = False
     choice: Choice | None = None  # where linearize chose the layers that are kept
     heads_choice: Choice | None = None  # where it chose the heads of linear layers that keep softmax
+    window_choice: WindowChoice | None = None  # where it measured which kept layers may have a window
     source_dtype: str = ""  # as the source's weights were stored; empty in plans of earlier versions
     again: tuple[Pass, ...] = ()  # conversions of the result, the last one last; `source` stays the first one's
 
@@ -191,6 +192,8 @@ class Plan:
         fields["again"] = tuple(Pass.from_json(one) for one in data.get("again", ()))
         for name in ("choice", "heads_choice"):
             fields[name] = Choice.from_json(data[name]) if data.get(name) else None
+        windows = data.get("window_choice")
+        fields["window_choice"] = WindowChoice.from_json(windows) if windows else None
         return cls(**fields)
 
 
@@ -383,15 +386,24 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
     return tuple(steps)
 
 
-def local_steps(kept: list[Site], window: int, found: Found, item: int = 4) -> tuple[Step, ...]:
-    """Steps for the sites that are `kept`: softmax over the last `window` tokens and the first ones. A site whose own
-    window bounds its cache already gets none.
+def local_steps(kept: list[Site], window: KeptWindow, found: Found, item: int = 4) -> tuple[Step, ...]:
+    """Steps for those of the `kept` sites that may have the `window`: softmax over the last tokens and the first ones.
+    A site whose own window bounds its cache already gets none.
 
-    Raises LinearizeError: 2 where that leaves no site, 3 for a site whose softmax does more than a window computes.
+    Raises LinearizeError: 2 where that leaves no site, and for a layer that is named and keeps no softmax, 3 for a site
+    whose softmax does more than a window computes.
     """
-    asked = f"--kept-window {window}"
+    asked = f"--kept-window {window.tokens}"
     if not kept:
         raise LinearizeError(f"{asked}: no layer keeps softmax. Name some, or how many: --keep-softmax auto:2")
+    if window.layers:
+        asked += f"@{window.layers}"
+        there = {site.layer for site in kept}
+        named = _numbers(window.layers, asked, "4096@0-3,7", max(there))
+        if not named or named - there:
+            wrong = f"layer {min(named - there)} keeps no softmax" if named else "it names no layer"
+            raise LinearizeError(f"{asked}: {wrong}. Choose among layers {ranges(sorted(there))}")
+        kept = [site for site in kept if site.layer in named]
     local = [site for site in kept if site.path not in found.cached_tokens]
     if not local:
         raise LinearizeError(f"{asked}: the layers that keep softmax have windows of their own. Leave it out")
@@ -400,7 +412,7 @@ def local_steps(kept: list[Site], window: int, found: Found, item: int = 4) -> t
         reason = f"gives its softmax {more}, which the window would ignore" if more else misfit(site, LOCAL)
         if reason:
             raise LinearizeError(f"{asked}: {site.path} {reason}. Leave it out", Exit.INCOMPATIBLE)
-    return make_steps(local, LOCAL, {"window": window, "sink": SINK}, item)
+    return make_steps(local, LOCAL, {"window": window.tokens, "sink": SINK}, item)
 
 
 def own_layers(name: str, sites: list[Site]) -> set[int]:

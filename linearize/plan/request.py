@@ -12,7 +12,7 @@ from ..probe.found import Found
 from ..terminal.output import say
 from .dropped_features import check_dropped_features
 from .heads import keep_heads
-from .keep import LOCAL, MOST_WINDOW
+from .keep import LOCAL, KeptWindow, is_auto
 from .mechanisms import renamed_options
 from .plan import (
     Plan,
@@ -32,7 +32,8 @@ from .plan import (
 class Request:
     """`layers` and `keep_softmax` are as `choose_layers` reads them, or `keep_softmax` is `auto:2`, for which
     `plan_conversion` puts what was chosen, as it does for `keep_heads`, which `heads.keep_heads` reads. With
-    `kept_window` layers keep softmax over so many last tokens and a few first ones alone. `options` are the
+    `kept_window`, which `KeptWindow` reads, layers keep softmax over so many last tokens and a few first ones alone;
+    `plan_conversion` measures which, where it is `auto:4096`, and without a measurement none does. `options` are the
     mechanism's; `allow_drop` consents, by name, to what the linear layers will lack (dropped_features.py); `dtype` is
     the result's, or `keep`.
     `copy` asks for copies of the source's shards, which are hard links otherwise.
@@ -44,7 +45,7 @@ class Request:
     layers: str = "all"
     keep_softmax: str = ""
     keep_heads: str = ""
-    kept_window: int | None = None
+    kept_window: int | str | None = None
     options: dict[str, Any] | None = None
     allow_drop: Sequence[str] = ()
     dtype: str = "keep"
@@ -53,14 +54,26 @@ class Request:
     def __post_init__(self) -> None:
         if self.dtype not in ("keep", *DTYPES.values()):
             raise LinearizeError(f"--dtype {self.dtype}: choose keep, {', '.join(DTYPES.values())}")
-        if self.kept_window is not None and not 1 <= self.kept_window <= MOST_WINDOW:
-            raise LinearizeError(f"--kept-window {self.kept_window}: must be >= 1 and <= {MOST_WINDOW}")
-        if self.kept_window is not None and self.mechanism == LOCAL:
+        try:
+            window = self.window
+        except ValueError as error:
+            raise LinearizeError(f"--kept-window {self.kept_window}: {error}") from error
+        if window is not None and window.layers and is_auto(self.keep_softmax):
+            raise LinearizeError(
+                f"--kept-window {self.kept_window} names layers, and --keep-softmax {self.keep_softmax} leaves to "
+                f"linearize which are kept. Leave the window to it, too: --kept-window auto:{window.tokens}"
+            )
+        if window is not None and self.mechanism == LOCAL:
             raise LinearizeError(
                 f"--kept-window {self.kept_window}: --to {LOCAL} gives every layer a window. Give some another one: "
                 f"--set window@1,3={self.kept_window}"
             )
         make_steps([], self.mechanism, self.options or {})
+
+    @property
+    def window(self) -> KeptWindow | None:
+        """The window of kept layers. Raises ValueError where it is none."""
+        return None if self.kept_window is None else KeptWindow.parse(self.kept_window)
 
     def plan(
         self,
@@ -90,8 +103,10 @@ class Request:
         steps = settle_rotation(found, steps, scored)
         check_rotation(found, steps)
         check_idle(found, steps, self.options or {})
-        if self.kept_window is not None:
-            known = {step.site.path: step for step in local_steps(kept, self.kept_window, found, item_bytes(target))}
+        window = self.window
+        if window is not None:
+            local = local_steps(kept, window, found, item_bytes(target))
+            known = {step.site.path: step for step in local if window.limit is None}
             kept = [site for site in kept if site.path not in known]
             known |= {step.site.path: step for step in steps}
             steps = tuple(known[site.path] for site in found.sites if site.path in known)

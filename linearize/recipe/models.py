@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator
 
-from ..plan.keep import MOST_WINDOW, Method
+from ..plan.keep import Method
 from .data import Data, Pack, StageData
 from .types import (
     Count,
@@ -29,6 +29,7 @@ from .types import (
     Tokens,
     TransferParts,
     Weight,
+    Window,
 )
 from .yaml import shown
 
@@ -98,8 +99,10 @@ class Convert(Strict):
     """Layers left as they are, such as "7,15", [7, 15] or every:4; auto:2 or auto:25% lets linearize choose."""
     keep_heads: str = ""
     """Heads of converted layers that keep softmax, by layer and key head: "3:0,1;7:2"; or auto:4, auto:2%."""
-    kept_window: Annotated[int, Field(ge=1, le=MOST_WINDOW)] | None = None
-    """Layers that keep softmax have it over so many last tokens, and the first four; null: over all tokens."""
+    kept_window: Window = None
+    """Layers that keep softmax have it over so many last tokens, and the first four: 4096, 4096@1,3 for these layers,
+    auto:4096 for those where the run measures that it changes predictions by at most 0.01 nats a token
+    (auto:4096:0.02: another limit); null: over all tokens."""
     score_by: Method = "restore"
     """How auto compares layers, or heads, on the text of the first stage."""
     allow_drop: Names = ()

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from ..plan.keep import KeptWindow
 from .yaml import shown
 
 
@@ -30,6 +31,13 @@ def _layers(value: Any) -> Any:
     """One spelling, the command line's, for [7, 15], 7 and '7,15'."""
     items = value if isinstance(value, list) else [value]
     return ",".join(map(str, items)) if all(type(item) in (int, str) for item in items) else value
+
+
+def _window(value: Any) -> Any:
+    """What `KeptWindow` reads, or null; its errors are this key's."""
+    if value is not None:
+        KeptWindow.parse(value)
+    return value
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -79,6 +87,7 @@ OptionalFactor = Annotated[float, Field(ge=0, le=1e6), AfterValidator(_not_tiny)
 Tokens = Annotated[Count | None, BeforeValidator(_tokens, json_schema_input_type=int | str | None)]
 TokenCount = Annotated[Count, BeforeValidator(_tokens, json_schema_input_type=int | str)]
 Layers = Annotated[str, BeforeValidator(_layers, json_schema_input_type=int | str | list[int | str])]
+Window = Annotated[int | str | None, BeforeValidator(_window, json_schema_input_type=int | str | None)]
 Part = Literal["new", "mixer", "lora", "all"]
 TransferPart = Literal["new", "lora"]
 Parts = Annotated[

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.heads import regrouped, written
-from ..plan.keep import LONGEST, MEANING, UNSCORED
+from ..plan.keep import LONGEST, MEANING, UNSCORED, KeptWindow
 from .output import counted, duration, percent, printable, ranges, short, size
 
 if TYPE_CHECKING:
-    from ..plan.keep import Choice
+    from ..plan.keep import Choice, WindowChoice
     from ..plan.plan import Plan, Step
     from ..probe.inspection import Converted, Inspection
     from ..recipe.presets import Preset
@@ -31,13 +31,13 @@ class Plain(Console):
 
 
 def console() -> Console:
-    """The console for human text, in which brackets are brackets: paths and messages may have some."""
-    return Plain(stderr=True, highlight=False, markup=False)
+    """The console for human text, in which brackets are brackets and `:100:` is no picture: messages may have some."""
+    return Plain(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def results() -> Console:
     """The console for tables that are a command's result."""
-    return Plain(highlight=False, markup=False)
+    return Plain(highlight=False, markup=False, emoji=False)
 
 
 # Words of results, and how they are coloured.
@@ -112,7 +112,9 @@ def plan_table(plan: Plan) -> None:
     for choice, flag in ((plan.choice, "--keep-softmax"), (plan.heads_choice, "--keep-heads")):
         if choice is not None and choice.scores:
             choice_table(choice, flag)
-    if plan.local and not last:
+    if plan.window_choice is not None:
+        windows_table(plan.window_choice)
+    elif plan.local and not last:
         out.print(window_text(plan.choice))
     if plan.softmax:
         out.print(plan.softmax)
@@ -165,16 +167,44 @@ def window_text(choice: Choice | None) -> str:
     if choice is None or choice.method == UNSCORED:
         return "what the window of kept softmax costs was not measured: --score-text FILE measures it on texts of yours"
     if not choice.window:
-        longer = f"texts longer than it, which the model takes, of {LONGEST:,} tokens at most"
+        longer = f"documents longer than it, which the model knows, of {LONGEST:,} tokens at most"
         return f"what the window of kept softmax costs was not measured: it takes {longer}, and {choice.text} gave none"
+    return "\n".join(cost_lines(choice.window, choice.text))
+
+
+def cost_lines(costs: dict[str, dict[str, float]], text: str) -> list[str]:
+    """What the source loses by a window in some layers, a line for each kind of text."""
     lines = []
-    for kind, cost in choice.window.items():
-        where = choice.text if kind == "text" else "texts that ask for a repetition"
+    for kind, cost in costs.items():
+        where = text if kind == "text" else "texts that ask for a repetition"
         lines.append(
             f"cost of the window in the kept layers of the source, at the end of {where} of {cost['length']:,} tokens: "
-            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {cost['kl']:.4f}"
+            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {cost['kl']:.3g}"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def windows_table(windows: WindowChoice) -> None:
+    """What a window costs in each kept layer, which have it, and how to have that again without measuring."""
+    out, asked = console(), KeptWindow.parse(windows.asked)
+    if not windows.costs:
+        out.print(f"--kept-window {windows.asked}: all kept layers see all tokens, since {windows.lacking}")
+        return
+    kinds = [*next(iter(windows.costs.values()))]
+    rows = []
+    for layer, cost in windows.costs.items():
+        reach = f"the last {asked.tokens:,}" if int(layer) in windows.near else "all tokens"
+        rows.append((layer, *(f"{cost[kind]['kl']:.3g}" for kind in kinds), reach))
+    out.print(table({"layer": "number"} | {f"KL, {kind}": "number" for kind in kinds} | {"sees": "short"}, rows))
+    limit = f"the last {asked.tokens:,} and the first ones alone where KL is at most {windows.limit:g} nats a token"
+    out.print(f"{windows.asked}: the window in one kept layer of the source at a time; {limit}, also in all of them")
+    length = next(iter(windows.costs.values()))["text"]["length"]
+    lists = ", and of lists to repeat" if "recall" in kinds else ""
+    out.print(f"measured at the end of documents of {length:,} tokens of {windows.text}{lists}")
+    for line in cost_lines(windows.together, windows.text):
+        out.print(line)
+    again = f"{asked.tokens}@{','.join(map(str, windows.near))}" if windows.near else ""
+    out.print(f"--kept-window {again} repeats this without measuring" if again else "no kept layer gets the window")
 
 
 def alike(rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, ...]]:

@@ -55,7 +55,8 @@ def only_one_matters(model: Any) -> Any:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model in which layer 2 alone matters, and text."""
     folder = tmp_path_factory.mktemp("choose")
-    only_one_matters(small_model("llama", **TRAINED)).save_pretrained(folder / "source")
+    model = small_model("llama", **TRAINED, max_position_embeddings=1024)
+    only_one_matters(model).save_pretrained(folder / "source")
     byte_tokenizer().save_pretrained(folder / "source")
     write_data(folder)
     return folder
@@ -286,10 +287,10 @@ def test_the_plan_says_what_a_window_of_kept_softmax_costs(
     assert found.pop(300) == {}
     (measured,) = found.values()
     for kind in ("text", "recall"):
-        assert measured[kind]["length"] == 608
+        assert 560 < measured[kind]["length"] <= 608
         assert measured[kind]["kl"] > 1e-6
         assert measured[kind]["ppl"] != measured[kind]["source_ppl"]
-    assert "measured: it takes texts longer than it, which the model takes, of 16,384 tokens" in " ".join(err.split())
+    assert "measured: it takes documents longer than it, which the model knows, of 16,384" in " ".join(err.split())
 
 
 def test_the_window_of_layers_that_are_named_is_measured_where_a_text_is_given(

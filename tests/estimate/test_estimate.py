@@ -219,6 +219,9 @@ def test_choosing_layers_takes_time(root: Path, tmp_path: Path, device: Device |
     by_restoring, by_gates = choosing(keep_softmax="auto:1"), choosing(keep_softmax="auto:1", score_by="gates")
     assert 0 < by_restoring < by_gates
     assert choosing(keep_softmax="auto:1", keep_heads="auto:1") > by_restoring
+    assert choosing(keep_softmax="0", kept_window="auto:64") > 0
+    assert choosing(keep_softmax="auto:1", kept_window="auto:64") > by_restoring
+    assert choosing(keep_softmax="0", kept_window="auto:4096") == 0  # the model knows 256 tokens: nothing is measured
 
 
 def test_a_cpu_has_a_rate_for_products_bytes_and_launches() -> None:

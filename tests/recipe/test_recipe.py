@@ -106,6 +106,26 @@ def test_layers_have_one_spelling(tmp_path: Path, text: str) -> None:
     assert recipe.convert.keep_softmax == "7,15"
 
 
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        *((text, "") for text in ("4096", "4096@1,3", "auto:4096", "auto:4096:0.02", "null")),
+        ("0", "must be >= 1 and <= 65536"),
+        ("true", "must be 4096"),
+        ("auto:64:0", "the limit must be > 0"),
+    ],
+)
+def test_a_window_of_kept_layers_is_checked_in_the_recipe(tmp_path: Path, written: str, problem: str) -> None:
+    text = MINIMAL + f"convert:\n  mechanism: gsa\n  kept_window: {written}\n"
+    if problem:
+        with pytest.raises(LinearizeError, match=f"convert.kept_window: {problem}"):
+            load(tmp_path, text)
+        return
+    recipe = load(tmp_path, text)
+    assert recipe.convert is not None
+    assert str(recipe.convert.kept_window).replace("None", "null") == written
+
+
 def test_one_file_needs_no_list(tmp_path: Path) -> None:
     recipe = load(tmp_path, edited("demo: train", "files: a.txt"))
     assert recipe.data.train.files == ("a.txt",)
@@ -716,6 +736,7 @@ RECIPES = optional(
                 "options": optional({}, {"slots": st.integers(1, 1024), "rope": st.booleans()}),
                 "layers": LAYERS,
                 "keep_softmax": LAYERS,
+                "kept_window": st.sampled_from([None, 64, "64@1,3", "auto:64", "auto:64:0.5"]),
             },
         ),
         "runtime": optional(
