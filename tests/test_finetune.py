@@ -44,6 +44,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.recipe.data import described
 from linearize.recipe.models import Data
 from linearize.recipe.recipe import Recipe, load_recipe
+from linearize.terminal.output import nats
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
 from linearize.train.runtime import make_schedule
@@ -258,6 +259,14 @@ def test_evaluation(root: Path, tmp_path: Path) -> None:
     cards = [(folder / "run" / "final" / "README.md").read_text() for folder in (tmp_path, tmp_path / "more")]
     assert ["`linearize finetune`, CPU" in card for card in cards] == [True, False]
     assert "`linearize finetune --max-steps 3`, CPU" in cards[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in cards[0].splitlines() if line.startswith("|")]
+    for row in report["stages"]:  # the card has perplexity, its ratio and KL of each stage, and by position
+        assert [row["name"], f"{row['ppl_ratio']:.4g}", nats(row["kl"])] in [
+            [r[0], *r[4:6]] for r in rows if len(r) > 5
+        ]
+    for block in report["positions"]["blocks"]:
+        figures = *(f"{block[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio")), nats(block["kl"])
+        assert [f"{block['from']:,} to {block['to']:,}", *figures] in rows
 
 
 def test_loss_weights_and_temperature(root: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ..plan.heads import written
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, holds_images
 from ..recipe.recipe import Recipe, portable
-from ..terminal.output import percent, ranges
+from ..terminal.output import nats, percent, ranges
 from ..terminal.tables import task_rows
 from ..train.device import on_cpu
 from .carried import is_licence
@@ -272,8 +272,8 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
         ratio = f"{row['ppl_ratio']:.4g}" if row["ppl_ratio"] is not None else ""
         held = _count(row["eval_tokens"])
         top = percent(row.get("accuracy"))
-        kl = "" if row.get("kl") is None else f"{row['kl']:.4g}"
-        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {row['ppl']:.4g} | {ratio} | {kl} | {top} |")
+        figures = f"{row['ppl']:.4g} | {ratio} | {nats(row.get('kl'))} | {top}"
+        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {figures} |")
     lines += by_position(report.get("positions"))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     # What the recipe below does not say.
@@ -288,8 +288,8 @@ def by_position(found: dict[str, Any] | None) -> list[str]:
     lines = ["", f"Trained on rows of {found['trained_length']:,} tokens. By position in longer texts:", ""]
     lines += ["| tokens | perplexity | teacher | x teacher | KL |", "|---|---|---|---|---|"]
     for row in found["blocks"]:
-        figures = " | ".join(f"{row[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio", "kl"))
-        lines.append(f"| {row['from']:,} to {row['to']:,} | {figures} |")
+        figures = " | ".join(f"{row[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio"))
+        lines.append(f"| {row['from']:,} to {row['to']:,} | {figures} | {nats(row['kl'])} |")
     return lines
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from .. import __version__
 from ..errors import LinearizeError, reason_of, resource_error
 from ..plan.heads import written
-from ..terminal.output import counted, percent, ranges, size
+from ..terminal.output import counted, nats, percent, ranges, size
 from ..terminal.tables import short
 from . import html
 from .charts import Axis, Series, binary, bytes_text, lines
@@ -103,7 +103,7 @@ def cells(run: RunRecord, label: str) -> tuple[str, ...]:
         short(row["tokens"]),
         *(written(key, ".4g") for key in ("ppl", "teacher_ppl")),
         written("ppl_ratio", ".4f"),
-        written("kl", ".4f"),
+        nats(row["kl"]),
         *(percent(row[key]) for key in ("top1_agreement", "needles")),
         size(row["state_bytes"]) if row["state_bytes"] else "",
     )

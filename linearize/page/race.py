@@ -10,7 +10,7 @@ import yaml
 
 from .. import __version__
 from ..recipe.recipe import Recipe, portable
-from ..terminal.output import duration, percent, ranges, size
+from ..terminal.output import duration, nats, percent, ranges, size
 from ..terminal.tables import WRITTEN_FREELY
 from . import html
 from .compare import drawn_sections
@@ -104,7 +104,7 @@ def race_tables(found: Mapping[str, Any]) -> list[Table]:
     near = [("teacher", "softmax", "all", f"{teacher['ppl']:.3f}", "1", "0", "", "", "")]
     for one in ones:
         kept = ranges(one["kept"]) or "none"
-        figures = (f"{one['ppl']:.3f}", f"{one['ppl_ratio']:.4f}", f"{one['kl']:.4f}", percent(one["top1_agreement"]))
+        figures = (f"{one['ppl']:.3f}", f"{one['ppl_ratio']:.4f}", nats(one["kl"]), percent(one["top1_agreement"]))
         times = (duration(one["train_s"]), duration(one["all_s"]) if one["all_s"] else "")
         near.append((one["name"], " and ".join(one["mechanisms"]).upper(), kept, *figures, *times))
     columns = {"": "short", "attention": "text", "kept": "text"}

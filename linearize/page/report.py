@@ -15,7 +15,7 @@ from .. import __version__
 from ..demo import model_folder
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
-from ..terminal.output import counted, duration, percent, ranges, size
+from ..terminal.output import counted, duration, nats, percent, ranges, size
 from ..terminal.tables import alike, attention, chosen_options, short
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
@@ -294,8 +294,8 @@ def _positions(run: RunRecord, drawn: Drawing | None) -> str:
     blocks, trained = position_blocks(run)
     rows = []
     for block in blocks:
-        perplexities = (f"{block[key]:.4f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio", "kl"))
-        rows.append((f"{block['from']:,} to {block['to']:,}", *perplexities))
+        perplexities = (f"{block[key]:.4f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio"))
+        rows.append((f"{block['from']:,} to {block['to']:,}", *perplexities, nats(block["kl"])))
     columns = {"position": "text"} | dict.fromkeys(("student", "teacher", "ratio", "KL"), "number")
     words = f"Training had rows of {trained:,} tokens; what lies further right was never seen. " if trained else ""
     return html.paragraph(words + "KL is in nats a token.") + _figure(drawn) + html.table(columns, rows)

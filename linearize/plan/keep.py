@@ -8,6 +8,7 @@ import re
 from typing import Any, Literal, get_args
 
 from ..errors import LinearizeError, did_you_mean
+from ..terminal.output import nats
 
 Method = Literal["restore", "swaps", "gates"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -140,7 +141,7 @@ class WindowChoice:
             return f"--kept-window {self.asked}: all kept layers see all tokens, since {self.lacking}"
         order = sorted(self.costs, key=lambda name: largest_kl(self.costs[name]))
         near = {*map(str, self.near)}
-        shown = [f"{name}: {largest_kl(self.costs[name]):.3g}{' (window)' * (name in near)}" for name in order]
+        shown = [f"{name}: {nats(largest_kl(self.costs[name]))}{' (window)' * (name in near)}" for name in order]
         return f"--kept-window {self.asked}, KL by the window in each layer, limit {self.limit:g}: {', '.join(shown)}"
 
 

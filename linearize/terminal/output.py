@@ -148,6 +148,14 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
+def nats(kl: float | None) -> str:
+    """A KL divergence for people, at least three digits of it however small it is: 0.4123, 0.0081, 2.1e-05. Runs of
+    earlier versions did not measure it."""
+    if kl is None:
+        return ""
+    return f"{kl:.4f}" if kl >= 0.1 else f"{kl:.3g}"
+
+
 def ranges(numbers: list[int]) -> str:
     """`[0,1,2,5]` -> `0-2,5`."""
     parts: list[list[int]] = []

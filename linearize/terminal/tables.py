@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..plan.heads import regrouped, written
 from ..plan.keep import LONGEST, MEANING, UNSCORED, KeptWindow
-from .output import counted, duration, percent, printable, ranges, short, size
+from .output import counted, duration, nats, percent, printable, ranges, short, size
 
 if TYPE_CHECKING:
     from ..plan.keep import Choice, WindowChoice
@@ -155,9 +155,8 @@ def choice_table(choice: Choice, flag: str) -> None:
     rows = f" in rows of {choice.seq_len:,}" if choice.seq_len else ""  # earlier versions did not say
     out.print(f"scored on {choice.tokens:,} tokens{rows} of {choice.text}{recall}, mixers trained for a moment")
     for kind, linear in choice.kl["linear"].items():
-        out.print(
-            f"KL from the source, {kind}: {linear:.4f} with no {what} kept, {choice.kl['kept'][kind]:.4f} with these"
-        )
+        these = nats(choice.kl["kept"][kind])
+        out.print(f"KL from the source, {kind}: {nats(linear)} with no {what} kept, {these} with these")
     again = f"'{regrouped(choice.kept)}'" if what == "head" else ",".join(names)
     out.print(f"{flag} {again} repeats this without scoring")
 
@@ -179,7 +178,7 @@ def cost_lines(costs: dict[str, dict[str, float]], text: str) -> list[str]:
         where = text if kind == "text" else "texts that ask for a repetition"
         lines.append(
             f"cost of the window in the kept layers of the source, at the end of {where} of {cost['length']:,} tokens: "
-            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {cost['kl']:.3g}"
+            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {nats(cost['kl'])}"
         )
     return lines
 
@@ -194,7 +193,7 @@ def windows_table(windows: WindowChoice) -> None:
     rows = []
     for layer, cost in windows.costs.items():
         reach = f"the last {asked.tokens:,}" if int(layer) in windows.near else "all tokens"
-        rows.append((layer, *(f"{cost[kind]['kl']:.3g}" for kind in kinds), reach))
+        rows.append((layer, *(nats(cost[kind]["kl"]) for kind in kinds), reach))
     out.print(table({"layer": "number"} | {f"KL, {kind}": "number" for kind in kinds} | {"sees": "short"}, rows))
     limit = f"the last {asked.tokens:,} and the first ones alone where KL is at most {windows.limit:g} nats a token"
     out.print(f"{windows.asked}: the window in one kept layer of the source at a time; {limit}, also in all of them")
@@ -365,7 +364,8 @@ def report_table(report: dict[str, Any]) -> None:
         rows: list[tuple[str, ...]] = [(who, "", f"{report['teacher_ppl']:.3f}", "1.000", "", accuracy)]
         for row in report["stages"]:
             ppl, ratio = f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}"
-            rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, nats(row), percent(row.get("accuracy"))))
+            about = nats(row.get("kl")), percent(row.get("accuracy"))
+            rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, *about))
         out.print(table(columns, rows, "held-out perplexity"))
     positions_table(report.get("positions"))
     if report["layers"]:
@@ -379,18 +379,13 @@ def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
     rows = [
         ("perplexity", *(f"{one['ppl']:.3f}" for one in found.values())),
         ("x teacher", *(f"{one['ppl_ratio']:.3f}" for one in found.values())),
-        ("KL from the teacher", *("" if who == "teacher" else f"{one['kl']:.4f}" for who, one in found.items())),
+        ("KL from the teacher", *("" if who == "teacher" else nats(one["kl"]) for who, one in found.items())),
         ("needles found", *(percent(one["needle"]) for one in found.values())),
     ]
     for tokens in found["teacher"]["cache"]:
         rows.append((f"cache at {tokens:,} tokens", *(size(one["cache"][tokens]) for one in found.values())))
     columns = {"": "text"} | dict.fromkeys(("teacher", f"softmax in {kept}", "all linear"), "number")
     console().print(table(columns, rows, "teacher and students, on Python that none was trained on"))
-
-
-def nats(row: dict[str, Any]) -> str:
-    """The KL of a row of a report, in nats a token; runs of earlier versions have none."""
-    return "" if row.get("kl") is None else f"{row['kl']:.4f}"
 
 
 def positions_table(found: dict[str, Any] | None) -> None:
@@ -402,7 +397,7 @@ def positions_table(found: dict[str, Any] | None) -> None:
         (
             f"{row['from']}-{row['to']}",
             *(f"{row[key]:.3f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio")),
-            nats(row),
+            nats(row.get("kl")),
         )
         for row in found["blocks"]
     ]
@@ -424,7 +419,7 @@ def comparison_table(result: dict[str, Any]) -> None:
     student, teacher = result["student_ppl"], result["teacher_ppl"]
     rows: list[tuple[str, ...]] = [
         ("perplexity", f"{student:.3f} ({result['ppl_ratio']:.3f}x)", f"{teacher:.3f}"),
-        ("KL from the teacher, nats a token", f"{result['kl']:.4f}", ""),
+        ("KL from the teacher, nats a token", nats(result["kl"]), ""),
         ("same likeliest token", f"{100 * result['top1_agreement']:.1f} %", ""),
     ]
     for task in ("recall", "needle"):
@@ -460,7 +455,7 @@ def answers_table(result: dict[str, Any]) -> None:
         ]
     rows += [
         (f"same {'class' if images else 'token'}", percent(result["top1_agreement"]), ""),
-        (f"KL from the teacher, nats per {one}", f"{result['kl']:.4f}", ""),
+        (f"KL from the teacher, nats per {one}", nats(result["kl"]), ""),
     ]
     columns = {"": "text", "student": "number", "teacher": "number"}
     console().print(table(columns, rows, f"{result['asked']:,} {many} of {result['data']}"))

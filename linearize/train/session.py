@@ -34,6 +34,7 @@ from ..errors import Exit, LinearizeError, resource_error
 from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score, stored_score
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
+from ..terminal.output import nats
 from ..verify.child.inputs import most_tokens
 from .chunked_head import obstacle
 from .deepspeed_zero3 import partition, read_config
@@ -314,7 +315,7 @@ class Finetuner:
         if self.accelerator.is_main_process:
             self.run.log(stage=name, step=step, tokens=tokens, **self.of_evaluation(found))
         told = f"{name}{f' step {step}' if step else ''}: held-out perplexity {found.ppl:.4g}"
-        told += "" if found.kl is None else f", KL {found.kl:.4f}"
+        told += "" if found.kl is None else f", KL {nats(found.kl)}"
         self.say(told + ("" if kind_of(self.model) == "text" else f", accuracy {found.accuracy:.1%}"))
 
     def of_evaluation(self, found: Score) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 from conftest import Command
 from models import save_source
 
-from linearize.terminal.output import CHATTY, counted, duration, print_json, printable, say, show
+from linearize.terminal.output import CHATTY, counted, duration, nats, print_json, printable, say, show
 from linearize.terminal.tables import checks_table, console
 from linearize.train.device import device_name
 from linearize.verify.checks import Check
@@ -56,6 +56,18 @@ def test_a_cpu_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("seconds", "words"), [(4.4, "4 s"), (99, "99 s"), (600, "10 min"), (7200, "2.0 h")])
 def test_a_time_for_people(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("kl", "words"), [(2.41234, "2.4123"), (0.04123, "0.0412"), (2.126e-5, "2.13e-05"), (0.0, "0"), (None, "")]
+)
+def test_a_small_divergence_is_not_shown_as_none(kl: float | None, words: str) -> None:
+    assert nats(kl) == words
+
+
+def test_a_message_between_colons_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print("auto:100: all")
+    assert capsys.readouterr().err == "auto:100: all\n"
 
 
 def test_tables_show_them_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
