@@ -1,6 +1,10 @@
-"""Pretrain the study's teacher, a Llama of 26M parameters, for a given time on all GPUs of the launch.
+"""Pretrain the study's teacher, a Llama of 26M parameters, for so many steps or seconds on all GPUs of the launch.
 
-torchrun --standalone --nproc-per-node 4 -m benchmarks.study_teacher --text TEXT --out TEACHER --seconds 230
+torchrun --standalone --nproc-per-node 2 -m benchmarks.study_teacher --text TEXT --out TEACHER --steps 6000
+
+With `--steps` the rows of every step and its learning rate follow from the seed and the number of processes, so a
+second run makes the same teacher, to the bit on a CPU. With `--seconds` they follow the clock. teacher.json has the
+steps.
 
 TEXT is the folder of benchmarks.study_text, which may still be at work: compiling begins without it. Blocks cross
 documents, and so does attention; each document begins with bos.
@@ -112,7 +116,7 @@ def perplexity(model: LlamaForCausalLM, tokens: Tensor, length: int) -> float:
 
 
 def train(arguments: argparse.Namespace, device: str, rank: int, world: int) -> tuple[LlamaForCausalLM, dict[str, Any]]:
-    """Train until the time is over; the model and what there is to know about the run."""
+    """Train until the steps, or the time, are over; the model and what there is to know about the run."""
     torch.manual_seed(arguments.seed)
     model = build(arguments)
     torch.nn.Module.to(model, device)
@@ -137,7 +141,7 @@ def train(arguments: argparse.Namespace, device: str, rank: int, world: int) -> 
         fused=True,
     )
     step, seen, gone, curve = 0, 0, 0.0, []
-    began, seconds = time.time(), arguments.began + arguments.seconds - TAIL - time.time()
+    began, seconds = time.time(), arguments.began + (arguments.seconds or 0.0) - TAIL - time.time()
     model.train()
     while gone < 1.0:
         for group in optimizer.param_groups:
@@ -150,14 +154,23 @@ def train(arguments: argparse.Namespace, device: str, rank: int, world: int) -> 
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         step, seen = step + 1, seen + rows * length * world
-        if step % EVERY == 0:
-            mean_loss = mean_loss.item()  # waits for the device
+        if arguments.steps is not None:
+            gone = step / arguments.steps
+        elif step % EVERY == 0:
+            mean_loss.item()  # waits for the device
             gone = share(time.time() - began, seconds, device)
         if step % 100 == 0:
-            curve.append({"step": step, "tokens": seen, "loss": round(mean_loss, 4)})
+            curve.append({"step": step, "tokens": seen, "loss": round(mean_loss.item(), 4)})
             say(rank, f"{curve[-1]} {seen / (time.time() - began):,.0f} tokens/s")
     facts = {"tokens": seen, "steps": step, "seconds": round(time.time() - arguments.began, 1), "curve": curve}
     return model, {**facts, "text_tokens": len(tokens), "gpus": world if on_gpu else 0}
+
+
+def steps_of(text: str) -> int:
+    """A number of steps. Raises ValueError for none."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
 
 
 def say(rank: int, text: str) -> None:
@@ -169,7 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="from --began to the saved model")
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--steps", type=steps_of, help="optimizer steps: the same teacher each time")
+    budget.add_argument("--seconds", type=float, help="from --began to the saved model")
     parser.add_argument("--began", type=float, default=time.time(), help="when the clock began, in Unix seconds")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
