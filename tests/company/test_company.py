@@ -90,13 +90,16 @@ def test_a_pipeline_writes_what_generate_writes(folder: Path) -> None:
     assert found == byte_tokenizer().decode(wanted, skip_special_tokens=True)
 
 
-# What a clean process prints that can be asked nothing: the class of the tokenizer of each folder, and its numbers.
+# What a clean process prints that gets no answers: the class of each folder's tokenizer, its numbers, and what
+# transformers asked meanwhile, without a word about trust and with one.
 TOKENIZE = """
-import json, sys
+import contextlib, io, json, sys
 from transformers import AutoTokenizer
 for folder in sys.argv[1:]:
-    made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    print(json.dumps([type(made).__name__, made("abc def")["input_ids"]]))
+    for given in ({"trust_remote_code": False}, {}):
+        with contextlib.redirect_stdout(io.StringIO()) as asked:
+            made = AutoTokenizer.from_pretrained(folder, **given)
+        print(json.dumps([type(made).__name__, made("abc def")["input_ids"], asked.getvalue()]))
 """
 
 
@@ -116,9 +119,12 @@ def test_a_tokenizer_needs_no_code_and_asks_nothing(kind: str, named: bool, tmp_
     folder = convert_folder(source, tmp_path / "linear", "all")
     command = [sys.executable, "-I", "-c", TOKENIZE, str(source), str(folder)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
-    before, after = map(json.loads, done.stdout.splitlines())
-    assert before == after
-    assert before[0] == kind
+    *before, after, untold = map(json.loads, done.stdout.splitlines())
+    assert before == [after, after]
+    assert (after[0], after[2]) == (kind, "")
+    # docs/works-with.md: without a word about trust transformers asks, and goes on without an answer.
+    assert untold[:2] == after[:2]
+    assert "Do you wish to run the custom code?" in untold[2]
     assert "AutoTokenizer.from_pretrained(name, trust_remote_code=False)" in (folder / "README.md").read_text()
 
 
