@@ -27,21 +27,26 @@ def runs(
 
 
 def compare(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of runs; linearize runs lists them.", parser=path)],
+    places: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Runs, converted folders, files that eval -o wrote, and the teachers of these.", parser=path
+        ),
+    ],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="HTML page to write, with the runs' curves in one picture.", parser=path),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare runs: perplexity, KL, needles and state of each beside its teacher's."""
+    """Compare runs and models: perplexity, KL, needles and state of each beside its teacher's."""
     from ..checkpoint.atomic import check_result, write_result
-    from ..page.compare import COLUMNS, cells, compare_page, figures, labels, notes, read_runs
+    from ..page.compare import COLUMNS, cells, compare_page, figures, labels, notes, read_rows
     from ..page.html import BEGINS
     from ..terminal.output import size
     from ..terminal.tables import results, table
 
-    found = read_runs(folders)
+    found = read_rows(places)
     for note in notes(found):
         say(f"note: {note}")
     if output is not None:
@@ -51,6 +56,6 @@ def compare(
         print_json([figures(run) for run in found])
         return
     names = labels(found)
-    rows = zip(*map(cells, found, names), strict=True)  # a column for each run: there are more figures than runs
+    rows = zip(*map(cells, found, names), strict=True)  # a column for each: there are more figures than runs
     measures = [(name, *row) for name, row in zip(COLUMNS, rows, strict=True) if name != "run"]
     results().print(table({"": "text"} | dict.fromkeys(names, "number"), measures))

@@ -1,22 +1,26 @@
-"""Several runs side by side: what `linearize runs` lists, and the table and the page of `linearize compare`."""
+"""Runs and models side by side: what `linearize runs` lists, and the table and the page of `linearize compare`."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..checkpoint.manifest import is_linearized, read_plan
 from ..errors import LinearizeError, reason_of, resource_error
 from ..plan.heads import written
+from ..plan.plan import Plan
+from ..recipe.recipe import portable
 from ..terminal.output import counted, nats, percent, ranges, size
 from ..terminal.tables import short
 from . import html
 from .charts import Axis, Series, binary, bytes_text, lines
 from .drawing import SERIES, Drawing
 from .html import Section
-from .record import RUN, RunRecord, find_runs, read_run, whole
+from .record import EVAL, RUN, ModelRecord, RunRecord, find_runs, no_run, read_evaluation, read_run, whole
 from .report import CONTEXTS, mechanisms
 
 # Students by name, each the runs that made it, one after the other.
@@ -38,53 +42,115 @@ COLUMNS = {
 }
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """The runs in these folders, each under a name of its own.
+def read_rows(places: Sequence[Path]) -> list[RunRecord]:
+    """What `linearize compare` was given, each under a name of its own, in that order.
 
-    Raises LinearizeError (exit 2) for a folder that is no run, for a damaged one, and for one that is named twice.
+    A place is a run or its `final`, a file that `linearize eval -o` wrote, a converted folder, which may hold such a
+    file as eval.json, or the name of a model that one of the others was measured beside: its teacher.
+
+    Raises LinearizeError (exit 2) for what is none of these, for damaged files, and for what is named twice.
     """
-    resolved = [folder.resolve() for folder in folders]
-    twice = next((folder for place, folder in enumerate(folders) if resolved[place] in resolved[:place]), None)
+    runs = [_run_of(place) for place in places]
+    resolved = [place.resolve() for place in runs]
+    twice = next((places[at] for at, place in enumerate(resolved) if place in resolved[:at]), None)
     if twice is not None:
-        raise LinearizeError(f"{twice} is named twice. Name each run once")
-    found = [read_run(folder) for folder in folders]
-    for run in found:
-        with whole(run.folder):
-            compare_page([run])  # each alone, so that the damaged one is named
-    return found
+        raise LinearizeError(f"{twice} is named twice. Name each run and model once")
+    found: list[RunRecord | None] = [_measured(place) for place in runs]
+    known = [one for one in found if one is not None]
+    rows = [one or _seen(place, known) for place, one in zip(runs, found, strict=True)]
+    for row in rows:
+        with whole(row.folder):
+            compare_page([row])  # each alone, so that the damaged one is named
+    return rows
+
+
+def _run_of(place: Path) -> Path:
+    """The run whose finished model `place` is; any other place as it is."""
+    run = place.resolve().parent
+    return place.parent if place.name == "final" and (run / RUN).is_file() else place
+
+
+def _measured(place: Path) -> RunRecord | None:
+    """What has its figures, or its plan, in its own files; None for any other model."""
+    if (place / RUN).is_file():
+        return read_run(place)
+    if place.is_file():
+        evaluation = read_evaluation(place.parent, place) or {}
+        student = str(evaluation.get("student", place.stem))
+        return ModelRecord(place, {}, None, [], {}, _plan(Path(student)), evaluation, str(portable(student)))
+    if is_linearized(place) and not (place.resolve().parent / RUN).is_file():
+        return ModelRecord(place, {}, None, [], {}, _plan(place), read_evaluation(place, None), place.name)
+    return None
+
+
+def _plan(folder: Path) -> Plan | None:
+    with contextlib.suppress(LinearizeError):
+        return read_plan(folder)
+    return None
+
+
+def _seen(place: Path, beside: Sequence[RunRecord]) -> RunRecord:
+    """A model whose figures are in what it is named `beside`. Raises LinearizeError (exit 2) where they are in none."""
+    for one in beside:
+        seen, ppl = one.evaluation, None
+        model = one.values.get("model", {})
+        source = one.plan.source if one.plan is not None else None
+        taught = [model["teacher"]] if model.get("teacher") else [model.get("base"), source]
+        if any(_same(place, name) for name in taught):
+            ppl = one.teacher_ppl
+        elif seen is not None and _same(place, seen.get("student")):
+            return ModelRecord(place, {}, None, [], {}, _plan(place), seen, str(portable(str(place))))
+        elif seen is None or not _same(place, seen.get("teacher")):
+            continue
+        return ModelRecord(place, {}, None, [], {}, one.plan, seen, str(portable(str(place))), True, ppl)
+    if not (place / "config.json").is_file() or (place.resolve().parent / RUN).is_file():
+        raise no_run(place)
+    others = ", ".join(one.name for one in beside)
+    raise LinearizeError(
+        f"{place} is a model, and {f'none of {others} was' if others else 'nothing else is named that was'} measured "
+        f"beside it. Name a run that it taught, or measure a student: linearize eval STUDENT --teacher {place} -o "
+        f"{EVAL}, then linearize compare {EVAL} {place}"
+    )
+
+
+def _same(place: Path, name: Any) -> bool:
+    """Whether a record's `name` of a model means `place`."""
+    return isinstance(name, str) and (str(place) == name or place.resolve() == Path(name).resolve())
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A name for each run: the recipe's, or the folder where several have the same."""
+    """A name for each run or model: its own, or the folder where several have the same."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
 
 
 def figures(run: RunRecord) -> dict[str, Any]:
-    """One run in numbers, None where something was not measured: a row of the table, and of `--json`.
+    """One run or model in numbers, None where something was not measured: a row of the table, and of `--json`.
 
     KL and the share of equal tokens are those of `linearize eval` where it ran, else KL is the last one of training.
     """
-    curve, distances, found = run.curve("eval_ppl"), run.curve("eval_kl"), run.evaluation or {}
-    needles = [row["student"]["accuracy"] for row in found.get("needle") or ()]
-    cache = run.plan.cache_bytes(MEMORY_AT) if run.plan else {"converted": 0, "source": 0}
+    teacher = isinstance(run, ModelRecord) and run.teacher
+    distances, found = run.curve("eval_kl"), {} if teacher else run.evaluation or {}
+    cache = run.plan.cache_bytes(MEMORY_AT)["source"] if run.plan else None
+    plan = None if teacher else run.plan
     return {
         "run": str(run.folder),
+        "kind": "teacher" if teacher else "student" if isinstance(run, ModelRecord) else "run",
         "name": run.name,
         "finished": run.finished,
         "base": run.base,
-        "mechanisms": sorted({step.mechanism for step in run.plan.linear}) if run.plan else [],
-        "kept": run.plan.softmax_layers if run.plan else [],
-        "kept_heads": written(run.plan.softmax_groups) if run.plan else "",
+        "mechanisms": sorted({step.mechanism for step in plan.linear}) if plan else [],
+        "kept": plan.softmax_layers if plan else [],
+        "kept_heads": written(plan.softmax_groups) if plan else "",
         "tokens": run.tokens,
-        "ppl": curve[-1][1] if curve else None,
+        "ppl": run.ppl,
         "teacher_ppl": run.teacher_ppl,
         "ppl_ratio": run.ratio(),
         "kl": found.get("kl", distances[-1][1] if distances else None),
         "top1_agreement": found.get("top1_agreement"),
-        "needles": sum(needles) / len(needles) if needles else None,
-        "state_bytes": cache["converted"] or None,
-        "cache_bytes": cache["source"] or None,
+        "needles": run.needles,
+        "state_bytes": run.bytes_at(MEMORY_AT) or None,
+        "cache_bytes": cache or None,
     }
 
 
@@ -95,12 +161,13 @@ def cells(run: RunRecord, label: str) -> tuple[str, ...]:
     def written(key: str, form: str) -> str:
         return "" if row[key] is None else format(row[key], form)
 
+    attention = "softmax" if row["kind"] == "teacher" else mechanisms(run.plan) if run.plan else ""
     return (
         label if run.finished else f"{label} (not finished)",
         row["base"],
-        mechanisms(run.plan) if run.plan else "",
+        attention,
         ", ".join(filter(None, (ranges(row["kept"]), row["kept_heads"]))),
-        short(row["tokens"]),
+        short(row["tokens"]) if row["kind"] == "run" else "",
         *(written(key, ".4g") for key in ("ppl", "teacher_ppl")),
         written("ppl_ratio", ".4f"),
         nats(row["kl"]),
@@ -111,24 +178,44 @@ def cells(run: RunRecord, label: str) -> tuple[str, ...]:
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:
     """What to know before reading the table."""
-    found = []
-    if len({figures(run)["base"] for run in runs}) > 1:
+    students = [run for run in runs if not (isinstance(run, ModelRecord) and run.teacher)]
+    found = [f"{run.folder} was not measured: {_measure(run)}" for run in students if _unmeasured(run)]
+    if len({run.base for run in students}) > 1:
         found.append("the runs have different teachers: x teacher and KL are against each run's own")
-    held = {entry.get("eval_tokens") for run in runs for entry in run.entries if entry["stage"] == "teacher"}
-    texts = {str(run.values.get("data", {}).get("eval")) for run in runs}
-    if len(held) > 1 or len(texts) > 1:
+    if len({text for run in students if not _unmeasured(run) for text in _texts(run)}) > 1:
         found.append("the runs were evaluated on different text: compare x teacher, not perplexities")
     return found
+
+
+def _unmeasured(run: RunRecord) -> bool:
+    return isinstance(run, ModelRecord) and run.evaluation is None
+
+
+def _measure(run: RunRecord) -> str:
+    return f"linearize eval {run.folder} --teacher {run.base or 'MODEL'} -o {run.folder / EVAL} does it"
+
+
+def _texts(run: RunRecord) -> set[str]:
+    """On what text, and how many tokens of it, the perplexity of a run or of a measured student is."""
+    if isinstance(run, ModelRecord):
+        found = run.evaluation or {}
+        return {f"{found.get('text')}, {found.get('tokens')}"}
+    text = run.values.get("data", {}).get("eval")
+    read = {entry.get("eval_tokens") for entry in run.entries if entry["stage"] == "teacher"} or {None}
+    return {f"{text}, {tokens}" for tokens in read}
 
 
 def compare_page(runs: Sequence[RunRecord]) -> str:
     """The HTML file of `linearize compare`."""
     names = labels(runs)
     words = "".join(html.paragraph(f"Note: {note}.") for note in notes(runs))
-    sections = [Section("table", "Runs", words + html.table(COLUMNS, map(cells, runs, names)))]
+    sections = [Section("table", "Runs and models", words + html.table(COLUMNS, map(cells, runs, names)))]
     sections += drawn_sections({name: [run] for name, run in zip(names, runs, strict=True)})
-    best = min((run for run in runs if run.ratio() is not None), key=lambda run: run.ratio() or 0, default=None)
-    about = f"{counted(len(runs), 'run')}."
+    rated = [run for run in runs if run.ratio() is not None and figures(run)["kind"] != "teacher"]
+    best = min(rated, key=lambda run: run.ratio() or 0, default=None)
+    models = sum(isinstance(run, ModelRecord) for run in runs)
+    counts = ((len(runs) - models, "run"), (models, "model"))
+    about = " and ".join(counted(count, what) for count, what in counts if count) + "."
     if best is not None:
         about += f" Nearest to its teacher in perplexity: {names[list(runs).index(best)]}, {best.ratio():.4f} times."
     return html.page("Runs compared", about, {}, sections, f"Written by linearize {__version__}: linearize compare.")
@@ -166,11 +253,10 @@ def memory(lanes: Lanes) -> Drawing | None:
     """Bytes of state and cache of each student over the length of its text; None where none has any."""
     series = []
     for (name, runs), (colour, dashed) in zip(lanes.items(), _colours(len(lanes)), strict=True):
-        plan = runs[-1].plan
-        if plan is not None and plan.cache_bytes(1)["source"]:
-            series.append(
-                Series(name, [(float(n), float(plan.cache_bytes(n)["converted"])) for n in CONTEXTS], colour, dashed)
-            )
+        run = runs[-1]
+        if run.plan is not None and run.plan.cache_bytes(1)["source"]:
+            points = [(float(n), float(run.bytes_at(n) or 0)) for n in CONTEXTS]
+            series.append(Series(name, points, colour, dashed))
     if not series:
         return None
     x = Axis("context, tokens", True, binary, tuple(float(n) for n in CONTEXTS[::2]))

@@ -107,6 +107,21 @@ class RunRecord:
             rows = next((entry["layers"] for entry in self.entries if entry.get("layers")), None)
         return {row["layer"]: row["relative_mse"] for row in rows or ()}
 
+    @property
+    def ppl(self) -> float | None:
+        """Held-out perplexity at the last evaluation."""
+        curve = self.curve("eval_ppl")
+        return curve[-1][1] if curve else None
+
+    @property
+    def needles(self) -> float | None:
+        """The share of needles found in `linearize eval`, mean over lengths."""
+        return mean_needles(self.evaluation, "student")
+
+    def bytes_at(self, tokens: int) -> int | None:
+        """Bytes of state and cache of one sequence after `tokens` tokens; None without a plan."""
+        return self.plan.cache_bytes(tokens)["converted"] if self.plan else None
+
     def ratio(self) -> float | None:
         """Held-out perplexity over the teacher's, at the last evaluation; None where that saw other blocks of text."""
         known, teacher = self.begins(), self.teacher_ppl
@@ -114,6 +129,55 @@ class RunRecord:
         if not rated or not teacher or not self.same_blocks(rated[-1]["stage"]):
             return None
         return float(rated[-1]["eval_ppl"]) / teacher
+
+
+def mean_needles(evaluation: dict[str, Any] | None, who: str) -> float | None:
+    """The share of needles that `who`, student or teacher, found in an evaluation, mean over lengths."""
+    found = [row[who]["accuracy"] for row in (evaluation or {}).get("needle") or ()]
+    return sum(found) / len(found) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelRecord(RunRecord):
+    """A model beside runs: a student that `linearize eval` measured, or a `teacher` as a run or an evaluation saw it.
+
+    It has no training. `evaluation` has the figures of both; `seen_ppl` is a teacher's perplexity in a run.
+    """
+
+    named: str = ""
+    teacher: bool = False
+    seen_ppl: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.named
+
+    @property
+    def base(self) -> str:
+        known = (self.evaluation or {}).get("teacher") or (self.plan.source if self.plan else "")
+        return "" if self.teacher else str(portable(known))
+
+    @property
+    def finished(self) -> bool:
+        return True
+
+    @property
+    def teacher_ppl(self) -> float | None:
+        return self.seen_ppl or (self.evaluation or {}).get("teacher_ppl")
+
+    @property
+    def ppl(self) -> float | None:
+        return self.teacher_ppl if self.teacher else (self.evaluation or {}).get("student_ppl")
+
+    @property
+    def needles(self) -> float | None:
+        return mean_needles(self.evaluation, "teacher" if self.teacher else "student")
+
+    def bytes_at(self, tokens: int) -> int | None:
+        return self.plan.cache_bytes(tokens)["source" if self.teacher else "converted"] if self.plan else None
+
+    def ratio(self) -> float | None:
+        return self.ppl / self.teacher_ppl if self.ppl and self.teacher_ppl else None
 
 
 def read_run(folder: Path, evaluation: Path | None = None, plan: Plan | None = None) -> RunRecord:
@@ -191,7 +255,7 @@ def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
     if not path.is_file():
         raise absent(path)
     check_file(path)
-    with undamaged(path, f"Write it again: linearize eval {folder / 'final'} --teacher MODEL -o {path}"):
+    with undamaged(path, f"Write it again: linearize eval STUDENT --teacher MODEL -o {path}"):
         found = json.loads(path.read_text("utf-8"))
         if found.get("kind") in ("images", "masked"):
             raise ValueError("it compares models of images or of masked text, and a report has no page for them")

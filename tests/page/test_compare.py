@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from pages import Page, made_up_run
+from pages import Page, eval_result, made_up_run
+from training import base
 from typer.testing import CliRunner
 
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.page.compare import curves, figures, labels, list_runs, notes, read_runs
+from linearize.page.compare import curves, figures, labels, list_runs, notes, read_rows
 from linearize.page.record import read_run
 
 
@@ -75,27 +76,112 @@ def test_a_stage_on_longer_text_is_not_drawn_beside_the_teacher(two: list[Path])
 
 
 def test_runs_of_other_teachers_and_texts_are_noted(two: list[Path]) -> None:
-    assert notes(read_runs(two)) == []
+    assert notes(read_rows(two)) == []
     path = two[1] / "run.json"
     settings = json.loads(path.read_text())
     settings["recipe"]["model"]["base"] = "other/model"
     settings["recipe"]["data"]["eval"] = {"files": ["other.txt"]}
     path.write_text(json.dumps(settings))
-    found = notes(read_runs(two))
+    found = notes(read_rows(two))
     assert len(found) == 2
     assert "different teachers" in found[0]
     assert "different text" in found[1]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(root: Path, tmp_path: Path) -> None:
-    runs = read_runs([made_up_run(tmp_path / name, root) for name in ("x", "y")])
+    runs = read_rows([made_up_run(tmp_path / name, root) for name in ("x", "y")])
     assert labels(runs) == [str(run.folder) for run in runs]
 
 
 def test_a_run_that_is_named_twice_is_refused(two: list[Path]) -> None:
     with pytest.raises(LinearizeError, match="named twice") as refused:
-        read_runs([two[0], two[1] / ".." / ".." / "a" / "run"])
+        read_rows([two[0], two[1] / ".." / ".." / "a" / "run"])
     assert refused.value.code == Exit.USAGE
+
+
+@pytest.fixture
+def measured(root: Path, tmp_path: Path) -> dict[str, Path]:
+    """A run, a converted folder with a stored evaluation, a file that eval wrote, and the teacher of all three."""
+    linear = base(root, "llama")
+    teacher = linear.parent / "source"
+    result = {"student": "out/gsa", "teacher": str(teacher), **eval_result()}
+    student = tmp_path / "student"
+    student.mkdir()
+    for name in ("linearize.json", "config.json"):
+        (student / name).write_bytes((linear / name).read_bytes())
+    (student / "eval.json").write_text(json.dumps({**result, "student_ppl": 11.0, "ppl_ratio": 1.1}))
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(result))
+    run = made_up_run(tmp_path, root, name="a")
+    (run / "eval.json").write_text(json.dumps({**result, "teacher_ppl": 9.0}))
+    return {"run": run, "student": student, "file": file, "teacher": teacher}
+
+
+def test_students_and_teachers_have_rows_beside_runs(measured: dict[str, Path], tmp_path: Path) -> None:
+    rows = json.loads(invoke("compare", *map(str, measured.values()), "--json"))
+    assert [row["kind"] for row in rows] == ["run", "student", "student", "teacher"]
+    assert [row["name"] for row in rows] == ["a", "student", "out/gsa", "source"]
+    assert [row["ppl"] for row in rows] == [12.0, 11.0, 10.5, 9.0]
+    assert [row["ppl_ratio"] for row in rows] == pytest.approx([1.2, 1.1, 1.05, 1.0])
+    assert [row["needles"] for row in rows] == [0.25, 0.25, 0.25, 1.0]
+    assert [row["kl"] for row in rows] == [0.07, 0.07, 0.07, None]
+    assert rows[3]["state_bytes"] == rows[0]["cache_bytes"] > rows[0]["state_bytes"] == rows[1]["state_bytes"]
+    assert rows[2]["state_bytes"] is None  # where that student lies is not known
+    where = tmp_path / "compare.html"
+    table = invoke("compare", *map(str, measured.values()), "-o", str(where))
+    assert "softmax" in table
+    page = Page(where.read_text())
+    assert "1 run and 3 models." in page.words
+    assert "Nearest to its teacher in perplexity: out/gsa, 1.0500 times" in page.words
+
+
+def test_the_teacher_of_a_run_is_as_the_run_saw_it(measured: dict[str, Path]) -> None:
+    path = measured["run"] / "run.json"
+    settings = json.loads(path.read_text())
+    settings["recipe"]["model"]["teacher"] = "some/model"
+    path.write_text(json.dumps(settings))
+    _, teacher = read_rows([measured["run"], Path("some/model")])
+    assert (teacher.name, teacher.ppl, teacher.ratio()) == ("some/model", 10.0, 1.0)
+
+
+def test_a_model_that_an_evaluation_names_is_found_in_it(measured: dict[str, Path]) -> None:
+    (measured["student"] / "eval.json").unlink()
+    assert notes(read_rows([measured["student"]])) == [
+        f"{measured['student']} was not measured: linearize eval {measured['student']} --teacher "
+        f"source -o {measured['student'] / 'eval.json'} does it"
+    ]
+    result = json.loads(measured["file"].read_text())
+    measured["file"].write_text(json.dumps({**result, "student": "user/student"}))
+    rows = read_rows([Path("user/student"), measured["file"]])
+    assert [row.ppl for row in rows] == [10.5, 10.5]
+    (teacher,) = read_rows([measured["file"], measured["teacher"]])[1:]
+    assert teacher.ppl == 10.0
+
+
+def test_the_finished_model_of_a_run_stands_for_the_run(measured: dict[str, Path]) -> None:
+    run = measured["run"]
+    (run / "final").mkdir()
+    assert read_rows([run / "final"]) == read_rows([run])
+    with pytest.raises(LinearizeError, match="named twice"):
+        read_rows([run, run / "final"])
+
+
+def test_a_model_that_nothing_measured_is_refused_with_what_was_found(
+    measured: dict[str, Path], two: list[Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    with pytest.raises(LinearizeError, match=f"{other} is a model, and none of a, b was measured beside it") as refused:
+        read_rows([*two, other])
+    assert refused.value.code == Exit.USAGE
+    with pytest.raises(LinearizeError, match="nothing else is named that was measured"):
+        read_rows([other])
+    (measured["run"] / "checkpoints").mkdir()
+    with pytest.raises(LinearizeError, match="is a part of a run"):
+        read_rows([measured["run"] / "checkpoints"])
+    with pytest.raises(LinearizeError, match="no such file"):
+        read_rows([two[0], tmp_path / "nothing"])
 
 
 def test_runs_are_listed_with_how_far_they_are(two: list[Path], tmp_path: Path) -> None:
