@@ -51,7 +51,15 @@ from .train.device import device_name, on_cpu
 from .train.progress import pace
 from .train.random_model import named_base, write_random
 from .train.runs import Position, Run, processes, read_position
-from .train.runtime import Say, check_divided, check_runtime, make_accelerator, stage_steps, to_source
+from .train.runtime import (
+    Say,
+    check_divided,
+    check_runtime,
+    hyperparameters,
+    make_accelerator,
+    stage_steps,
+    to_source,
+)
 from .train.save import meta_model, save_final
 from .train.session import Finetuner, check_model
 from .train.teacher import Named, check_teacher, find_teacher, meta_teacher, teacher_line
@@ -92,7 +100,7 @@ def finetune(
                 base = open_base(recipe, run, named, accelerator.is_main_process, say)
                 named = named and named.downloaded()
             tuner.load(base, named)
-        accelerator.init_trackers(recipe.name)
+        accelerator.init_trackers(recipe.name, config=hyperparameters(recipe))
         complete = tuner.train(only)
         if complete:
             tuner.take_best()

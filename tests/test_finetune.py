@@ -676,9 +676,39 @@ def test_a_tracker_is_used_or_asked_for(
     assert f"pip install {tracker}" in refusal(capsys, recipe, code=Exit.RESOURCE)
 
 
+def track_two_stages(kind: str, root: Path, folder: Path) -> list[dict[str, Any]]:
+    """Train two stages, of two and one steps, with that tracker; returns the lines of metrics.jsonl."""
+    stages = stage("attention_transfer", steps=2), stage("logit_kl", steps=1)
+    recipe = make_recipe(folder, base(root, "llama"), *stages, data=EVAL, track={"to": kind})
+    assert train(recipe)["output"]
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+# What every tracker gets of those two stages, step by step, as the lines of metrics.jsonl have it.
+TRACKED = {
+    0: ("teacher/eval_ppl", "converted/eval_ppl", "converted/eval_kl"),
+    1: ("attention_transfer/loss", "attention_transfer/lr"),
+    2: ("attention_transfer/loss", "attention_transfer/eval_kl"),
+    3: ("logit_kl/loss", "logit_kl/eval_kl", "logit_kl/eval_ppl"),
+}
+
+
+def logged_values(lines: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
+    """The values of TRACKED in metrics.jsonl, by name and by step of the whole run."""
+    found = {}
+    for step, names in TRACKED.items():
+        for name in names:
+            kind, key = name.split("/")
+            own = step - 2 if kind == "logit_kl" else step
+            found[name, step] = next(
+                one[key] for one in lines if (one["stage"], one["step"]) == (kind, own) and key in one
+            )
+    return found
+
+
 @pytest.mark.parametrize("kind", TRACKERS)
 def test_a_tracker_gets_the_metrics(kind: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged = []
+    logged, steps, config = {}, [], {}
 
     class Recorder(tracking.GeneralTracker):
         name, requires_logging_directory, main_process_only = kind, TRACKERS[kind], True
@@ -690,17 +720,48 @@ def test_a_tracker_gets_the_metrics(kind: str, root: Path, tmp_path: Path, monke
         tracker = property(lambda self: self)
 
         def store_init_configuration(self, values: dict[str, Any]) -> None:
-            pass
+            config.update(values)
 
-        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-            logged.append((step, values["logit_kl/loss"]))
+        def log(self, values: dict[str, Any], step: int, **kwargs: Any) -> None:
+            steps.append(step)
+            logged.update({(name, step): value for name, value in values.items()})
 
     monkeypatch.setattr(tracking, "get_available_trackers", lambda: [tracking.LoggerType(kind)])
     monkeypatch.setattr("linearize.train.runtime.get_available_trackers", tracking.get_available_trackers)
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, kind, Recorder)
     monkeypatch.setattr("accelerate.accelerator.LOGGER_TYPE_TO_CLASS", tracking.LOGGER_TYPE_TO_CLASS)
-    train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), track={"to": kind}))
-    assert logged == list(enumerate(metrics(tmp_path), 1))
+    wanted = logged_values(track_two_stages(kind, root, tmp_path))
+    assert {key: logged[key] for key in wanted} == wanted
+    assert steps == sorted(steps)  # wandb and trackio leave out what comes at a step that is past
+    assert config["stages.1.kind"] == "logit_kl"
+    assert config["seed"] == 42
+    assert all(isinstance(value, int | float | str) for value in config.values())
+    assert str(tmp_path) not in str(config)
+
+
+def test_tensorboard_gets_the_metrics(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wanted = logged_values(track_two_stages("tensorboard", root, tmp_path))
+    written = EventAccumulator(str(tmp_path / "run" / "tiny"))
+    written.Reload()
+    found = {(name, one.step): one.value for name in written.Tags()["scalars"] for one in written.Scalars(name)}
+    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+
+
+def test_mlflow_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    wanted = logged_values(track_two_stages("mlflow", root, tmp_path))
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("tiny")
+    (run,) = client.search_runs([experiment.experiment_id])
+    names = {name for name, _ in wanted}
+    found = {(name, one.step): one.value for name in names for one in client.get_metric_history(run.info.run_id, name)}
+    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+    assert run.data.params["stages.1.kind"] == "logit_kl"
 
 
 def test_a_base_that_is_not_converted(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,7 +231,7 @@ class StageLoop:
         if self.owner.accelerator.is_main_process:
             tokens = step * self.tokens_per_step
             self.owner.run.log(stage=self.stage.name, step=step, tokens=tokens, **values, memory=memory_bytes())
-            self.owner.accelerator.log({f"{self.stage.name}/{k}": v for k, v in values.items()}, step=step)
+            self.owner.track(self.stage.name, step, values)
 
     def names(self) -> list[str]:
         """Names of the trained parameters in the optimizer's order, which depends on what is in shards."""

@@ -362,6 +362,13 @@ class Run:
         rates = [line["tokens_per_s"] for line in lines if isinstance(line.get("tokens_per_s"), int)]
         return float(rates[-1]) if rates else 0.0
 
+    def steps_before(self, stage: str) -> int:
+        """Optimizer steps of the stages before this one, as far as they were logged; 0 for what is no stage."""
+        names = [one.name for one in self.recipe.stages]
+        before = names[: names.index(stage)] if stage in names else []
+        entries = self._entries()
+        return sum(max((one["step"] for one in entries if one["stage"] == name), default=0) for name in before)
+
     def last_good(self, stage: int, step: int) -> Path | None:
         """The newest checkpoint from which training went on at least a step before that step of that stage failed."""
         good = [path for path in self.complete_checkpoints() if order(path)[:2] < (stage, step - 1)]

@@ -17,9 +17,9 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, patch_environment
 
 from ..data.packing import TextSource
-from ..errors import Exit, LinearizeError
+from ..errors import Exit, LinearizeError, redact
 from ..recipe.data import local_paths
-from ..recipe.recipe import LogitKL, Recipe, Stage, trains_source
+from ..recipe.recipe import LogitKL, Recipe, Stage, portable, trains_source
 from .deepspeed_zero3 import INSTEAD, read_config
 from .device import on_cpu, settled_precision
 from .fsdp import read_plugin
@@ -40,6 +40,22 @@ def check_runtime(recipe: Recipe) -> str:
     if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
         raise LinearizeError(f"track.to {track} needs: pip install {track}", Exit.RESOURCE)
     return settled_precision(recipe.runtime.device, recipe.runtime.precision)
+
+
+def hyperparameters(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe as a tracker takes it: one value a key, such as `stages.0.optimizer.lr`; without secrets and
+    paths of this machine."""
+    found: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict | list) and value:
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                add(f"{name}.{key}" if name else str(key), item)
+        else:
+            found[name] = value if isinstance(value, int | float) else redact(str(value))
+
+    add("", portable(recipe.resolved()))
+    return found
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class Finetuner:
         self._blocks: dict[tuple[str, str], Samples | None] = {}
         self._said: set[str] = set()
         self.eval_tokens = 0  # of the last evaluation
+        self.steps_before: dict[str, int] = {}  # of each stage that a tracker got metrics of
         self.wide = accelerator.mixed_precision != "no"
         self.zero = read_config(recipe, accelerator.mixed_precision)
         self.sharded = self.zero is not None or accelerator.state.fsdp_plugin is not None
@@ -313,10 +314,20 @@ class Finetuner:
     def log_evaluation(self, name: str, step: int, tokens: int, found: Score) -> None:
         """One evaluation into metrics.jsonl and to the person who waits."""
         if self.accelerator.is_main_process:
-            self.run.log(stage=name, step=step, tokens=tokens, **self.of_evaluation(found))
+            values = self.of_evaluation(found)
+            self.run.log(stage=name, step=step, tokens=tokens, **values)
+            self.track(name, step, values)
         told = f"{name}{f' step {step}' if step else ''}: held-out perplexity {found.ppl:.4g}"
         told += "" if found.kl is None else f", KL {nats(found.kl)}"
         self.say(told + ("" if kind_of(self.model) == "text" else f", accuracy {found.accuracy:.1%}"))
+
+    def track(self, name: str, step: int, values: Mapping[str, float]) -> None:
+        """Metrics of a stage to the recipe's tracker. Its steps go on from one stage to the next: wandb and trackio
+        leave out what comes at a step that is past."""
+        if name not in self.steps_before:
+            self.steps_before[name] = self.run.steps_before(name)
+        named = {f"{name}/{key}": value for key, value in values.items()}
+        self.accelerator.log(named, step=self.steps_before[name] + step)
 
     def of_evaluation(self, found: Score) -> dict[str, float]:
         """An evaluation as metrics.jsonl has it."""
