@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +51,31 @@ def test_blocks_are_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert hashes["b"] == hashlib.sha256(tensors["b"].numpy().tobytes()).hexdigest()
     with pytest.raises(ValueError, match="b: 0 bytes for an entry of 56"):
         shards.write_shard(tmp_path / "b.safetensors", header, lambda name: [])
+
+
+def test_hashing_tells_how_many_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, amounts = [], list[float]()
+
+    @contextlib.contextmanager
+    def progress(what: str, total: float) -> Iterator[Any]:
+        told.append((what, total))
+        yield amounts.append
+
+    monkeypatch.setattr(shards, "progress", progress)
+    sizes = {"large": 2 * shards.BLOCK + 5, "small": 3, "empty": 0}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    found = shards.file_hashes(tmp_path, [tmp_path / name for name in sizes])
+    assert found == {name: hashlib.sha256(b"x" * size).hexdigest() for name, size in sizes.items()}
+    assert told == [("hashing", sum(sizes.values()))]
+    assert sum(amounts) == sum(sizes.values())
+    assert amounts.count(shards.BLOCK) == 2  # as they are read, not when a file is done
+    amounts.clear()
+    blob = tmp_path / "blobs" / ("0123456789abcdef" * 4)
+    blob.parent.mkdir()
+    (tmp_path / "large").rename(blob)
+    shards.file_hashes(tmp_path, [blob], shards.known_sha256)
+    assert [amount for amount in amounts if amount] == [sizes["large"]]  # its name is its hash
 
 
 def test_a_blob_of_the_hub_is_not_read_for_its_hash(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..terminal.progress import Advance, progress
 from .case import COMPILED, OURS, PYTORCH, Case, Run, Shape, case_names, load_case, softmax, softmax_flops
 from .layer import FIRST, Layer
 from .report import first_line, line
@@ -53,29 +54,50 @@ def bench_kernels(
     cases = {name: load_case(name) for name in names}
     result: dict[str, Any] = {"machine": machine(), "ceilings": None, "mechanisms": {}}
     tell("; ".join(f"{key} {value}" for key, value in result["machine"].items()), result)
-    result["ceilings"] = ceilings = measure_ceilings()
-    for name, case in (layers | cases).items():
-        measured: dict[str, Any] = {"cold_start": None, "runs": [], "steps": [], "errors": []}
-        result["mechanisms"][name] = measured
-        if name in layers:
-            measured["options"] = layers[name].about
-
-        def keep(table: str, records: Iterable[dict[str, Any]], name: str = name) -> None:
-            rows = result["mechanisms"][name][table]
-            for record in records:
-                rows.append(record)
-                tell(f"{name} {line(record, rows)}", result)
-
-        for shape in cut(case, case.shapes, tokens):
-            keep("runs", measure_shape(case, shape, ceilings))
-        for shape in cut(case, case.steps, tokens):
-            keep("steps", [measure_step(case, shape)])
-        for shape in cut(case, case.errors, tokens):
-            keep("errors", measure_errors(case, shape))
-        if here() == "cuda" and name in cases:
-            measured["cold_start"] = attempt(partial(cold_start, name))
-            tell(f"{name} {first_line(measured['cold_start'])}", result)
+    result["ceilings"] = measure_ceilings()
+    cut_to = {name: shapes_of(case, tokens) for name, case in (layers | cases).items()}
+    with progress("bench kernels", sum(len(shapes) for tables in cut_to.values() for shapes in tables)) as advance:
+        for name, case in (layers | cases).items():
+            measured: dict[str, Any] = {"cold_start": None, "runs": [], "steps": [], "errors": []}
+            result["mechanisms"][name] = measured
+            if name in layers:
+                measured["options"] = layers[name].about
+            _measure_case(name, case, cut_to[name], result, tell, advance)
+            if here() == "cuda" and name in cases:
+                measured["cold_start"] = attempt(partial(cold_start, name))
+                tell(f"{name} {first_line(measured['cold_start'])}", result)
     return result
+
+
+def _measure_case(
+    name: str,
+    case: Case,
+    shapes: tuple[list[Shape], list[Shape], list[Shape]],
+    result: dict[str, Any],
+    tell: Callable[[str, dict[str, Any]], None],
+    advance: Advance,
+) -> None:
+    """The rows of one case, each into the result and to `tell`; `advance` counts shapes."""
+
+    def keep(table: str, records: Iterable[dict[str, Any]]) -> None:
+        rows = result["mechanisms"][name][table]
+        for record in records:
+            rows.append(record)
+            tell(f"{name} {line(record, rows)}", result)
+        advance(1)
+
+    runs, steps, errors = shapes
+    for shape in runs:
+        keep("runs", measure_shape(case, shape, result["ceilings"]))
+    for shape in steps:
+        keep("steps", [measure_step(case, shape)])
+    for shape in errors:
+        keep("errors", measure_errors(case, shape))
+
+
+def shapes_of(case: Case, tokens: int | None) -> tuple[list[Shape], list[Shape], list[Shape]]:
+    """What is measured of a case: shapes of layers, of decode steps, and of errors, of at most `tokens` tokens."""
+    return cut(case, case.shapes, tokens), cut(case, case.steps, tokens), cut(case, case.errors, tokens)
 
 
 def _split(names: str) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import Exit, LinearizeError, did_you_mean
+from ..terminal.progress import progress
 from .kernels import attempt
 from .measured import Measurement, forget
 from .timing import here, machine
@@ -112,10 +113,12 @@ def bench_paper(
             found[what] = {"what": what.about(), **attempt(what.measure)}
         return found[what]
 
-    for claim in chosen:
-        row = judged(claim, measure(claim.of), measure(claim.over), tiny)
-        result["rows"].append(row)
-        tell(line(row), result)
+    with progress("bench paper", sum(claim.of is not None for claim in chosen)) as advance:
+        for claim in chosen:
+            row = judged(claim, measure(claim.of), measure(claim.over), tiny)
+            result["rows"].append(row)
+            tell(line(row), result)
+            advance(claim.of is not None)
     forget()
     return result
 

@@ -26,6 +26,7 @@ from ..checkpoint.source import Source
 from ..errors import LinearizeError
 from ..measure.generate import check_compiles
 from ..plan.plan import Plan
+from ..terminal.progress import progress
 from ..train.loop import set_checkpointing
 from ..train.save import meta_model
 from ..verify.child.behaviours import held_bytes
@@ -100,6 +101,8 @@ def bench_text(
     if compiled:
         check_compiles(built)
     result: dict[str, list[dict[str, Any]]] = {"train": [], "prefill": [], "decode": []}
+    decoded = len(contexts) * len(batches) * (4 if compiled else 3)
+    total = 4 * len(train) + 2 * len(contexts) + decoded  # rows
 
     def measure(table: str, what: dict[str, Any], rows: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
         ours: dict[str, Any] = {}
@@ -109,20 +112,22 @@ def bench_text(
             ours = ours or record
             result[table].append(record | faster(ours, record))
             tell(table, result[table][-1])
+            advance(1)
 
-    for length in train:
-        for checkpointing in (False, True):
-            step = partial(training, built, length, checkpointing)
-            measure("train", {"tokens": length, "checkpointing": checkpointing}, {mechanism: step, SOFTMAX: step})
-    for context in contexts:
-        prompt = partial(prefill, built, context)
-        measure("prefill", {"context": context}, {mechanism: prompt, SOFTMAX: prompt})
-    for context in contexts:
-        for batch in batches:
-            steps = partial(decode, built, context, batch)
-            recorded = {f"{mechanism}, compiled": partial(steps, compiled=True)} if compiled else {}
-            rows = {mechanism: steps, **recorded, SOFTMAX: steps, STATIC: partial(steps, static=True)}
-            measure("decode", {"context": context, "batch": batch}, rows)
+    with progress("bench model", total) as advance:
+        for length in train:
+            for checkpointing in (False, True):
+                step = partial(training, built, length, checkpointing)
+                measure("train", {"tokens": length, "checkpointing": checkpointing}, {mechanism: step, SOFTMAX: step})
+        for context in contexts:
+            prompt = partial(prefill, built, context)
+            measure("prefill", {"context": context}, {mechanism: prompt, SOFTMAX: prompt})
+        for context in contexts:
+            for batch in batches:
+                steps = partial(decode, built, context, batch)
+                recorded = {f"{mechanism}, compiled": partial(steps, compiled=True)} if compiled else {}
+                rows = {mechanism: steps, **recorded, SOFTMAX: steps, STATIC: partial(steps, static=True)}
+                measure("decode", {"context": context, "batch": batch}, rows)
     return built, result
 
 

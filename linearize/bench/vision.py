@@ -23,6 +23,7 @@ from linearize_kernels.layout import reduce_keys, this_thread
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
 from ..plan.plan import Plan
+from ..terminal.progress import progress
 from ..train.save import meta_model
 from ..verify.child.inputs import make_inputs
 from .kernels import attempt
@@ -77,22 +78,25 @@ def bench_images(
     of its peers.
     """
     works = [("inference", "", inference), ("inference", ", compiled", compiled_inference), ("training", "", training)]
+    works = works if compiled else works[::2]
     tables: dict[str, list[dict[str, Any]]] = {"inference": [], "training": []}
     built: Any = None
-    for size in sizes:
-        built = None  # before there are two
-        built = meta_model(None, again(**sized(planned[1].config, size)), None, False, here()).eval()
-        for batch in batches or [batch_for(size)]:
-            images = make_inputs(built, batch)[IMAGES].to(here(), built.dtype)
-            for table, how, work in works if compiled else works[::2]:
-                ours: dict[str, Any] = {}
-                for name, within in contenders(built, mechanism).items():
-                    with within():
-                        found = attempt(partial(work, built, images))
-                    record = {"name": name + how, "size": images.shape[-1], "batch": batch, **found}
-                    ours = ours or record
-                    tables[table].append(record | faster(ours, record))
-                    tell(table, tables[table][-1])
+    with progress("bench model", len(sizes) * max(1, len(batches)) * len(works)) as advance:
+        for size in sizes:
+            built = None  # before there are two
+            built = meta_model(None, again(**sized(planned[1].config, size)), None, False, here()).eval()
+            for batch in batches or [batch_for(size)]:
+                images = make_inputs(built, batch)[IMAGES].to(here(), built.dtype)
+                for table, how, work in works:
+                    ours: dict[str, Any] = {}
+                    for name, within in contenders(built, mechanism).items():
+                        with within():
+                            found = attempt(partial(work, built, images))
+                        record = {"name": name + how, "size": images.shape[-1], "batch": batch, **found}
+                        ours = ours or record
+                        tables[table].append(record | faster(ours, record))
+                        tell(table, tables[table][-1])
+                    advance(1)
     return built, tables
 
 

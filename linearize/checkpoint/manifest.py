@@ -16,8 +16,9 @@ from linearize_kernels.mixer import Site
 from .. import __version__
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import DIFFUSERS, Plan, Step
+from ..terminal.progress import Advance
 from .atomic import MANIFEST
-from .shards import file_hashes, in_parallel, known_sha256
+from .shards import file_hashes, file_size, in_parallel, known_sha256
 from .source import read_json
 
 FORMAT = 1  # of the manifest; counts what an earlier version cannot read
@@ -106,7 +107,11 @@ def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
     names = [name for name in listed_files(folder) if name != "README.md" and (folder / name).is_file()]
     manifest = read_json(folder / MANIFEST) if new else {}
     known = {**manifest.get("untouched", {}).get("shards", {}), **manifest.get("code", {})}
-    hashes = in_parallel(lambda name: known.get(name) or known_sha256(folder / name), names, "hashing")
+
+    def hashed(name: str, advance: Advance) -> str:
+        return known.get(name) or known_sha256(folder / name, advance)
+
+    hashes = in_parallel(hashed, names, "hashing", lambda name: file_size(folder / name))
     return dict(zip(names, hashes, strict=True))
 
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from ..errors import Exit, LinearizeError
-from ..terminal.progress import progress
+from ..terminal.progress import Advance, progress, silent
 from .source import Entry, read_header
 
 BLOCK = 16 * 2**20  # bytes; a multiple of the size of every dtype
@@ -121,9 +121,9 @@ def read_bytes(path: Path, start: int, size: int) -> Iterator[memoryview]:
 # ---------------------------------------------------------------- whole files
 
 
-def place_shard(source: Path, target: Path, copy: bool = False) -> str:
+def place_shard(source: Path, target: Path, copy: bool = False, advance: Advance = silent) -> str:
     """A hard link where the file system allows one and no `copy` is asked for, else a copy, byte for byte; returns the
-    file's sha256.
+    file's sha256. `advance` gets the bytes as they are read.
 
     The cache of the Hub names large files by it: then it is the hash of what the Hub has, and nothing need be read.
     """
@@ -133,12 +133,13 @@ def place_shard(source: Path, target: Path, copy: bool = False) -> str:
         link_or_copy(source, target)
         return named
     if not copy and _linked(source, target):
-        return sha256(source)
+        return sha256(source, advance)
     digest = hashlib.sha256()
     with target.open("wb", buffering=0) as file:
         for block in read_bytes(source, 0, source.stat().st_size):
             _write(file, block)
             digest.update(block)
+            advance(len(block))
     return digest.hexdigest()
 
 
@@ -167,16 +168,28 @@ def index_fault(index: Mapping[str, str], shards: Iterable[Path]) -> str:
     return ""
 
 
-def sha256(path: Path) -> str:
-    """The hash of a file, as `sha256sum` prints it."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(path: Path, advance: Advance = silent) -> str:
+    """The hash of a file, as `sha256sum` prints it; `advance` gets the bytes as they are read."""
+    return _sha256(path, 0, path.stat().st_size, advance)
 
 
-def file_hashes(folder: Path, files: Collection[Path], work: Callable[[Path], str] = sha256) -> dict[str, str]:
+def _sha256(path: Path, start: int, size: int, advance: Advance) -> str:
+    digest = hashlib.sha256()
+    for block in read_bytes(path, start, size):
+        digest.update(block)
+        advance(len(block))
+    return digest.hexdigest()
+
+
+def file_hashes(folder: Path, files: Collection[Path], work: Callable[[Path, Advance], str] = sha256) -> dict[str, str]:
     """The hash of each of these files, by its name from `folder` on, in their order."""
     names = [file.relative_to(folder).as_posix() for file in files]
-    return dict(zip(names, in_parallel(work, files, "hashing"), strict=True))
+    return dict(zip(names, in_parallel(work, files, "hashing", file_size), strict=True))
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file, where a link leads to."""
+    return path.stat().st_size
 
 
 def combined_sha256(hashes: Mapping[str, str]) -> str:
@@ -184,9 +197,9 @@ def combined_sha256(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps([*hashes.items()]).encode()).hexdigest()
 
 
-def known_sha256(path: Path) -> str:
+def known_sha256(path: Path, advance: Advance = silent) -> str:
     """`sha256`, of a large file in the cache of the Hub by its name there."""
-    return _hub_hash(path.resolve()) or sha256(path)
+    return _hub_hash(path.resolve()) or sha256(path, advance)
 
 
 def _hub_hash(path: Path) -> str | None:
@@ -194,26 +207,33 @@ def _hub_hash(path: Path) -> str | None:
     return named and named[0]
 
 
-def tensor_sha256(path: Path, entry: Entry) -> str:
-    """The hash of one tensor's bytes."""
-    digest = hashlib.sha256()
-    for block in read_bytes(path, entry.start, entry.size):
-        digest.update(block)
-    return digest.hexdigest()
+def tensor_sha256(path: Path, entry: Entry, advance: Advance = silent) -> str:
+    """The hash of one tensor's bytes; `advance` gets them as they are read."""
+    return _sha256(path, entry.start, entry.size, advance)
 
 
-def in_parallel(work: Callable[[T], R], items: Collection[T], what: str) -> list[R]:
-    """`work` on each item, in threads: hashing, reading and writing all let other threads run. `what` that is tells a
-    person who waits.
+def in_parallel(work: Callable[[T, Advance], R], items: Collection[T], what: str, size: Callable[[T], int]) -> list[R]:
+    """`work` on each item, in threads: hashing, reading and writing all let other threads run.
 
-    What an error or an interrupt finds waiting is not begun.
+    `what` that is tells a person who waits, with the share of all bytes: `size` gives those of an item, and `work`
+    calls what it is given with those that it has read. What an error or an interrupt finds waiting is not begun.
     """
-    pool, done = ThreadPoolExecutor(min(8, os.cpu_count() or 1)), list[R]()
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
-        with progress(what, len(items)) as advance:
-            for result in pool.map(work, items):
-                done.append(result)
-                advance(1)
-        return done
+        with progress(what, sum(map(size, items))) as advance:
+
+            def counted(item: T) -> R:
+                left = size(item)
+
+                def some(amount: float) -> None:
+                    nonlocal left
+                    left -= int(amount)
+                    advance(amount)
+
+                result = work(item, some)
+                advance(left)  # of what was known without reading it
+                return result
+
+            return list(pool.map(counted, items))
     finally:
         pool.shutdown(cancel_futures=True)

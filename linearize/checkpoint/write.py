@@ -18,6 +18,7 @@ from .. import __version__
 from ..errors import Exit, LinearizeError
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan
+from ..terminal.progress import Advance
 from . import card, tokenizer
 from .atomic import MANIFEST
 from .carried import carried_files
@@ -29,6 +30,7 @@ from .shards import (
     NAMES,
     TORCH_DTYPES,
     described,
+    file_size,
     in_parallel,
     place_shard,
     read_tensor,
@@ -150,7 +152,11 @@ def write_source_shards(
             for name, value in hashes.items():
                 found["written" if name in cast else "untouched"]["tensors"][name] = value
         return {name: list(kept) for name, (kept, _, _) in written.items()}, found
-    linked = in_parallel(lambda name: place_shard(names[name], folder / name, plan.copy), names, "placing weights")
+
+    def place(name: str, advance: Advance) -> str:
+        return place_shard(names[name], folder / name, plan.copy, advance)
+
+    linked = in_parallel(place, names, "placing weights", lambda name: file_size(names[name]))
     shards = {name: list(read_header(shard)) for name, shard in names.items()}
     found["untouched"]["shards"] = dict(zip(names, linked, strict=True))
     return shards, found
@@ -173,7 +179,7 @@ def uncovered(folder: Path, hashes: Hashes) -> list[tuple[str, Path, Entry]]:
 def cover(folder: Path, hashes: Hashes) -> None:
     """Record hashes of what has none: an earlier version recorded those of the source's weights alone."""
     left = uncovered(folder, hashes)
-    found = in_parallel(lambda one: tensor_sha256(one[1], one[2]), left, "hashing")
+    found = in_parallel(lambda one, advance: tensor_sha256(*one[1:], advance), left, "hashing", lambda one: one[2].size)
     hashes["written"]["tensors"] |= {name: value for (name, _, _), value in zip(left, found, strict=True)}
 
 

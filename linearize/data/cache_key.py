@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.shards import file_size, in_parallel, sha256
 from ..errors import Exit, LinearizeError, absent, check_file
 from ..recipe.data import SUFFIXES
+from ..terminal.progress import Advance, silent
 from .documents import TextSource, rows_of
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ def identity(source: TextSource) -> list[Any]:
         files = sorted(file for file in folder.rglob("*") if file.is_file())
     elif source.path and folder.is_file():
         raise LinearizeError(f"{folder} is a file: give it as files: [{folder}], not as path")
-    return [*address, [[file.name, digest(file)] for file in files]]
+    hashes = in_parallel(digest, files, "hashing text", lambda file: file_size(file) if file.is_file() else 0)
+    return [*address, [[file.name, value] for file, value in zip(files, hashes, strict=True)]]
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> str:
@@ -46,12 +49,11 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> str:
     return hashlib.sha256(json.dumps([*facts, tokenizer.chat_template if sft else None]).encode()).hexdigest()
 
 
-def digest(file: Path) -> str:
+def digest(file: Path, advance: Advance = silent) -> str:
     """The hash of a file's bytes. Raises LinearizeError: 2 where there is no file, 4 where it cannot be read."""
     check_file(file)
     try:
-        with file.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
+        return sha256(file, advance)
     except FileNotFoundError as error:
         raise absent(file) from error
     except OSError as error:

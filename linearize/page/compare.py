@@ -192,7 +192,8 @@ def _unmeasured(run: RunRecord) -> bool:
 
 
 def _measure(run: RunRecord) -> str:
-    return f"linearize eval {run.folder} --teacher {run.base or 'MODEL'} -o {run.folder / EVAL} does it"
+    file = f"{run.folder}.json"
+    return f"linearize eval {run.folder} --teacher {run.base or 'MODEL'} -o {file}, then compare {file}"
 
 
 def _texts(run: RunRecord) -> set[str]:

@@ -20,7 +20,7 @@ WIDTH = 24
 
 Advance = Callable[[float], None]
 
-_bars = 0  # that are open
+_bars = 0  # that are drawn
 
 
 def silent(amount: float) -> None:
@@ -29,13 +29,19 @@ def silent(amount: float) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
-    """Yields what to call with each amount of `total` that is done. Both kinds say how long it will take in all."""
+    """Yields what to call, from any thread, with each amount of `total` that is done. Both kinds say how long it will
+    take in all."""
     global _bars
-    began, shown, done = clock(), clock(), 0.0
+    began, shown, done, drawn = clock(), clock(), 0.0, 0
     terminal = sys.stderr.isatty()
 
     def advance(amount: float) -> None:
-        nonlocal shown, done
+        with DRAWN.lock:
+            add(amount)
+
+    def add(amount: float) -> None:
+        global _bars
+        nonlocal shown, done, drawn
         done += amount
         now = clock()
         share = min(1.0, done / max(total, 1e-9))
@@ -44,23 +50,24 @@ def progress(what: str, total: float, clock: Callable[[], float] = time.monotoni
         whole = (now - began) / share
         times = f"{share:.0%}, {whole - (now - began):.0f} s of {whole:.0f} s left"
         if terminal:
+            _bars, drawn = _bars + 1 - drawn, 1
             filled = round(WIDTH * share)
             DRAWN.draw(f"{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {times}")
         elif now - shown >= LINE_EVERY:
             shown = now
             say(f"{what}: {times}")
 
-    _bars += 1
     try:
         yield advance
     finally:
-        _bars -= 1
+        _bars -= drawn
         DRAWN.clear()
 
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows on a terminal how long the block has taken, once that is SHOWN_AFTER. A bar within it has precedence."""
+    """Shows on a terminal how long the block has taken, once that is SHOWN_AFTER; a bar within it takes its place as
+    soon as it knows a share."""
     if not sys.stderr.isatty():
         yield
         return

@@ -16,13 +16,13 @@ from typing import Any
 
 from ..checkpoint.manifest import plan_of, read_plan
 from ..checkpoint.provenance import check_mechanisms, differences, origin_of, outdated, refuse_code
-from ..checkpoint.shards import in_parallel, index_fault, read_tensor, sha256, tensor_sha256
+from ..checkpoint.shards import file_hashes, in_parallel, index_fault, read_tensor, sha256, tensor_sha256
 from ..checkpoint.source import DTYPES, check_folder, check_revision, open_source, read_header, read_json
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import Plan, some
 from ..terminal.output import counted
-from ..terminal.progress import progress
+from ..terminal.progress import Advance, progress
 from . import limits
 from .reload import clean_command, free_memory, result_of, started
 
@@ -169,12 +169,16 @@ def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[
     shards, tensors = recorded["shards"], recorded["tensors"]
     if not shards and not tensors:
         return "passed", "none to compare"
-    hashes = in_parallel(lambda name: sha256(folder / name), shards, "hashing")
+    hashes = file_hashes(folder, [folder / name for name in shards]).values()
     wrong = [name for name, value in zip(shards, hashes, strict=True) if value != shards[name]]
     if tensors:
         places = {name: (p, entry) for p in folder.glob("*.safetensors") for name, entry in read_header(p).items()}
         held = tensors.keys() & places.keys()
-        found = in_parallel(lambda name: tensor_sha256(*places[name]), held, "hashing")
+
+        def hashed(name: str, advance: Advance) -> str:
+            return tensor_sha256(*places[name], advance)
+
+        found = in_parallel(hashed, held, "hashing", lambda name: places[name][1].size)
         wrong += [name for name, value in zip(held, found, strict=True) if value != tensors[name]]
         wrong += [f"{name} (missing)" for name in tensors.keys() - held]
     if wrong:

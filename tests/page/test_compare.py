@@ -148,7 +148,7 @@ def test_a_model_that_an_evaluation_names_is_found_in_it(measured: dict[str, Pat
     (measured["student"] / "eval.json").unlink()
     assert notes(read_rows([measured["student"]])) == [
         f"{measured['student']} was not measured: linearize eval {measured['student']} --teacher "
-        f"source -o {measured['student'] / 'eval.json'} does it"
+        f"source -o {measured['student']}.json, then compare {measured['student']}.json"
     ]
     result = json.loads(measured["file"].read_text())
     measured["file"].write_text(json.dumps({**result, "student": "user/student"}))

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import Command
@@ -55,6 +56,32 @@ def test_a_terminal_gets_a_bar_that_goes_away(
     assert "eval [############............] 50%, 5 s of 10 s left" in shown
     assert shown.endswith("\r\033[K")
     assert "\n" not in shown
+
+
+def test_the_time_is_shown_until_a_bar_knows_its_share(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    with waiting("bench"):
+        with progress("rows", 2) as advance:
+            time.sleep(0.1)
+            before = capsys.readouterr().err
+            advance(1)
+            time.sleep(0.1)
+            after = capsys.readouterr().err
+        time.sleep(0.1)
+    assert before.startswith("\rbench, 0 s")
+    # The last one may have been drawn while the bar was: it is overwritten.
+    assert after.rpartition("\r")[2].startswith("rows [############............] 50%")
+    assert "\rbench, 0 s" in capsys.readouterr().err
+
+
+def test_a_bar_counts_what_many_threads_do(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(monkeypatch)
+    with progress("hashing", 800) as advance, ThreadPoolExecutor(8) as pool:
+        time.sleep(0.02)
+        list(pool.map(lambda _: [advance(1) for _ in range(100)], range(8)))
+    assert "100%, 0 s" in capsys.readouterr().err
 
 
 def test_a_failure_leaves_no_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,3 +153,22 @@ def test_commands_that_take_long_show_their_time(
     _, out, err = linearize(*command.replace("MODEL", str(source)).replace("FOLDER", str(folder)).split(), "--json")
     assert re.search(rf"\r{label}, \d+ s", err)
     assert json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("command", "label"),
+    [
+        ("bench paper saga --claims pvt-t-1280-memory --tiny", "bench paper"),
+        pytest.param("bench kernels --mechanism saga --tokens 16", "bench kernels", marks=pytest.mark.slow),
+        pytest.param(
+            "bench model MODEL --to la --train 16 --contexts 16 --batches 1", "bench model", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_benchmarks_show_how_many_of_their_rows_are_done(
+    command: str, label: str, linearize: Command, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    source, _ = zoo.folders("llama")
+    _, _, err = linearize(*command.replace("MODEL", str(source)).split(), "--json")
+    assert re.search(rf"\r{label} \[#{{24}}\] 100%, 0 s of \d+ s left", err)
