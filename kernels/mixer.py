@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layout import TokenLayout, once
@@ -340,6 +341,14 @@ def output_gate_at(site: Site, wanted: bool) -> Any:
         return None
     gate = import_module(".layers.output_gate", __package__).OutputGate
     return gate(site.hidden, site.heads, site.value_dim)
+
+
+def gated(o: Tensor, x: Tensor, gate: nn.Module | None) -> Tensor:
+    """o [B,T,heads,dim] in its dtype, gated by swish(gate(x)) of hidden states x [B,T,hidden] where there is a gate.
+
+    Others may have put a layer of their own in its place: PEFT adapts it, bitsandbytes packs its weight.
+    """
+    return o if gate is None else o * F.silu(gate(x)).unflatten(-1, o.shape[2:]).to(o.dtype)
 
 
 def check_power_of_two(**options: int) -> None:

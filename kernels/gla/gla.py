@@ -37,7 +37,7 @@ from ..layers.rotary import Rope, settled
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import GLAState, Inputs, fresh_state, gla_chunked, gla_step
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, output_gate_at
+from ..mixer import Bounds, Mixer, Site, gated, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
 
@@ -224,4 +224,4 @@ class GatedLinearAttention(Recurrent, Mixer):
             q, k, scale = self.features(q, "query").to(v.dtype), self.features(k, "key").to(v.dtype), 1.0
         q, k = self.turn(q, layout), self.turn(k, layout)
         o, state = self.recur(gla, layout, state, read_gate, write_gate, q, k, v, g, scale=scale)
-        return o if self.output_gate is None else self.output_gate.apply_to(o, x), state
+        return gated(o, x, self.output_gate), state

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import initialization as init
 
 # swish(1.278) = 1: a conversion starts nearly as it would without the gate.
@@ -24,7 +23,3 @@ class OutputGate(nn.Linear):
     def reset_parameters(self) -> None:
         init.normal_(self.weight, 0.0, 0.02)
         init.constant_(self.bias, OPEN)
-
-    def apply_to(self, o: Tensor, x: Tensor) -> Tensor:
-        """o [B,T,heads,dim], gated, in its dtype."""
-        return o * F.silu(self(x)).unflatten(-1, o.shape[2:]).to(o.dtype)

@@ -45,7 +45,7 @@ from .eager import (
     GUARD, MHLAState, after, divided, fresh_state, may_wait, mhla_bidirectional, mhla_causal, mhla_step, recomputed,
     with_one,
 )  # fmt: skip
-from ..mixer import Bounds, Mixer, Site, check_power_of_two, output_gate_at
+from ..mixer import Bounds, Mixer, Site, check_power_of_two, gated, output_gate_at
 from ..layers.norm import give_size, head_norm
 from ..layers.pool import check_pool, on_rows
 from ..layers.rotary import rotated, settled
@@ -481,7 +481,7 @@ class MultiHeadLinearAttention(Mixer):
                 o = head_norm(o, self.norm_weight)
             if hasattr(self, "taps"):
                 o = o + self._local(v, layout)
-        return o if self.output_gate is None else self.output_gate.apply_to(o, x), g, state
+        return gated(o, x, self.output_gate), g, state
 
     def _turned(self, y: Tensor, layout: TokenLayout) -> Tensor:
         """Features [B,T,heads,F], rotated here where that comes after them."""

@@ -31,7 +31,7 @@ from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention
 from ..linear.launch import Precision, chunked_op, pool_op, step_op, use_triton
-from ..mixer import Bounds, Mixer, Site, output_gate_at
+from ..mixer import Bounds, Mixer, Site, gated, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
 
@@ -277,4 +277,4 @@ class RetNet(Recurrent, Mixer):
         q, k = self.turn(q, layout), self.turn(k, layout)
         o, state = self.recur(retnet, layout, state, read_gate, write_gate, q, k, v, log_decay=log_decay, scale=scale)
         o = o.to(dtype)
-        return o if self.output_gate is None else self.output_gate.apply_to(o, x), state
+        return gated(o, x, self.output_gate), state

@@ -51,6 +51,9 @@ model = {auto}.from_pretrained(name, trust_remote_code=True)
 - The other files are the mechanisms and what they share, as linearize has them; `linearize verify` tells whether they
   are unchanged. A file named after a mechanism reads like its paper.
 {tokenizers}
+PEFT has no default for this type of model. `LoraConfig(target_modules="all-linear")` adapts the projections of
+attention (q, k, v, o), those of the mechanism, and the MLP.
+
 | | |
 |---|---|
 | source | `{source}`{revision} |

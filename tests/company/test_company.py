@@ -19,6 +19,7 @@ from training import BYTES, base, byte_tokenizer, make_recipe, small_source, sta
 from transformers import AutoModelForCausalLM, GPT2Tokenizer, Trainer, TrainingArguments, pipeline
 from typer.testing import CliRunner
 
+from linearize import api
 from linearize.cli import app
 
 SENTENCES = [text(20, seed) for seed in range(8)]
@@ -186,6 +187,30 @@ def test_peft_trains_and_merges(folder: Path, tmp_path: Path) -> None:
     merged.save_pretrained(tmp_path / "merged")
     byte_tokenizer().save_pretrained(tmp_path / "merged")
     comes_back(tmp_path / "merged", tmp_path)
+
+
+@pytest.mark.parametrize("mechanism", ["gsa", "gla", "gdn", "mhla", "retnet"])
+def test_peft_adapts_all_projections(mechanism: str, tmp_path: Path) -> None:
+    """As the card says: those of attention, and those of the mechanism, a gate of its output among them."""
+    from peft import LoraConfig, get_peft_model
+
+    source = small_source(tmp_path / "source", "llama")
+    options = {} if mechanism == "gsa" else {"output_gate": True}
+    folder = api.convert(source, mechanism, tmp_path / "linear", options=options, verify="none", say=lambda text: None)
+    assert 'LoraConfig(target_modules="all-linear")' in (folder / "README.md").read_text()
+    linear = load(folder)
+    own = {name for name, module in linear.named_modules() if ".mixer." in name and isinstance(module, torch.nn.Linear)}
+    assert own or mechanism == "mhla"
+    model = get_peft_model(linear, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    ids = byte_tokenizer()(SENTENCES[0], return_tensors="pt")["input_ids"]
+    model(input_ids=ids, labels=ids).loss.backward()
+    moved = {
+        name.removeprefix("base_model.model.").partition(".lora_B")[0]
+        for name, parameter in model.named_parameters()
+        if ".lora_B" in name and parameter.grad is not None and parameter.grad.any()
+    }
+    attention = {f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1) for p in "qkvo"}
+    assert attention | own <= moved
 
 
 # ---------------------------------------------------------------- TRL
