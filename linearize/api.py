@@ -182,8 +182,10 @@ def finetune(
         say: Gets messages for a person; None: they go to stderr.
 
     Returns:
-        `output` (folder of the finished model, None where stages are left), `teacher_ppl`, `stages` (each with `name`,
-        `tokens`, `ppl`, `ppl_ratio`), `layers` (each with `layer`, `relative_mse`, `cosine`) and more.
+        `output` (folder of the finished model, None where stages are left), `teacher_ppl` (held-out perplexity),
+        `stages` (each with `name`, `tokens` trained on, and `ppl`, `ppl_ratio` and `kl` after it), `layers` (each with
+        `layer`, and `relative_mse` and `cosine` of its output against softmax) and more. Figures without held-out text
+        are None, and the lists empty.
 
     Raises:
         LinearizeError: 2 for the recipe, 3 for what does not fit, 4 for resources, 5 for the Hub, 6 for NaN or a failed
@@ -229,8 +231,9 @@ def evaluate(
         generate: Texts that each model writes by itself: recall without help, Python that parses, repetition.
 
     Returns:
-        `tokens`, `student_ppl`, `teacher_ppl`, `ppl_ratio`, `kl` (nats a token), `top1_agreement`, and `recall`,
-        `needle`, `state` by length; `generated`, None where `generate` is 0.
+        `tokens` read, `student_ppl`, `teacher_ppl`, `ppl_ratio`, `kl` (nats a token), `top1_agreement` (share of
+        tokens), and a row for each `length` in `recall` and `needle` (`student` and `teacher`, each with `accuracy` and
+        `loss`) and in `state` (bytes of the caches of `student` and `teacher`); `generated`, None where `generate` is 0.
 
     Raises:
         LinearizeError: 2 for text or lengths, 3 for models that do not belong together, 4 for resources.

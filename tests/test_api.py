@@ -32,6 +32,60 @@ PROMISED = {
 }
 
 
+# And what it returns: keys and types. A list has the keys of its rows.
+FINETUNED = {
+    "output": str,
+    "teacher_ppl": float,
+    "stages": [{"name": str, "tokens": int, "ppl": float, "ppl_ratio": float, "kl": float}],
+    "layers": [{"layer": int, "relative_mse": float, "cosine": float}],
+}
+RECALLED = {"accuracy": float, "loss": float}
+EVALUATED = {
+    "tokens": int,
+    "student_ppl": float,
+    "teacher_ppl": float,
+    "ppl_ratio": float,
+    "kl": float,
+    "top1_agreement": float,
+    "recall": [{"length": int, "student": RECALLED, "teacher": RECALLED}],
+    "needle": [{"length": int, "student": RECALLED, "teacher": RECALLED}],
+    "state": [{"length": int, "student": int, "teacher": int}],
+}
+PLANNED = {"steps": tuple, "kept": tuple, "notes": list}
+
+
+def check_form(found: Any, promised: Any, where: str) -> None:
+    """Every promised key is there, with a value of that type."""
+    if isinstance(promised, dict):
+        assert promised.keys() <= found.keys(), (where, promised.keys() - found.keys())
+        for key, form in promised.items():
+            check_form(found[key], form, f"{where}.{key}")
+    elif isinstance(promised, list):
+        assert found, where
+        for one in found:
+            check_form(one, promised[0], f"{where}[]")
+    else:
+        assert type(found) is promised, (where, type(found))
+
+
+def names_in(form: Any) -> set[str]:
+    """All keys of a form."""
+    if isinstance(form, list):
+        return names_in(form[0])
+    return (
+        set(form) | {name for value in form.values() for name in names_in(value)} if isinstance(form, dict) else set()
+    )
+
+
+@pytest.mark.parametrize(("function", "form"), [("finetune", FINETUNED), ("evaluate", EVALUATED), ("plan", PLANNED)])
+def test_what_is_returned_is_documented(function: str, form: Any) -> None:
+    returns = (inspect.getdoc(getattr(api, function)) or "").split("Returns:")[1].split("Raises:")[0]
+    page = (Path(__file__).parents[1] / "docs/python.md").read_text()
+    for name in names_in(form):
+        assert f"`{name}`" in returns, (function, name)
+        assert f"`{name}`" in page, (function, name)
+
+
 @pytest.fixture(scope="module")
 def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted base with a tokenizer, beside its source in `source`."""
@@ -65,6 +119,9 @@ def test_a_plan_writes_nothing_and_a_conversion_follows_it(linear: Path, tmp_pat
     source, told = linear.parent / "source", list[str]()
     planned = api.plan(source, "gsa", keep_softmax="1", options={"slots": 8})
     assert [step.site.layer for step in planned.steps] == [0]
+    check_form({name: getattr(planned, name) for name in PLANNED}, PLANNED, "plan")
+    assert planned.steps[0].new_parameters > 0
+    assert planned.cache_bytes(64).keys() == {"source", "converted"}
     assert api.plan(source, "gsa", keep_heads="1:0", options={"slots": 8}).softmax_groups == [(1, 0)]
     assert not list(tmp_path.iterdir())
     folder = api.convert(
@@ -101,6 +158,7 @@ def test_a_model_that_was_distilled_by_the_api_loads_and_is_measured(
     overrides = {"stages[0].steps": 2, "output_dir": str(tmp_path / "run"), "data.eval": {"files": ["heldout.txt"]}}
     report = api.finetune(recipe, {**overrides, "eval.max_tokens": 64}, say=lambda text: None)
     assert report["stages"][-1]["tokens"] == 128
+    check_form(report, FINETUNED, "finetune")
     model, tokenizer = api.load(report["output"], device="cpu")
     assert not model.training
     assert len(tokenizer) == len(byte_tokenizer())
@@ -111,6 +169,7 @@ def test_a_model_that_was_distilled_by_the_api_loads_and_is_measured(
     result = api.evaluate(
         report["output"], linear.parent / "source", overrides=text, lengths=[512], trials=2, device="cpu", generate=1
     )
+    check_form(result, EVALUATED, "evaluate")
     assert result["kl"] >= 0
     assert result["teacher_ppl"] > 1
     assert [row["length"] for row in result["needle"]] == [512]
