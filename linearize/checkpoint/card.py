@@ -18,7 +18,7 @@ from .. import __version__
 from ..errors import redact
 from ..plan.heads import written
 from ..plan.plan import Plan
-from ..recipe.data import DatasetSource, holds_images
+from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images
 from ..recipe.recipe import Recipe, portable
 from ..terminal.output import nats, percent, ranges
 from ..terminal.tables import task_rows
@@ -313,13 +313,12 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
-    """`model-index`, which the Hub shows beside the card: the last evaluation, when its text has a name on the Hub."""
+    """`model-index`, which the Hub shows beside the card: the last evaluation, where it read one text."""
     data = recipe.data_for(recipe.stages[-1])
-    if not report["stages"] or not isinstance(data.eval, DatasetSource) or holds_images(data.eval):
+    where = text_named(data.eval)
+    if not report["stages"] or not where:
         return []
     row = report["stages"][-1]
-    where: dict[str, Any] = {"dataset_type": data.eval.path, "dataset_name": data.eval.path}
-    where |= {"dataset_config": data.eval.name, "dataset_split": data.eval.split}
     over = f"{row['eval_tokens']} tokens in blocks of {data.pack.seq_len}" if row["eval_tokens"] else "held-out tokens"
     metrics = {
         "perplexity": ("perplexity", row["ppl"]),
@@ -334,6 +333,21 @@ def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
         for kind, (name, value) in metrics.items()
         if value is not None
     ]
+
+
+def text_named(source: Any) -> dict[str, Any]:
+    """The dataset of an evaluation as `model-index` has it; of files that are not on the Hub their kind and their
+    names, as transformers' own cards have it. Empty for images, and for a mixture of texts."""
+    if isinstance(source, DatasetSource) and not holds_images(source):
+        where = {"dataset_type": source.path, "dataset_name": source.path}
+        return {**where, "dataset_config": source.name, "dataset_split": source.split}
+    if isinstance(source, FileSource):
+        names = [Path(name).name for name in source.files]
+        kinds = {"txt": "text", "parquet": "parquet"}
+        return {"dataset_type": kinds.get(names[0].rpartition(".")[2], "json"), "dataset_name": ", ".join(names)}
+    if isinstance(source, DemoSource):
+        return {"dataset_type": "text", "dataset_name": f"Python's standard library, part {source.demo} of linearize"}
+    return {}
 
 
 def with_tasks(text: str, result: dict[str, Any], name: str) -> str:

@@ -82,7 +82,7 @@ def card_pictures(run: RunRecord) -> dict[str, tuple[bytes, str]]:
     """(PNG, what it shows) by file name, for a model card; empty without Pillow."""
     try:
         drawn = pictures(run)
-        return {f"{name}.png": (drawn[name].png(), drawn[name].about) for name in drawn if name != "converted"}
+        return {f"{name}.png": (drawn[name].png(), drawn[name].about) for name in drawn}
     except ImportError:
         return {}
 

@@ -751,10 +751,23 @@ def test_a_model_is_kept_when_its_push_fails(
     assert load(final)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_results_have_a_name_on_the_hub_or_none(root: Path, tmp_path: Path, named: bool) -> None:
-    texts = {"path": "someone/books", "name": "small", "split": "test"}
-    data = {"train": {**texts, "split": "train"}, "eval": texts if named else {"files": ["heldout.txt"]}}
+BOOKS = {"path": "someone/books", "name": "small", "split": "test"}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (BOOKS, {"name": "someone/books", "type": "someone/books", "config": "small", "split": "test"}),
+        ({"files": ["heldout.txt"]}, {"name": "heldout.txt", "type": "text"}),
+        ({"files": ["/home/me/a.jsonl.gz", "b.jsonl"]}, {"name": "a.jsonl.gz, b.jsonl", "type": "json"}),
+        ({"demo": "heldout"}, {"name": "Python's standard library, part heldout of linearize", "type": "text"}),
+        (None, None),
+    ],
+)
+def test_results_name_the_text_that_was_read(
+    root: Path, tmp_path: Path, text: dict[str, Any] | None, named: dict[str, str] | None
+) -> None:
+    data = {"train": {**BOOKS, "split": "train"}, "eval": text}
     folder = base(root, "llama")
     recipe = make_recipe(tmp_path, folder, stage("logit_kl"), data={**data, "pack": {"seq_len": T}})
     row = {"name": "logit_kl", "tokens": 10, "eval_tokens": 96, "ppl": 12.5, "ppl_ratio": None, "kl": 0.25}
@@ -763,15 +776,10 @@ def test_results_have_a_name_on_the_hub_or_none(root: Path, tmp_path: Path, name
     (tmp_path / "README.md").write_text(card.model_card(plan, folder, recipe, report))
     facts = metadata_load(tmp_path / "README.md")
     assert facts["datasets"] == ["someone/books"]
-    assert ("model-index" in facts) == named
+    assert ("model-index" in facts) == (named is not None)
     if named:
         (result,) = facts["model-index"][0]["results"]
-        assert result["dataset"] == {
-            "name": "someone/books",
-            "type": "someone/books",
-            "config": "small",
-            "split": "test",
-        }
+        assert result["dataset"] == named
         metrics = {one["type"]: one for one in result["metrics"]}
         assert {kind: one["value"] for kind, one in metrics.items()} == {"perplexity": 12.5, "kl_divergence": 0.25}
         assert metrics["kl_divergence"]["name"] == f"KL from the teacher, nats a token, 96 tokens in blocks of {T}"

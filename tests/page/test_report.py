@@ -287,6 +287,8 @@ def test_finetune_ends_with_a_page_and_with_pictures_in_the_card(root: Path, tmp
     assert "1 of 2 softmax layers became GSA; layer 1 keeps softmax" in words
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     named = re.findall(r"!\[.+\]\((.+)\)", card)
+    assert named[0] == "pictures/converted.png"
+    assert "![Attention by layer: 1 gsa, 1 softmax" in card
     assert {"pictures/training.png", "pictures/fidelity.png", "pictures/memory.png"} <= set(named)
     listed = json.loads((tmp_path / "run" / "final" / "linearize.json").read_text())["files"]
     assert all((tmp_path / "run" / "final" / name).is_file() and name in listed for name in named)
