@@ -22,6 +22,7 @@ from .terminal.output import size
 DEVELOPMENT = ("test",)
 # How long the Hub has to answer.
 SECONDS = 3
+NO_SERVER = 'without vllm and transformers[serving]: pip install "linearize[vllm]", or "transformers[serving]"'
 
 
 def examine() -> dict[str, Any]:
@@ -42,6 +43,7 @@ def examine() -> dict[str, Any]:
         "extras": dict(_extras(distribution)),
         "cuda": cuda,
         "triton": _triton(packages, cuda),
+        "servers": _servers(),
         "disk": _disk(),
         "hub": _hub(),
         "missing": [package["problem"] for package in packages if package["problem"]],
@@ -114,6 +116,16 @@ def _triton(packages: list[dict[str, Any]], cuda: dict[str, Any]) -> dict[str, A
     return {"used": not reason, "reason": reason}
 
 
+def _servers() -> list[str]:
+    """What `linearize serve` can start here."""
+    try:
+        from .serve.start import SERVERS, is_installed
+
+        return [name for name in SERVERS if is_installed(name)]
+    except Exception:  # torch or transformers is missing or broken, which their own lines say
+        return []
+
+
 def _disk() -> dict[str, int]:
     """Free bytes where outputs go by default, where downloads go, and where the system keeps temporary files."""
     import tempfile
@@ -177,6 +189,8 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     kernels = found["triton"]
     state = "used" if kernels["used"] else f"not used, {kernels['reason']}; the PyTorch path is correct, and slower"
     yield "ok" if kernels["used"] else "note", f"Triton kernels: {state}"
+    servers = f"starts {' or '.join(found['servers'])}" if found["servers"] else NO_SERVER
+    yield "ok" if found["servers"] else "optional", typed(f"linearize serve: {servers}")
     for place, free in found["disk"].items():
         yield "ok", f"disk: {size(free)} free in {place}"
     hub = found["hub"]

@@ -41,6 +41,7 @@ from linearize.data.documents import TextSource
 from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
 from linearize.errors import Exit, LinearizeError
+from linearize.measure.evaluate import warn_of_chance
 from linearize.recipe.data import described
 from linearize.recipe.models import Data
 from linearize.recipe.recipe import Recipe, load_recipe
@@ -762,6 +763,18 @@ def test_mlflow_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pytest
     found = {(name, one.step): one.value for name in names for one in client.get_metric_history(run.info.run_id, name)}
     assert {key: found[key] for key in wanted} == pytest.approx(wanted)
     assert run.data.params["stages.1.kind"] == "logit_kl"
+
+
+def test_a_teacher_that_guesses_is_named(root: Path, tmp_path: Path) -> None:
+    """A random model has a perplexity near the size of its vocabulary; others are not warned of."""
+    words = len(byte_tokenizer())
+    assert "nearly random" in warn_of_chance(words * 0.9, words)
+    assert warn_of_chance(words * 0.4, words) == ""
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", steps=1), data=EVAL)
+    told = list[str]()
+    story.finetune(recipe, say=told.append)
+    (warning,) = [line for line in told if line.startswith("warning: the teacher's perplexity")]
+    assert "nearly random" in warning
 
 
 def test_a_base_that_is_not_converted(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

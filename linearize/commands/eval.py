@@ -109,8 +109,10 @@ def evaluate(
     text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths
+    from ..measure.evaluate import warn_of_chance
     from ..measure.generate import load_any, with_tokenizer
     from ..terminal.tables import answers_table, comparison_table
+    from ..train.teacher import vocabulary_of
     from ..verify.child.inputs import writes_text
 
     check_eval(text)
@@ -126,8 +128,9 @@ def evaluate(
         ]
         result |= compare(models[0], models[1], text, request)
         comparison_table(result)
-        if result["positions"]["warning"]:
-            say(result["positions"]["warning"])
+        random = warn_of_chance(result["teacher_ppl"], vocabulary_of(theirs.model))
+        for warning in filter(None, (random, result["positions"]["warning"])):
+            say(warning)
     else:
         _refuse(given, OF_TEXT, f"a {type(ours.model).__name__} writes no text")
         result |= compare_answers(ours, theirs, text, batch_tokens, say)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,8 +59,7 @@ def push(
         with waiting("push: checking the folder"):
             upload = plan_push(whole, repo, **asked)
         if results is not None:
-            card = with_tasks(upload.card, results, repo.rpartition("/")[2])
-            upload = dataclasses.replace(upload, card=card)
+            upload = upload.with_card(with_tasks(upload.card, results, repo.rpartition("/")[2]))
         for note in (*upload.notes, *([left_out] if left_out else [])):
             say(f"note: {note}")
         result: dict[str, Any] = {"upload": upload.to_json() | {"folder": str(folder)}}

@@ -47,6 +47,10 @@ class Upload:
         """Everything above as plain JSON values."""
         return {**dataclasses.asdict(self), "folder": str(self.folder)}
 
+    def with_card(self, card: str) -> Upload:
+        """The same upload with another card, whose bytes are those that are listed."""
+        return dataclasses.replace(self, card=card, files=self.files | {"README.md": len(card.encode())})
+
 
 def plan_push(
     folder: Path,
@@ -104,7 +108,7 @@ def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: boo
     mechanisms = "+".join(sorted({step.mechanism for step in plan.linear}))
     card = for_repo((folder / "README.md").read_text("utf-8"), repo)
     message = message or f"Upload {plan.source} with {mechanisms} attention"
-    return Upload(folder, repo, private, pr, message, files, card, tuple(notes))
+    return Upload(folder, repo, private, pr, message, files, "", tuple(notes)).with_card(card)
 
 
 def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, str]:

@@ -20,6 +20,19 @@ from ..train.predictions import divergence
 from ..train.stages import Listener, listen
 from ..train.student import Student
 
+CHANCE = 0.5  # of the vocabulary's size: a random model has about all of it as perplexity
+
+
+def warn_of_chance(ppl: float, words: int) -> str:
+    """What to say of a teacher whose perplexity is near that of guessing among the `words` of its vocabulary; empty for
+    any other."""
+    if ppl < CHANCE * words:
+        return ""
+    return (
+        f"warning: the teacher's perplexity {ppl:,.0f} is near its vocabulary of {words:,} tokens: on this text it is "
+        "nearly random, and a student can learn nothing from it. Check the model, its tokenizer and the text"
+    )
+
 
 def batches(samples: Samples, size: int, max_tokens: int, accelerator: Accelerator) -> Iterator[Batch]:
     """This process's share of the first samples, in order, `size` at a time, up to max_tokens tokens over all.

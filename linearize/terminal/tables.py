@@ -333,6 +333,11 @@ def estimate_table(found: dict[str, Any]) -> None:
             cells += (f"{one['tokens_per_s']:,.0f} tokens/s, {size(one['peak'])}",)
         rows.append(cells)
     out.print(table(columns, rows, "with the CUDA context" if device["name"] != "cpu" else None))
+    if device["name"] == "cpu":
+        out.print(
+            "These are tensors. On a CPU a run shows the peak of its whole process, with Python, its packages and "
+            "memory that was freed and is kept"
+        )
     for row in found["stages"]:
         if row["uncounted"]:
             out.print(f"activations of {row['name']} are not counted: {row['uncounted']}")

@@ -31,7 +31,15 @@ from ..data.batches import (
 from ..data.logits import WithLogits, without_logits
 from ..data.packing import BlockOrder, Blocks, MixedBlocks
 from ..errors import Exit, LinearizeError, resource_error
-from ..measure.evaluate import Score, batches, layer_fidelity, sample_count, score, stored_score
+from ..measure.evaluate import (
+    Score,
+    batches,
+    layer_fidelity,
+    sample_count,
+    score,
+    stored_score,
+    warn_of_chance,
+)
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
 from ..terminal.output import nats
@@ -289,6 +297,8 @@ class Finetuner:
         converted = self.evaluate(stage)
         if teacher is not None and converted is not None:
             self.log_evaluation("teacher", 0, 0, teacher)
+            if kind_of(self.model) == "text" and (warning := warn_of_chance(teacher.ppl, vocabulary_of(self.model))):
+                self.say(warning)
             self.log_evaluation("converted", 0, 0, converted)
         layers = self.fidelity()
         if layers and self.accelerator.is_main_process:

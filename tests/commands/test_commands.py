@@ -394,6 +394,21 @@ def test_a_doctor_finds_this_machine_fit(linearize: Command, monkeypatch: pytest
     assert "hf_secret" not in out + text
 
 
+@pytest.mark.parametrize("servers", [[], ["transformers"], ["vllm", "transformers"]])
+def test_a_doctor_says_what_serves(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linearize.serve.start.is_installed", servers.__contains__)
+    from linearize import doctor
+
+    found = doctor.examine()
+    assert found["servers"] == servers
+    (row,) = [row for row in doctor.rows(found) if row[1].startswith("linearize serve")]
+    if servers:
+        assert row == ("ok", f"linearize serve: starts {' or '.join(servers)}")
+    else:
+        assert row[0] == "optional"
+        assert '\npip install "linearize[vllm]", or "transformers[serving]"' in row[1]
+
+
 def test_a_doctor_finds_the_cache_where_downloads_go(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):

@@ -401,8 +401,10 @@ def test_the_command_prints_and_measures(linearize: Any, root: Path, tmp_path: P
     assert found["price"] > 0
     assert found["disk"]["total"] > 0
     assert all(part in err for part in ("weights", "optimizer", "teacher", "logits"))
+    assert "On a CPU a run shows the peak of its whole process" in err
     code, out, err = linearize("estimate", str(recipe), "--gpu", "h100", "--json")
     assert (code, json.loads(out)["device"]["name"]) == (0, "h100"), err
+    assert "whole process" not in err
     code, _, err = linearize("estimate", str(recipe), "--gpu", "h100", "--measure")
     assert (code, "leave out --gpu" in err) == (Exit.USAGE, True)
 

@@ -279,6 +279,14 @@ def test_mistakes_are_told(linearize: Command, folder: Path, options: tuple[str,
     assert words in err
 
 
+def test_a_teacher_that_guesses_is_named(linearize: Command, folder: Path) -> None:
+    """The source here has random weights."""
+    given = ("--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL)
+    code, _, err = linearize("eval", folder, *given)
+    assert code == 0
+    assert "nearly random" in err
+
+
 def test_a_result_takes_no_place_but_that_of_a_result(
     linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,6 +224,7 @@ def test_a_card_tells_the_results(linearize: Command, folder: Path, tmp_path: Pa
     code, out, err = linearize("push", folder, "user/repo", "--dry-run", "--json", "--eval", path)
     assert code == 0, err
     card = json.loads(out)["upload"]["card"]
+    assert json.loads(out)["upload"]["files"]["README.md"] == len(card.encode())
     assert "| arc_easy | acc | 0 | 2,376 | 0.250 ± 0.010 |  |" in card
     assert "| own | acc | 0 | 2,376 | 0.250 ± 0.010 | 0.5 |" in card
     assert "| part |" not in card
