@@ -60,7 +60,7 @@ from .train.runtime import (
     stage_steps,
     to_source,
 )
-from .train.save import meta_model, save_final
+from .train.save import meta_model, save_final, save_plain
 from .train.session import Finetuner, check_model
 from .train.teacher import Named, check_teacher, find_teacher, meta_teacher, teacher_line
 from .verify.reload import Level, numbers
@@ -113,9 +113,8 @@ def finetune(
             if positions and (message := warning_of(positions)):
                 say(message)
             run.write_report(report)
-            pictures = card_pictures(read_run(run.folder, plan=read_plan(tuner.base)))
             with failed_check(tuner):
-                save_final(tuner.whole_student(), tuner.base, run.final, recipe, report, say, pictures)
+                save(tuner, report, say)
             run.finish()
             write_result(run.folder / PAGE, report_page(read_run(run.folder)))
             say(f"wrote {run.folder / PAGE}")
@@ -124,6 +123,16 @@ def finetune(
         accelerator.wait_for_everyone()
         accelerator.end_training()
     return report
+
+
+def save(tuner: Finetuner, report: dict[str, Any], say: Say) -> None:
+    """Write the finished model of a run into its folder `final`."""
+    recipe, run, student = tuner.recipe, tuner.run, tuner.whole_student
+    if recipe.plain:
+        save_plain(student(), tuner.base, run.final, recipe, report, say)
+        return
+    pictures = card_pictures(read_run(run.folder, plan=read_plan(tuner.base)))
+    save_final(student(), tuner.base, run.final, recipe, report, say, pictures)
 
 
 def what_is_left(recipe: Recipe, run: Run, position: Position) -> str:
@@ -199,23 +208,25 @@ def open_source_of(recipe: Recipe, weights: bool) -> Iterator[str]:
 
 @contextlib.contextmanager
 def from_configs(recipe: Recipe) -> Iterator[tuple[Any, Path | None]]:
-    """Within: the conversion as planned without weights, or the folder of a base that was converted before."""
-    if recipe.convert is None:
+    """Within: the conversion as planned without weights, or the folder of a base that was converted before, or that
+    keeps its softmax."""
+    if recipe.convert is None and not recipe.plain:
         yield None, converted_base(recipe, weights=False).folder
         return
     with open_source_of(recipe, False) as base:
-        yield plan_base(recipe, base, weights=False), None
+        yield (None, Path(base)) if recipe.plain else (plan_base(recipe, base, weights=False), None)
 
 
 def open_base(recipe: Recipe, run: Run, named: Named | None, owner: bool, say: Say) -> Path:
-    """The converted checkpoint that training starts from, `named` being the recipe's own teacher; the process that is
-    `owner` opens the run's folder.
+    """The checkpoint that training starts from, converted unless it keeps its softmax; the process that is `owner`
+    opens the run's folder. `named` is the recipe's own teacher.
 
     Of the Hub it is the commit that the run began with, whatever the branch has become.
     """
-    if recipe.convert is not None:
+    if recipe.convert is not None or recipe.plain:
         if owner:
             prepare_base(recipe, run, named, say)
+        if owner and not recipe.plain:
             upgrade_base(recipe, run, run.converted, say)
         return run.converted
     commit = None if owner and run.resume == "never" else run.commit()
@@ -322,27 +333,34 @@ def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
 
 
 def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> None:
-    """Open the run's folder, and convert the base into it unless an earlier start of this run did."""
+    """Open the run's folder, and convert the base into it unless an earlier start of this run did; a random base that
+    keeps its softmax is put there as it is."""
     if run.has_converted:
         if named is not None:
             model = meta_model(run.converted, None, None, recipe.model.trust_remote_code)
             check_teacher(named, recipe, model, run.max_steps, processes())
         begin(recipe, run, run.converted, None, named, say)
         return
-    assert recipe.convert is not None
     check_packages(recipe)
     # To compare layers, and to make or fetch weights, takes minutes: whether the run fits is known before.
-    asked = recipe.convert
-    chosen_here = any(map(is_auto, (asked.keep_softmax, asked.keep_heads, asked.kept_window)))
+    how = recipe.convert
+    chosen_here = how is not None and any(map(is_auto, (how.keep_softmax, how.keep_heads, how.kept_window)))
     early = chosen_here or isinstance(recipe.model.base, Scratch) or named is not None
     if early:
-        with from_configs(recipe) as (likely, _):
-            student = meta_model(None, likely, None, recipe.model.trust_remote_code)
+        with from_configs(recipe) as (likely, folder):
+            student = meta_model(folder, likely, None, recipe.model.trust_remote_code)
             check_model(student, recipe)
             if named is not None:
                 check_teacher(named, recipe, student, run.max_steps, processes())
-            check_room(recipe, run, likely, None, likely[2].parameters())
+            parameters = likely[2].parameters() if likely else sum(p.numel() for p in student.parameters())
+            check_room(recipe, run, likely, folder, parameters)
     with open_source_of(recipe, True) as base:
+        if recipe.plain:
+            begin(recipe, run, None, None, named, say)
+            run.note_base(Path(base))
+            Path(base).rename(run.converted)
+            say(f"{Path(base).name} keeps its softmax: no layer is converted")
+            return
         plan, source, natives = plan_base(recipe, base, say=say)
         trust = recipe.model.trust_remote_code
         check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)

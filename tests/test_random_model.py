@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import Command
-from training import EOS, VOCAB, byte_tokenizer, same, stage, tensors, write_recipe
+from training import EOS, VOCAB, T, byte_tokenizer, same, stage, tensors, write_recipe
 
 from linearize.checkpoint.manifest import read_plan
 from linearize.errors import LinearizeError
@@ -101,8 +102,119 @@ def test_recipes_say_what_a_base_may_be(tmp_path: Path) -> None:
     for override, message in (
         ("model.base={confg: {}}", "model.base.confg: unknown key. Did you mean 'config'"),
         ("model.base=3", "model.base: must be text, not 3"),
-        ("convert=null", "model.base: a random model has no linear layers yet: add convert"),
     ):
         with pytest.raises(LinearizeError, match=message):
             load_recipe(path, [override])
     assert load_recipe(path, [f"model.base={tmp_path}"]).model.base == str(tmp_path)
+
+
+# ---------------------------------------------------------------- its softmax twin
+
+EVALUATED = {
+    "data": {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}},
+    "eval": {"every_steps": 1, "max_tokens": 4 * T},
+    "finish": {"keep": "best"},
+}
+
+
+def twin(folder: Path, *overrides: str) -> list[Any]:
+    """What trains the same random model without a conversion, beside `recipe`'s."""
+    return ["finetune", recipe(folder, LLAMA, **EVALUATED), "convert=null", "name=twin", *overrides]
+
+
+def test_convert_null_trains_the_same_random_model_with_softmax(tmp_path: Path, linearize: Command) -> None:
+    command = twin(tmp_path)
+    code, out, err = linearize(*command, "--json")
+    assert code == 0, err
+    assert "random-llama keeps its softmax: no layer is converted" in err
+    run, report = tmp_path / "run", json.loads(out)
+    assert (report["teacher_ppl"], report["layers"], report["positions"]) == (None, [], None)
+    assert [(row["name"], row["kl"], row["ppl_ratio"]) for row in report["stages"]] == [("sft", None, None)]
+    assert [set(sample) for sample in report["samples"]] == [{"prompt", "student", "text"}] * 3
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "final", trust_remote_code=False)
+    assert type(model) is transformers.LlamaForCausalLM
+    names = {path.name for path in (run / "final").iterdir()}
+    assert not {name for name in names if name.endswith(".py") or name == "linearize.json"}
+    assert transformers.AutoTokenizer.from_pretrained(run / "final").eos_token == "<eos>"
+
+    (tmp_path / "start").mkdir()
+    start = tensors(write_random(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "start", weights=True))
+    assert same(tensors(run / "converted"), start), "it begins as the model that is converted does"
+    final = tensors(run / "final")
+    assert start.keys() == final.keys()
+    assert not same(start, final)
+    assert (run / "final" / "README.md").read_text().startswith("# twin\n\nA model of transformers with softmax")
+
+
+def test_a_twin_is_listed_compared_and_scored_like_its_linear_sister(tmp_path: Path, linearize: Command) -> None:
+    assert linearize(*twin(tmp_path))[0] == 0
+    run = tmp_path / "run"
+    code, out, err = linearize("runs", run, "--json")
+    assert code == 0, err
+    assert [(row["mechanisms"], row["at"], row["ppl_ratio"]) for row in json.loads(out)] == [
+        (["softmax"], "finished", None)
+    ]
+    code, out, err = linearize("compare", run)
+    assert (code, "softmax" in out) == (0, True), err
+    page = (run / "report.html").read_text()
+    assert "random llama: all layers keep softmax." in page
+    assert "Nothing to compare: all layers are softmax." in page
+    code, _, err = linearize("verify", run / "final")
+    assert (code, "no layer that linearize converted: nothing to verify" in err) == (3, True), err
+    asked = ["--teacher", run / "converted", "--recipe", tmp_path / "recipe.yaml"]
+    for command in (
+        ["eval", run / "final", *asked, "--lengths", 700, "--trials", 1, "eval.max_tokens=1024"],
+        ["generate", run / "final", "some", "--max-new-tokens", 2],
+    ):
+        code, out, err = linearize(*command)
+        assert code == 0, err
+
+
+def test_a_twin_goes_on_where_it_stopped_and_starts_over(tmp_path: Path, linearize: Command) -> None:
+    assert linearize(*twin(tmp_path))[0] == 0
+    final = tmp_path / "run" / "final"
+    whole = tensors(final)
+    shutil.rmtree(final)
+    code, _, err = linearize(*twin(tmp_path))
+    assert (code, "goes on after step" in err) == (0, True), err
+    assert same(whole, tensors(final))
+    assert linearize(*twin(tmp_path), "--resume", "never")[0] == 0
+    assert same(whole, tensors(final))
+    (final / "mine.txt").write_text("mine")
+    code, _, err = linearize(*twin(tmp_path), "--resume", "never")
+    assert (code, "mine.txt" in err) == (2, True), err
+
+
+def test_a_twin_learns_from_another_teacher_alone(tmp_path: Path, linearize: Command) -> None:
+    teacher = tmp_path / "teacher"
+    assert linearize(*twin(teacher))[0] == 0
+    folder = tmp_path / "student"
+    path = recipe(folder, LLAMA)
+    value = json.loads(path.read_text()) | EVALUATED | {"stages": [stage("logit_kl", "all")], "convert": None}
+    path.write_text(json.dumps(value))
+    code, out, err = linearize("finetune", path, f"teacher={teacher / 'run' / 'final'}", "--json")
+    assert code == 0, err
+    assert json.loads(out)["stages"][-1]["kl"] is not None
+
+
+def test_what_a_twin_cannot_do_is_refused(tmp_path: Path) -> None:
+    path = recipe(tmp_path, LLAMA)
+    for kind, train, message in (
+        ("attention_transfer", "new", r"stages\[0\]: compares with the base's softmax, which this model keeps"),
+        ("logit_kl", "all", r"stages\[0\]: a random model that keeps its softmax has no teacher: use sft, or name"),
+        ("sft", "mixer", r"stages\[0\].train: must be all"),
+    ):
+        value = json.loads(path.read_text()) | {"stages": [stage(kind, train, steps=2)], "convert": None}
+        path.write_text(json.dumps(value))
+        with pytest.raises(LinearizeError, match=message):
+            load_recipe(path)
+    with pytest.raises(LinearizeError, match=r"finish\.push: sends models with linear layers alone"):
+        load_recipe(recipe(tmp_path, LLAMA), ["convert=null", "finish.push=me/model"])
+
+
+def test_a_twin_is_estimated_before_it_trains(tmp_path: Path, linearize: Command) -> None:
+    code, out, err = linearize(*twin(tmp_path), "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["stages"][0]["parameters"] > 10_000
+    assert not (tmp_path / "run").exists()

@@ -129,6 +129,15 @@ def model_card(
     return redact(text)
 
 
+def plain_card(recipe: Recipe, report: dict[str, Any]) -> str:
+    """README.md of a model that was trained from random weights and keeps its softmax."""
+    text = (
+        f"# {recipe.name}\n\nA model of transformers with softmax attention in all layers, from random weights. "
+        f"{trained(recipe, report)}\n{measured(recipe, report)}{recipe_text(recipe)}"
+    )
+    return redact(text)
+
+
 def kept_heads(plan: Plan) -> str:
     """The heads of linear layers that keep softmax, to stand behind these layers; empty where none does."""
     if not plan.softmax_groups:

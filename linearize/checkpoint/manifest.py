@@ -21,6 +21,7 @@ from .atomic import MANIFEST
 from .shards import file_hashes, file_size, in_parallel, known_sha256
 from .source import read_json
 
+CARD = "README.md"
 FORMAT = 1  # of the manifest; counts what an earlier version cannot read
 
 
@@ -100,11 +101,14 @@ def listed_files(folder: Path) -> list[str]:
 
 
 def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:
-    """Hashes of the files that a folder's linearize.json lists, by name; the card is for people, and left out.
+    """Hashes of the files that a folder's linearize.json lists, by name; the card is for people, and left out. Of a
+    folder without one, of a random model that keeps its softmax, those of all files.
 
     Of a folder that is `new`, those that linearize.json has are taken from there.
     """
-    names = [name for name in listed_files(folder) if name != "README.md" and (folder / name).is_file()]
+    if not is_linearized(folder):
+        return file_hashes(folder, sorted(path for path in folder.iterdir() if path.is_file()), known_sha256)
+    names = [name for name in listed_files(folder) if name != CARD and (folder / name).is_file()]
     manifest = read_json(folder / MANIFEST) if new else {}
     known = {**manifest.get("untouched", {}).get("shards", {}), **manifest.get("code", {})}
 

@@ -26,7 +26,7 @@ def measure_stages(rehearsal: Rehearsal, chosen: list[Stage]) -> list[dict[str, 
     model = meta_model(
         rehearsal.folder, rehearsal.planned, rehearsal.dtype, recipe.model.trust_remote_code, str(device)
     )
-    student, found = Student(model, own_teacher=rehearsal.named is None), []
+    student, found = Student(model, own_teacher=rehearsal.student.own_teacher), []
     if rehearsal.named is not None:
         give_teacher(rehearsal.named, student, str(device))
     for stage in recipe.stages:

@@ -129,7 +129,7 @@ class Rehearsal:
         with self.mode, Tracker():  # which answers what initialisers ask of values
             self.model = meta_model(folder, planned, dtype, recipe.model.trust_remote_code, device="cpu")
             self.named = named or find_teacher(recipe)
-            self.student = Student(self.model, own_teacher=self.named is None)
+            self.student = Student(self.model, own_teacher=self.named is None and not recipe.plain)
             if self.named is not None:
                 give_teacher(self.named, self.student, "cpu")
         self.narrow = self.model.dtype != torch.float32

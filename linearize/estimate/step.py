@@ -100,8 +100,8 @@ class Step:
 
     def evaluate(self, batch: Batch) -> None:
         """What an evaluation does with a batch, as `measure.evaluate.score`."""
-        model = self.student.model
+        model, student = self.student.model, self.student if self.student.has_teacher else None
         if not has_head(model):
             return
         with evaluating(model):
-            sums_of(model, batch, self.autocast(batch["labels"].device), self.student)
+            sums_of(model, batch, self.autocast(batch["labels"].device), student)

@@ -66,8 +66,9 @@ class Score(NamedTuple):
 def score(model: Any, data: Iterator[Batch], accelerator: Accelerator, student: Student | None = None) -> Score | None:
     """Of a model with a head, over every target of every process; None where there is none.
 
-    With a `student`, whose model this is, its teacher reads the same.
+    With a `student`, whose model this is, its teacher, if it has one, reads the same.
     """
+    student = student if student is not None and student.has_teacher else None
     sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
     with evaluating(model):
         for batch in data:

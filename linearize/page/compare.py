@@ -139,7 +139,7 @@ def figures(run: RunRecord) -> dict[str, Any]:
         "name": run.name,
         "finished": run.finished,
         "base": run.base,
-        "mechanisms": sorted({step.mechanism for step in plan.linear}) if plan else [],
+        "mechanisms": sorted({step.mechanism for step in plan.linear}) if plan else ["softmax"] * run.plain,
         "kept": plan.softmax_layers if plan else [],
         "kept_heads": written(plan.softmax_groups) if plan else "",
         "tokens": run.tokens,
@@ -161,7 +161,8 @@ def cells(run: RunRecord, label: str) -> tuple[str, ...]:
     def written(key: str, form: str) -> str:
         return "" if row[key] is None else format(row[key], form)
 
-    attention = "softmax" if row["kind"] == "teacher" else mechanisms(run.plan) if run.plan else ""
+    softmax = row["kind"] == "teacher" or run.plain
+    attention = "softmax" if softmax else mechanisms(run.plan) if run.plan else ""
     return (
         label if run.finished else f"{label} (not finished)",
         row["base"],

@@ -51,6 +51,11 @@ class RunRecord:
         return f"random {config['model_type'] if isinstance(config, dict) else config}"
 
     @property
+    def plain(self) -> bool:
+        """Whether a random model was trained that keeps its softmax."""
+        return self.recipe is not None and self.recipe.plain
+
+    @property
     def finished(self) -> bool:
         return bool(self.settings.get("finished", True)) and bool(self.report)
 

@@ -97,7 +97,7 @@ def mechanisms(plan: Plan) -> str:
 
 def summary(run: RunRecord) -> str:
     """What became of what, in a sentence or two."""
-    plan, parts = run.plan, []
+    plan, parts = run.plan, [f"{run.base}: all layers keep softmax."] if run.plain else []
     if plan is not None:
         kept = f"; {plan.softmax}" if plan.softmax else ""
         layers = f"{len(plan.linear)} of {len(plan.steps) + len(plan.kept)} softmax layers"
@@ -157,6 +157,8 @@ def draw_layers(run: RunRecord) -> Drawing:
 
 def _converted(run: RunRecord, drawn: Drawing | None) -> str:
     plan = run.plan
+    if run.plain:
+        return html.paragraph("No layer: the recipe trains a random model with its softmax.")
     if plan is None or drawn is None:
         return html.paragraph("No converted model of this run is left in its folder, so its layers are not known.")
     rows: list[tuple[int, tuple[str, ...]]] = []
@@ -243,6 +245,8 @@ def draw_fidelity(run: RunRecord) -> Drawing:
 
 
 def _fidelity(run: RunRecord, drawn: Drawing | None) -> str:
+    if drawn is None and run.plain:
+        return html.paragraph("Nothing to compare: all layers are softmax.")
     if drawn is None:
         return html.paragraph("Not measured: the recipe has no data.eval, or the run began with an earlier version.")
     words = (
@@ -383,8 +387,9 @@ def _samples(run: RunRecord, drawn: Drawing | None) -> str:
     for sample in found:
         pieces = [("Prompt", "prompt"), ("The text itself", "text"), ("Teacher", "teacher"), ("Student", "student")]
         boxes = (
-            f"<div><h3>{name}</h3><pre>{html.text(sample.get(key, '')[:LONGEST_SAMPLE])}</pre></div>"
+            f"<div><h3>{name}</h3><pre>{html.text(sample[key][:LONGEST_SAMPLE])}</pre></div>"
             for name, key in pieces
+            if key in sample
         )
         parts.append(f'<div class="samples">{"".join(boxes)}</div>')
     return html.paragraph(words) + "".join(parts)

@@ -396,7 +396,7 @@ class Recipe(Strict):
     model: Model
     """What is distilled, and from what."""
     convert: Convert | None = None
-    """The conversion; null when the base is converted already."""
+    """The conversion; null when the base is converted already, and for a random one that keeps its softmax."""
     teacher: Annotated[Teacher | None, BeforeValidator(_named_teacher, json_schema_input_type=str | Teacher | None)] = (
         None
     )
@@ -435,6 +435,11 @@ class Recipe(Strict):
         if value.keep == "best" and evaluation and not evaluation.every_steps:
             raise ValueError("keep is best, but eval.every_steps is not set")
         return value
+
+    @property
+    def plain(self) -> bool:
+        """Whether it trains a random model as it is: the softmax twin of one that is converted."""
+        return self.convert is None and isinstance(self.model.base, Scratch)
 
     @property
     def keeps_adapter(self) -> bool:

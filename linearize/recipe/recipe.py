@@ -30,7 +30,6 @@ from .models import (
     LogitKL,
     OnPolicyKL,
     Recipe,
-    Scratch,
     Stage,
 )
 from .presets import recipe_path, recipes_folder
@@ -98,7 +97,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = recipe_path(recipe)
     loaded: Recipe = validated(document := Document(path, overrides), path.parent, Recipe)
-    for keys, text in (*_stage_rules(loaded), *_teacher_rules(loaded), *_option_rules(loaded)):
+    for keys, text in (*_stage_rules(loaded), *_teacher_rules(loaded), *_plain_rules(loaded), *_option_rules(loaded)):
         document.problem(keys, text)
     document.check()
     # A preset names no files of its own: those of its overrides start where the person who gives them is.
@@ -204,11 +203,24 @@ def _teacher_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             )
 
 
+def _plain_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """What a random model that keeps its softmax cannot do: it has no mixers, and nothing to compare them with."""
+    if not recipe.plain:
+        return
+    for i, stage in enumerate(recipe.stages):
+        if isinstance(stage, AttentionTransfer | FeatureCosine):
+            yield ("stages", i), "compares with the base's softmax, which this model keeps: use sft, or add convert"
+        elif stage.learns_logits and recipe.teacher is None:
+            yield ("stages", i), "a random model that keeps its softmax has no teacher: use sft, or name a teacher"
+        if stage.train != ("all",):
+            yield ("stages", i, "train"), "must be all: a random model that keeps its softmax has no other parameters"
+    if recipe.finish.push is not None:
+        yield ("finish", "push"), "sends models with linear layers alone. hf upload sends this one"
+
+
 def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     """A mechanism that there is, and its options one by one."""
     if recipe.convert is None:
-        if isinstance(recipe.model.base, Scratch):
-            yield ("model", "base"), "a random model has no linear layers yet: add convert"
         return
     mechanism = recipe.convert.mechanism
     try:

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from ..checkpoint.atomic import foreign_files, write_atomically
-from ..checkpoint.manifest import base_hashes
+from ..checkpoint.manifest import CARD, base_hashes
 from ..checkpoint.shards import file_hashes, sha256
 from ..errors import LinearizeError, check_file, os_error, undamaged, writing
 from ..plan.plan import some
@@ -237,11 +237,19 @@ class Run:
         removed = [path for path in folders if path not in kept]
         foreign = [path / name for path in removed for name in sorted(os.listdir(path)) if name not in CHECKPOINT_FILES]
         replaced = [self.final] if self.resume != "never" else [self.final, self.converted]
-        foreign += [path / name for path in replaced for name in foreign_files(path)]
+        known = self._plain_files()
+        foreign += [path / name for path in replaced for name in foreign_files(path) if name not in known]
         refuse_foreign(foreign)
         halves = [self.folder / f"{name}.tmp" for name in RECORDS]
         halves += [self.folder / f".{place.name}.linearize.tmp" for place in (self.final, self.converted)]
         return removed + [path for path in (*halves, *self.folder.glob("cache/*.partial")) if path.exists()]
+
+    def _plain_files(self) -> set[str]:
+        """Names of the files of a run whose model keeps its softmax, which has no linearize.json to list them."""
+        record = self._read_record()
+        asked = record.get("recipe") or {}
+        plain = asked.get("convert") is None and isinstance((asked.get("model") or {}).get("base"), dict)
+        return {*record.get("base", {}), CARD} if plain else set()
 
     def _write_record(self, record: dict[str, Any]) -> None:
         write_atomically(self.record, json.dumps(record, indent=2))

@@ -19,7 +19,8 @@ PROMPT_TOKENS, NEW_TOKENS = 48, 48
 
 @torch.no_grad()
 def write_samples(student: Student, tokenizer: Any, blocks: Blocks, device: torch.device) -> list[dict[str, str]]:
-    """`prompt`, `teacher`, `student` and `text` (how it really goes on) for blocks spread over the held-out text.
+    """`prompt`, `teacher` (where there is one), `student` and `text` (how it really goes on) for blocks spread over the
+    held-out text.
 
     The likeliest token each time, so that both texts differ only where the models do. A prompt is at most half of a
     block, and fewer tokens are written where a model takes no more.
@@ -33,8 +34,9 @@ def write_samples(student: Student, tokenizer: Any, blocks: Blocks, device: torc
     style |= {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
     texts: dict[str, list[str]] = {"prompt": list(tokenizer.batch_decode(ids, skip_special_tokens=True))}
     with quiet(), evaluating(student.model):
-        with student.teacher() as model:
-            texts["teacher"] = _continued(model, tokenizer, ids, style)
+        if student.has_teacher:
+            with student.teacher() as model:
+                texts["teacher"] = _continued(model, tokenizer, ids, style)
         texts["student"] = _continued(student.model, tokenizer, ids, style)
     texts["text"] = [tokenizer.decode(block[prompt : prompt + new], skip_special_tokens=True) for block in chosen]
     return [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]

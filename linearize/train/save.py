@@ -23,7 +23,7 @@ from ..checkpoint import write as checkpoint
 from ..checkpoint.atomic import output_folder
 from ..checkpoint.carried import code_of
 from ..checkpoint.code import SourceClasses, code_files
-from ..checkpoint.manifest import read_plan
+from ..checkpoint.manifest import CARD, is_linearized, read_plan
 from ..checkpoint.provenance import behind, check_code, check_code_cache, open_config, outdated
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
@@ -33,6 +33,7 @@ from ..errors import Exit, LinearizeError, reason_of, resource_error
 from ..measure.positions import TRAINED_LENGTH, trained_length
 from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
+from ..probe.probe import model_class_of
 from ..recipe.recipe import Recipe, portable
 from ..verify.child.inputs import auto_class, outputs, writes_text
 from ..verify.limits import RELOADED, ROUNDED_KL, ROUNDED_RMS
@@ -117,7 +118,8 @@ def meta_model(
     device: str = "meta",
 ) -> Any:
     """The linearized model without memory behind its weights: of a conversion that is planned, or of a folder, with the
-    code of this version even where an earlier one wrote it.
+    code of this version even where an earlier one wrote it. Of a folder with a random model that keeps its softmax,
+    that model.
 
     `dtype` None is the one that the weights are stored in. On another `device` its weights are random.
     """
@@ -132,6 +134,10 @@ def meta_model(
             checkpoint.write_json(folder / "config.json", checkpoint.converted_config(source.config, plan, natives))
         else:
             assert folder is not None
+            if not is_linearized(folder):
+                config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+                with quiet(), torch.device(device):
+                    return model_class_of(config)._from_config(config, dtype=dtype or config.dtype or torch.float32)
             plan = check_code(folder, trust_remote_code)
             upgrade = plan_upgrade(folder, trust_remote_code=trust_remote_code) if behind(folder, plan) else None
             if upgrade is not None:
@@ -191,6 +197,37 @@ def save_final(
             say(verify_final(folder, plan, student, trained, recipe))
     apart = ", without its LoRA, which lies in its folder adapter (see its README.md)" if keep_adapter else ""
     say(f"saved {output}{apart}")
+
+
+def save_plain(student: Student, base: Path, output: Path, recipe: Recipe, report: dict[str, Any], say: Any) -> None:
+    """Write a trained model that keeps its softmax as an ordinary folder of transformers, reload and compare it, then
+    put it in place. All but weights and card is copied from the `base`, the random model."""
+    student.model.to("cpu")
+    headers = {shard: read_header(shard) for shard in find_shards(base, True)[0]}
+    with output_folder(output, overwrite=True, carried=[*(path.name for path in base.iterdir()), CARD]) as folder:
+        for path in base.iterdir():
+            if path not in headers:
+                shutil.copyfile(path, folder / path.name)
+        known = {name for header in headers.values() for name in header}
+        values = stored_names(student.model, student.drifted, known, folder)
+        for shard, header in headers.items():
+            write_shard(folder / shard.name, header, functools.partial(_value, values, shard, header))
+        (folder / CARD).write_text(card.plain_card(recipe, report), "utf-8")
+        if recipe.finish.verify:
+            say(verify_plain(folder, student, recipe.model.trust_remote_code))
+    say(f"saved {output}, an ordinary model of transformers")
+
+
+def verify_plain(folder: Path, student: Student, trust_remote_code: bool) -> str:
+    """Reload a model that keeps its softmax; raises LinearizeError: 3 for weights that are missing, 6 unless its logits
+    are the student's in the dtype that is saved."""
+    if not fits_twice([folder]):
+        return f"not reloaded{TOO_LARGE}"
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    round_weights(student.model.float(), config.dtype or torch.float32)
+    reloaded = logits_of(load_whole(folder, torch.float32, trust_remote_code))
+    difference = compare(reloaded, logits_of(student.model), "reloading changed logits by", RELOADED)
+    return f"reloaded: no weight missing; logits equal the trained model's (largest difference {difference:.1e})"
 
 
 def finish_adapters(student: Student, folder: Path | None) -> set[str]:

@@ -53,7 +53,7 @@ from .progress import pace
 from .runs import BEST, OPTIMIZER, WEIGHTS, Position, Run, check_checkpoint, read_position, reading
 from .runtime import Say, in_turns, make_optimizer, make_schedule, stage_steps, to_source
 from .samples import write_samples
-from .save import load_converted
+from .save import load_converted, load_whole
 from .stages import Calibration, error_scale, listen
 from .student import Student, check_targets
 from .teacher import Named, facts_of, load_teacher, teacher_line, vocabulary_of
@@ -96,7 +96,7 @@ class Finetuner:
         check_model(self.model, self.recipe)
         if note := trained_before(folder, named.name if named else None):
             self.say(note)
-        self.student = Student(self.model, own_teacher=named is None)
+        self.student = Student(self.model, own_teacher=named is None and not self.recipe.plain)
         if self.sharded:
             self.shard()
         else:
@@ -127,11 +127,12 @@ class Finetuner:
         self.say(teacher_line(named, self.student.other))
 
     def open_model(self) -> Any:
-        """The converted base, on the CPU."""
+        """The base, converted unless it keeps its softmax, on the CPU."""
         dtype = "auto" if self.wide else torch.float32
         if self.wide and self.recipe.model.dtype is not None:
             dtype = getattr(torch, self.recipe.model.dtype)
-        return load_converted(self.base, dtype, self.recipe.model.trust_remote_code)
+        load = load_whole if self.recipe.plain else load_converted
+        return load(self.base, dtype, self.recipe.model.trust_remote_code)
 
     def shard(self) -> None:
         """Divide the source's weights among the processes; those that some stage trains become float32 masters, unless
@@ -271,7 +272,7 @@ class Finetuner:
         """Before anything is measured or trained: from a few blocks, gates and norms start where each layer's output is
         nearest to the teacher's, and windows with their share; where a stage learns from the teacher, mixers that are
         far from softmax are fitted. The same in every process. Mixers that an earlier run trained stay as they are."""
-        untrained = untrained_mixers(self.base, read_plan(self.base))
+        untrained = set[str]() if self.recipe.plain else untrained_mixers(self.base, read_plan(self.base))
         if not untrained:
             return
         blocks = without_logits(self.blocks(self.recipe.stages[0], "train"))
@@ -290,7 +291,9 @@ class Finetuner:
 
     def baseline(self) -> None:
         """Of the teacher and of the model just converted, when there is eval data: held-out perplexity, and how far
-        each layer is from its softmax."""
+        each layer is from its softmax. Nothing of random weights without a teacher."""
+        if not self.student.has_teacher:
+            return
         stage = self.recipe.stages[0]
         with self.student.teacher() as model:
             teacher = self.evaluate(stage, teacher=model)
@@ -349,7 +352,7 @@ class Finetuner:
         weights trained beside another teacher, since no copies of them are kept then."""
         stage = self.recipe.stages[-1]
         blocks = without_logits(self.blocks(stage, "eval"))
-        if blocks is None or (self.student.drifted and not self.student.own_teacher):
+        if blocks is None or self.recipe.plain or (self.student.drifted and not self.student.own_teacher):
             return []
         data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.accelerator)
         return layer_fidelity(self.student, data, self.accelerator)
@@ -359,7 +362,7 @@ class Finetuner:
         text, without eval data, without a teacher that reads other texts, and for shards, whose processes read other
         ones."""
         data = self.recipe.data_for(self.recipe.stages[-1])
-        if self.named and self.named.stored:
+        if (self.named and self.named.stored) or not self.student.has_teacher:
             return None
         if data.eval is None or kind_of(self.model) != "text" or not has_head(self.model) or self.sharded:
             return None

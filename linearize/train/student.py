@@ -29,8 +29,8 @@ class Student:
 
     `model` is the linearized model itself (never a wrapper); `originals` holds the source's values of the source
     tensors that some stage trains or trained, on the model's device. With `own_teacher` false there are none: the
-    recipe has another teacher, which is `other`, or whose predictions come with the data. `vocabulary` is then how many
-    tokens both have logits of.
+    recipe has another teacher, which is `other`, or whose predictions come with the data, or it has none.
+    `vocabulary` is how many tokens the model and another teacher both have logits of.
     """
 
     def __init__(self, model: Any, own_teacher: bool = True) -> None:
@@ -43,6 +43,11 @@ class Student:
         self.originals: dict[str, Tensor] = {}
         self.trained: set[str] = set()
         self._aside: dict[str, Tensor] = {}  # the student's own values while the source's are swapped in
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is anything to learn from: its own softmax, another model, or predictions with the data."""
+        return self.own_teacher or self.other is not None or self.vocabulary is not None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's, or their shards, by names that stay when peft moves an adapted weight into `base_layer`."""
