@@ -43,7 +43,7 @@ from .page.record import read_run
 from .page.report import PAGE, card_pictures, report_page
 from .plan.keep import is_auto
 from .plan.plan import Plan
-from .recipe.data import DatasetSource, described, holds_images, parts_of
+from .recipe.data import DatasetSource, described, holds_images, parts_of, unit_of
 from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
 from .terminal.output import counted, duration, short, size
@@ -149,9 +149,10 @@ def what_is_left(recipe: Recipe, run: Run, position: Position) -> str:
         tokens = max(steps - done, 0) * per_step * length
         left += tokens
         equal += tokens * pace(stage) / pace(recipe.stages[position.stage])
-    message += f"; {short(left)} tokens of all stages are left"
+    unit = unit_of(recipe.data.train)
+    message += f"; {short(left)} {unit} of all stages are left"
     rate = run.last_rate(recipe.stages[position.stage].name)
-    return message + (f", about {duration(equal / rate)} after its last {rate:,.0f} tokens/s" if rate and left else "")
+    return message + (f", about {duration(equal / rate)} after its last {rate:,.0f} {unit}/s" if rate and left else "")
 
 
 def check_only(recipe: Recipe, only: str | None) -> None:

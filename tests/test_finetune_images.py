@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import Command
 from models import save_source
 from PIL import Image
 from training import byte_tokenizer
@@ -108,6 +110,68 @@ def test_a_vision_model_is_distilled_and_learns_its_classes(place: Path) -> None
     with np.load(place / "eval.npz") as eval_set:
         answers = model(pixel_values=torch.from_numpy(eval_set["images"])).logits.argmax(-1)
         assert answers.tolist() == eval_set["labels"].tolist()
+
+
+@pytest.mark.usefixtures("unverified")
+def test_images_are_counted_as_images_and_accuracy_comes_first(place: Path, linearize: Command) -> None:
+    recipe_of(place, "vit", [KL])
+    code, out, err = linearize("finetune", place / "recipe.yaml", "--dry-run", "--json")
+    assert code == 0, err
+    assert "images/s" in err
+    assert "tokens" not in err
+
+    code, out, err = linearize("finetune", place / "recipe.yaml", "--json")
+    assert (code, json.loads(out)["unit"]) == (0, "images"), err
+    assert re.search(r"teacher: held-out accuracy [\d.]+%, perplexity", err)
+    assert re.search(r"held-out accuracy *\n", err), "the title of the table"
+    assert re.search(r"training images +accuracy +perplexity +x teacher +KL", err)
+    assert "images/s" in err
+    assert "tokens" not in err
+
+    run = place / "run-vit"
+    card = (run / "final" / "README.md").read_text()
+    assert "| | training images | held-out images | accuracy | perplexity | x teacher | KL |" in card
+    assert "| logit_kl | 12 | 24 | " in card
+    page = (run / "report.html").read_text()
+    words = re.sub("<[^>]+>", " ", page)
+    assert re.search(r"After 12 images its held-out accuracy is [\d.]+%, its teacher&#x27;s|its teacher's", words)
+    assert "Held-out accuracy" in page
+    assert page.index("Held-out accuracy") < page.index("Held-out perplexity")
+    assert "held-out images" in page
+    assert "an image" in page
+    assert "training tokens" not in page
+    assert "tokens/s" not in page
+
+    code, out, err = linearize("runs", run)
+    assert code == 0, err
+    assert "12 images" in out
+    assert "accuracy (teacher's)" in " ".join(out.split())
+    compared = place / "compared.html"
+    code, out, err = linearize("compare", run, "-o", compared)
+    assert code == 0, err
+    rows = [line.split()[0] for line in out.splitlines() if line.strip()]
+    assert "images" in rows
+    assert rows.index("accuracy") < rows.index("perplexity")
+    assert not {"needles", "state", "tokens"} & {*rows}
+    text = compared.read_text()
+    assert "Highest accuracy" in text
+    assert "training images" in text
+    assert text.index('id="accuracy"') < text.index('id="perplexity"')
+
+
+@pytest.mark.usefixtures("unverified")
+def test_a_report_shows_what_eval_found_of_images(place: Path, linearize: Command) -> None:
+    recipe_of(place, "vit", [KL])
+    run = place / "run-vit"
+    assert linearize("finetune", place / "recipe.yaml")[0] == 0
+    asked = ["--teacher", place / "vit", "--recipe", place / "recipe.yaml", "-o", run / "eval.json"]
+    code, _, err = linearize("eval", run / "final", *asked)
+    assert code == 0, err
+    code, _, err = linearize("report", run)
+    assert code == 0, err
+    page = (run / "report.html").read_text()
+    assert "same class" in page
+    assert "linearize eval, 24 of" in page
 
 
 @pytest.mark.usefixtures("unverified")

@@ -18,7 +18,7 @@ from .. import __version__
 from ..errors import redact
 from ..plan.heads import written
 from ..plan.plan import Plan
-from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images
+from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
 from ..terminal.output import nats, percent, ranges
 from ..terminal.tables import task_rows
@@ -269,23 +269,29 @@ def trained(recipe: Recipe, report: dict[str, Any] | None = None) -> str:
 
 
 def measured(recipe: Recipe, report: dict[str, Any]) -> str:
-    """The table of perplexities; empty without held-out text."""
+    """The table of perplexities, of images with accuracies before them; empty without held-out data."""
     rows, teacher = report["stages"], report["teacher_ppl"]
     if not rows:
         return ""
     device = "CPU" if on_cpu(recipe) else torch.cuda.get_device_name()
-    lines = ["", "## Measured", "", "| | training tokens | held-out tokens | perplexity | x teacher | KL | top-1 |"]
+    unit = unit_of(recipe.data.train)
+
+    def line(name: str, trained: str, row: dict[str, Any]) -> str:
+        ratio = "" if row.get("ppl_ratio") is None else f"{row['ppl_ratio']:.4g}"
+        figures = [f"{row['ppl']:.4g}", ratio, nats(row.get("kl"))]
+        top = [percent(row.get("accuracy"))]
+        cells = (name, trained, _count(row["eval_tokens"]), *(top + figures if unit == "images" else figures + top))
+        return f"| {' | '.join(cells)} |"
+
+    columns = ["perplexity", "x teacher", "KL"]
+    columns = ["accuracy", *columns] if unit == "images" else [*columns, "top-1"]
+    lines = ["", "## Measured", "", f"| | training {unit} | held-out {unit} | {' | '.join(columns)} |"]
     lines.append("|---|---|---|---|---|---|---|")
     if teacher is not None:
-        top = percent(report.get("teacher_accuracy"))
         who = f"teacher ({report['teacher']['model']})" if report.get("teacher") else "teacher (softmax)"
-        lines.append(f"| {who} | | {_count(rows[0]['eval_tokens'])} | {teacher:.4g} | 1 | | {top} |")
-    for row in rows:
-        ratio = f"{row['ppl_ratio']:.4g}" if row["ppl_ratio"] is not None else ""
-        held = _count(row["eval_tokens"])
-        top = percent(row.get("accuracy"))
-        figures = f"{row['ppl']:.4g} | {ratio} | {nats(row.get('kl'))} | {top}"
-        lines.append(f"| {row['name']} | {row['tokens']:,} | {held} | {figures} |")
+        found = {"ppl": teacher, "ppl_ratio": 1.0, "accuracy": report.get("teacher_accuracy")}
+        lines.append(line(who, "", found | {"eval_tokens": rows[0]["eval_tokens"]}))
+    lines += [line(row["name"], f"{row['tokens']:,}", row) for row in rows]
     lines += by_position(report.get("positions"))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     # What the recipe below does not say.
@@ -322,12 +328,18 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
-    """`model-index`, which the Hub shows beside the card: the last evaluation, where it read one text."""
+    """`model-index`, which the Hub shows beside the card: the last evaluation, where it read one text; of images the
+    accuracy alone, where they have a name on the Hub."""
     data = recipe.data_for(recipe.stages[-1])
-    where = text_named(data.eval)
+    where = data_named(data.eval)
     if not report["stages"] or not where:
         return []
     row = report["stages"][-1]
+    if holds_images(data.eval):
+        name = f"accuracy, {row['eval_tokens']} images" if row["eval_tokens"] else "accuracy"
+        kind = {"task_type": "image-classification", "metric_type": "accuracy", "metric_name": name}
+        accuracy = row.get("accuracy")
+        return [] if accuracy is None else [EvalResult(**kind, metric_value=accuracy, **where)]
     over = f"{row['eval_tokens']} tokens in blocks of {data.pack.seq_len}" if row["eval_tokens"] else "held-out tokens"
     metrics = {
         "perplexity": ("perplexity", row["ppl"]),
@@ -344,10 +356,10 @@ def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
     ]
 
 
-def text_named(source: Any) -> dict[str, Any]:
+def data_named(source: Any) -> dict[str, Any]:
     """The dataset of an evaluation as `model-index` has it; of files that are not on the Hub their kind and their
-    names, as transformers' own cards have it. Empty for images, and for a mixture of texts."""
-    if isinstance(source, DatasetSource) and not holds_images(source):
+    names, as transformers' own cards have it. Empty for folders of images, and for a mixture of texts."""
+    if isinstance(source, DatasetSource):
         where = {"dataset_type": source.path, "dataset_name": source.path}
         return {**where, "dataset_config": source.name, "dataset_split": source.split}
     if isinstance(source, FileSource):

@@ -41,7 +41,7 @@ def compare(
 ) -> None:
     """Compare runs and models: perplexity, KL, needles and state of each beside its teacher's."""
     from ..checkpoint.atomic import check_result, write_result
-    from ..page.compare import COLUMNS, cells, compare_page, figures, labels, notes, read_rows
+    from ..page.compare import columns, compare_page, figures, labels, notes, read_rows, table_rows
     from ..page.html import BEGINS
     from ..terminal.output import size
     from ..terminal.tables import results, table
@@ -56,6 +56,6 @@ def compare(
         print_json([figures(run) for run in found])
         return
     names = labels(found)
-    rows = zip(*map(cells, found, names), strict=True)  # a column for each: there are more figures than runs
-    measures = [(name, *row) for name, row in zip(COLUMNS, rows, strict=True) if name != "run"]
+    rows = zip(*table_rows(found), strict=True)  # a column for each run: there are more figures than runs
+    measures = [(name, *row) for name, row in zip(columns(found), rows, strict=True) if name != "run"]
     results().print(table({"": "text"} | dict.fromkeys(names, "number"), measures))

@@ -26,20 +26,6 @@ from .report import CONTEXTS, mechanisms
 # Students by name, each the runs that made it, one after the other.
 Lanes = Mapping[str, Sequence[RunRecord]]
 MEMORY_AT = 32768  # tokens of a table's column
-COLUMNS = {
-    "run": "text",
-    "base": "text",
-    "attention": "text",
-    "kept": "text",
-    "tokens": "number",
-    "perplexity": "number",
-    "teacher's": "number",
-    "x teacher": "number",
-    "KL": "number",
-    "same top-1": "number",
-    "needles": "number",
-    "state at 32k": "number",
-}
 
 
 def read_rows(places: Sequence[Path]) -> list[RunRecord]:
@@ -142,7 +128,10 @@ def figures(run: RunRecord) -> dict[str, Any]:
         "mechanisms": sorted({step.mechanism for step in plan.linear}) if plan else ["softmax"] * run.plain,
         "kept": plan.softmax_layers if plan else [],
         "kept_heads": written(plan.softmax_groups) if plan else "",
+        "unit": run.unit,
         "tokens": run.tokens,
+        "accuracy": run.accuracy,
+        "teacher_accuracy": run.teacher_accuracy,
         "ppl": run.ppl,
         "teacher_ppl": run.teacher_ppl,
         "ppl_ratio": run.ratio(),
@@ -154,27 +143,52 @@ def figures(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def cells(run: RunRecord, label: str) -> tuple[str, ...]:
-    """The row of a run in the columns COLUMNS."""
+def columns(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """The columns of a table of these runs: of images accuracy comes first, and there is no text to find needles in."""
+    units = {run.unit for run in runs}
+    names = [units.pop() if len(units) == 1 else "trained on"]
+    images = [run.unit == "images" for run in runs]
+    names += ["accuracy", "teacher's accuracy"] if any(images) else []
+    names += ["perplexity", "teacher's", "x teacher", "KL", "same top-1"]
+    names += [] if all(images) else ["needles", "state at 32k"]
+    return dict.fromkeys(("run", "base", "attention", "kept"), "text") | dict.fromkeys(names, "number")
+
+
+def table_rows(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
+    """The rows of that table."""
+    found = []
+    for run, label in zip(runs, labels(runs), strict=True):
+        row = cells(run, label)
+        found.append(tuple(row[name] for name in columns(runs)))
+    return found
+
+
+def cells(run: RunRecord, label: str) -> dict[str, str]:
+    """What a table says of a run, by the headings of `columns`."""
     row = figures(run)
 
     def written(key: str, form: str) -> str:
         return "" if row[key] is None else format(row[key], form)
 
     softmax = row["kind"] == "teacher" or run.plain
-    attention = "softmax" if softmax else mechanisms(run.plan) if run.plan else ""
-    return (
-        label if run.finished else f"{label} (not finished)",
-        row["base"],
-        attention,
-        ", ".join(filter(None, (ranges(row["kept"]), row["kept_heads"]))),
-        short(row["tokens"]) if row["kind"] == "run" else "",
-        *(written(key, ".4g") for key in ("ppl", "teacher_ppl")),
-        written("ppl_ratio", ".4f"),
-        nats(row["kl"]),
-        *(percent(row[key]) for key in ("top1_agreement", "needles")),
-        size(row["state_bytes"]) if row["state_bytes"] else "",
-    )
+    images, count = run.unit == "images", short(row["tokens"]) if row["kind"] == "run" else ""
+    return {
+        "run": label if run.finished else f"{label} (not finished)",
+        "base": row["base"],
+        "attention": "softmax" if softmax else mechanisms(run.plan) if run.plan else "",
+        "kept": ", ".join(filter(None, (ranges(row["kept"]), row["kept_heads"]))),
+        run.unit: count,
+        "trained on": f"{count} {run.unit}" if count else "",
+        "accuracy": percent(row["accuracy"]) if images else "",
+        "teacher's accuracy": percent(row["teacher_accuracy"]) if images else "",
+        "perplexity": written("ppl", ".4g"),
+        "teacher's": written("teacher_ppl", ".4g"),
+        "x teacher": written("ppl_ratio", ".4f"),
+        "KL": nats(row["kl"]),
+        "same top-1": percent(row["top1_agreement"]),
+        "needles": percent(row["needles"]),
+        "state at 32k": size(row["state_bytes"]) if row["state_bytes"] else "",
+    }
 
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:
@@ -184,7 +198,9 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
     if len({run.base for run in students}) > 1:
         found.append("the runs have different teachers: x teacher and KL are against each run's own")
     if len({text for run in students if not _unmeasured(run) for text in _texts(run)}) > 1:
-        found.append("the runs were evaluated on different text: compare x teacher, not perplexities")
+        images = all(run.unit == "images" for run in students)
+        others = "images: compare each run with its teacher, not accuracies" if images else ""
+        found.append(f"the runs were evaluated on different {others or 'text: compare x teacher, not perplexities'}")
     return found
 
 
@@ -211,14 +227,17 @@ def compare_page(runs: Sequence[RunRecord]) -> str:
     """The HTML file of `linearize compare`."""
     names = labels(runs)
     words = "".join(html.paragraph(f"Note: {note}.") for note in notes(runs))
-    sections = [Section("table", "Runs and models", words + html.table(COLUMNS, map(cells, runs, names)))]
+    sections = [Section("table", "Runs and models", words + html.table(columns(runs), table_rows(runs)))]
     sections += drawn_sections({name: [run] for name, run in zip(names, runs, strict=True)})
     rated = [run for run in runs if run.ratio() is not None and figures(run)["kind"] != "teacher"]
     best = min(rated, key=lambda run: run.ratio() or 0, default=None)
     models = sum(isinstance(run, ModelRecord) for run in runs)
     counts = ((len(runs) - models, "run"), (models, "model"))
     about = " and ".join(counted(count, what) for count, what in counts if count) + "."
-    if best is not None:
+    if all(run.unit == "images" and run.accuracy is not None for run in runs):
+        best = max(runs, key=lambda run: run.accuracy or 0)
+        about += f" Highest accuracy: {names[list(runs).index(best)]}, {percent(best.accuracy)}."
+    elif best is not None:
         about += f" Nearest to its teacher in perplexity: {names[list(runs).index(best)]}, {best.ratio():.4f} times."
     return html.page("Runs compared", about, {}, sections, f"Written by linearize {__version__}: linearize compare.")
 
@@ -229,14 +248,17 @@ def _colours(count: int) -> list[tuple[str, bool]]:
 
 
 def curves(lanes: Lanes, key: str) -> Drawing | None:
-    """Held-out perplexity over the teacher's (`eval_ppl`), or KL (`eval_kl`), over the tokens of each student; None
-    where none was measured."""
+    """Held-out perplexity over the teacher's (`eval_ppl`; itself where a run has no teacher), accuracy of images
+    (`eval_accuracy`) or KL (`eval_kl`), over the tokens or images of each student; None where none was measured."""
+    every = [run for runs in lanes.values() for run in runs]
+    ratio = key == "eval_ppl" and all(run.teacher_ppl for run in every if run.curve(key))
+    images = bool(every) and all(run.unit == "images" for run in every)
     series = []
     for (name, runs), (colour, dashed) in zip(lanes.items(), _colours(len(lanes)), strict=True):
         points, before = list[tuple[float, float]](), 0
         for run in runs:
-            over = run.teacher_ppl if key == "eval_ppl" else 1.0
-            if over:
+            over = run.teacher_ppl if ratio else 0.01 if key == "eval_accuracy" else 1.0
+            if over and (key != "eval_accuracy" or run.unit == "images"):
                 stages = filter(run.same_blocks, run.begins())
                 points += [(before + x, y / over) for stage in stages for x, y in run.curve(key, stage)]
             before += run.tokens
@@ -245,10 +267,15 @@ def curves(lanes: Lanes, key: str) -> Drawing | None:
     values = [y for one in series for _, y in one.points]
     if not values:
         return None
-    ratio = key == "eval_ppl"
-    y = Axis("x teacher" if ratio else "nats a token", max(values) > 5 * max(min(values), 1e-9))
-    title = "Held-out perplexity over the teacher's" if ratio else "Held-out KL from the teacher"
-    return lines(title, series, Axis("training tokens"), y, height=300)
+    label = {"eval_ppl": "perplexity", "eval_kl": f"nats {'an image' if images else 'a token'}", "eval_accuracy": "%"}
+    wide = key != "eval_accuracy" and max(values) > 5 * max(min(values), 1e-9)
+    title = {
+        "eval_ppl": "Held-out perplexity" + " over the teacher's" * ratio,
+        "eval_kl": "Held-out KL from the teacher",
+        "eval_accuracy": "Held-out accuracy",
+    }
+    x = Axis(f"training {'images' if images else 'tokens'}")
+    return lines(title[key], series, x, Axis("x teacher" if ratio else label[key], wide), height=300)
 
 
 def memory(lanes: Lanes) -> Drawing | None:
@@ -266,12 +293,14 @@ def memory(lanes: Lanes) -> Drawing | None:
 
 
 def drawn_sections(lanes: Lanes) -> list[Section]:
-    """Perplexity, KL and memory of students, a section each."""
+    """Perplexity, KL and memory of students, a section each, and accuracy before them where some learned images."""
     found = []
+    accuracy, held = curves(lanes, "eval_accuracy"), memory(lanes)
     for name, title, drawn in (
-        ("perplexity", "Perplexity over the teacher's", curves(lanes, "eval_ppl")),
+        *([] if accuracy is None else [("accuracy", "Accuracy", accuracy)]),
+        ("perplexity", "Perplexity", curves(lanes, "eval_ppl")),
         ("kl", "KL from the teacher", curves(lanes, "eval_kl")),
-        ("memory", "Memory of a sequence", memory(lanes)),
+        *([] if accuracy is not None and held is None else [("memory", "Memory of a sequence", held)]),
     ):
         body = html.paragraph("Not measured by these runs.") if drawn is None else f"<figure>{drawn.svg()}</figure>"
         found.append(Section(name, title, body))

@@ -51,6 +51,23 @@ class RunRecord:
         return f"random {config['model_type'] if isinstance(config, dict) else config}"
 
     @property
+    def unit(self) -> str:
+        """What the run counts: images or tokens."""
+        train = (self.values.get("data") or {}).get("train") or {}
+        return "images" if {"images", "arrays"} & train.keys() or train.get("image_key") else "tokens"
+
+    @property
+    def teacher_accuracy(self) -> float | None:
+        """The share of held-out targets that the teacher put first, as the run began."""
+        return next((entry.get("eval_accuracy") for entry in self.entries if entry["stage"] == "teacher"), None)
+
+    @property
+    def accuracy(self) -> float | None:
+        """That of the run's last evaluation."""
+        curve = self.curve("eval_accuracy")
+        return curve[-1][1] if curve else None
+
+    @property
     def plain(self) -> bool:
         """Whether a random model was trained that keeps its softmax."""
         return self.recipe is not None and self.recipe.plain
@@ -263,7 +280,9 @@ def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
     with undamaged(path, f"Write it again: linearize eval STUDENT --teacher MODEL -o {path}"):
         found = json.loads(path.read_text("utf-8"))
         if found.get("kind") in ("images", "masked"):
-            raise ValueError("it compares models of images or of masked text, and a report has no page for them")
+            if "kl" not in found:
+                raise ValueError("no kl, which linearize eval -o writes")
+            return dict(found)
         if "tasks" in found:
             raise ValueError("--tasks wrote it, whose results linearize push reads")
         if "student_ppl" not in found or "teacher_ppl" not in found:

@@ -36,6 +36,12 @@ LOSSES = {
 }
 
 
+def loss_of(kind: str, unit: str) -> str:
+    """What the loss of a kind of stage is, in words."""
+    words = LOSSES.get(kind, "loss")
+    return words.replace("nats a token", "nats an image") if unit == "images" else words
+
+
 def report_page(run: RunRecord) -> str:
     """The whole HTML file of a run, finished or not; what was not measured says how to measure it."""
     drawn = pictures(run)
@@ -104,7 +110,10 @@ def summary(run: RunRecord) -> str:
         source = run.base or portable(plan.source)
         parts.append(f"{source}: {layers} became {mechanisms(plan)}{kept}.")
     ratio = run.ratio()
-    if ratio is not None:
+    if run.unit == "images" and run.accuracy is not None:
+        beside = "" if run.teacher_accuracy is None else f", its teacher's {percent(run.teacher_accuracy)}"
+        parts.append(f"After {short(run.tokens)} images its held-out accuracy is {percent(run.accuracy)}{beside}.")
+    elif ratio is not None:
         parts.append(f"After {short(run.tokens)} tokens its held-out perplexity is {ratio:.3f} times its teacher's.")
     if not run.finished:
         parts.append("The run is not finished.")
@@ -116,18 +125,24 @@ def _tiles(run: RunRecord) -> html.Tiles:
     own, caption, ratio = list[tuple[str, str]](), "The run", run.ratio()
     for _, ppl in run.curve("eval_ppl")[-1:]:
         read = [entry.get("eval_tokens") for entry in run.entries if entry.get("eval_ppl") is not None][-1]
-        caption += "'s last evaluation" + (f", {read:,} held-out tokens" if read else "")
+        caption += "'s last evaluation" + (f", {read:,} held-out {run.unit}" if read else "")
+        if run.unit == "images" and run.accuracy is not None:
+            other = "" if run.teacher_accuracy is None else f" (teacher {percent(run.teacher_accuracy)})"
+            own.append((percent(run.accuracy), f"held-out accuracy{other}"))
         beside = "" if ratio is None else f" (teacher {run.teacher_ppl:.4g})"
         own += [] if ratio is None else [(f"{ratio:.3f}x", "perplexity over the teacher's")]
         own.append((f"{ppl:.4g}", f"held-out perplexity{beside}"))
-    own += [(f"{kl:.3g}", "KL from the teacher, nats a token") for _, kl in run.curve("eval_kl")[-1:]]
-    own.append((short(run.tokens), "training tokens"))
+    each = "an image" if run.unit == "images" else "a token"
+    own += [(f"{kl:.3g}", f"KL from the teacher, nats {each}") for _, kl in run.curve("eval_kl")[-1:]]
+    own.append((short(run.tokens), f"training {run.unit}"))
     if run.plan is not None and run.plan.cache_bytes(1)["source"]:
         cache = run.plan.cache_bytes(32768)
         own.append((size(cache["converted"]), f"state at 32k tokens (softmax {size(cache['source'])})"))
     found = run.evaluation
     if found is None:
         return {caption: own}
+    if found.get("kind"):
+        return {caption: own, f"linearize eval, {found['asked']:,} of {portable(found['data'])}": _answers(found)}
     heading = "linearize eval"
     if found.get("text"):
         heading += f", {found['tokens']:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
@@ -138,6 +153,18 @@ def _tiles(run: RunRecord) -> html.Tiles:
         (percent(found["top1_agreement"]), "same likeliest token"),
     ]
     return {caption: own, heading: theirs}
+
+
+def _answers(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Figures of what `linearize eval` wrote of images or masked text, accuracy first."""
+    what = "class" if found["kind"] == "images" else "token"
+    theirs = []
+    if found.get("labelled"):
+        beside = f" (teacher {percent(found['teacher_accuracy'])})"
+        theirs.append((percent(found["student_accuracy"]), f"accuracy{beside}"))
+    theirs.append((percent(found["top1_agreement"]), f"same {what}"))
+    theirs.append((f"{found['kl']:.3g}", "KL from the teacher, nats each"))
+    return theirs
 
 
 # ---------------------------------------------------------------- what was converted
@@ -181,8 +208,16 @@ def _converted(run: RunRecord, drawn: Drawing | None) -> str:
 
 
 def draw_training(run: RunRecord) -> Drawing:
-    """Held-out perplexity over all tokens, then the loss of each stage, and the parts that a loss has."""
-    drawings, x = [], Axis("training tokens")
+    """Held-out perplexity over all tokens, of images accuracy before it, then the loss of each stage, and the parts
+    that a loss has."""
+    drawings, x = [], Axis(f"training {run.unit}")
+    hits = run.curve("eval_accuracy") if run.unit == "images" else []
+    if hits:
+        rated = [Series("student", [(at, 100 * share) for at, share in hits], "blue", dots=True)]
+        if run.teacher_accuracy is not None:
+            level = [(at, 100 * run.teacher_accuracy) for at, _ in (hits[0], hits[-1])]
+            rated.append(Series("teacher", level, "soft", True))
+        drawings.append(lines("Held-out accuracy", rated, x, Axis("%")))
     curve, distances = run.curve("eval_ppl"), run.curve("eval_kl")
     if curve:
         marked = [Series("student", curve, "blue", dots=True)]
@@ -194,7 +229,8 @@ def draw_training(run: RunRecord) -> Drawing:
         drawings.append(lines("Held-out perplexity", marked, x, Axis("perplexity", wide)))
     if distances:
         series = [Series("student", distances, "blue", dots=True)]
-        drawings.append(lines("Held-out KL from the teacher", series, x, Axis("nats a token"), height=210))
+        each = "nats an image" if run.unit == "images" else "nats a token"
+        drawings.append(lines("Held-out KL from the teacher", series, x, Axis(each), height=210))
     for stage in run.stages:
         series = []
         for place, key in enumerate(("loss", "kl", "ce")):
@@ -204,7 +240,7 @@ def draw_training(run: RunRecord) -> Drawing:
                 series += [Series(key, points, SERIES[place], faint=True), Series(key, smooth, SERIES[place])]
         if series:
             values = [value for one in series for _, value in one.points if value > 0]
-            label, log = LOSSES.get(stage["kind"], "loss"), max(values, default=1) > 8 * min(values, default=1)
+            label, log = loss_of(stage["kind"], run.unit), max(values, default=1) > 8 * min(values, default=1)
             drawings.append(lines(f"{stage['name']}: {label}", series, x, Axis("", log), height=210))
     if not drawings:
         raise ValueError("no metrics")
@@ -220,16 +256,14 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
     for name, entry in last.items():
         ppl, tokens = entry["eval_ppl"], begins.get(name, 0) + entry["tokens"]
         ratio = f"{ppl / teacher:.4f}" if teacher else ""
-        rows.append((name, f"{tokens:,}", f"{ppl:.4f}", ratio, percent(entry.get("eval_accuracy"))))
-    columns = {
-        "": "text",
-        "training tokens": "number",
-        "perplexity": "number",
-        "x teacher": "number",
-        "top-1": "number",
-    }
+        figures, hit = [f"{ppl:.4f}", ratio], [percent(entry.get("eval_accuracy"))]
+        rows.append((name, f"{tokens:,}", *(hit + figures if run.unit == "images" else figures + hit)))
+    names = ["perplexity", "x teacher"]
+    names = ["accuracy", *names] if run.unit == "images" else [*names, "top-1"]
+    columns = {"": "text"} | dict.fromkeys((f"training {run.unit}", *names), "number")
     held = next((entry.get("eval_tokens") for entry in last.values()), None)
-    words = f"Perplexities are over {held:,} held-out tokens. " if held else ""
+    first = "Accuracies and perplexities" if run.unit == "images" else "Perplexities"
+    words = f"{first} are over {held:,} held-out {run.unit}. " if held else ""
     words += "Faint lines are single steps, strong ones running means over 4 % of a stage."
     return html.paragraph(words) + _figure(drawn) + (html.table(columns, rows) if rows else "")
 
@@ -407,7 +441,7 @@ def _cost(run: RunRecord, drawn: Drawing | None) -> str:
     if not rows:
         return html.paragraph("No step was trained yet.")
     columns = {"stage": "text", "trained": "text"}
-    columns |= dict.fromkeys(("steps", "tokens", "tokens/s", "time", "peak memory"), "number")
+    columns |= dict.fromkeys(("steps", run.unit, f"{run.unit}/s", "time", "peak memory"), "number")
     where = run.report.get("device") or "a device that this run did not note"
     count = run.settings.get("processes") or 1
     words = f"On {where}, {counted(count, 'process', 'processes')}. "

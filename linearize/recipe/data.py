@@ -120,6 +120,11 @@ def holds_images(source: Any) -> bool:
     return isinstance(source, ImageSource | ArraySource) or getattr(source, "image_key", None) is not None
 
 
+def unit_of(source: Any) -> str:
+    """What a recipe's budgets and figures count of a source: images or tokens."""
+    return "images" if holds_images(source) else "tokens"
+
+
 def local_paths(source: Any, start: Path) -> tuple[Path, ...]:
     """The files, or the folder and its file of classes, that a source names; relative ones begin at `start`, ~ is the
     user's folder."""

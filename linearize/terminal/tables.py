@@ -268,7 +268,8 @@ def chosen_options(step: Step) -> str:
 def recipe_table(plans: list[dict[str, Any]]) -> None:
     """What each stage will do, within 80 columns; `--json` has the exact numbers."""
     columns = {"stage": "short", "trains": "text"}
-    columns |= dict.fromkeys(("parameters", "steps", "tokens", "lr"), "number") | {"teacher copy": "text"}
+    unit = unit_of_stages(plans)
+    columns |= dict.fromkeys(("parameters", "steps", unit, "lr"), "number") | {"teacher copy": "text"}
     rows = []
     for plan in plans:
         named = plan["name"] != plan["kind"]
@@ -284,6 +285,11 @@ def recipe_table(plans: list[dict[str, Any]]) -> None:
             )
         )
     console().print(table(columns, rows, "stages"))
+
+
+def unit_of_stages(plans: list[dict[str, Any]]) -> str:
+    """What the stages of a dry run count: an image is a row of one token."""
+    return "images" if all(plan["data"]["seq_len"] == 1 for plan in plans) else "tokens"
 
 
 def data_lines(plans: list[dict[str, Any]]) -> None:
@@ -320,7 +326,8 @@ def estimate_table(found: dict[str, Any]) -> None:
         rows.append(("sum" if part == "total" else part, *(size(count) if count else "0" for count in held)))
     count = f"each of {device['count']} x " if device["count"] > 1 else ""
     out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])})"))
-    columns = {"stage": "short", "needs": "number", "fits": "short", "tokens/s": "number", "time": "number"}
+    unit = unit_of_stages(found["stages"])
+    columns = {"stage": "short", "needs": "number", "fits": "short", f"{unit}/s": "number", "time": "number"}
     measured = any(row.get("measured") for row in found["stages"])
     columns |= {"measured": "text"} if measured else {}
     rows = []
@@ -330,7 +337,7 @@ def estimate_table(found: dict[str, Any]) -> None:
         cells += ("" if rate is None else f"{rate:,.0f}", "" if hours is None else duration(3600 * hours))
         if measured:
             one = row["measured"]
-            cells += (f"{one['tokens_per_s']:,.0f} tokens/s, {size(one['peak'])}",)
+            cells += (f"{one['tokens_per_s']:,.0f} {unit}/s, {size(one['peak'])}",)
         rows.append(cells)
     out.print(table(columns, rows, "with the CUDA context" if device["name"] != "cpu" else None))
     if device["name"] == "cpu":
@@ -345,7 +352,9 @@ def estimate_table(found: dict[str, Any]) -> None:
             out.print(f"{row['name']} keeps {size(row['host_bytes'])} of activations in the host's memory")
     disk = found["disk"]
     told = [
-        f"disk {size(disk['total'])} (" + ", ".join(f"{k} {size(v)}" for k, v in disk.items() if k != "total") + ")"
+        f"disk {size(disk['total'])} ("
+        + ", ".join(f"{k} {size(v)}" for k, v in disk.items() if v and k != "total")
+        + ")"
     ]
     told += [] if found["hours"] is None else [spent(found)]
     told += [] if found["kwh"] is None else [f"{found['kwh']:.2g} kWh at full power"]
@@ -360,23 +369,36 @@ def spent(found: dict[str, Any]) -> str:
 
 
 def report_table(report: dict[str, Any]) -> None:
-    """Held-out perplexity along the run, and how close each layer came."""
+    """Held-out perplexity along the run, of images accuracy before it, and how close each layer came."""
     out = console()
+    unit = report.get("unit") or "tokens"
+    first = "accuracy" if unit == "images" else "perplexity"
+    rows: list[dict[str, str]] = []
     if report["teacher_ppl"] is not None:
-        columns = {"": "text"} | dict.fromkeys(("training tokens", "perplexity", "x teacher", "KL", "top-1"), "number")
-        accuracy = percent(report.get("teacher_accuracy"))
         who = f"teacher ({report['teacher']['model']})" if report.get("teacher") else "teacher (softmax)"
-        rows: list[tuple[str, ...]] = [(who, "", f"{report['teacher_ppl']:.3f}", "1.000", "", accuracy)]
-        for row in report["stages"]:
-            ppl, ratio = f"{row['ppl']:.3f}", f"{row['ppl_ratio']:.3f}"
-            about = nats(row.get("kl")), percent(row.get("accuracy"))
-            rows.append((row["name"], f"{row['tokens']:,}", ppl, ratio, *about))
-        out.print(table(columns, rows, "held-out perplexity"))
+        teacher = {"name": who, "ppl": report["teacher_ppl"], "accuracy": report.get("teacher_accuracy")}
+        rows.append(evaluation_cells(teacher | {"ppl_ratio": 1.0}, unit))
+    rows += [evaluation_cells(row, unit) for row in report["stages"]]
+    if rows:
+        columns = {name: "number" if name else "text" for name in rows[0]}
+        out.print(table(columns, [tuple(row.values()) for row in rows], f"held-out {first}"))
     positions_table(report.get("positions"))
     if report["layers"]:
         columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")
         layers = [(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}") for row in report["layers"]]
         out.print(table(columns, layers, "attention output against the teacher's, per layer"))
+
+
+def evaluation_cells(row: dict[str, Any], unit: str) -> dict[str, str]:
+    """A row of a report in cells, by their headings: of images accuracy comes first, of tokens perplexity."""
+    figures = {
+        "perplexity": f"{row['ppl']:.3f}",
+        "x teacher": "" if row["ppl_ratio"] is None else f"{row['ppl_ratio']:.3f}",
+        "KL": nats(row.get("kl")),
+    }
+    accuracy = {"accuracy" if unit == "images" else "top-1": percent(row.get("accuracy"))}
+    named = {"": row["name"], f"training {unit}": f"{row['tokens']:,}" if "tokens" in row else ""}
+    return named | (accuracy | figures if unit == "images" else figures | accuracy)
 
 
 def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
@@ -520,16 +542,24 @@ def checks_table(title: str, checks: list[Check]) -> None:
 def runs_table(found: list[dict[str, Any]]) -> None:
     """One row a run; a damaged one says what is wrong with it."""
     columns = {"run": "text", "base": "text", "attention": "text", "at": "text"}
-    columns |= {"tokens": "number", "x teacher": "number", "changed (UTC)": "short"}
+    images = any(one.get("unit") == "images" for one in found)
+    columns |= {"trained on" if images else "tokens": "number", "x teacher": "number"}
+    columns |= {"accuracy (teacher's)": "number"} if images else {}
+    columns |= {"changed (UTC)": "short"}
     rows = []
     for one in found:
         if "error" in one:
-            rows.append((one["run"], "", "", one["error"], "", "", ""))
+            rows.append((one["run"], "", "", one["error"], *[""] * (len(columns) - 4)))
             continue
         ratio = "" if one["ppl_ratio"] is None else f"{one['ppl_ratio']:.3f}"
         attention = "+".join(one["mechanisms"]) + (f", softmax in {ranges(one['kept'])}" if one["kept"] else "")
         changed = one["changed"][:16].replace("T", " ")
-        rows.append((one["run"], one["base"], attention, one["at"], short(one["tokens"]), ratio, changed))
+        count = asked_for(one["tokens"], one["unit"] == "images") if images else short(one["tokens"])
+        cells: tuple[str, ...] = (one["run"], one["base"], attention, one["at"], count, ratio)
+        if images:
+            both = [percent(one[who]) for who in ("accuracy", "teacher_accuracy")]
+            cells += (both[0] + f" ({both[1]})" * bool(both[1]),)
+        rows.append((*cells, changed))
     results().print(table(columns, rows))
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..data.batches import Samples, collate, targets
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError
+from ..recipe.data import unit_of
 from ..recipe.recipe import AttentionTransfer, OnPolicyKL, Stage
 from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
@@ -89,7 +90,8 @@ class StageLoop:
         owner, began = self.owner, time.monotonic()
         later = owner.later(self.number)
         quiet = not owner.accelerator.is_main_process
-        with StageProgress(self.stage.name, self.steps, start, quiet) as bar, self._interruptible():
+        unit = unit_of(owner.recipe.data_for(self.stage).train)
+        with StageProgress(self.stage.name, self.steps, start, quiet, unit) as bar, self._interruptible():
             for step in range(start, self.steps):
                 loss, norm, lr, terms = self.step(step)
                 done = step + 1

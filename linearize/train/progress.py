@@ -27,9 +27,11 @@ def pace(stage: Stage) -> float:
 
 
 class StageProgress:
-    """Shows stage, step, loss, tokens per second, memory and the time that is left; use as a context manager."""
+    """Shows stage, step, loss, tokens or images (`unit`) per second, memory and the time that is left; use as a context
+    manager."""
 
-    def __init__(self, stage: str, steps: int, start: int, quiet: bool = False) -> None:
+    def __init__(self, stage: str, steps: int, start: int, quiet: bool = False, unit: str = "tokens") -> None:
+        self.unit = unit
         self.stage, self.steps = stage, steps
         self.console = Console(stderr=True, quiet=quiet)
         self.last_line = time.monotonic()
@@ -53,8 +55,8 @@ class StageProgress:
         self.bar.stop()
 
     def update(self, step: int, loss: float, rate: float, left: str) -> None:
-        """After an optimizer step: loss, tokens per second over this session, and the time that is left."""
-        text = f"loss {loss:.4g}  {rate:,.0f} tokens/s  {memory_bytes() / 2**30:.1f} GiB  {left}"
+        """After an optimizer step: loss, tokens or images per second over this session, and the time that is left."""
+        text = f"loss {loss:.4g}  {rate:,.0f} {self.unit}/s  {memory_bytes() / 2**30:.1f} GiB  {left}"
         self.bar.update(self.task, completed=step, text=text)
         now = time.monotonic()
         if self.bar.disable and (now - self.last_line > LINE_EVERY or step == self.steps):

@@ -33,6 +33,7 @@ from ..checkpoint.manifest import CARD, base_hashes
 from ..checkpoint.shards import file_hashes, sha256
 from ..errors import LinearizeError, check_file, os_error, undamaged, writing
 from ..plan.plan import some
+from ..recipe.data import unit_of
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weighty
 from ..terminal.output import finite
 
@@ -401,7 +402,8 @@ class Run:
             ratio = ppl / teacher["eval_ppl"] if teacher else None
             rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy"), "kl": entry.get("eval_kl")})
         figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}
-        ran = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
+        ran: dict[str, Any] = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
+        ran["unit"] = unit_of(self.recipe.data.train)
         return {**ran, **figures, "stages": rows, "layers": layers, "positions": positions}
 
     def write_report(self, report: dict[str, Any]) -> None:
@@ -414,7 +416,7 @@ class Run:
         with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
             found = json.loads(path.read_text("utf-8"))
             # Which runs of earlier versions did not write.
-            later = ("teacher_accuracy", "max_steps", "positions", "samples", "device", "teacher")
+            later = ("teacher_accuracy", "max_steps", "positions", "samples", "device", "teacher", "unit")
             known = {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")}
             return known | {key: found.get(key) for key in later}
 

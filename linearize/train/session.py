@@ -330,9 +330,12 @@ class Finetuner:
             values = self.of_evaluation(found)
             self.run.log(stage=name, step=step, tokens=tokens, **values)
             self.track(name, step, values)
-        told = f"{name}{f' step {step}' if step else ''}: held-out perplexity {found.ppl:.4g}"
-        told += "" if found.kl is None else f", KL {nats(found.kl)}"
-        self.say(told + ("" if kind_of(self.model) == "text" else f", accuracy {found.accuracy:.1%}"))
+        told = {"accuracy": f"{found.accuracy:.1%}", "perplexity": f"{found.ppl:.4g}"}
+        if kind_of(self.model) == "text":
+            del told["accuracy"]
+        told |= {} if found.kl is None else {"KL": nats(found.kl)}
+        figures = ", ".join(f"{what} {value}" for what, value in told.items())
+        self.say(f"{name}{f' step {step}' if step else ''}: held-out {figures}")
 
     def track(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Metrics of a stage to the recipe's tracker. Its steps go on from one stage to the next: wandb and trackio

@@ -66,8 +66,18 @@ def test_an_estimate_has_every_part_and_stage_on_80_columns(
     parts = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits", "total", "device")
     memory = {part: (n + 1) << 30 for n, part in enumerate(parts)}
     names, host = ("attention_transfer", "logit_kl", "on_policy_kl"), {"host_bytes": 0}
+    data = {"data": {"seq_len": 2048}}
     stages = [
-        {"name": name, "memory": memory, "tokens_per_s": 1e4, "hours": 0.5, "fits": True, "uncounted": "", **host}
+        {
+            "name": name,
+            "memory": memory,
+            "tokens_per_s": 1e4,
+            "hours": 0.5,
+            "fits": True,
+            "uncounted": "",
+            **host,
+            **data,
+        }
         for name in names
     ]
     device = {"name": "a100-80g", "count": 1, "memory": 80 << 30}

@@ -786,6 +786,16 @@ def test_results_name_the_text_that_was_read(
     assert "base_model" not in facts  # a local folder has no name on the Hub
 
 
+def test_the_result_of_images_is_their_accuracy(root: Path, tmp_path: Path) -> None:
+    pictures = {"path": "someone/pictures", "split": "test", "image_key": "image", "label_key": "label"}
+    folder = base(root, "llama")  # the card does not ask what its model reads
+    recipe = make_recipe(tmp_path, folder, stage("logit_kl"), data={"train": pictures, "eval": pictures})
+    row = {"name": "logit_kl", "tokens": 10, "eval_tokens": 96, "ppl": 1.5, "ppl_ratio": None, "accuracy": 0.75}
+    (result,) = card.evaluations(recipe, {"teacher_ppl": None, "stages": [row]})
+    assert (result.task_type, result.metric_type, result.metric_value) == ("image-classification", "accuracy", 0.75)
+    assert (result.metric_name, result.dataset_type) == ("accuracy, 96 images", "someone/pictures")
+
+
 @pytest.mark.parametrize(
     ("text", "facts"),
     [
