@@ -27,6 +27,7 @@ from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, chooser, window_chooser
 from .convert import UNREAD, convert, plan_conversion, separate, unread
+from .data.augment import augmentation
 from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
 from .data.documents import no_datasets
 from .errors import Exit, LinearizeError, did_you_mean, existing_folder, os_error, undamaged
@@ -503,6 +504,7 @@ def check_packages(recipe: Recipe) -> None:
     """Raise LinearizeError (exit 4) where the recipe's data need a package that is not installed."""
     for stage in recipe.stages:
         data = recipe.data_for(stage)
+        augmentation(data.augment)
         for source in (*(part for part, _ in parts_of(data.train)), data.eval):
             if isinstance(source, DatasetSource) and importlib.util.find_spec("datasets") is None:
                 raise no_datasets(source.path)

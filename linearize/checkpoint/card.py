@@ -337,9 +337,9 @@ def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
     row = report["stages"][-1]
     if holds_images(data.eval):
         name = f"accuracy, {row['eval_tokens']} images" if row["eval_tokens"] else "accuracy"
-        kind = {"task_type": "image-classification", "metric_type": "accuracy", "metric_name": name}
+        of: dict[str, Any] = {"task_type": "image-classification", "metric_type": "accuracy", "metric_name": name}
         accuracy = row.get("accuracy")
-        return [] if accuracy is None else [EvalResult(**kind, metric_value=accuracy, **where)]
+        return [] if accuracy is None else [EvalResult(**of, metric_value=accuracy, **where)]
     over = f"{row['eval_tokens']} tokens in blocks of {data.pack.seq_len}" if row["eval_tokens"] else "held-out tokens"
     metrics = {
         "perplexity": ("perplexity", row["ppl"]),

@@ -21,13 +21,14 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from ..checkpoint.shards import file_hashes
-from ..errors import Exit, LinearizeError, absent, check_file
+from ..errors import Exit, LinearizeError, absent, check_file, reason_of
 from ..measure.generate import check_tokens, load_tokenizer
 from ..recipe.data import ArraySource, Data, ImageSource, MixSource, Pack, holds_images, local_paths, parts_of
 from ..recipe.recipe import Recipe, Stage
 from ..train.losses import IGNORED, next_token_targets
 from ..train.runtime import stage_steps, to_source
 from ..verify.child.inputs import make_inputs
+from .augment import Augment
 from .cache_key import digest, identity
 from .images import Images, find_images, image_files
 from .logits import WithLogits
@@ -143,22 +144,26 @@ def open_processor(folder: Path, kind: Kind) -> Any:
         return load_tokenizer(folder, True)
     if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
         return None
+    return image_processor(str(folder), True)
+
+
+def image_processor(name: str, trust_remote_code: bool) -> Any:
+    """The image processor of a folder or Hub repository; where transformers (5.17) wants torchvision to find it, by its
+    own name. Raises LinearizeError: 3 where there is none, 4 where a package is missing."""
     try:
-        return _image_processor(folder)
+        try:
+            return AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except ImportError:
+            settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(name)
+            native = getattr(transformers, settings.get("image_processor_type", ""), None)
+            if native is None:
+                raise
+            return native.from_pretrained(name)
     except ImportError as error:
         raise LinearizeError(f'images need: pip install "linearize[vision]" ({error})', Exit.RESOURCE) from error
-
-
-def _image_processor(folder: Path) -> Any:
-    """The image processor of a checkpoint; where transformers (5.17) wants torchvision to find it, by its own name."""
-    try:
-        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
-    except ImportError:
-        settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(folder)
-        native = getattr(transformers, settings.get("image_processor_type", ""), None)
-        if native is None:
-            raise
-        return native.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        message = f"no image processor can be loaded from {name}: {reason_of(error)}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
 
 
 def open_samples(
@@ -173,13 +178,15 @@ def open_samples(
     seed: int,
     max_tokens: int | None,
     say: Callable[[str], None],
+    augment: Augment | None = None,
 ) -> Samples:
     """The samples of a recipe's source for this model, which `check_source` let pass; relative files begin at `start`,
-    packed text is kept in `cache`. `say` gets how classes of images are numbered.
+    packed text is kept in `cache`. `say` gets how classes of images are numbered. `augment` changes images each time.
     """
     kind = kind_of(model)
     if kind == "images":
-        images = Images(find_images(source, start), processor, model.config if has_head(model) else None, sft)
+        config = model.config if has_head(model) else None
+        images = Images(find_images(source, start), processor, config, sft, augment)
         if images.note:
             say(images.note)
         if sft and set(images.labels) == {IGNORED}:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import Exit, LinearizeError, absent, check_file, did_you_mean
 from ..recipe.data import ArraySource, DatasetSource, ImageSource, local_paths
 from ..train.losses import IGNORED
+from .augment import Augment
 from .documents import open_dataset
 
 SHOWN = 16  # classes of a line of text
@@ -49,15 +50,18 @@ class Images:
     without a class) and `valid` [1] bool, always True. An image counts as one token of a budget.
 
     `note` says for a person which class got which number. Without `learns` nobody learns the classes: those that the
-    model does not have are left out, with a note, instead of refused.
+    model does not have are left out, with a note, instead of refused. With `augment` `changed` gives pictures that were
+    changed at random.
     """
 
     seq_len = 1
 
-    def __init__(self, found: Labelled, processor: Any, config: Any, learns: bool = True) -> None:
+    def __init__(
+        self, found: Labelled, processor: Any, config: Any, learns: bool = True, augment: Augment | None = None
+    ) -> None:
         if not len(found):
             raise LinearizeError(f"nothing to train on in {found.where}")
-        self.found, self.processor = found, processor
+        self.found, self.processor, self.augment = found, processor, augment
         try:
             self.labels, self.note = class_numbers(found, config)
         except LinearizeError as error:
@@ -65,21 +69,34 @@ class Images:
                 raise
             self.labels = [IGNORED] * len(found)
             self.note = f"note: {error.message}. This stage needs no classes: it runs without, and measures no accuracy"
+        if augment is not None and is_pixels(found.images[0]):
+            raise LinearizeError(
+                f"data.augment changes pictures, and {found.where} has pixel values as the model takes them. Give "
+                "uint8 images, or leave it out",
+                Exit.INCOMPATIBLE,
+            )
         self[0]  # what cannot be read or processed is told before anything is trained
 
     def __len__(self) -> int:
         return len(self.found)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._sample(index, None)
+
+    def changed(self, index: int, seed: int) -> dict[str, Tensor]:
+        """Item `index` with its picture changed as `seed` decides; as it is where nothing is changed."""
+        return self._sample(index, seed if self.augment is not None else None)
+
+    def _sample(self, index: int, seed: int | None) -> dict[str, Tensor]:
         return {
-            "pixel_values": self._pixels(index),
+            "pixel_values": self._pixels(index, seed),
             "labels": torch.tensor([self.labels[index]]),
             "valid": torch.ones(1, dtype=torch.bool),
         }
 
-    def _pixels(self, index: int) -> Tensor:
+    def _pixels(self, index: int, seed: int | None) -> Tensor:
         image = self.found.images[index]
-        if isinstance(image, np.ndarray) and image.dtype.kind == "f":
+        if is_pixels(image):
             return torch.from_numpy(np.ascontiguousarray(image, np.float32))
         if self.processor is None:
             raise LinearizeError(
@@ -88,7 +105,14 @@ class Images:
                 Exit.INCOMPATIBLE,
             )
         picture = as_picture(image, f"{self.found.where}, image {index}")
+        if seed is not None and self.augment is not None:
+            picture = self.augment(picture, seed)
         return self.processor(picture, return_tensors="pt")["pixel_values"][0]
+
+
+def is_pixels(image: Any) -> bool:
+    """Whether it is float values that a model takes as they are."""
+    return isinstance(image, np.ndarray) and image.dtype.kind == "f"
 
 
 def as_picture(image: Any, where: str) -> Any:

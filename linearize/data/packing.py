@@ -160,8 +160,13 @@ class BlockOrder:
         Step s owns the samples [s * G, (s + 1) * G), G = per_device * accumulate * world: while G stays the
         same, a step sees the same blocks however they are divided.
         """
+        return [self.block(k) for k in self.samples(step, micro, rank, world, per_device, accumulate)]
+
+    @staticmethod
+    def samples(step: int, micro: int, rank: int, world: int, per_device: int, accumulate: int) -> range:
+        """The places of these blocks in the stream: what is random about a sample depends on its place."""
         micro_batch = (step * accumulate + micro) * world + rank
-        return [self.block(k) for k in range(micro_batch * per_device, (micro_batch + 1) * per_device)]
+        return range(micro_batch * per_device, (micro_batch + 1) * per_device)
 
 
 @lru_cache(maxsize=4)

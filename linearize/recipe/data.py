@@ -198,6 +198,16 @@ class Data(Strict):
     """Held-out text or images; null: nothing is evaluated."""
     pack: Pack = Pack()
     """How text is cut into blocks."""
+    augment: Literal["crop", "randaugment"] | None = None
+    """Changes that training makes to its pictures, others each time: crop (8 to 100 % of the picture, mirrored half of
+    the time); randaugment (crop, then two random operations of strength 9; needs torchvision); null: none."""
+
+    @field_validator("augment")
+    @classmethod
+    def _of_images(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value and "train" in info.data and not holds_images(info.data["train"]):
+            raise ValueError("is for images, and data.train holds text")
+        return value
 
 
 class StagePack(Strict):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator
 
 from ..plan.keep import Method
-from .data import Data, Pack, StageData
+from .data import Data, Pack, StageData, holds_images
 from .types import (
     Count,
     Decay,
@@ -44,7 +44,10 @@ class Scratch(Strict):
     """A folder or Hub repository of which it has the architecture and size, or its `model_type` and what differs from
     that type's defaults."""
     tokenizer: Text | None = None
-    """A folder, a Hub repository or `demo`; null: that of `config`, where it is one."""
+    """Of a model of text: a folder, a Hub repository or `demo`; null: that of `config`, where it is one."""
+    processor: Text | None = None
+    """Of a model of images: a folder or Hub repository that has its image processor; null: that of `config`, where it
+    is one, else none, for arrays of pixel values."""
 
 
 class Model(Strict):
@@ -338,6 +341,8 @@ class Runtime(Strict):
     """What gradient_checkpointing keeps waits in the host's memory, for rows of many tokens."""
     compile: bool = False
     """torch.compile of end-to-end stages."""
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Processes that read and prepare samples ahead, such as images; 0: the one that trains does it."""
     batch: Literal["given", "auto"] = "given"
     """auto: on a GPU per_device becomes the most that fits, and accumulate less; the blocks of a step stay."""
 
@@ -458,7 +463,9 @@ class Recipe(Strict):
             seq_len=own.pack.seq_len or shared.pack.seq_len,
             text_key=own.pack.text_key or shared.pack.text_key,
         )
-        return Data(train=own.train or shared.train, eval=own.eval or shared.eval, pack=pack)
+        train = own.train or shared.train
+        augment = shared.augment if holds_images(train) else None
+        return Data(train=train, eval=own.eval or shared.eval, pack=pack, augment=augment)
 
     def resolved(self) -> dict[str, Any]:
         """Every value, defaults included, as JSON has it; `Recipe.model_validate` reads it back."""

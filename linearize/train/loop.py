@@ -19,8 +19,10 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
 
 from ..data.batches import Samples, collate, targets
+from ..data.images import Images
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError
 from ..recipe.data import unit_of
@@ -42,6 +44,30 @@ if TYPE_CHECKING:
 def seed_for(*parts: int) -> int:
     """A seed that no other tuple of numbers has."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
+
+
+class Stream(Dataset[dict[str, Tensor]]):
+    """A stage's samples by their places in its endless order; images are changed, each time otherwise."""
+
+    def __init__(self, blocks: Samples, order: BlockOrder, seed: int) -> None:
+        self.blocks, self.order, self.seed = blocks, order, seed
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        index = self.order.block(place)
+        if isinstance(self.blocks, Images):
+            return self.blocks.changed(index, seed_for(self.seed, place))
+        return self.blocks[index]
+
+
+def deaf(worker: int) -> None:
+    """A worker ends with the process that trains, which saves after Ctrl-C; the terminal sends that to both."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stacked(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch on the CPU."""
+    return collate(items, torch.device("cpu"))
 
 
 class StageLoop:
@@ -66,6 +92,8 @@ class StageLoop:
         # Of the evaluations so far, also of those before a resume; every process has the same.
         lines = owner.run.scores(number) if owner.accelerator.is_main_process else []
         self.scores = broadcast_object_list([[worth(x.get("eval_kl"), x["eval_ppl"]) for x in lines]])[0]
+        self.stream = Stream(blocks, order, seed_for(owner.recipe.seed, number))
+        self.reader: Iterator[dict[str, Tensor]] | None = None
         self.tokens_per_step = blocks.seq_len * owner.blocks_per_step(stage)
         accelerator = owner.accelerator
         accelerator.free_memory()  # forget the optimizer of the stage before
@@ -89,6 +117,7 @@ class StageLoop:
         """Steps `start`..`steps`, with metrics, evaluation and checkpoints on the way."""
         owner, began = self.owner, time.monotonic()
         later = owner.later(self.number)
+        self.read_ahead(start)
         quiet = not owner.accelerator.is_main_process
         unit = unit_of(owner.recipe.data_for(self.stage).train)
         with StageProgress(self.stage.name, self.steps, start, quiet, unit) as bar, self._interruptible():
@@ -101,6 +130,7 @@ class StageLoop:
                 bar.update(done, loss, rate, f"{duration(seconds)} left{' in all' * bool(later)}")
                 if self._after(done):
                     break
+        self.reader = None  # which ends its processes
         if self.wrapped is not owner.model:
             owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
 
@@ -209,12 +239,31 @@ class StageLoop:
         return loss.detach(), terms
 
     def batch(self, step: int, micro: int) -> dict[str, Tensor]:
-        """The blocks of one micro batch of this process."""
+        """The blocks of one micro batch of this process; the loop asks for them in order."""
+        if self.reader is not None:
+            return {key: value.to(self.owner.device) for key, value in next(self.reader).items()}
+        return collate([self.stream[k] for k in self.places(step, micro)], self.owner.device)
+
+    def places(self, step: int, micro: int) -> range:
+        """The samples of that micro batch, by their places in the stage's stream."""
         accelerator, batch = self.owner.accelerator, self.stage.batch
-        indices = self.order.batch(
+        return self.order.samples(
             step, micro, accelerator.process_index, accelerator.num_processes, batch.per_device, batch.accumulate
         )
-        return collate([self.blocks[i] for i in indices], self.owner.device)
+
+    def read_ahead(self, start: int) -> None:
+        """Let processes read the samples of all steps from `start` on, where the recipe asks for some."""
+        workers, micro = self.owner.recipe.runtime.workers, range(self.stage.batch.accumulate)
+        if workers and start < self.steps:
+            order: Any = (self.places(step, m) for step in range(start, self.steps) for m in micro)
+            loader = DataLoader(
+                self.stream,
+                batch_sampler=order,
+                num_workers=workers,
+                collate_fn=stacked,
+                worker_init_fn=deaf,
+            )
+            self.reader = iter(loader)
 
     # ------------------------------------------------------------ around the loop
 

@@ -10,6 +10,7 @@ import transformers
 
 from ..checkpoint.source import open_source
 from ..convert import load_config
+from ..data.batches import image_processor
 from ..demo import model_folder
 from ..errors import Exit, LinearizeError, did_you_mean, reason_of
 from ..measure.generate import load_tokenizer
@@ -25,8 +26,8 @@ def named_base(name: str) -> str:
 
 
 def write_random(recipe: Recipe, place: Path, weights: bool) -> Path:
-    """Write a recipe's random model with its tokenizer into a new folder of `place`, and return that; without `weights`
-    its config alone. The recipe's seed decides the weights.
+    """Write a recipe's random model with its tokenizer, or its image processor, into a new folder of `place`, and
+    return that; without `weights` its config alone. The recipe's seed decides the weights.
 
     Raises LinearizeError: 2 for a config that is wrong, 3 for an architecture without a class.
     """
@@ -41,9 +42,14 @@ def write_random(recipe: Recipe, place: Path, weights: bool) -> Path:
     if not weights:
         config.save_pretrained(folder)
         return folder
-    tokenizer = base.tokenizer or (base.config if isinstance(base.config, str) else None)
-    found = None
-    if tokenizer is not None:
+    images = kind.main_input_name == "pixel_values"
+    tokenizer = (base.processor if images else base.tokenizer) or (
+        base.config if isinstance(base.config, str) else None
+    )
+    found: Any = None
+    if images and tokenizer is not None:
+        found = image_processor(named_base(tokenizer), trust)
+    elif tokenizer is not None:
         found = load_tokenizer(Path(named_base(tokenizer)), trust)
         if len(found) > config.get_text_config().vocab_size:
             raise LinearizeError(
@@ -72,7 +78,7 @@ def config_of(base: Scratch, trust_remote_code: bool) -> Any:
     if kind not in known:
         hint = did_you_mean(str(kind), known)
         raise LinearizeError(f"model.base.config: model_type is {kind!r}, no type of transformers.{hint}")
-    defaults = transformers.CONFIG_MAPPING[kind]().to_dict()
+    defaults = {**transformers.CONFIG_MAPPING[kind]().to_dict(), "num_labels": 2}
     for name in given:
         if name not in defaults:
             raise LinearizeError(f"model.base.config: {kind} has no {name}.{did_you_mean(name, defaults)}")

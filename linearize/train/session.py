@@ -16,6 +16,7 @@ from linearize_kernels.hf.seam import evaluating
 
 from ..checkpoint.manifest import read_plan
 from ..checkpoint.provenance import trained_before, untrained_mixers
+from ..data.augment import augmentation
 from ..data.batches import (
     Samples,
     check_source,
@@ -188,6 +189,7 @@ class Finetuner:
                 seed=self.recipe.seed,
                 max_tokens=limit,
                 say=self.say_once,
+                augment=augmentation(data.augment) if split == "train" else None,
             )
         if stored is None or (split == "train" and not stage.learns_logits):
             return samples

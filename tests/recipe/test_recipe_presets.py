@@ -73,7 +73,7 @@ def tiny(preset: Preset, folder: Path) -> list[str]:
     stages = recipe.stages
     text = ["data.train={files: [train.jsonl]}", "data.eval={files: [heldout.txt]}", f"data.pack.seq_len={T}"]
     images = ["data.train={arrays: images.npz}", "data.eval={arrays: images.npz}"]
-    images += [f"stages.{s.name}.batch.per_device=4" for s in stages]
+    images += ["data.augment=null", "runtime.workers=0", *(f"stages.{s.name}.batch.per_device=4" for s in stages)]
     return [
         f"model.base={folder / source_of(preset)}",
         "model.dtype=null",
@@ -243,7 +243,16 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         "gla-t2r",
         "retnet-t2r",
     }
-    every |= {"vit-la", "vit-mhla", "vit-saga", "gsa-pretrain", "mhla-pretrain", "sla-pretrain"}
+    every |= {
+        "vit-la",
+        "vit-mhla",
+        "vit-saga",
+        "vit-mhla-pretrain",
+        "vit-saga-pretrain",
+        "gsa-pretrain",
+        "mhla-pretrain",
+        "sla-pretrain",
+    }
     assert PRESETS[0].name == "hybrid"
     assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla"}
     assert all(row["result"] for row in json.loads(out))
