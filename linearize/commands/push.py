@@ -45,6 +45,7 @@ def push(
     from ..diffusion.convert import holds_diffusers
     from ..errors import LinearizeError
     from ..hub import push as hub
+    from ..terminal.tables import files_table
 
     asked: dict[str, Any] = {"private": private, "pr": pr, "message": message, "trust_remote_code": trust_remote_code}
     pipeline = holds_diffusers(str(folder))
@@ -64,9 +65,8 @@ def push(
             say(f"note: {note}")
         result: dict[str, Any] = {"upload": upload.to_json() | {"folder": str(folder)}}
         if dry_run:
-            for name, size in upload.files.items():
-                say(f"{size:>16,}  {name}")
-            say(f"{sum(upload.files.values()):>16,}  bytes to {repo}: {upload.message}\n\n{upload.card}")
+            files_table(upload.files, f"to {repo}: {upload.message}")
+            say(f"\n{upload.card}")
         else:
             result |= hub.push(upload, say)
     if as_json:

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import Exit, LinearizeError
 from ..terminal.arguments import path
-from ..terminal.output import Json, print_json, say
+from ..terminal.output import Json, print_json, say, say_error
 
 recipes = typer.Typer(no_args_is_help=True, help="List, copy and check recipes.")
 
@@ -82,7 +82,10 @@ def validate(
     if as_json:
         print_json({"mistakes": mistakes})
     for file, lines in mistakes.items():
-        say("error: " + "\n".join(lines) if lines else f"{file}: fine")
+        if lines:
+            say_error("", "\n".join(lines))
+        else:
+            say(f"{file}: fine")
     if any(mistakes.values()):
         raise typer.Exit(int(Exit.USAGE))
 

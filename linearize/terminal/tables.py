@@ -43,26 +43,48 @@ def results() -> Console:
 # Words of results, and how they are coloured.
 COLOURS = {"passed": "green", "ok": "green", "failed": "red", "missing": "red"}
 COLOURS |= dict.fromkeys(("warning", "skipped", "optional", "note"), "yellow")
-# A column gets at least as much room as its longest word takes, up to so many characters: words are not cut.
-LONGEST_WORD = 18
+# A column gets at least as much room as its longest word takes, up to so many characters: words are not cut. Longer
+# ones, such as paths, are cut where a line is full; where the table is too wide their column may shrink to LEAST.
+LONGEST_WORD, LEAST = 20, 8
 
 
 def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
-    """A table of `rows`. `columns`: heading -> `text` (wrapped between words), `short` (never wrapped) or `number`."""
+    """A table of `rows`. `columns`: heading -> `text` (wrapped between words), `short` or `number`; the last two are
+    wrapped only where the table is wider than the terminal otherwise."""
     made = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, title_justify="left")
     cells = [list(row) for row in rows]
+    kinds, texts = [*columns.values()], [[heading, *(r[n] for r in cells)] for n, heading in enumerate(columns)]
+    words = [[len(word) for text in own for word in text.split()] or [0] for own in texts]
+    least = [min(LONGEST_WORD, max(own)) for own in words]
+    whole = [max(len(line) for text in own for line in text.split("\n")) for own in texts]
+    room = console().width - 2 * len(columns)
+    fixed = None
+    if sum(n if kind == "text" else full for n, full, kind in zip(least, whole, kinds, strict=True)) > room:
+        fixed = divided(room, words, whole)
     for place, (heading, kind) in enumerate(columns.items()):
-        words = f"{heading} {' '.join(row[place] for row in cells)}".split()
         made.add_column(
             heading,
             justify="right" if kind == "number" else "left",
-            no_wrap=kind != "text",
+            no_wrap=kind != "text" and not fixed,
             overflow="fold",
-            min_width=min(LONGEST_WORD, max(map(len, words), default=0)) if kind == "text" else None,
+            min_width=least[place] if kind == "text" and not fixed else None,
+            width=fixed[place] if fixed else None,
         )
     for row in cells:
         made.add_row(*(Text(printable(cell), COLOURS.get(cell, "")) for cell in row))
     return made
+
+
+def divided(room: int, words: list[list[int]], whole: list[int]) -> list[int] | None:
+    """Widths of columns that fill `room`, each wide enough for its words, by the lengths of these and of the `whole`
+    lines; None where there is less room."""
+    widths = [max([n for n in own if n <= LONGEST_WORD] + [LEAST] * (max(own) > LONGEST_WORD)) for own in words]
+    if sum(widths) > room:
+        return None
+    for _ in range(min(room, sum(whole)) - sum(widths)):
+        lacking = [full - width for full, width in zip(whole, widths, strict=True)]
+        widths[lacking.index(max(lacking))] += 1
+    return widths
 
 
 def plan_table(plan: Plan) -> None:
@@ -534,6 +556,12 @@ def checks_table(title: str, checks: list[Check]) -> None:
         numbers = ["" if value is None else f"{value:.1e}" for value in (check.difference, check.limit)]
         rows.append((check.name, check.status, *numbers, check.detail))
     console().print(table(columns, rows, title))
+
+
+def files_table(files: dict[str, int], title: str) -> None:
+    """What `linearize push` would upload: name -> bytes, and their sum."""
+    rows = [(name, f"{size:,}") for name, size in [*files.items(), ("sum", sum(files.values()))]]
+    console().print(table({"file": "text", "bytes": "number"}, rows, title))
 
 
 # ---------------------------------------------------------------- results for people, on stdout

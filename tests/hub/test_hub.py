@@ -242,6 +242,9 @@ def test_a_dry_run_prints_what_would_be_uploaded(linearize: Command, hub: Hub, f
     listed = json.loads((folder / MANIFEST).read_text())["files"]
     assert upload["files"] == {name: (folder / name).stat().st_size for name in listed}
     assert (upload["repo"], upload["private"], upload["pr"], upload["message"]) == (REPO, True, True, "mine")
+    total = f"{sum(upload['files'].values()):,}"
+    assert f"to {REPO}: mine" in err
+    assert ["sum", total] in [line.split() for line in err.splitlines()]
     for message in (*listed, f'name = "{REPO}"', "for linearize did not write them: notes.txt", "names no license"):
         assert message in err
     assert hub.requests == []

@@ -328,6 +328,16 @@ def test_a_copy_has_its_schema_beside_it_and_leaves_other_schemas(tmp_path: Path
     assert schema.read_text() == "mine"
 
 
+def test_mistakes_are_coloured_as_other_errors(
+    linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("linearize.commands.recipes.say_error", lambda where, message: told.append(message))
+    (tmp_path / "bad.yaml").write_text("seed: x")
+    assert linearize("recipes", "validate", tmp_path / "bad.yaml")[0] == Exit.USAGE
+    assert "seed: must be a whole number" in told[0]
+
+
 def test_every_mistake_of_every_file_is_told(linearize: Command, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     copy("demo", good)

@@ -1,0 +1,162 @@
+"""Every table of the command line, with values as long as real ones, wraps on 80 columns between words alone."""
+
+from __future__ import annotations
+
+import ast
+import inspect as python_inspect
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from models import save_source
+from rich.console import Console
+
+from linearize.convert import plan_conversion
+from linearize.plan.keep import Choice
+from linearize.plan.mechanisms import describe, mechanism_names, summary
+from linearize.probe.inspection import inspect_model
+from linearize.recipe.presets import presets
+from linearize.terminal import tables
+from linearize.verify.checks import Check
+
+# A result of each kind, with names as long as real ones.
+PPL = {"student_ppl": 12345.678, "teacher_ppl": 11345.678, "ppl_ratio": 1.088, "kl": 0.0912}
+POSITIONS = {"rows": 12, "text": "long", "trained_length": 4096, "blocks": [{"from": 65536, "to": 131072, **PPL}]}
+ANSWER = {"student": {"accuracy": 0.5}, "teacher": {"accuracy": 1.0}, "length": 131072, "entries": 128}
+FREELY = {who: {"recall": 0.5, "python": 0.25, "repeated": 0.125} for who in ("student", "teacher")}
+COMPARED = {
+    **PPL, "top1_agreement": 0.912, "recall": [ANSWER], "needle": [ANSWER], "positions": POSITIONS,
+    "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32}, "tokens": 1048576, "text": "wikitext-103-raw-v1",
+    "state": [{"length": 131072, "student": 2.5e7, "teacher": 4e9}], "seq_len": 4096,
+}  # fmt: skip
+ANSWERS = {
+    "kind": "images", "labelled": 50000, "asked": 50001, "student_accuracy": 0.81, "teacher_accuracy": 0.83,
+    **PPL, "top1_agreement": 0.9, "data": "imagenet-1k:validation",
+}  # fmt: skip
+METRIC = {"metric": "acc_norm", "filter": "none", "student": 0.5, "student_error": 0.01}
+METRIC |= {"teacher": 0.51, "teacher_error": 0.01}
+TASK = {"task": "arc_challenge", "few_shot": 25, "rows": 1172, "metrics": [METRIC], "part_of": None}
+STAGE = {
+    "name": "attention_transfer", "kind": "attention_transfer", "train": ["mixer", "lora", "norms"],
+    "parameters": 123456789, "steps": 12500, "epochs": None, "tokens": 4e8, "lr": 0.0005, "teacher_copy_bytes": 16e9,
+}  # fmt: skip
+REPORT = {
+    "teacher_ppl": 8.123, "teacher": {"model": "meta-llama/Llama-3.2-1B"}, "positions": POSITIONS,
+    "stages": [{"name": "attention_transfer", "tokens": 400000000, "ppl": 9.1, "ppl_ratio": 1.12, "kl": 0.1}],
+    "layers": [{"layer": 31, "relative_mse": 0.0123, "cosine": 0.9876}],
+}  # fmt: skip
+RUN = {
+    "run": "llama-3.2-1b-gsa", "base": "meta-llama/Llama-3.2-1B", "mechanisms": ["gsa", "gla"], "kept": [3, 7, 11, 15],
+    "at": "logit_kl, step 1200 of 12500", "tokens": 4e8, "ppl_ratio": 1.0123, "changed": "2026-11-25T10:00:00",
+}  # fmt: skip
+CONTESTANT = {
+    "chosen": True, "name": "lolcats", "about": "two stages: attention transfer, then LoRA on next tokens",
+    "source": "arXiv 2410.10254", "hours": 0.5,
+    "recipes": [
+        {"convert": {"layers": "all", "keep_softmax": "3,7,11"}, "stages": [{"name": "logit_kl", "steps": 500}]},
+    ],
+}  # fmt: skip
+CHECKS = [
+    Check("left padding without position_ids", "passed", "", 1.3e-6, 1e-4),
+    Check("new weights", "failed", "all mixers are finite; 44 tensors have other bytes than linearize.json recorded"),
+]
+KL = {"linear": {"text": 0.5}, "kept": {"text": 0.1}}
+CHOICE = Choice("1", "swaps", (3,), {"3": 0.123, "12": 0.0012}, "the demo's texts", 4096, 4, KL)
+LEVEL = {"level": 0.25, "error": 0.5, "cosine": 0.9}
+PARTS = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits", "total", "device")
+COST = {
+    "stages": [
+        {"name": name, "memory": dict.fromkeys(PARTS, 3 << 30), "tokens_per_s": 123456.0, "hours": 33.5, "fits": True,
+         "uncounted": "", "host_bytes": 0, "measured": {"tokens_per_s": 123456.0, "peak": 71 << 30}}
+        for name in ("attention_transfer", "logit_kl", "on_policy_kl")
+    ],
+    "device": {"name": "h100-80g", "count": 8, "memory": 80 << 30}, "disk": {"total": 1 << 30}, "hours": None,
+    "kwh": None, "price": None,
+}  # fmt: skip
+TOLD = [
+    ("passed", "torch 2.11.0 with CUDA 13.0"),
+    ("optional", "lm-eval is not installed: pip install 'linearize[eval]'"),
+]
+
+
+def planned(folder: Path) -> Any:
+    save_source(folder, num_hidden_layers=12)
+    return plan_conversion(str(folder), "gsa", keep_softmax="1,11", options={"slots": 32, "window": 64})[0]
+
+
+# What prints each table.
+SHOWN: dict[str, Callable[[Path], Any]] = {
+    "plan_table": lambda folder: tables.plan_table(planned(folder)),
+    "choice_table": lambda _: tables.choice_table(CHOICE, "--keep-softmax"),
+    "inspection_tables": lambda folder: (planned(folder), tables.inspection_tables(inspect_model(str(folder)))),
+    "converted_table": lambda folder: tables.converted_table(
+        SimpleNamespace(plan=planned(folder), source="llama-3.2-1b-gsa")
+    ),
+    "recipe_table": lambda _: tables.recipe_table([STAGE, STAGE | {"name": "learn from the teacher's words"}]),
+    "estimate_table": lambda _: tables.estimate_table(COST),
+    "report_table": lambda _: tables.report_table(REPORT),
+    "demo_table": lambda _: tables.demo_table(
+        {who: {"ppl": 123.4, "ppl_ratio": 1.5, "kl": 0.2, "needle": 0.5, "cache": {32768: 4096}} for who in WHO}, "4,5"
+    ),
+    "positions_table": lambda _: tables.positions_table(POSITIONS),
+    "comparison_table": lambda _: tables.comparison_table(COMPARED),
+    "answers_table": lambda _: tables.answers_table(ANSWERS),
+    "tasks_table": lambda _: tables.tasks_table({"tasks": [TASK], "teacher": "softmax", "harness": "0.4.9"}),
+    "prediction_table": lambda _: tables.prediction_table({"before": [LEVEL], "after": [LEVEL]}),
+    "checks_table": lambda _: tables.checks_table("llama-3.2-1b-gsa", CHECKS),
+    "files_table": lambda _: tables.files_table({"model-source-00001-of-00004.safetensors": 4 << 30}, "to user/repo"),
+    "runs_table": lambda _: tables.runs_table([RUN]),
+    "race_table": lambda _: tables.race_table({"race": "demo", "tokens": 1 << 20, "contestants": [CONTESTANT]}),
+    "mechanisms_table": lambda _: tables.mechanisms_table([summary(name) for name in mechanism_names()]),
+    "mechanism_table": lambda _: [tables.mechanism_table(describe(name)) for name in mechanism_names()],
+    "presets_table": lambda _: tables.presets_table(presets()),
+    "doctor_table": lambda _: tables.doctor_table(TOLD),
+}
+WHO = ("teacher", "hybrid", "linear")
+
+
+def test_each_function_that_makes_a_table_is_here() -> None:
+    functions = [node for node in ast.parse(python_inspect.getsource(tables)).body if isinstance(node, ast.FunctionDef)]
+    makers = {function.name for function in functions if "table(columns" in ast.unparse(function)}
+    makers |= {function.name for function in functions if ".print(table(" in ast.unparse(function)}
+    assert makers - {"table"} == SHOWN.keys()
+
+
+def test_no_other_file_makes_a_table_of_its_own() -> None:
+    package = Path(tables.__file__).resolve().parents[1]
+    makers = [path for path in package.rglob("*.py") if "rich.table" in path.read_text("utf-8")]
+    assert makers == [Path(tables.__file__).resolve()]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_lines_end_between_words(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    made: list[tuple[Any, set[str]]] = []
+    real = tables.table
+
+    def table(columns: dict[str, str], rows: Any, title: str | None = None) -> Any:
+        cells = [list(row) for row in rows]
+        words = {word for row in [list(columns), *cells] for cell in row for word in cell.split()}
+        made.append((real(columns, cells), words))
+        return real(columns, cells, title)
+
+    monkeypatch.setattr(tables, "table", table)
+    SHOWN[name](tmp_path / "llama-3.2-1b")
+    assert made
+    for one, words in made:
+        out = StringIO()
+        Console(file=out, width=80).print(one)
+        lines = out.getvalue().splitlines()
+        assert all(len(line) <= 80 for line in lines)
+        shown = {word for line in lines for word in line.split() if set(word) != {"─"}}
+        assert {word for word in shown - words if not any(word in long for long in words if long_word(long))} == set()
+
+
+def long_word(word: str) -> bool:
+    """Whether a word, such as a path, may be cut."""
+    return len(word) > tables.LONGEST_WORD
