@@ -39,7 +39,7 @@ from .eager import (
 )  # fmt: skip
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, positions
-from ..layers.norm import give_size
+from ..layers.norm import fit_size, give_size
 from ..layers.scan import document_tokens, each_sequence, numbered
 from ..layers.pool import check_pool, on_rows, put, take
 
@@ -360,9 +360,12 @@ class GatedSlotAttention(Mixer):
     def calibrate(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
     ) -> None:
-        """Scale the output norm so that each head's output has the teacher's root mean square."""
-        if self.norm != "none":
+        """Scale the output norm: each head's output comes as near to the teacher's as a factor can bring it. Beside a
+        window, whose share is found afterwards, it gets the teacher's root mean square."""
+        if self.norm != "none" and self.near is not None:
             give_size(self.norm_weight, o_teacher)
+        elif self.norm != "none":
+            fit_size(self.norm_weight, o, o_teacher)
 
 
 def _act(y: Tensor, name: str) -> Tensor:

@@ -337,8 +337,19 @@ def test_without_the_normaliser_weights_sum_to_one_and_the_norm_is_calibrated() 
     assert torch.allclose(m.weights().sum(-1), torch.ones(2, 32))
     o = call(m, 70, causal=True)
     assert 0.9 < float(o.square().mean(-1).median()) < 1.01
-    m.calibrate(o, o, o, o, o, 3 * torch.ones_like(o))
+    m.calibrate(o, o, o, o, o.detach(), 3 * o.detach())
     assert 8.1 < float(call(m, 70, causal=True).square().mean(-1).median()) < 9.1
+
+
+def test_calibration_fits_the_size_by_least_squares() -> None:
+    m = mixer(faithful=True)
+    torch.manual_seed(2)
+    before = call(m, 70, causal=True).detach()
+    target = 2 * before + before.std() * torch.randn_like(before)
+    m.calibrate(before, before, before, before, before, target)
+    torch.manual_seed(2)  # the same tokens
+    o = call(m, 70, causal=True).detach()
+    assert torch.allclose((o * (target - o)).sum((0, 1, 3)) / o.square().sum((0, 1, 3)), torch.zeros(4), atol=1e-4)
 
 
 def test_grids_of_any_size_meet_the_same_weights() -> None:
