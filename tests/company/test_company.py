@@ -225,8 +225,7 @@ def test_trl_sft(folder: Path, tmp_path: Path, packing: bool) -> None:
     trainer.train()
     losses(trainer)
     trainer.save_model(str(tmp_path / "saved"))
-    if packing:
-        comes_back(tmp_path / "saved", tmp_path)
+    comes_back(tmp_path / "saved", tmp_path)
 
 
 def test_trl_sft_packs_documents_apart(folder: Path) -> None:
@@ -248,6 +247,8 @@ def test_trl_dpo(folder: Path, tmp_path: Path) -> None:
     )
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(0.6931, abs=1e-2)  # log 2: student and reference are one at first
+    trainer.save_model(str(tmp_path / "saved"))
+    comes_back(tmp_path / "saved", tmp_path)
 
 
 def test_trl_grpo(folder: Path, tmp_path: Path) -> None:
@@ -263,6 +264,8 @@ def test_trl_grpo(folder: Path, tmp_path: Path) -> None:
     )
     trainer.train()
     losses(trainer)
+    trainer.save_model(str(tmp_path / "saved"))
+    comes_back(tmp_path / "saved", tmp_path)
 
 
 # ---------------------------------------------------------------- lm-evaluation-harness
