@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -18,10 +19,14 @@ from shutil import copytree, ignore_patterns
 from typing import Any
 
 import pytest
+import transformers
 import typer
 import yaml
 from conftest import Command
+from pages import made_up_run
+from training import text
 
+from linearize import api
 from linearize.cli import app
 from linearize.data.batches import FEW_IMAGES
 from linearize.demo import model_folder
@@ -175,6 +180,76 @@ def test_commands_that_need_no_network_run(linearize: Command, tmp_path: Path, m
             assert code == 0, (words, err)
             done.append(words)
     assert {words[0] for words in done} == {*QUICK}
+
+
+# What stands for a model of the Hub or of the reader, for one that linearize made of it, for a run, and for a text.
+SOURCES = re.compile(r"\b(?:meta-llama|Qwen)/[\w.-]+|\b(?:MODEL|TEACHER|BASE)\b|linearize/demo/model")
+CONVERTED = re.compile(r"runs/[\w-]+/final|RUN/final|\bDIR\b|\bat/final|(?<!/)\b(?:demo|llama)-(?:gsa|gla)(?:-3)?\b")
+RUNS = re.compile(r"runs/[\w-]+$|RUN$")
+TEXTS = re.compile(r"[\w/-]+\.(?:jsonl|txt)\b")
+# Commands that take seconds on a small model of text; what trains says what it would do.
+SMALL = ("inspect", "convert", "generate", "finetune", "logits", "race", "report", "eval", "recipes")
+DRY = ("finetune", "logits", "race")
+# What takes minutes, names layers that the small model lacks, needs images, latents, more packages, the Hub or another
+# run, or is a mere name.
+LEFT_OUT = re.compile(
+    r"auto:|32768|7,15|4,5|3:0|4:1|--layers|--restore|--tasks|images:|vit|wan|mhla|logits=|hybrid|RECIPE$|"
+    r"compare|eval --json|^\S+$"
+).search
+# Pages that a newcomer follows. Commands of the others differ in numbers, and a dry run takes seconds.
+GUIDES = ("README", "install", "distil", "evaluate", "serve", "how-it-works", "works-with", "python")
+FEW = ("--lengths", "256", "--trials", "1", "data.pack.seq_len=64", "eval.max_tokens=512")
+
+
+def on_small_model(words: list[str]) -> list[str]:
+    """The command with small models and texts in place of those that it names; empty where it is left out."""
+    if words[0] not in SMALL or LEFT_OUT(" ".join(words)) or runs_here(words):
+        return []
+    changed = [RUNS.sub("run", CONVERTED.sub("converted", SOURCES.sub("source", word))) for word in words]
+    changed += {"eval": FEW, "convert": ("--verify", "none"), "generate": ("--max-new-tokens", "2")}.get(words[0], ())
+    return [*changed, *(["--dry-run"] if words[0] in DRY and "--dry-run" not in words else [])]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the test works: a small model in `source`, what became of it in `converted`, and a run in `run`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder())
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=65536, **shape
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    how: Any = {"keep_softmax": "1", "verify": "none", "say": lambda message: None}
+    api.convert(tmp_path / "source", "gsa", tmp_path / "converted", **how)
+    made_up_run(tmp_path / "made", tmp_path).rename(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_commands_run_on_a_small_model(linearize: Command, place: Path) -> None:
+    """Those of README and the guides that need the reader's model, with a small one; each once."""
+    rows = [{"text": text(200, seed), "content": text(200, seed)} for seed in range(40)]
+    guides = [page for page in PAGES if page.stem in GUIDES]
+    small = [on_small_model(words) for page in guides for words in linearize_commands(page) if words]
+    done = {shlex.join(words): words for words in small if words}
+    assert linearize("recipes", "cp", "gsa-window", "mine.yaml")[0] == 0
+    mine = yaml.safe_load(Path("mine.yaml").read_text("utf-8"))
+    mine["data"] |= {"train": {"files": ["a.jsonl"]}, "eval": {"files": ["b.jsonl"]}, "pack": {"seq_len": 64}}
+    mine["stages"] = [one | {"tokens": "4k"} for one in mine["stages"]]
+    Path("mine.yaml").write_text(yaml.safe_dump(mine), "utf-8")
+    for number, words in enumerate(done.values()):
+        for name in map(Path, ["a.jsonl", "b.jsonl", *TEXTS.findall(" ".join(words))]):
+            name.parent.mkdir(parents=True, exist_ok=True)
+            name.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if "-o" in words:
+            output = words.index("-o") + 1
+            words[output] = f"out-{number}{Path(words[output]).suffix}"
+        code, _, err = linearize(*words)
+        assert code == 0, (words, err)
+    assert {words[0] for words in done.values()} == {*SMALL}
+    assert len(done) >= 15
 
 
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
