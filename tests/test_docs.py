@@ -194,7 +194,7 @@ DRY = ("finetune", "logits", "race")
 # run, or is a mere name.
 LEFT_OUT = re.compile(
     r"auto:|32768|7,15|4,5|3:0|4:1|--layers|--restore|--tasks|images:|vit|wan|mhla|logits=|hybrid|RECIPE$|"
-    r"compare|eval --json|^\S+$"
+    r"compare|^\S+$"
 ).search
 # Pages that a newcomer follows. Commands of the others differ in numbers, and a dry run takes seconds.
 GUIDES = ("README", "install", "distil", "evaluate", "serve", "how-it-works", "works-with", "python")
