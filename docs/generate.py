@@ -96,6 +96,7 @@ EXITS = (
     (Exit.HUB, "the Hub or the network refused"),
     (Exit.CHECK_FAILED, "a check of the result failed"),
     (Exit.INTERRUPTED, "interrupted; the state is saved"),
+    (Exit.CLOSED, "whoever read the output left before its end, as `head` does"),
 )
 
 

@@ -64,6 +64,8 @@ def main() -> None:
         with interruptible():
             app(standalone_mode=True)
     except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # whoever read the output left: `| head -1`
+            sys.exit(int(Exit.CLOSED))
         if ended.code == Exit.INTERRUPTED:  # typer's answer to Ctrl-C
             say("interrupted")
         raise

@@ -41,6 +41,7 @@ class Exit(IntEnum):
     HUB = 5
     CHECK_FAILED = 6
     INTERRUPTED = 130
+    CLOSED = 141  # as of a program that SIGPIPE ends
 
 
 class LinearizeError(Exception):

@@ -236,6 +236,16 @@ def test_a_run_killed_before_it_had_a_name_can_start(shared: Path, tmp_path: Pat
     assert {path.name for path in (tmp_path / "run").rglob("*")} == {"run.json", "checkpoints", "cache"}
 
 
+def test_a_reader_that_leaves_is_no_bug() -> None:
+    """`linearize mechanisms --json | head -c 0` ended with the exit code of a bug."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "linearize", "mechanisms", "--json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (Exit.CLOSED, "")
+
+
 def test_metrics_that_do_not_say_how_many_tokens_were_held_out(shared: Path, tmp_path: Path) -> None:
     """Runs of earlier versions."""
     run = Run(load_recipe(recipe_in(tmp_path, shared)), "auto")
