@@ -48,6 +48,7 @@ GPUS = {"H200": Gpu(90, 232448, 132), "A100": Gpu(80, 166912, 108), "4090": Gpu(
 NEAR = {"window": 64, "sink": 1}
 # No option: attention there is bidirectional.
 BIDIRECTIONAL = {"causal": False}
+PUBLISHED = BIDIRECTIONAL | {"faithful": True}
 T2R = {"faithful": True, "feature_map": "plain_relu", "output_gate": False}
 TURNS = {"slots": 128, "state_heads": "query", "half_life_min": 32}
 # Mechanism -> its options in recipes/, each once (a test compares them).
@@ -67,8 +68,8 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
         {"feature_map": "hedgehog", "slope": 0.99, "window": 64},
         BIDIRECTIONAL | {"feature_map": "hedgehog"},
     ),
-    "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BIDIRECTIONAL),
-    "saga": (BIDIRECTIONAL,),
+    "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BIDIRECTIONAL, PUBLISHED),
+    "saga": (BIDIRECTIONAL, PUBLISHED),
     "sla": (
         {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", **NEAR},
         {"faithful": True, "base": "gla"},

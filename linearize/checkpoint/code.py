@@ -12,7 +12,7 @@ from .. import __version__
 from ..plan.mechanisms import MIXER_CLASS, parts_of
 from ..plan.plan import Plan
 from ..probe.meta_run import build_on_meta
-from .flatten import flat_files, reached
+from .flatten import flat_files, imported, reached
 from .templates import templates_of, written
 
 MODELING_FILE = "modeling_linearized.py"
@@ -83,10 +83,11 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
     templates, config = templates_of(version), natives.config.__name__
     mixers = {name: mixer_class(files.get(f"{name}.py", "")) for name in mixer_files(plan)}
     carried = mixers | ({"capture": "capture"} if captured(plan) else {})
-    # Files of earlier versions import their parts themselves.
-    brought = reached([*carried, "seam"], files)
+    # Files of earlier versions import their parts themselves; what a window needs they never did.
+    brought = reached([m for root in (*carried, "seam") for m in imported(files.get(f"{root}.py", ""))], files)
     parts = {file: name for file, name in plan_parts(plan).items() if f"{file}.py" in files.keys() - brought}
-    imports = [f"from .{file} import {name}" for file, name in (carried | parts).items()]
+    names = dict.fromkeys((*carried.items(), *parts.items()))
+    imports = [f"from .{file} import {name}" for file, name in names]
     capture = templates.capture if captured(plan) else ""
     return templates.modeling.format(
         version=written(version),

@@ -130,7 +130,7 @@ def test_steps_are_proved_where_the_source_cannot_be_loaded(
     assert "logits equal" not in message
     assert message.endswith(CUT)
     assert (FIRST.format(2) in message) == (share < 4)
-    code = (folder / "state.py").read_text()
-    (folder / "state.py").write_text(code.replace("o, self.state = mixer(", "o, _ = mixer("))
+    code = (folder / "cache.py").read_text()
+    (folder / "cache.py").write_text(code.replace("o, self.state = mixer(", "o, _ = mixer("))
     with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
         verify(folder, "auto", opened, plan, False)

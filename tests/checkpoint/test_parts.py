@@ -173,6 +173,17 @@ def test_files_of_earlier_states_bring_their_parts_themselves(tmp_path: Path) ->
     assert "from .gdn import" not in modeling(__version__, plan, natives, earlier)
 
 
+def test_a_kept_layer_and_a_window_beside_mechanisms_are_both_imported(tmp_path: Path) -> None:
+    """Both are in window.py, and folders of earlier states have both lines."""
+    source = str(save_source(tmp_path / "source", "llama"))
+    plan, _, natives = plan_conversion(source, "gsa", keep_softmax="1", kept_window=16)
+    lines = code_files(plan, natives)["modeling_linearized.py"].splitlines()
+    assert [line for line in lines if line.startswith("from .window")] == [
+        "from .window import SinkWindow",
+        "from .window import Window",
+    ]
+
+
 def test_a_part_that_is_missing_is_told(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", "llama")
     plan = plan_conversion(str(source), "sla", options={"base": "gdn"})

@@ -15,7 +15,7 @@ from models import save_source
 from rich.console import Console
 
 from linearize.convert import plan_conversion
-from linearize.plan.keep import Choice
+from linearize.plan.keep import Choice, WindowChoice
 from linearize.plan.mechanisms import describe, mechanism_names, summary
 from linearize.probe.inspection import inspect_model
 from linearize.recipe.presets import presets
@@ -42,6 +42,7 @@ TASK = {"task": "arc_challenge", "few_shot": 25, "rows": 1172, "metrics": [METRI
 STAGE = {
     "name": "attention_transfer", "kind": "attention_transfer", "train": ["mixer", "lora", "norms"],
     "parameters": 123456789, "steps": 12500, "epochs": None, "tokens": 4e8, "lr": 0.0005, "teacher_copy_bytes": 16e9,
+    "data": {"seq_len": 4096},
 }  # fmt: skip
 REPORT = {
     "teacher_ppl": 8.123, "teacher": {"model": "meta-llama/Llama-3.2-1B"}, "positions": POSITIONS,
@@ -65,12 +66,17 @@ CHECKS = [
 ]
 KL = {"linear": {"text": 0.5}, "kept": {"text": 0.1}}
 CHOICE = Choice("1", "swaps", (3,), {"3": 0.123, "12": 0.0012}, "the demo's texts", 4096, 4, KL)
+LOST = {"source_ppl": 7.8, "ppl": 8.1, "kl": 0.0123, "tokens": 1024.0, "length": 8192.0}
+WINDOWS = WindowChoice(
+    "auto:4096", 0.01, (3,), {"3": {"text": LOST, "recall": LOST}}, {"text": LOST, "recall": LOST}, "the demo's texts"
+)
 LEVEL = {"level": 0.25, "error": 0.5, "cosine": 0.9}
 PARTS = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits", "total", "device")
 COST = {
     "stages": [
         {"name": name, "memory": dict.fromkeys(PARTS, 3 << 30), "tokens_per_s": 123456.0, "hours": 33.5, "fits": True,
-         "uncounted": "", "host_bytes": 0, "measured": {"tokens_per_s": 123456.0, "peak": 71 << 30}}
+         "uncounted": "", "host_bytes": 0, "data": {"seq_len": 4096},
+         "measured": {"tokens_per_s": 123456.0, "peak": 71 << 30}}
         for name in ("attention_transfer", "logit_kl", "on_policy_kl")
     ],
     "device": {"name": "h100-80g", "count": 8, "memory": 80 << 30}, "disk": {"total": 1 << 30}, "hours": None,
@@ -91,6 +97,7 @@ def planned(folder: Path) -> Any:
 SHOWN: dict[str, Callable[[Path], Any]] = {
     "plan_table": lambda folder: tables.plan_table(planned(folder)),
     "choice_table": lambda _: tables.choice_table(CHOICE, "--keep-softmax"),
+    "windows_table": lambda _: tables.windows_table(WINDOWS),
     "inspection_tables": lambda folder: (planned(folder), tables.inspection_tables(inspect_model(str(folder)))),
     "converted_table": lambda folder: tables.converted_table(
         SimpleNamespace(plan=planned(folder), source="llama-3.2-1b-gsa")

@@ -352,7 +352,7 @@ def test_the_script_imports_what_a_window_needs() -> None:
 def test_side_by_side_runs_every_size_once_and_tells_what_is_bad(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of four parts one has a bad check, and one is killed."""
+    """Of six parts one has a bad check, and one is killed."""
     seen = []
 
     def output(_: int, __: str, ___: str, name: str, number: str, parts: str, *only: str) -> list[str]:
@@ -367,9 +367,9 @@ def test_side_by_side_runs_every_size_once_and_tells_what_is_bad(
     assert main("saga", "side-by-side") == 2
     assert sorted(map(str, seen)) == sorted(str((options, heads)) for options in OPTIONS["saga"] for heads in HEADS)
     *_, bad, killed, most, summary = capsys.readouterr().out.splitlines()
-    assert {bad, killed} == {"BAD b", "BAD saga 2 4 did not end"}
+    assert {bad, killed} == {"BAD b", "BAD saga 2 6 did not end"}
     assert ast.literal_eval(most.removeprefix("shared memory ")) == {"j": 1, "k": 9}
-    assert summary.startswith("6 checks, 4 good")
+    assert summary.startswith("8 checks, 6 good")
 
 
 def test_presets_are_swept() -> None:

@@ -33,6 +33,7 @@ from linearize.finetune import dry_run
 from linearize.hub.push import plan_push, push
 from linearize.logits import write_logits
 from linearize.recipe.recipe import load_recipe
+from linearize.terminal.output import nats
 
 REPO = "user/tiny-gsa"
 LLAMA_CARD = """---
@@ -240,9 +241,11 @@ def test_a_dry_run_prints_what_would_be_uploaded(linearize: Command, hub: Hub, f
     assert code == 0, err
     upload = json.loads(out)["upload"]
     listed = json.loads((folder / MANIFEST).read_text())["files"]
-    assert upload["files"] == {name: (folder / name).stat().st_size for name in listed}
+    card = upload["files"].pop("README.md")  # as it is uploaded: it loads the model by the repository's name
+    assert 0 < card < (folder / "README.md").stat().st_size + len(REPO)
+    assert upload["files"] == {name: (folder / name).stat().st_size for name in listed if name != "README.md"}
     assert (upload["repo"], upload["private"], upload["pr"], upload["message"]) == (REPO, True, True, "mine")
-    total = f"{sum(upload['files'].values()):,}"
+    total = f"{sum(upload['files'].values()) + card:,}"
     assert f"to {REPO}: mine" in err
     assert ["sum", total] in [line.split() for line in err.splitlines()]
     for message in (*listed, f'name = "{REPO}"', "for linearize did not write them: notes.txt", "names no license"):
@@ -660,12 +663,11 @@ def test_a_recipe_pushes_what_it_measured(hub: Hub, root: Path, tmp_path: Path) 
     assert report["pushed"]["commit"] == hub.repos[REPO].refs["main"]
     text = hub.repos[REPO].files()["README.md"].decode()
     assert "license: apache-2.0" in text
-    assert f"| teacher (softmax) | | 96 | {report['teacher_ppl']:.4g} | 1 | | " in text
+    assert f"| teacher (softmax) |  | 96 | {report['teacher_ppl']:.4g} | 1 |  | " in text
     for row in report["stages"]:
         assert row["eval_tokens"] == 96  # three blocks of 32
-        line = (
-            f"| {row['name']} | {row['tokens']:,} | 96 | {row['ppl']:.4g} | {row['ppl_ratio']:.4g} | {row['kl']:.4g} |"
-        )
+        figures = f"{row['ppl']:.4g} | {row['ppl_ratio']:.4g} | {nats(row['kl'])}"
+        line = f"| {row['name']} | {row['tokens']:,} | 96 | {figures} |"
         assert line in text
     assert "untrained" not in text
     for block in report["positions"]["blocks"]:
@@ -762,7 +764,7 @@ BOOKS = {"path": "someone/books", "name": "small", "split": "test"}
     [
         (BOOKS, {"name": "someone/books", "type": "someone/books", "config": "small", "split": "test"}),
         ({"files": ["heldout.txt"]}, {"name": "heldout.txt", "type": "text"}),
-        ({"files": ["/home/me/a.jsonl.gz", "b.jsonl"]}, {"name": "a.jsonl.gz, b.jsonl", "type": "json"}),
+        ({"files": ["books/a.jsonl.gz", "b.jsonl"]}, {"name": "a.jsonl.gz, b.jsonl", "type": "json"}),
         ({"demo": "heldout"}, {"name": "Python's standard library, part heldout of linearize", "type": "text"}),
         (None, None),
     ],

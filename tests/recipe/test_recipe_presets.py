@@ -394,9 +394,9 @@ def test_the_table_of_stages_fits_a_terminal(
         [
             {"name": "attention_transfer", "kind": "attention_transfer", "train": ["new", "mixer", "lora"],
              "parameters": 8_012_345_678, "steps": 100_000, "epochs": None, "tokens": 20_000_538_624, "lr": 2.5e-4,
-             "teacher_copy_bytes": 1000 << 20},
+             "teacher_copy_bytes": 1000 << 20, "data": {"seq_len": 2048}},
             {"name": "end", "kind": "sft", "train": ["all"], "parameters": 999_999, "steps": None, "epochs": 2.5,
-             "tokens": None, "lr": 1e-5, "teacher_copy_bytes": 0},
+             "tokens": None, "lr": 1e-5, "teacher_copy_bytes": 0, "data": {"seq_len": 2048}},
         ]
     )  # fmt: skip
     told = capsys.readouterr().err

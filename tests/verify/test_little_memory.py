@@ -30,10 +30,10 @@ def left(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
 def forgetful(folder: Path, target: Path) -> Path:
     """A copy of a converted folder whose states forget what came before, step by step."""
     copied(folder, target)
-    code = (target / "state.py").read_text()
+    code = (target / "cache.py").read_text()
     forgets = code.replace("o, self.state = mixer(", "o, _ = mixer(")
     assert forgets != code
-    (target / "state.py").write_text(forgets)
+    (target / "cache.py").write_text(forgets)
     return target
 
 
