@@ -6,6 +6,7 @@ hands. Gradients of whatever is whole are summed by hand (loop.py). torch and ac
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -76,7 +77,9 @@ def shard(model: Any, accelerator: Accelerator, trained: list[nn.Parameter]) -> 
         fsdp2_prepare_model(accelerator, model)
     finally:
         accelerator.state._mixed_precision = precision
-    with torch.no_grad(), model.teacher(), accelerator.autocast():
+    # A model that keeps its softmax has no other behaviour; it is in evaluation mode since it was loaded.
+    softmax = model.teacher() if hasattr(model, "teacher") else contextlib.nullcontext()
+    with torch.no_grad(), softmax, accelerator.autocast():
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=accelerator.device), use_cache=False)
     reshard(model)
 

@@ -15,10 +15,23 @@ import torch
 from conftest import relative_error
 from forks import Done, Forks, Task
 from safetensors.torch import load_file
-from training import AT, T, base, make_recipe, metrics, stage, tensors, train, write_recipe
-from transformers import ViTConfig, ViTModel
+from training import (
+    AT,
+    BASES,
+    T,
+    base,
+    byte_tokenizer,
+    make_recipe,
+    metrics,
+    stage,
+    tensors,
+    train,
+    write_recipe,
+)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, ViTConfig, ViTModel
 
 from linearize.errors import Exit, LinearizeError
+from linearize.recipe.recipe import load_recipe
 from linearize.train.fsdp import shard
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
@@ -188,6 +201,28 @@ def test_shards_in_mixed_precision(memory: str, model: Path, tmp_path: Path, for
     (saved,) = (tmp_path / "two").glob("run/checkpoints/logit_kl-*/trained.safetensors")
     kinds = {value.dtype for name, value in load_file(saved).items() if ".mixer." not in name}
     assert kinds == {torch.bfloat16 if memory == "small" else torch.float32}
+
+
+@pytest.mark.slow
+def test_shards_train_a_random_model_that_keeps_its_softmax(tmp_path: Path, forks: Forks) -> None:
+    """As one process does; the saved model is an ordinary one of transformers."""
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, **BASES["llama"]}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    random = {"config": config, "tokenizer": str(tmp_path / "tokenizer")}
+
+    def recipe(name: str, per_device: int) -> Path:
+        batch = {"per_device": per_device, "accumulate": 2}
+        one = stage("sft", ["all"], steps=STEPS, optimizer={"lr": 1e-4}, batch=batch)
+        path = write_recipe(tmp_path / name, tmp_path, one, data=DATA, eval={"max_tokens": 3 * T})
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model": {"base": random}}))
+        return path
+
+    train(load_recipe(recipe("one", 2)))
+    ended = together(forks, "finetune", recipe("two", 1))
+    assert [done.code for done in ended] == [0, 0], ended
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "run" / "final")) is LlamaForCausalLM
 
 
 # The command line, with an evaluation that makes the logits of 31 of 32 tokens at a time where a batch has two rows.
