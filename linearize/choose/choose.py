@@ -265,13 +265,13 @@ def window_rows(
     model: Any, window: dict[str, int], scoring: Scoring, tokenizer: Any
 ) -> tuple[dict[str, list[Batch]], str]:
     """Batches of one row, twice as long as the window where the model takes that: parts of single documents of `text`,
-    and texts that ask for a repetition (`recall`); `asked` in each says which predictions count. And what is lacking,
-    and why."""
+    and texts that ask for a repetition (`recall`); `asked` in each says which predictions count. Some of them count
+    past the window in each batch. And what is lacking, and why."""
     reach, most = window["window"] + window["sink"], longest_text(model)
     length = row_length(reach, most)
-    if length <= reach:
+    if length <= reach + 1:  # the last token has no next one
         says = f"the model knows {most:,}" if most and most < LONGEST else f"no more than {LONGEST:,} are read"
-        return {}, f"it takes rows of more than {reach:,} tokens, and {says}"
+        return {}, f"it takes rows of more than {reach + 1:,} tokens, and {says}"
     rows: dict[str, list[Batch]] = {}
     texts, origin = long_rows(scoring.text, tokenizer, length, row_count(length, reach))
     if origin == "documents":
@@ -279,8 +279,11 @@ def window_rows(
         rows["text"] = [{"input_ids": ids, "asked": torch.ones_like(ids, dtype=torch.bool)} for ids in given]
     lacking = "" if rows else f"{scoring.text} has no document of {length:,} tokens, longer than the window"
     recall, without = recall_batches(tokenizer, length, scoring.seed, model.device)
-    if recall:
-        rows["recall"] = recall[:LONG_ROWS]
+    past = [batch for batch in recall if batch["asked"][:, reach:-1].any()]  # entries rarely fill a row
+    if past:
+        rows["recall"] = past[:LONG_ROWS]
+    elif recall:
+        without = f"a text of {length:,} tokens asks for no repetition past the window"
     return rows, lacking or without
 
 
@@ -341,7 +344,7 @@ def tokens_of_windows(layers: int, window: int, sink: int, most: int | None) -> 
     """How many tokens `choose_windows` reads of text and of repetitions, each pass of a model counted."""
     reach = window + sink
     length = row_length(reach, most)
-    rows = row_count(length, reach) + LONG_ROWS if length > reach else 0
+    rows = row_count(length, reach) + LONG_ROWS if length > reach + 1 else 0
     return (layers + 3) * rows * length
 
 

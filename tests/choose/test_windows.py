@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from training import SMALL, byte_tokenizer, recipe_values, stage, text, write_da
 from linearize import api
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose
-from linearize.choose.choose import Scoring, window_chooser, window_rows
+from linearize.choose.choose import Scoring, pricer, window_chooser, window_rows
 from linearize.convert import convert, plan_conversion
 from linearize.data.packing import TextSource
 from linearize.errors import Exit, LinearizeError
@@ -124,7 +125,7 @@ def test_without_a_document_longer_than_the_window_no_layer_gets_one(
 ) -> None:
     """And the plan says why; a model that knows no more tokens than the window cannot be asked, either."""
     for asked, name, why in (
-        ("auto:300", "long.txt", "it takes rows of more than 304 tokens, and the model knows 256"),
+        ("auto:300", "long.txt", "it takes rows of more than 305 tokens, and the model knows 256"),
         ("auto:100", "train.jsonl", "train.jsonl has no document of 208 tokens, longer than the window"),
     ):
         command = ("convert", place / "source", "--to", "gsa", "--keep-softmax", "1-3", "--kept-window", asked)
@@ -138,7 +139,30 @@ def test_without_a_document_longer_than_the_window_no_layer_gets_one(
     monkeypatch.setattr(choose, "LONGEST", 100)
     windows = planned(place, "auto:100").window_choice
     assert windows is not None
-    assert windows.lacking == "it takes rows of more than 104 tokens, and no more than 100 are read"
+    assert windows.lacking == "it takes rows of more than 105 tokens, and no more than 100 are read"
+
+
+@pytest.mark.parametrize("window", [500, 507])
+def test_a_window_nearly_as_long_as_the_rows_is_measured_on_text_alone(
+    place: Path, tmp_path: Path, window: int
+) -> None:
+    """Texts that ask for a repetition are a little shorter than the rows, which are no longer than the model takes. In
+    a row with one token past the window no prediction counts."""
+    shutil.copytree(place / "source", tmp_path / "source")
+    config = tmp_path / "source" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 512}))
+    messages: list[str] = []
+    how, measured = scoring(place, say=messages.append), {"text"} if window == 500 else set()
+    windows = planned(tmp_path, f"auto:{window}", how).window_choice
+    assert windows is not None
+    assert {kind for cost in windows.costs.values() for kind in cost} == measured
+    assert windows.lacking == ("" if measured else "it takes rows of more than 512 tokens, and the model knows 512")
+    asked = {"keep_softmax": "1-3", "options": OPTIONS, "kept_window": f"{window}@1", "price": pricer(how)}
+    choice = plan_conversion(str(tmp_path / "source"), "gsa", **asked)[0].choice  # type: ignore[arg-type]
+    assert choice is not None
+    assert choice.window.keys() == measured
+    said = "measured on text alone: a text of 512 tokens asks for no repetition past the window"
+    assert [said in message for message in messages].count(True) == 2 * len(measured)
 
 
 @pytest.mark.slow
