@@ -79,9 +79,9 @@ def _seen(place: Path, beside: Sequence[RunRecord]) -> RunRecord:
     """A model whose figures are in what it is named `beside`. Raises LinearizeError (exit 2) where they are in none."""
     for one in beside:
         seen, ppl = one.evaluation, None
-        model = one.values.get("model", {})
+        teacher = (one.values.get("teacher") or {}).get("model")
         source = one.plan.source if one.plan is not None else None
-        taught = [model["teacher"]] if model.get("teacher") else [model.get("base"), source]
+        taught = [teacher] if teacher else [one.values.get("model", {}).get("base"), source]
         if any(_same(place, name) for name in taught):
             ppl = one.teacher_ppl
         elif seen is not None and _same(place, seen.get("student")):

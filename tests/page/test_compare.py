@@ -138,7 +138,7 @@ def test_students_and_teachers_have_rows_beside_runs(measured: dict[str, Path], 
 def test_the_teacher_of_a_run_is_as_the_run_saw_it(measured: dict[str, Path]) -> None:
     path = measured["run"] / "run.json"
     settings = json.loads(path.read_text())
-    settings["recipe"]["model"]["teacher"] = "some/model"
+    settings["recipe"]["teacher"] = {"model": "some/model"}
     path.write_text(json.dumps(settings))
     _, teacher = read_rows([measured["run"], Path("some/model")])
     assert (teacher.name, teacher.ppl, teacher.ratio()) == ("some/model", 10.0, 1.0)
