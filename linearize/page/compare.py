@@ -78,17 +78,17 @@ def _plan(folder: Path) -> Plan | None:
 def _seen(place: Path, beside: Sequence[RunRecord]) -> RunRecord:
     """A model whose figures are in what it is named `beside`. Raises LinearizeError (exit 2) where they are in none."""
     for one in beside:
-        seen, ppl = one.evaluation, None
+        seen, run = one.evaluation, None
         teacher = (one.values.get("teacher") or {}).get("model")
         source = one.plan.source if one.plan is not None else None
         taught = [teacher] if teacher else [one.values.get("model", {}).get("base"), source]
         if any(_same(place, name) for name in taught):
-            ppl = one.teacher_ppl
+            run = one
         elif seen is not None and _same(place, seen.get("student")):
             return ModelRecord(place, {}, None, [], {}, _plan(place), seen, str(portable(str(place))))
         elif seen is None or not _same(place, seen.get("teacher")):
             continue
-        return ModelRecord(place, {}, None, [], {}, one.plan, seen, str(portable(str(place))), True, ppl)
+        return ModelRecord(place, {}, None, [], {}, one.plan, seen, str(portable(str(place))), True, run)
     if not (place / "config.json").is_file() or (place.resolve().parent / RUN).is_file():
         raise no_run(place)
     others = ", ".join(one.name for one in beside)
@@ -193,7 +193,7 @@ def cells(run: RunRecord, label: str) -> dict[str, str]:
 
 def notes(runs: Sequence[RunRecord]) -> list[str]:
     """What to know before reading the table."""
-    students = [run for run in runs if not (isinstance(run, ModelRecord) and run.teacher)]
+    students = _students(runs)
     found = [f"{run.folder} was not measured: {_measure(run)}" for run in students if _unmeasured(run)]
     if len({run.base for run in students}) > 1:
         found.append("the runs have different teachers: x teacher and KL are against each run's own")
@@ -202,6 +202,11 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
         others = "images: compare each run with its teacher, not accuracies" if images else ""
         found.append(f"the runs were evaluated on different {others or 'text: compare x teacher, not perplexities'}")
     return found
+
+
+def _students(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """All but the teachers."""
+    return [run for run in runs if not (isinstance(run, ModelRecord) and run.teacher)]
 
 
 def _unmeasured(run: RunRecord) -> bool:
@@ -214,10 +219,11 @@ def _measure(run: RunRecord) -> str:
 
 
 def _texts(run: RunRecord) -> set[str]:
-    """On what text, and how many tokens of it, the perplexity of a run or of a measured student is."""
+    """On what text, and how many tokens of it, or on what images, a run or a measured student was evaluated."""
     if isinstance(run, ModelRecord):
         found = run.evaluation or {}
-        return {f"{found.get('text')}, {found.get('tokens')}"}
+        what, number = ("data", "asked") if found.get("kind") else ("text", "tokens")
+        return {f"{found.get(what)}, {found.get(number)}"}
     text = run.values.get("data", {}).get("eval")
     read = {entry.get("eval_tokens") for entry in run.entries if entry["stage"] == "teacher"} or {None}
     return {f"{text}, {tokens}" for tokens in read}
@@ -229,13 +235,14 @@ def compare_page(runs: Sequence[RunRecord]) -> str:
     words = "".join(html.paragraph(f"Note: {note}.") for note in notes(runs))
     sections = [Section("table", "Runs and models", words + html.table(columns(runs), table_rows(runs)))]
     sections += drawn_sections({name: [run] for name, run in zip(names, runs, strict=True)})
-    rated = [run for run in runs if run.ratio() is not None and figures(run)["kind"] != "teacher"]
+    students = _students(runs)
+    rated = [run for run in students if run.ratio() is not None]
     best = min(rated, key=lambda run: run.ratio() or 0, default=None)
     models = sum(isinstance(run, ModelRecord) for run in runs)
     counts = ((len(runs) - models, "run"), (models, "model"))
     about = " and ".join(counted(count, what) for count, what in counts if count) + "."
-    if all(run.unit == "images" and run.accuracy is not None for run in runs):
-        best = max(runs, key=lambda run: run.accuracy or 0)
+    if students and all(run.unit == "images" and run.accuracy is not None for run in students):
+        best = max(students, key=lambda run: run.accuracy or 0)
         about += f" Highest accuracy: {names[list(runs).index(best)]}, {percent(best.accuracy)}."
     elif best is not None:
         about += f" Nearest to its teacher in perplexity: {names[list(runs).index(best)]}, {best.ratio():.4f} times."

@@ -163,12 +163,12 @@ def mean_needles(evaluation: dict[str, Any] | None, who: str) -> float | None:
 class ModelRecord(RunRecord):
     """A model beside runs: a student that `linearize eval` measured, or a `teacher` as a run or an evaluation saw it.
 
-    It has no training. `evaluation` has the figures of both; `seen_ppl` is a teacher's perplexity in a run.
+    It has no training. `evaluation` has the figures of both; `taught` is a run that saw its teacher.
     """
 
     named: str = ""
     teacher: bool = False
-    seen_ppl: float | None = None
+    taught: RunRecord | None = None
 
     @property
     def name(self) -> str:
@@ -184,8 +184,22 @@ class ModelRecord(RunRecord):
         return True
 
     @property
+    def unit(self) -> str:
+        kind = (self.evaluation or {}).get("kind")
+        return self.taught.unit if self.taught and not kind else "images" if kind == "images" else "tokens"
+
+    @property
+    def teacher_accuracy(self) -> float | None:
+        seen = self.taught and self.taught.teacher_accuracy
+        return (self.evaluation or {}).get("teacher_accuracy") if seen is None else seen
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.teacher_accuracy if self.teacher else (self.evaluation or {}).get("student_accuracy")
+
+    @property
     def teacher_ppl(self) -> float | None:
-        return self.seen_ppl or (self.evaluation or {}).get("teacher_ppl")
+        return (self.taught and self.taught.teacher_ppl) or (self.evaluation or {}).get("teacher_ppl")
 
     @property
     def ppl(self) -> float | None:

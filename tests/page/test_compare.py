@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pages import Page, eval_result, made_up_run
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.page.compare import curves, figures, labels, list_runs, notes, read_rows
+from linearize.page.compare import cells, columns, compare_page, curves, figures, labels, list_runs, notes, read_rows
 from linearize.page.record import read_run
 
 
@@ -222,3 +223,43 @@ def test_figures_of_a_run_that_just_began_are_empty(two: list[Path]) -> None:
     assert row["ppl"] is row["ppl_ratio"] is row["kl"] is None
     assert row["tokens"] == 0
     assert not row["finished"]
+
+
+def image_result(**changes: Any) -> dict[str, Any]:
+    """What `linearize eval -o` writes of images."""
+    found = {"kind": "images", "data": "pictures/held-out", "asked": 90, "labelled": 90}
+    found |= {"student_accuracy": 0.75, "teacher_accuracy": 0.8, "student_ppl": 2.2, "teacher_ppl": 2.0}
+    return {"student": "out/a", "teacher": "user/vit", **found, "top1_agreement": 0.9, "kl": 0.07, **changes}
+
+
+def test_evaluations_of_images_have_accuracy_first_and_a_note_where_the_images_differ(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    files[0].write_text(json.dumps(image_result()))
+    files[1].write_text(json.dumps(image_result(student="out/b", student_accuracy=0.7)))
+    rows = read_rows([*files, Path("user/vit")])
+    assert [row.unit for row in rows] == ["images"] * 3
+    assert [row.accuracy for row in rows] == [0.75, 0.7, 0.8]
+    assert list(columns(rows))[4:8] == ["images", "accuracy", "teacher's accuracy", "perplexity"]
+    assert not {"needles", "state at 32k"} & set(columns(rows))
+    assert cells(rows[0], "a")["accuracy"] == "75.0%"
+    assert [cells(row, "")["teacher's accuracy"] for row in rows] == ["80.0%"] * 3
+    assert "Highest accuracy: out/a, 75.0%" in Page(compare_page(rows)).words  # of the students
+    assert notes(rows) == []
+    for changes in ({"data": "pictures/other"}, {"asked": 80}):
+        files[1].write_text(json.dumps(image_result(student="out/b", **changes)))
+        (note,) = notes(read_rows(files))
+        assert note == "the runs were evaluated on different images: compare each run with its teacher, not accuracies"
+    for number, file in enumerate(files):
+        file.write_text(json.dumps(image_result(kind="masked", data=f"{number}.txt")))
+    (note,) = notes(read_rows(files))
+    assert note == "the runs were evaluated on different text: compare x teacher, not perplexities"
+
+
+def test_the_teacher_of_a_run_on_images_has_the_accuracy_that_the_run_saw(two: list[Path]) -> None:
+    path = two[1] / "run.json"
+    settings = json.loads(path.read_text())
+    settings["recipe"] |= {"data": {"train": {"images": "pictures"}}, "teacher": {"model": "user/vit"}}
+    path.write_text(json.dumps(settings))
+    _, teacher = rows = read_rows([two[1], Path("user/vit")])
+    assert (teacher.unit, teacher.accuracy, teacher.ppl) == ("images", 0.5, 10.0)
+    assert "needles" not in columns(rows)
