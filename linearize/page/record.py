@@ -190,7 +190,7 @@ class ModelRecord(RunRecord):
 
     @property
     def teacher_accuracy(self) -> float | None:
-        seen = self.taught and self.taught.teacher_accuracy
+        seen = self.taught.teacher_accuracy if self.taught else None
         return (self.evaluation or {}).get("teacher_accuracy") if seen is None else seen
 
     @property
@@ -199,7 +199,7 @@ class ModelRecord(RunRecord):
 
     @property
     def teacher_ppl(self) -> float | None:
-        return (self.taught and self.taught.teacher_ppl) or (self.evaluation or {}).get("teacher_ppl")
+        return (self.taught.teacher_ppl if self.taught else None) or (self.evaluation or {}).get("teacher_ppl")
 
     @property
     def ppl(self) -> float | None:
