@@ -168,8 +168,8 @@ def settle_windows(
     assert window is not None
     assert window.limit is not None
     heads = "" if is_auto(request.keep_heads) else request.keep_heads
-    whole = dataclasses.replace(request, kept_window=window.tokens, keep_heads=heads)
-    every = whole.plan(source, found, **facts)
+    whole = dataclasses.replace(request, keep_heads=heads)
+    every = whole.plan(source, found, every_window=True, **facts)
     if writes_no_text(natives):
         message = f"compares predictions of text, and {every.architecture} writes none"
         raise LinearizeError(

@@ -110,6 +110,12 @@ class KeptWindow:
             raise ValueError("the limit must be > 0: a window that leaves something out changes predictions")
         return cls(int(found[1]), (named[2] if named else None) or "", limit)
 
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        if self.limit is None:
+            return f"{self.tokens}@{self.layers}" if self.layers else str(self.tokens)
+        return f"auto:{self.tokens}" + ("" if self.limit == WINDOW_LIMIT else f":{self.limit:g}")
+
 
 @dataclasses.dataclass(frozen=True)
 class WindowChoice:

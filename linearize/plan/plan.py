@@ -393,11 +393,10 @@ def local_steps(kept: list[Site], window: KeptWindow, found: Found, item: int = 
     Raises LinearizeError: 2 where that leaves no site, and for a layer that is named and keeps no softmax, 3 for a site
     whose softmax does more than a window computes.
     """
-    asked = f"--kept-window {window.tokens}"
+    asked = f"--kept-window {window}"
     if not kept:
         raise LinearizeError(f"{asked}: no layer keeps softmax. Name some, or how many: --keep-softmax auto:2")
     if window.layers:
-        asked += f"@{window.layers}"
         there = {site.layer for site in kept}
         named = _numbers(window.layers, asked, "4096@0-3,7", max(there))
         if not named or named - there:

@@ -66,7 +66,7 @@ class Request:
         if window is not None and self.mechanism == LOCAL:
             raise LinearizeError(
                 f"--kept-window {self.kept_window}: --to {LOCAL} gives every layer a window. Give some another one: "
-                f"--set window@1,3={self.kept_window}"
+                f"--set window@1,3={window.tokens}"
             )
         make_steps([], self.mechanism, self.options or {})
 
@@ -86,9 +86,11 @@ class Request:
         numbers: int,
         pickled: bool,
         scored: bool = False,
+        every_window: bool = False,
     ) -> Plan:
         """Decide what becomes of the sites `found` in a source, whose `numbers` parameters are `stored` in that dtype.
-        With `scored` the plan is for comparing softmax and mixers on the same q and k.
+        With `scored` the plan is for comparing softmax and mixers on the same q and k, with `every_window` for
+        measuring what the window costs in each kept layer.
 
         Raises LinearizeError: 2 for a choice of layers or a consent that means nothing here, 3 for what does not fit.
         """
@@ -106,7 +108,7 @@ class Request:
         window = self.window
         if window is not None:
             local = local_steps(kept, window, found, item_bytes(target))
-            known = {step.site.path: step for step in local if window.limit is None}
+            known = {step.site.path: step for step in local if window.limit is None or every_window}
             kept = [site for site in kept if site.path not in known]
             known |= {step.site.path: step for step in steps}
             steps = tuple(known[site.path] for site in found.sites if site.path in known)

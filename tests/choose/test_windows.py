@@ -243,7 +243,9 @@ def test_layers_that_are_chosen_have_all_tokens_while_they_are(place: Path, monk
         ({"kept_window": "8@0"}, "--kept-window 8@0: layer 0 keeps no softmax. Choose among layers 1-3"),
         ({"kept_window": "8@9"}, "--kept-window 8@9: layer 9 keeps no softmax"),
         ({"kept_window": "8@1", "keep_softmax": "auto:1"}, "8@1 names layers, and --keep-softmax auto:1 leaves to"),
-        ({"kept_window": "auto:8", "keep_softmax": ""}, "--kept-window 8: no layer keeps softmax"),
+        ({"kept_window": "auto:8", "keep_softmax": ""}, "--kept-window auto:8: no layer keeps softmax"),
+        ({"kept_window": "auto:8:0.25", "keep_softmax": ""}, "--kept-window auto:8:0.25: no layer keeps softmax"),
+        ({"kept_window": "8@1", "keep_softmax": ""}, "--kept-window 8@1: no layer keeps softmax"),
     ],
 )
 def test_what_means_nothing_is_refused(place: Path, asked: dict[str, str], message: str) -> None:

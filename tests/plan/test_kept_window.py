@@ -156,9 +156,11 @@ def test_what_means_nothing_is_refused(place: Path, asked: Any, code: Exit, mess
     assert caught.value.code == code
 
 
-def test_a_window_beside_windows_is_refused(place: Path) -> None:
-    with pytest.raises(LinearizeError, match=r"--to window gives every layer a window.*--set window@1,3=8") as caught:
-        plan_conversion(str(place / "source"), "window", keep_softmax="1", kept_window=8)
+@pytest.mark.parametrize("window", [8, "auto:8", "auto:8:0.02", "8@1"])
+def test_a_window_beside_windows_is_refused(place: Path, window: int | str) -> None:
+    """What to do instead can be done: --set takes a number."""
+    with pytest.raises(LinearizeError, match=r"--to window gives every layer a window.*--set window@1,3=8$") as caught:
+        plan_conversion(str(place / "source"), "window", keep_softmax="1", kept_window=window)
     assert caught.value.code == Exit.USAGE
 
 
