@@ -83,11 +83,7 @@ BIDIRECTIONAL = tuple(way for way in WAYS if way.mode == "train" and way.masks !
 
 def replace_entries() -> None:
     """Make operators known with their host sides, on devices that are none; whatever the device, the GPU is GPU[0]."""
-    operator, register = launch.operator, operators._register
-
-    def named_operator(namespace: str, schema: str, run: Any, *rest: Any) -> Any:
-        HOSTS[f"{namespace}::{schema.partition('(')[0]}"] = run
-        return operator(namespace, schema, run, *rest)
+    register = operators._register
 
     def named_register(library: torch.library.Library, signature: str, count: int, run: Any, fake: Any) -> Any:
         HOSTS[f"{library.ns}::{signature.partition('(')[0]}"] = run
@@ -106,7 +102,7 @@ def replace_entries() -> None:
         shared_memory_per_block_optin = property(lambda self: GPU[0].shared)
 
     launch.entry = operators.entry = lambda run, *later: run
-    launch.operator, operators._register = named_operator, named_register
+    operators._register = named_register
     launch.interpreted = lambda: True
     launch.warned_once = target.warned_once = refused
     target.target = chosen
