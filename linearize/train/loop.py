@@ -6,12 +6,15 @@ Data order, learning rate and random numbers are functions of the step, so a sta
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import math
+import multiprocessing
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..data.batches import Samples, collate, targets
 from ..data.images import Images
 from ..data.packing import BlockOrder
-from ..errors import Exit, LinearizeError
+from ..errors import Exit, LinearizeError, resource_error
 from ..recipe.data import unit_of
 from ..recipe.recipe import AttentionTransfer, OnPolicyKL, Stage
 from ..terminal.output import counted, duration
@@ -58,16 +61,37 @@ class Stream(Dataset[dict[str, Tensor]]):
             return self.blocks.changed(index, seed_for(self.seed, place))
         return self.blocks[index]
 
+    def __getitems__(self, places: Sequence[int]) -> list[dict[str, Tensor]] | LinearizeError:
+        """What a worker reads for a batch; or what to tell the user: raised there, it would come as a bug's report."""
+        try:
+            return [self[place] for place in places]
+        except LinearizeError as error:
+            return error
+        except Exception as error:
+            refused = resource_error(error)
+            if refused is None:
+                raise
+            return refused
 
-def deaf(worker: int) -> None:
-    """A worker ends with the process that trains, which saves after Ctrl-C; the terminal sends that to both."""
+
+def deaf(over: Any, worker: int) -> None:
+    """A worker ends with the process that trains, which saves after Ctrl-C, SIGTERM or SIGHUP; both may be sent that.
+
+    Once `over` has the value True, SIGTERM ends it: Python sends that at its exit and waits.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        if over.value:
+            os._exit(0)
+
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, leave)
 
 
-def stacked(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch on the CPU."""
-    return collate(items, torch.device("cpu"))
+def stacked(items: list[dict[str, Tensor]] | LinearizeError) -> dict[str, Tensor] | LinearizeError:
+    """A batch on the CPU, or the error that came instead."""
+    return items if isinstance(items, LinearizeError) else collate(items, torch.device("cpu"))
 
 
 class StageLoop:
@@ -93,7 +117,8 @@ class StageLoop:
         lines = owner.run.scores(number) if owner.accelerator.is_main_process else []
         self.scores = broadcast_object_list([[worth(x.get("eval_kl"), x["eval_ppl"]) for x in lines]])[0]
         self.stream = Stream(blocks, order, seed_for(owner.recipe.seed, number))
-        self.reader: Iterator[dict[str, Tensor]] | None = None
+        self.reader: Iterator[dict[str, Tensor] | LinearizeError] | None = None
+        self.over = multiprocessing.Value(ctypes.c_bool, False, lock=False)  # shared with the reader's processes
         self.tokens_per_step = blocks.seq_len * owner.blocks_per_step(stage)
         accelerator = owner.accelerator
         accelerator.free_memory()  # forget the optimizer of the stage before
@@ -115,9 +140,18 @@ class StageLoop:
 
     def run(self, start: int) -> None:
         """Steps `start`..`steps`, with metrics, evaluation and checkpoints on the way."""
+        owner = self.owner
+        self.read_ahead(start)
+        try:
+            self._steps(start)
+        finally:
+            self.over.value, self.reader = True, None  # which ends its processes
+        if self.wrapped is not owner.model:
+            owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
+
+    def _steps(self, start: int) -> None:
         owner, began = self.owner, time.monotonic()
         later = owner.later(self.number)
-        self.read_ahead(start)
         quiet = not owner.accelerator.is_main_process
         unit = unit_of(owner.recipe.data_for(self.stage).train)
         with StageProgress(self.stage.name, self.steps, start, quiet, unit) as bar, self._interruptible():
@@ -130,9 +164,6 @@ class StageLoop:
                 bar.update(done, loss, rate, f"{duration(seconds)} left{' in all' * bool(later)}")
                 if self._after(done):
                     break
-        self.reader = None  # which ends its processes
-        if self.wrapped is not owner.model:
-            owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
 
     def _after(self, done: int) -> bool:
         """What is due after a step: evaluation, a checkpoint, the end of an interrupted run. Returns whether the stage
@@ -241,7 +272,10 @@ class StageLoop:
     def batch(self, step: int, micro: int) -> dict[str, Tensor]:
         """The blocks of one micro batch of this process; the loop asks for them in order."""
         if self.reader is not None:
-            return {key: value.to(self.owner.device) for key, value in next(self.reader).items()}
+            read = next(self.reader)
+            if isinstance(read, LinearizeError):
+                raise read
+            return {key: value.to(self.owner.device) for key, value in read.items()}
         return collate([self.stream[k] for k in self.places(step, micro)], self.owner.device)
 
     def places(self, step: int, micro: int) -> range:
@@ -261,7 +295,7 @@ class StageLoop:
                 batch_sampler=order,
                 num_workers=workers,
                 collate_fn=stacked,
-                worker_init_fn=deaf,
+                worker_init_fn=functools.partial(deaf, self.over),
             )
             self.reader = iter(loader)
 

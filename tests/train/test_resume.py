@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from training import AT, LORA, base, make_recipe, metrics, same, stage, tensors,
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run, finetune
 from linearize.train import session
-from linearize.train.loop import StageLoop
+from linearize.train.loop import StageLoop, Stream
 from linearize.train.runs import Run
 from linearize.train.runtime import make_optimizer
 
@@ -146,6 +149,96 @@ def test_a_closed_terminal_saves_unless_that_is_ignored(
     assert done.code == code, done.output
     assert (tmp_path / "run" / "final").exists() == (code == Exit.OK)
     assert (tmp_path / "run" / "checkpoints" / "logit_kl-4").exists() == (code == Exit.INTERRUPTED)
+
+
+# ---------------------------------------------------------------- processes that read ahead
+
+# Before AT: a group of processes of its own, which gets every signal; and a file named like each worker's number.
+GROUP = """
+import os
+from pathlib import Path
+from linearize.train import loop
+os.setpgrp()
+deaf = loop.deaf
+def noted(over, worker):
+    deaf(over, worker)
+    Path(f"worker-{os.getpid()}").touch()
+loop.deaf = noted
+"""
+READING = {"runtime": {"device": "cpu", "workers": 1}}
+
+
+@pytest.mark.parametrize("kind", with_slow(["SIGTERM", "SIGHUP", "SIGINT"], "SIGHUP", "SIGINT"))
+def test_a_signal_to_all_of_a_group_saves_the_run_that_reads_ahead(
+    kind: str, root: Path, tmp_path: Path, forks: Forks
+) -> None:
+    recipe = write_recipe(tmp_path, base(root, "gpt2"), stage("sft", model="gpt2", steps=9), **READING)
+    script = GROUP + AT.replace("os.kill(os.getpid(),", "os.killpg(0,")
+    done = forks(kind, "step", 2, recipe, script=script, folder=str(tmp_path))
+    assert done.code == Exit.INTERRUPTED, done.output
+    assert "state saved in" in done.output
+    assert all_gone(tmp_path) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_process_that_reads_ahead(root: Path, tmp_path: Path, forks: Forks) -> None:
+    recipe = write_recipe(tmp_path, base(root, "gpt2"), stage("sft", model="gpt2", steps=9), **READING)
+    done = forks("SIGKILL", "step", 2, recipe, script=GROUP + AT, folder=str(tmp_path))
+    assert done.code == -signal.SIGKILL, done.output
+    assert all_gone(tmp_path) == 1
+
+
+def all_gone(folder: Path) -> int:
+    """How many workers there were; fails where one still runs after a minute."""
+    workers = [Path("/proc") / path.name.removeprefix("worker-") for path in folder.glob("worker-*")]
+    end = time.monotonic() + 60
+    while any(worker.exists() for worker in workers):  # they look every five seconds
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return len(workers)
+
+
+def test_pythons_exit_ends_a_process_that_reads_ahead(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends SIGTERM and waits, where a traceback holds the reader: torch ends no process then."""
+    held = []
+
+    def failing(loop: StageLoop, *arguments: Any) -> None:
+        held.append(loop.reader)
+        raise Stop
+
+    monkeypatch.setattr(StageLoop, "_update", failing)
+    with pytest.raises(Stop):
+        train(make_recipe(tmp_path, base(root, "gpt2"), stage("sft", model="gpt2"), **READING))
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(30)
+    code = worker.exitcode
+    worker.kill()  # or this process would wait for it
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(LinearizeError("a cat is no text", Exit.INCOMPATIBLE), 3), (PermissionError(errno.EACCES, "no cat for you"), 4)],
+    ids=str,
+)
+def test_what_a_worker_cannot_read_is_told_like_any_other_mistake(
+    error: Exception, code: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, read = iter(range(10**6)), Stream.__getitem__
+
+    def failing(stream: Stream, place: int) -> dict[str, torch.Tensor]:
+        if next(calls) == 5:  # of the third step
+            raise error
+        return read(stream, place)
+
+    monkeypatch.setattr(Stream, "__getitem__", failing)
+    with pytest.raises(LinearizeError, match=r"^(a cat is no text|no cat for you)$") as caught:
+        train(make_recipe(tmp_path, base(root, "gpt2"), stage("sft", model="gpt2"), **READING))
+    assert caught.value.code == code
+    assert metrics(tmp_path, "step") == [1, 2]
 
 
 class Stop(BaseException):
