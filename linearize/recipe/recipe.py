@@ -323,7 +323,8 @@ def per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:
 def weighty(resolved: dict[str, Any]) -> dict[str, Any]:
     """A resolved recipe without what changes no weight; when a stage ends is kept."""
     kept = {key: value for key, value in resolved.items() if key not in FREE}
-    return {**kept, "eval": {"patience": resolved["eval"].get("patience")}}
+    runtime = {key: value for key, value in resolved["runtime"].items() if key != "workers"}  # they change no number
+    return {**kept, "runtime": runtime, "eval": {"patience": resolved["eval"].get("patience")}}
 
 
 def fixed(resolved: dict[str, Any]) -> dict[str, Any]:

@@ -309,6 +309,18 @@ def test_a_named_checkpoint_takes_another_learning_rate(
         train(make_recipe(tmp_path, base(root, "gpt2"), *changed), resume=str(checkpoints / "logit_kl-2"))
 
 
+def test_a_run_goes_on_with_another_number_of_workers(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = stage("sft", model="gpt2")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Stop):
+            train(make_recipe(tmp_path, base(root, "gpt2"), one, checkpoint={"every_steps": 1}))
+    train(make_recipe(tmp_path, base(root, "gpt2"), one, **READING))
+    assert metrics(tmp_path, "step")[-1] == 4
+
+
 # ---------------------------------------------------------------- inputs that changed
 
 
