@@ -17,8 +17,10 @@ from models import convert_folder, save_source
 from safetensors.torch import load_file, save_file
 from training import BASES, byte_tokenizer, make_recipe, stage, train, write_recipe
 
+from linearize.checkpoint.provenance import check_code, origin_of, outdated
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
+from linearize.verify.checks import verify_folder
 from linearize.verify.reload import RESTORE
 
 Damage = Callable[[Path], None]
@@ -178,6 +180,41 @@ def test_an_option_of_a_mechanism_that_is_no_number(
     (place / "ours" / "linearize.json").unlink()  # as save_pretrained leaves a folder: nothing to compare with
     code, message = told(linearize, place, monkeypatch, "generate")
     assert (code, "ours cannot be loaded" in message) == (Exit.INCOMPATIBLE, True), message
+
+
+@pytest.mark.parametrize("command", ["generate", "verify", "push", "upgrade"])
+def test_an_option_of_another_type_is_an_edited_plan(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Which files such a plan needs cannot be said, so its code is nobody's."""
+
+    def edit(manifest: Any) -> None:
+        for step in manifest["plan"]["steps"]:
+            step.update(mechanism="gdn", options={"taps": "x"})
+
+    of_layers("mechanism", "gdn")(place / "ours")
+    of_layers("options", {"taps": "x"})(place / "ours")
+    change(place / "ours" / "linearize.json", edit)
+    code, message = told(linearize, place, monkeypatch, command)
+    assert code == Exit.INCOMPATIBLE, message
+    assert re.search(r"other code than linearize .* wrote \(its plan: '>' not supported", message), message
+
+
+def test_the_mechanism_of_a_fork_is_named_among_what_is_not_linearizes(place: Path) -> None:
+    """Its code may be trusted: then nothing is refused, and what it is is still asked."""
+    ours = place / "ours"
+    of_layers("mechanism", "mine")(ours)
+    (ours / "linearize.json").unlink()  # as save_pretrained leaves a folder
+    (ours / "gsa.py").rename(ours / "mine.py")
+    modeling = ours / "modeling_linearized.py"
+    modeling.write_text(modeling.read_text().replace("from .gsa ", "from .mine ").replace('"gsa"', '"mine"'))
+    plan = check_code(ours, trust_remote_code=True)
+    origin = origin_of(ours, plan)
+    assert origin.changed[0].startswith("its plan: unknown mechanism 'mine'")
+    assert origin.changed[1:] == ["mine.py", "modeling_linearized.py"]
+    assert outdated(ours, plan) == ""
+    checks = {check.name: check.status for check in verify_folder(str(ours), trust_remote_code=True)}
+    assert checks["reload"] == "passed"
 
 
 def other_class(folder: Path) -> None:

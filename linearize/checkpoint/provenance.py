@@ -27,7 +27,7 @@ from ..plan.plan import Plan, some
 from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
 from . import write as checkpoint
-from .code import MODELING_FILE, SourceClasses, auto_map, modeling
+from .code import MODELING_FILE, SourceClasses, auto_map, modeling, plan_parts
 from .flatten import imported
 from .known_code import known_files, sha256_of
 from .manifest import plan_of, read_plan, recipes_of, saved_again
@@ -269,22 +269,28 @@ def origin_of(folder: Path, plan: Plan) -> Origin:
     """Which version wrote the code in a folder: the one of which fewest files differ.
 
     `changed` are the files that decide which code runs and are not that version's: Python, and JSON that names code.
-    Python also in folders, for transformers runs custom_generate/generate.py; folders may be links.
+    Python also in folders, for transformers runs custom_generate/generate.py; folders may be links. A `plan` from which
+    no version writes code, as that of a fork's mechanism, is among them.
     """
     try:
         natives = natives_of(plan)
     except (ValueError, LinearizeError):  # of a model that transformers does not have
         return Origin(__version__, [f"the code of {plan.architecture}"])
+    unread: set[str] = set()
+    try:
+        plan_parts(plan)
+    except (LinearizeError, *MALFORMED) as error:
+        unread.add(f"its plan: {reason_of(error)}")
     paths = {path for pattern in ("**/*.py", "*/*.py") for path in folder.glob(pattern) if path.is_file()}
     present = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     texts = {name: data.decode("utf-8", "replace") for name, data in present.items()}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in present.items()}
     origins = []
     for version, known in known_files().items():
-        rendered = modeling(version, plan, natives, texts)
-        ours = known | {MODELING_FILE: {sha256_of(rendered)}}
+        rendered = set() if unread else {sha256_of(modeling(version, plan, natives, texts))}
+        ours = known | {MODELING_FILE: rendered}
         wrong = {name for name, value in hashes.items() if value not in ours.get(name, ())}
-        origins.append(Origin(version, sorted(wrong | missing_files(texts))))
+        origins.append(Origin(version, sorted(wrong | unread | missing_files(texts))))
     origin = min(origins, key=lambda one: len(one.changed))
     changed = [with_origin(name, hashes.get(name)) for name in origin.changed]
     return Origin(origin.version, sorted([*changed, *named_code(folder, natives)]))
