@@ -149,11 +149,11 @@ def percent(share: float | None) -> str:
 
 
 def nats(kl: float | None) -> str:
-    """A KL divergence for people, at least three digits of it however small it is: 0.4123, 0.0081, 2.1e-05. Runs of
+    """A KL divergence for people, at least three digits of it however small it is: 0.4123, 0.00810, 2.10e-05. Runs of
     earlier versions did not measure it."""
-    if kl is None:
-        return ""
-    return f"{kl:.4f}" if kl >= 0.1 else f"{kl:.3g}"
+    if not kl:
+        return "" if kl is None else "0"
+    return f"{kl:.4f}" if kl >= 0.1 else f"{kl:#.3g}"
 
 
 def ranges(numbers: list[int]) -> str:

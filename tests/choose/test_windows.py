@@ -24,6 +24,7 @@ from linearize.finetune import dry_run, finetune
 from linearize.plan.keep import SINK, WINDOW_LIMIT, KeptWindow, WindowChoice
 from linearize.plan.plan import Plan
 from linearize.recipe.recipe import Recipe
+from linearize.terminal.output import nats
 from linearize.verify.checks import verify_folder
 
 OPTIONS = {"slots": 8, "chunk_size": 16}
@@ -178,7 +179,7 @@ def test_the_command_prints_each_cost_and_the_folder_keeps_the_decision(
     assert plan.window_choice is not None
     for layer, cost in plan.window_choice.costs.items():
         sees = "all tokens" if int(layer) == FAR else f"the last {WINDOW}"
-        assert f"{layer} {cost['text']['kl']:.3g} {sees}" in words
+        assert f"{layer} {nats(cost['text']['kl'])} {sees}" in words
     for said in (f"--kept-window {WINDOW}@1,3 repeats this without measuring", "cost of the window in the kept layers"):
         assert said in words
     assert f"layer 2 keeps softmax; layers 1,3 keep softmax over the last {WINDOW} tokens" in words

@@ -59,9 +59,20 @@ def test_a_time_for_people(seconds: float, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kl", "words"), [(2.41234, "2.4123"), (0.04123, "0.0412"), (2.126e-5, "2.13e-05"), (0.0, "0"), (None, "")]
+    ("kl", "words"),
+    [
+        (2.41234, "2.4123"),
+        (0.1, "0.1000"),
+        (0.04123, "0.0412"),
+        (0.01, "0.0100"),
+        (0.001, "0.00100"),
+        (2.126e-5, "2.13e-05"),
+        (2.1e-5, "2.10e-05"),
+        (0.0, "0"),
+        (None, ""),
+    ],
 )
-def test_a_small_divergence_is_not_shown_as_none(kl: float | None, words: str) -> None:
+def test_a_divergence_has_three_digits_however_small_it_is(kl: float | None, words: str) -> None:
     assert nats(kl) == words
 
 
