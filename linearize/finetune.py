@@ -130,10 +130,10 @@ def save(tuner: Finetuner, report: dict[str, Any], say: Say) -> None:
     """Write the finished model of a run into its folder `final`."""
     recipe, run, student = tuner.recipe, tuner.run, tuner.whole_student
     if recipe.plain:
-        save_plain(student(), tuner.base, run.final, recipe, report, say)
+        save_plain(student(), tuner.base, run.final, recipe, report, say, run.plain_files())
         return
     pictures = card_pictures(read_run(run.folder, plan=read_plan(tuner.base)))
-    save_final(student(), tuner.base, run.final, recipe, report, say, pictures)
+    save_final(student(), tuner.base, run.final, recipe, report, say, pictures, run.plain_files())
 
 
 def what_is_left(recipe: Recipe, run: Run, position: Position) -> str:

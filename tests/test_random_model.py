@@ -186,6 +186,17 @@ def test_a_twin_goes_on_where_it_stopped_and_starts_over(tmp_path: Path, lineari
     assert (code, "mine.txt" in err) == (2, True), err
 
 
+def test_a_conversion_starts_over_where_a_twin_was(
+    tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linearize.convert.verify", lambda *arguments: "not verified")
+    assert linearize(*twin(tmp_path), "finish.verify=false")[0] == 0
+    recipe(tmp_path, LLAMA, finish={"verify": False})
+    code, _, err = linearize("finetune", tmp_path / "recipe.yaml", "--resume", "never")
+    assert code == 0, err
+    assert read_plan(tmp_path / "run" / "final").source == "random-llama"
+
+
 def test_a_twin_learns_from_another_teacher_alone(tmp_path: Path, linearize: Command) -> None:
     teacher = tmp_path / "teacher"
     assert linearize(*twin(teacher))[0] == 0

@@ -222,6 +222,7 @@ class Run:
             discard(self.best)
         self._rewind_metrics(position)
         settings = {"max_steps": self.max_steps, "processes": processes(), "commit": commit, "finished": False}
+        settings["replaces"] = sorted(self.plain_files()) if self.final.exists() else []
         self._write_record({"recipe": self.recipe.resolved(), **settings, "versions": versions, **inputs})
         return changed_versions(old.get("versions", {}), versions)
 
@@ -238,19 +239,21 @@ class Run:
         removed = [path for path in folders if path not in kept]
         foreign = [path / name for path in removed for name in sorted(os.listdir(path)) if name not in CHECKPOINT_FILES]
         replaced = [self.final] if self.resume != "never" else [self.final, self.converted]
-        known = self._plain_files()
+        known = self.plain_files()
         foreign += [path / name for path in replaced for name in foreign_files(path) if name not in known]
         refuse_foreign(foreign)
         halves = [self.folder / f"{name}.tmp" for name in RECORDS]
         halves += [self.folder / f".{place.name}.linearize.tmp" for place in (self.final, self.converted)]
         return removed + [path for path in (*halves, *self.folder.glob("cache/*.partial")) if path.exists()]
 
-    def _plain_files(self) -> set[str]:
-        """Names of the files of a run whose model keeps its softmax, which has no linearize.json to list them."""
+    def plain_files(self) -> set[str]:
+        """Names of the files of a finished model that keeps its softmax, of this run or of one that it replaces: such a
+        model has no linearize.json to list them."""
         record = self._read_record()
+        replaced = set(record.get("replaces", []))
         asked = record.get("recipe") or {}
         plain = asked.get("convert") is None and isinstance((asked.get("model") or {}).get("base"), dict)
-        return {*record.get("base", {}), CARD} if plain else set()
+        return replaced | {*record.get("base", {}), CARD} if plain else replaced
 
     def _write_record(self, record: dict[str, Any]) -> None:
         write_atomically(self.record, json.dumps(record, indent=2))
@@ -262,7 +265,7 @@ class Run:
     def finish(self) -> None:
         """Note that the finished model in its place is this run's, and let its copy go."""
         discard(self.best)
-        self._write_record({**self._read_record(), "finished": True})
+        self._write_record({**self._read_record(), "finished": True, "replaces": []})
 
     @contextlib.contextmanager
     def preparing(self, owner: bool) -> Iterator[None]:

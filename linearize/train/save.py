@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +160,14 @@ def save_final(
     report: dict[str, Any],
     say: Any,
     pictures: Mapping[str, tuple[bytes, str]] | None = None,
+    replaces: Collection[str] = (),
 ) -> None:
     """Write the finished model, reload it in a clean process, compare, then put it in place.
 
     Whatever was not trained is linked or copied from the base, byte for byte. The card has the `report`'s figures and
     the `pictures`: name -> (PNG, what it shows).
-    The model of an earlier run of that name stays until then.
+    The model of an earlier run of that name stays until then; `replaces` has the names of its files that no
+    linearize.json lists.
     """
     plan = read_plan(base)
     keep_adapter = recipe.keeps_adapter
@@ -173,7 +175,7 @@ def save_final(
     trained = None
     if recipe.finish.verify and fits_twice([base]):
         trained = logits_of(student.model.float())
-    with output_folder(output, overwrite=True) as folder:
+    with output_folder(output, overwrite=True, carried=replaces) as folder:
         changed = finish_adapters(student, folder if keep_adapter else None)
         checkpoint.copy_carried(base, folder)
         shutil.copyfile(base / checkpoint.INDEX, folder / checkpoint.INDEX)
@@ -199,12 +201,21 @@ def save_final(
     say(f"saved {output}{apart}")
 
 
-def save_plain(student: Student, base: Path, output: Path, recipe: Recipe, report: dict[str, Any], say: Any) -> None:
+def save_plain(
+    student: Student,
+    base: Path,
+    output: Path,
+    recipe: Recipe,
+    report: dict[str, Any],
+    say: Any,
+    replaces: Collection[str] = (),
+) -> None:
     """Write a trained model that keeps its softmax as an ordinary folder of transformers, reload and compare it, then
-    put it in place. All but weights and card is copied from the `base`, the random model."""
+    put it in place. All but weights and card is copied from the `base`, the random model; `replaces` as above."""
     student.model.to("cpu")
     headers = {shard: read_header(shard) for shard in find_shards(base, True)[0]}
-    with output_folder(output, overwrite=True, carried=[*(path.name for path in base.iterdir()), CARD]) as folder:
+    carried = [*(path.name for path in base.iterdir()), CARD, *replaces]
+    with output_folder(output, overwrite=True, carried=carried) as folder:
         for path in base.iterdir():
             if path not in headers:
                 shutil.copyfile(path, folder / path.name)
