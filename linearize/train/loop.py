@@ -118,7 +118,7 @@ class StageLoop:
         self.scores = broadcast_object_list([[worth(x.get("eval_kl"), x["eval_ppl"]) for x in lines]])[0]
         self.stream = Stream(blocks, order, seed_for(owner.recipe.seed, number))
         self.reader: Iterator[dict[str, Tensor] | LinearizeError] | None = None
-        self.over = multiprocessing.Value(ctypes.c_bool, False, lock=False)  # shared with the reader's processes
+        self.over: Any = multiprocessing.Value(ctypes.c_bool, False, lock=False)  # shared with the reader's processes
         self.tokens_per_step = blocks.seq_len * owner.blocks_per_step(stage)
         accelerator = owner.accelerator
         accelerator.free_memory()  # forget the optimizer of the stage before
