@@ -133,7 +133,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         own += [] if ratio is None else [(f"{ratio:.3f}x", "perplexity over the teacher's")]
         own.append((f"{ppl:.4g}", f"held-out perplexity{beside}"))
     each = "an image" if run.unit == "images" else "a token"
-    own += [(f"{kl:.3g}", f"KL from the teacher, nats {each}") for _, kl in run.curve("eval_kl")[-1:]]
+    own += [(nats(kl), f"KL from the teacher, nats {each}") for _, kl in run.curve("eval_kl")[-1:]]
     own.append((short(run.tokens), f"training {run.unit}"))
     if run.plan is not None and run.plan.cache_bytes(1)["source"]:
         cache = run.plan.cache_bytes(32768)
@@ -149,7 +149,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
     theirs = [
         (f"{found['student_ppl'] / found['teacher_ppl']:.3f}x", "perplexity over the teacher's"),
         (f"{found['student_ppl']:.4g}", f"perplexity (teacher {found['teacher_ppl']:.4g})"),
-        (f"{found['kl']:.3g}", "KL from the teacher, nats a token"),
+        (nats(found["kl"]), "KL from the teacher, nats a token"),
         (percent(found["top1_agreement"]), "same likeliest token"),
     ]
     return {caption: own, heading: theirs}
@@ -163,7 +163,7 @@ def _answers(found: dict[str, Any]) -> list[tuple[str, str]]:
         beside = f" (teacher {percent(found['teacher_accuracy'])})"
         theirs.append((percent(found["student_accuracy"]), f"accuracy{beside}"))
     theirs.append((percent(found["top1_agreement"]), f"same {what}"))
-    theirs.append((f"{found['kl']:.3g}", "KL from the teacher, nats each"))
+    theirs.append((nats(found["kl"]), "KL from the teacher, nats each"))
     return theirs
 
 
