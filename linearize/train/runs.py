@@ -221,7 +221,12 @@ class Run:
         if stale:
             discard(self.best)
         self._rewind_metrics(position)
-        settings = {"max_steps": self.max_steps, "processes": processes(), "commit": commit, "finished": False}
+        settings: dict[str, Any] = {
+            "max_steps": self.max_steps,
+            "processes": processes(),
+            "commit": commit,
+            "finished": False,
+        }
         settings["replaces"] = sorted(self.plain_files()) if self.final.exists() else []
         self._write_record({"recipe": self.recipe.resolved(), **settings, "versions": versions, **inputs})
         return changed_versions(old.get("versions", {}), versions)
