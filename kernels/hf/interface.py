@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import (
@@ -73,15 +74,17 @@ def under_own_name(backend: str, module: Any, *args: Any, **kwargs: Any) -> Any:
         module.config._attn_implementation_internal = name
 
 
-def direction(mask_function: Any, bidirectional: bool) -> str:
+def direction(mask_function: Any, bidirectional: bool, joined: bool = False) -> str:
     """How tokens see each other in a mask that transformers is asked for: "causal", "bidirectional", or "mixed" where a
     function that may let a causal one see later tokens is joined to it.
 
     Joined by `and_masks`, functions hide only; `remap_positions_for_packed_sequence` changes what is called a position.
+    `joined` says whether anything is: torch.compile cannot look into a function.
     """
     if bidirectional:
         return "bidirectional"
-    return "causal" if mask_function is None or _looks_back(mask_function) else "mixed"
+    causal = not joined if torch.compiler.is_compiling() else mask_function is None or _looks_back(mask_function)
+    return "causal" if causal else "mixed"
 
 
 def _looks_back(mask_function: Any) -> bool:
@@ -104,7 +107,8 @@ def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     # Masks of bidirectional attention may be of another sequence, in cross attention; then mixers look at their own.
     if isinstance(seen, int) and "q_length" in kwargs and "allow_is_bidirectional_skip" not in kwargs:
         check_columns(kwargs.get("attention_mask"), kwargs["q_length"], seen)
-    asked = direction(kwargs.get("mask_function"), "allow_is_bidirectional_skip" in kwargs)
+    joined = not kwargs.get("allow_is_causal_skip", True)
+    asked = direction(kwargs.get("mask_function"), "allow_is_bidirectional_skip" in kwargs, joined)
     if prefix == ALL and asked == "mixed" and kwargs.get("q_length") != 1:
         backend = "sdpa"
     elif prefix == ALL:
