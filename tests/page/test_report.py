@@ -83,7 +83,7 @@ def test_tiles_keep_figures_of_the_run_and_of_eval_apart(run: Path) -> None:
     assert own[0] == "The run's last evaluation, 512 held-out tokens"
     assert re.findall("<b>(.*?)</b>", own[1])[:3] == ["1.200x", "12", "0.1000"]
     assert theirs[0] == "linearize eval, 999 tokens of held.txt"
-    assert re.findall("<b>(.*?)</b>", theirs[1]) == ["1.050x", "10.5", "0.07", "90.0%"]
+    assert re.findall("<b>(.*?)</b>", theirs[1]) == ["1.050x", "10.5", "0.0700", "90.0%"]
     (run / "eval.json").unlink()
     assert report_page(read_run(run)).count('class="soft caption"') == 1
 
