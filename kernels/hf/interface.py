@@ -79,11 +79,11 @@ def direction(mask_function: Any, bidirectional: bool, joined: bool = False) -> 
     function that may let a causal one see later tokens is joined to it.
 
     Joined by `and_masks`, functions hide only; `remap_positions_for_packed_sequence` changes what is called a position.
-    `joined` says whether anything is: torch.compile cannot look into a function.
+    `joined` says whether anything is: torch.compile cannot look into a function, torch.export can.
     """
     if bidirectional:
         return "bidirectional"
-    causal = not joined if torch.compiler.is_compiling() else mask_function is None or _looks_back(mask_function)
+    causal = not joined if torch.compiler.is_dynamo_compiling() else mask_function is None or _looks_back(mask_function)
     return "causal" if causal else "mixed"
 
 
