@@ -286,11 +286,10 @@ def load(
 def _choice(say: Say, *kept: int | str | None) -> dict[str, Any]:
     """What `plan_conversion` needs where linearize is to choose the layers, or heads, that keep softmax, or those with
     a window."""
-    from .choose.choose import Scoring, chooser, window_chooser
+    from .choose.choose import Scoring, choosers
     from .plan.keep import is_auto
 
-    scoring = Scoring(say=say)
-    return {"choose": chooser(scoring), "choose_windows": window_chooser(scoring)} if any(map(is_auto, kept)) else {}
+    return choosers(Scoring(say=say)) if any(map(is_auto, kept)) else {}
 
 
 def _overrides(values: Mapping[str, Any] | Sequence[str]) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What the machine refuses, whatever was asked of it; any other OSError may be a bug.
@@ -167,6 +169,11 @@ def undamaged(path: Path, then: str) -> Iterator[None]:
         yield
     except (*MALFORMED, FileNotFoundError) as error:
         raise LinearizeError(f"{path} is damaged ({type(error).__name__}: {error}). {then}") from error
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that this program wrote. Raises what `undamaged` tells, also for another value."""
+    return dict(**json.loads(path.read_text("utf-8")))
 
 
 def resource_error(error: BaseException) -> LinearizeError | None:

@@ -25,7 +25,7 @@ from .checkpoint.manifest import read_plan, saved_again
 from .checkpoint.provenance import behind, check_code, check_code_cache, trained_before
 from .checkpoint.source import Source, open_source
 from .checkpoint.upgrade import plan_upgrade, upgrade
-from .choose.choose import Scoring, chooser, window_chooser
+from .choose.choose import Scoring, choosers
 from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.augment import augmentation
 from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
@@ -317,8 +317,7 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
         revision=recipe.model.revision,
         trust_remote_code=recipe.model.trust_remote_code,
         weights=weights,
-        choose=chooser(scoring) if weights else None,
-        choose_windows=window_chooser(scoring) if weights else None,
+        **(choosers(scoring) if weights else {}),
     )
 
 

@@ -409,7 +409,7 @@ def test_data_are_looked_for_before_layers_are_compared_and_converted(
 ) -> None:
     """Both files, and the package that a dataset needs."""
     monkeypatch.setattr(story, "convert", lambda *given, **named: pytest.fail("converts"))
-    monkeypatch.setattr(story, "chooser", lambda scoring: lambda *given: pytest.fail("compares"))
+    monkeypatch.setattr(story, "choosers", lambda scoring: {"choose": lambda *given: pytest.fail("compares")})
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "datasets" else find(name))
     convert = {"mechanism": "gsa", "options": {"slots": 4}, "keep_softmax": keep}

@@ -21,7 +21,7 @@ from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
 from ..terminal.output import nats, percent, ranges
-from ..terminal.tables import task_rows
+from ..terminal.tables import accuracy_first, task_rows
 from ..train.device import on_cpu
 from .carried import is_licence
 from .code import auto_names
@@ -279,12 +279,11 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     def line(name: str, trained: str, row: dict[str, Any]) -> str:
         ratio = "" if row.get("ppl_ratio") is None else f"{row['ppl_ratio']:.4g}"
         figures = [f"{row['ppl']:.4g}", ratio, nats(row.get("kl"))]
-        top = [percent(row.get("accuracy"))]
-        cells = (name, trained, _count(row["eval_tokens"]), *(top + figures if unit == "images" else figures + top))
+        ordered = accuracy_first(unit, percent(row.get("accuracy")), figures)
+        cells = (name, trained, _count(row["eval_tokens"]), *ordered)
         return f"| {' | '.join(cells)} |"
 
-    columns = ["perplexity", "x teacher", "KL"]
-    columns = ["accuracy", *columns] if unit == "images" else [*columns, "top-1"]
+    columns = accuracy_first(unit, "accuracy" if unit == "images" else "top-1", ["perplexity", "x teacher", "KL"])
     lines = ["", "## Measured", "", f"| | training {unit} | held-out {unit} | {' | '.join(columns)} |"]
     lines.append("|---|---|---|---|---|---|---|")
     if teacher is not None:

@@ -77,6 +77,11 @@ def window_chooser(scoring: Scoring) -> WindowChooser:
     return functools.partial(choose_windows, scoring)
 
 
+def choosers(scoring: Scoring) -> dict[str, Any]:
+    """What `plan_conversion` needs where linearize is to choose layers, heads or windows, as its arguments."""
+    return {"choose": chooser(scoring), "choose_windows": window_chooser(scoring)}
+
+
 class Scorer:
     """Compares a mixture with its source on fixed batches; `asked` [B,T] in each says which predictions count.
 

@@ -176,7 +176,7 @@ def name_of(plan: Any) -> str:
 def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
     """How `auto` compares layers, heads and windows, and on what a window of named layers is measured, as arguments.
     Raises LinearizeError (exit 2) for another method and for text that is not there."""
-    from ..choose.choose import Scoring, chooser, pricer, window_chooser
+    from ..choose.choose import Scoring, choosers, pricer
     from ..data.documents import TextSource
     from ..errors import absent, check_file
     from ..plan.keep import check_method
@@ -191,5 +191,4 @@ def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
         check_file(text)
         scoring["text"] = TextSource(files=(text,))
     found = Scoring(**scoring)
-    choosers = {"choose": chooser(found), "choose_windows": window_chooser(found)}
-    return choosers | ({} if text is None else {"price": pricer(found)})
+    return choosers(found) | ({} if text is None else {"price": pricer(found)})

@@ -12,7 +12,7 @@ from .. import __version__
 from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import base_hashes
 from ..checkpoint.shards import combined_sha256, file_hashes
-from ..errors import LinearizeError, undamaged
+from ..errors import LinearizeError, json_object, undamaged
 from ..plan.plan import some
 from ..train.runs import START_OVER, changed_versions, changes, refuse_foreign
 from .latents import files_of
@@ -54,7 +54,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """What `write_record` wrote; empty where there is none."""
     path = folder / RECORD
     with _whole(folder):
-        return dict(**json.loads(path.read_text("utf-8"))) if path.exists() else {}
+        return json_object(path) if path.exists() else {}
 
 
 def _whole(folder: Path) -> contextlib.AbstractContextManager[None]:

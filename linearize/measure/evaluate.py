@@ -24,8 +24,8 @@ CHANCE = 0.5  # of the vocabulary's size: a random model has about all of it as 
 
 
 def warn_of_chance(ppl: float, words: int) -> str:
-    """What to say of a teacher whose perplexity is near that of guessing among the `words` of its vocabulary; empty for
-    any other."""
+    """A warning about a teacher whose perplexity is near that of guessing among the `words` of its vocabulary. It is
+    empty for any other teacher."""
     if ppl < CHANCE * words:
         return ""
     return (

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..checkpoint.manifest import read_plan
-from ..errors import MALFORMED, LinearizeError, absent, check_file, did_you_mean, undamaged
+from ..errors import MALFORMED, LinearizeError, absent, check_file, did_you_mean, json_object, undamaged
 from ..plan.plan import Plan
 from ..recipe.recipe import Recipe, portable
 from ..train.runs import is_entry, read_lines
@@ -226,14 +226,14 @@ def read_run(folder: Path, evaluation: Path | None = None, plan: Plan | None = N
     if not path.is_file():
         raise no_run(folder)
     with undamaged(path, "Restore it"):
-        settings = dict(**json.loads(path.read_text("utf-8")))
+        settings = json_object(path)
     recipe = None
     with contextlib.suppress(ValidationError):  # of a version that had other keys
         recipe = Recipe.model_validate(settings.get("recipe"))
     report: dict[str, Any] = {}
     if (folder / "report.json").is_file():
         with undamaged(folder / "report.json", "Restore it"):
-            report = dict(**json.loads((folder / "report.json").read_text("utf-8")))
+            report = json_object(folder / "report.json")
     entries = [line for line in read_lines(folder / "metrics.jsonl") if is_entry(line)]
     with whole(folder):
         plan = plan or find_plan(folder, settings)

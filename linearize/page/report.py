@@ -16,7 +16,7 @@ from ..demo import model_folder
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
-from ..terminal.tables import alike, attention, chosen_options, short
+from ..terminal.tables import accuracy_first, alike, attention, chosen_options, short
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
@@ -38,8 +38,12 @@ LOSSES = {
 
 def loss_of(kind: str, unit: str) -> str:
     """What the loss of a kind of stage is, in words."""
-    words = LOSSES.get(kind, "loss")
-    return words.replace("nats a token", "nats an image") if unit == "images" else words
+    return LOSSES.get(kind, "loss").replace("nats a token", nats_each(unit))
+
+
+def nats_each(unit: str) -> str:
+    """The unit of a divergence, by what a run counts."""
+    return "nats an image" if unit == "images" else "nats a token"
 
 
 def report_page(run: RunRecord) -> str:
@@ -132,8 +136,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         beside = "" if ratio is None else f" (teacher {run.teacher_ppl:.4g})"
         own += [] if ratio is None else [(f"{ratio:.3f}x", "perplexity over the teacher's")]
         own.append((f"{ppl:.4g}", f"held-out perplexity{beside}"))
-    each = "an image" if run.unit == "images" else "a token"
-    own += [(nats(kl), f"KL from the teacher, nats {each}") for _, kl in run.curve("eval_kl")[-1:]]
+    own += [(nats(kl), f"KL from the teacher, {nats_each(run.unit)}") for _, kl in run.curve("eval_kl")[-1:]]
     own.append((short(run.tokens), f"training {run.unit}"))
     if run.plan is not None and run.plan.cache_bytes(1)["source"]:
         cache = run.plan.cache_bytes(32768)
@@ -229,8 +232,7 @@ def draw_training(run: RunRecord) -> Drawing:
         drawings.append(lines("Held-out perplexity", marked, x, Axis("perplexity", wide)))
     if distances:
         series = [Series("student", distances, "blue", dots=True)]
-        each = "nats an image" if run.unit == "images" else "nats a token"
-        drawings.append(lines("Held-out KL from the teacher", series, x, Axis(each), height=210))
+        drawings.append(lines("Held-out KL from the teacher", series, x, Axis(nats_each(run.unit)), height=210))
     for stage in run.stages:
         series = []
         for place, key in enumerate(("loss", "kl", "ce")):
@@ -256,10 +258,9 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
     for name, entry in last.items():
         ppl, tokens = entry["eval_ppl"], begins.get(name, 0) + entry["tokens"]
         ratio = f"{ppl / teacher:.4f}" if teacher else ""
-        figures, hit = [f"{ppl:.4f}", ratio], [percent(entry.get("eval_accuracy"))]
-        rows.append((name, f"{tokens:,}", *(hit + figures if run.unit == "images" else figures + hit)))
-    names = ["perplexity", "x teacher"]
-    names = ["accuracy", *names] if run.unit == "images" else [*names, "top-1"]
+        ordered = accuracy_first(run.unit, percent(entry.get("eval_accuracy")), [f"{ppl:.4f}", ratio])
+        rows.append((name, f"{tokens:,}", *ordered))
+    names = accuracy_first(run.unit, "accuracy" if run.unit == "images" else "top-1", ["perplexity", "x teacher"])
     columns = {"": "text"} | dict.fromkeys((f"training {run.unit}", *names), "number")
     held = next((entry.get("eval_tokens") for entry in last.values()), None)
     first = "Accuracies and perplexities" if run.unit == "images" else "Perplexities"

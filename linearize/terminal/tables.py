@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -41,6 +41,7 @@ def results() -> Console:
 
 
 # Words of results, and how they are coloured.
+T = TypeVar("T")
 COLOURS = {"passed": "green", "ok": "green", "failed": "red", "missing": "red"}
 COLOURS |= dict.fromkeys(("warning", "skipped", "optional", "note"), "yellow")
 # A column gets at least as much room as its longest word takes, up to so many characters: words are not cut. Longer
@@ -411,16 +412,22 @@ def report_table(report: dict[str, Any]) -> None:
         out.print(table(columns, layers, "attention output against the teacher's, per layer"))
 
 
+def accuracy_first(unit: str, accuracy: T, figures: list[T]) -> list[T]:
+    """Columns or cells of an evaluation in order: accuracy stands before the `figures` of images, and behind those of
+    tokens."""
+    return [accuracy, *figures] if unit == "images" else [*figures, accuracy]
+
+
 def evaluation_cells(row: dict[str, Any], unit: str) -> dict[str, str]:
-    """A row of a report in cells, by their headings: of images accuracy comes first, of tokens perplexity."""
-    figures = {
-        "perplexity": f"{row['ppl']:.3f}",
-        "x teacher": "" if row["ppl_ratio"] is None else f"{row['ppl_ratio']:.3f}",
-        "KL": nats(row.get("kl")),
-    }
-    accuracy = {"accuracy" if unit == "images" else "top-1": percent(row.get("accuracy"))}
+    """A row of a report in cells, by their headings."""
+    figures = [
+        ("perplexity", f"{row['ppl']:.3f}"),
+        ("x teacher", "" if row["ppl_ratio"] is None else f"{row['ppl_ratio']:.3f}"),
+        ("KL", nats(row.get("kl"))),
+    ]
+    accuracy = ("accuracy" if unit == "images" else "top-1", percent(row.get("accuracy")))
     named = {"": row["name"], f"training {unit}": f"{row['tokens']:,}" if "tokens" in row else ""}
-    return named | (accuracy | figures if unit == "images" else figures | accuracy)
+    return named | dict(accuracy_first(unit, accuracy, figures))
 
 
 def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:

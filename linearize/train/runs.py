@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import CARD, base_hashes
 from ..checkpoint.shards import file_hashes, sha256
-from ..errors import LinearizeError, check_file, os_error, undamaged, writing
+from ..errors import LinearizeError, check_file, json_object, os_error, undamaged, writing
 from ..plan.plan import some
 from ..recipe.data import unit_of
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weighty
@@ -143,7 +143,7 @@ class Run:
     def _read_record(self) -> dict[str, Any]:
         """run.json, empty where there is none."""
         with self._undamaged_record():
-            return dict(**json.loads(self.record.read_text("utf-8"))) if self.record.exists() else {}
+            return json_object(self.record) if self.record.exists() else {}
 
     def _resume_point(self) -> Path | None:
         if self.resume == "never":
