@@ -93,6 +93,7 @@ torch.save(found, sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_pipelines_load_without_linearize_and_make_the_same(sources: dict[str, Path], tmp_path: Path) -> None:
     """In one clean process; the last one comes from a Hub, of which diffusers downloads what it knows."""
     wanted, places = {}, {}

@@ -432,6 +432,7 @@ FOREIGN = [
 ]
 
 
+@pytest.mark.slow
 def test_foreign_lines_among_the_metrics_do_no_harm(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,6 +502,7 @@ def test_starting_over_removes_nothing_that_linearize_did_not_write(place: str, 
     assert (tmp_path / "run" / "notes.tmp").read_text() == "mine, too"
 
 
+@pytest.mark.slow
 def test_never_starts_over(root: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     halfway(tmp_path, root, monkeypatch)
     train(recipe_in(tmp_path, root), resume="never")
@@ -548,6 +550,7 @@ def test_a_run_lies_apart_from_its_base(root: Path, tmp_path: Path, where: str) 
     assert left == before
 
 
+@pytest.mark.slow
 def test_stages_one_by_one_are_the_whole_run(root: Path, whole: Path, tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, root)
     with pytest.raises(LinearizeError, match="--stage sft needs attention_transfer, which is not finished"):

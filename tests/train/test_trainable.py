@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, relative_error, with_slow
 from models import load, small_model
 from safetensors.torch import load_file, save_file
 from training import LORA, VOCAB, T, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
@@ -110,7 +110,7 @@ def expected(name: str, model: str, parts: list[str], transfer: bool) -> bool:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("kind", "parts"), STAGES, ids=str)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", with_slow(["llama", "gpt2"], "gpt2"))
 def test_a_stage_moves_what_it_names_and_never_the_teacher(
     model: str, kind: str, parts: list[str], precision: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_stage_moves_what_it_names_and_never_the_teacher(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", with_slow(["llama", "gpt2"], "gpt2"))
 def test_the_teacher_stays_through_a_run_of_every_kind(
     model: str, precision: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +159,7 @@ def saved(model: str, parts: list[str], root: Path, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("layers", ["all", "0"])
 @pytest.mark.parametrize("parts", [["new"], ["new", "lora"], ["mixer"], ["all"]], ids="-".join)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", with_slow(["llama", "gpt2"], "gpt2"))
 def test_the_saved_model_is_the_trained_one(
     model: str, parts: list[str], layers: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +200,7 @@ def test_a_base_in_float32_may_train_in_bfloat16(root: Path, tmp_path: Path) -> 
     assert {name for name in old if not torch.equal(old[name], new[name])} == {n for n in old if ".mixer." in n}
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_its_checks_can_be_saved(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +218,7 @@ def test_a_model_that_fails_its_checks_can_be_saved(
     assert load(tmp_path / "run" / "final")
 
 
+@pytest.mark.slow
 def test_an_adapter_is_kept_beside_the_base_on_request(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_first_layers_of_each_kind(
     assert message.endswith(FIRST.format(needed))
 
 
+@pytest.mark.slow
 def test_a_wrong_step_is_found_in_the_first_layers(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, linear = zoo.folders("llama", HYBRID)
     folder = forgetful(linear, tmp_path / "linear")
