@@ -58,7 +58,7 @@ def main() -> None:
     convert = [sys.executable, *PROGRAM, "convert", str(folder / "base"), "--to", "gsa", *given, "--verify", "keys"]
     subprocess.run([*convert, "-o", str(folder / "converted")], check=True, stdout=sys.stderr)
     overrides = [f"model.base={folder / 'converted'}", "convert=null", f"output_dir={folder / 'run'}"]
-    overrides += ["data.train={demo: train}", "data.eval={demo: heldout}", "eval.max_tokens=4096"]
+    overrides += ["data.train={demo: train}", "data.eval={demo: heldout}", "eval.max_tokens=4096", "checkpoint.keep=1"]
     overrides += ["data.pack.seq_len=32", "runtime.device=cpu", "runtime.precision=fp32"] if tiny else []
     command = [sys.executable, *LAUNCH["fsdp"], *PROGRAM, "finetune", "gsa-window", *overrides]
     with open(folder / "log", "w") as log:
