@@ -3,8 +3,9 @@
 python -m benchmarks.study --teacher TEACHER --text TEXT --work WORK --out rows.jsonl gsa gsa-window "gsa lr=5e-4"
 
 TEACHER is what benchmarks.study_teacher wrote, or `demo`; TEXT a folder of benchmarks.study_text with its tokenizer. A
-variant is a name of VARIANTS, with changes of its fields or of the mechanism's options behind it. Each adds a row of
-JSON to --out; a variant that would not end before --seconds is left out. Processes that share --work share the list.
+variant is a name of VARIANTS, with changes of its fields or of the mechanism's options behind it; `last.KEY` and
+`first.KEY` set a key of the recipe's last and first stage (`"gsa last.loss.temperature=2"`). Each adds a row of JSON to
+--out; a variant that would not end before --seconds is left out. Processes that share --work share the list.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Variant:
     weight: float = 1.0
     frozen: str = ""  # parts of names of parameters that stay as they begin, several with + between
     tokens: float | None = None  # in place of the share
+    keys: dict[str, Any] = field(default_factory=dict)  # of the recipe's stages: last.optimizer.betas, first.steps
 
 
 HYBRID = "3,6"  # layers that keep softmax: benchmarks.layers on the teacher
@@ -108,12 +110,14 @@ VARIANTS = _variants()
 
 
 def _value(text: str) -> Any:
-    """A number, true or false, or the text itself."""
+    """A number, true, false or null, a list as [0.9,0.99], or the text itself."""
+    if text.startswith("["):
+        return [_value(item) for item in text.strip("[]").split(",")]
     try:
         number = float(text)
         return int(number) if number.is_integer() and "." not in text.partition("e")[0] else number
     except ValueError:
-        return {"true": True, "false": False}.get(text, text)
+        return {"true": True, "false": False, "null": None}.get(text, text)
 
 
 def parse(text: str) -> tuple[str, Variant]:
@@ -126,6 +130,8 @@ def parse(text: str) -> tuple[str, Variant]:
         parsed = _value(value)
         if key in fields:
             variant = dataclasses.replace(variant, **{key: value if key == "keep" else parsed})
+        elif key.startswith(("first.", "last.")):
+            variant = dataclasses.replace(variant, keys={**variant.keys, key: parsed})
         else:
             variant = dataclasses.replace(variant, options={**variant.options, key: parsed})
     return text, variant
@@ -156,6 +162,14 @@ def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens
         "batch": rows,
         **lora,
     }
+    stages = [transfer, end_to_end] if first else [end_to_end]
+    for key, value in variant.keys.items():
+        which, *between, name = key.split(".")
+        place: dict[str, Any] = stages[0 if which == "first" else -1]
+        for part in between:
+            place[part] = dict(place.get(part, {}))  # both stages have one schedule and one batch
+            place = place[part]
+        place[name] = value
     demo = str(arguments.teacher) == "demo"
     data = {
         "train": {"files": [str((arguments.text / "distil.jsonl").resolve())]},
@@ -171,7 +185,7 @@ def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens
             "model": {"base": str(arguments.teacher), "dtype": "float32"},
             "convert": {"mechanism": variant.mechanism, "options": variant.options, "keep_softmax": variant.keep},
             "data": data,
-            "stages": [transfer, end_to_end] if first else [end_to_end],
+            "stages": stages,
             "checkpoint": {"every_steps": 10**6, "keep": 1},
             "eval": {"max_tokens": arguments.held_out},
         }
