@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from . import html
 from .charts import Axis, Series, binary, bytes_text, lines
 from .drawing import SERIES, Drawing
 from .html import Section
-from .record import EVAL, RUN, ModelRecord, RunRecord, find_runs, no_run, read_evaluation, read_run, whole
+from .record import EVAL, FINAL, RUN, ModelRecord, RunRecord, find_runs, no_run, read_evaluation, read_run, whole
 from .report import CONTEXTS, mechanisms
 
 # Students by name, each the runs that made it, one after the other.
@@ -53,7 +54,7 @@ def read_rows(places: Sequence[Path]) -> list[RunRecord]:
 def _run_of(place: Path) -> Path:
     """The run whose finished model `place` is; any other place as it is."""
     run = place.resolve().parent
-    return place.parent if place.name == "final" and (run / RUN).is_file() else place
+    return place.parent if place.name == FINAL and (run / RUN).is_file() else place
 
 
 def _measured(place: Path) -> RunRecord | None:
@@ -105,9 +106,15 @@ def _same(place: Path, name: Any) -> bool:
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A name for each run or model: its own, or the folder where several have the same."""
+    """A name for each run or model: its own; where several have the same, the folder, from the one that holds all of
+    these on."""
     names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+    places = {run.folder.absolute() for name, run in zip(names, runs, strict=True) if names.count(name) > 1}
+    start = os.path.commonpath([place.parent for place in places]) if places else ""
+    return [
+        name if names.count(name) == 1 else os.path.relpath(run.folder.absolute(), start)
+        for name, run in zip(names, runs, strict=True)
+    ]
 
 
 def figures(run: RunRecord) -> dict[str, Any]:
@@ -191,10 +198,11 @@ def cells(run: RunRecord, label: str) -> dict[str, str]:
     }
 
 
-def notes(runs: Sequence[RunRecord]) -> list[str]:
-    """What to know before reading the table."""
+def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[str]:
+    """What to know before reading the table; `shown` is how folders are written."""
     students = _students(runs)
-    found = [f"{run.folder} was not measured: {_measure(run)}" for run in students if _unmeasured(run)]
+    lacking = [(shown(str(run.folder)), run) for run in students if _unmeasured(run)]
+    found = [f"{place} was not measured: {_measure(place, run.base)}" for place, run in lacking]
     if len({run.base for run in students}) > 1:
         found.append("the runs have different teachers: x teacher and KL are against each run's own")
     if len({text for run in students if not _unmeasured(run) for text in _texts(run)}) > 1:
@@ -213,9 +221,8 @@ def _unmeasured(run: RunRecord) -> bool:
     return isinstance(run, ModelRecord) and run.evaluation is None
 
 
-def _measure(run: RunRecord) -> str:
-    file = f"{run.folder}.json"
-    return f"linearize eval {run.folder} --teacher {run.base or 'MODEL'} -o {file}, then compare {file}"
+def _measure(place: str, teacher: str) -> str:
+    return f"linearize eval {place} --teacher {teacher or 'MODEL'} -o {place}.json, then compare {place}.json"
 
 
 def _texts(run: RunRecord) -> set[str]:
@@ -232,7 +239,7 @@ def _texts(run: RunRecord) -> set[str]:
 def compare_page(runs: Sequence[RunRecord]) -> str:
     """The HTML file of `linearize compare`."""
     names = labels(runs)
-    words = "".join(html.paragraph(f"Note: {note}.") for note in notes(runs))
+    words = "".join(html.paragraph(f"Note: {note}.") for note in notes(runs, portable))
     sections = [Section("table", "Runs and models", words + html.table(columns(runs), table_rows(runs)))]
     sections += drawn_sections({name: [run] for name, run in zip(names, runs, strict=True)})
     students = _students(runs)
@@ -346,9 +353,9 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def progress(run: RunRecord) -> str:
-    """`finished`, or the stage and step that a run is at."""
+    """`finished`, or the stage and step that a run is at; of a finished run also that its model is not there now."""
     if run.finished:
-        return "finished"
+        return "finished" if (run.folder / FINAL).is_dir() else f"finished, but {FINAL}/ is gone"
     names = [stage["name"] for stage in run.stages]
     steps = [entry for entry in run.entries if entry["stage"] in names]
     return f"{steps[-1]['stage']} step {steps[-1]['step']}" if steps else "begun"

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from ..checkpoint.manifest import read_plan
 from ..errors import MALFORMED, LinearizeError, absent, check_file, did_you_mean, json_object, undamaged
 from ..plan.plan import Plan
+from ..recipe.data import unit_of
 from ..recipe.recipe import Recipe, portable
 from ..train.runs import is_entry, read_lines
 
-RUN, EVAL = "run.json", "eval.json"
+RUN, EVAL, FINAL = "run.json", "eval.json", "final"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,7 @@ class RunRecord:
     @property
     def unit(self) -> str:
         """What the run counts: images or tokens."""
-        train = (self.values.get("data") or {}).get("train") or {}
-        return "images" if {"images", "arrays"} & train.keys() or train.get("image_key") else "tokens"
+        return unit_of((self.values.get("data") or {}).get("train"))
 
     @property
     def teacher_accuracy(self) -> float | None:
@@ -277,7 +277,7 @@ def find_runs(folder: Path) -> list[Path]:
 def find_plan(folder: Path, settings: dict[str, Any]) -> Plan | None:
     """By what a run's model was converted: as its own folders say, or its base's where that is a folder."""
     base = (settings.get("recipe") or {}).get("model", {}).get("base", "")
-    for place in (folder / "converted", folder / "final", *([Path(base)] if isinstance(base, str) else [])):
+    for place in (folder / "converted", folder / FINAL, *([Path(base)] if isinstance(base, str) else [])):
         with contextlib.suppress(LinearizeError, OSError, *MALFORMED):
             return read_plan(place)
     return None

@@ -116,8 +116,9 @@ SOURCES: dict[str, type[Strict]] = {
 
 
 def holds_images(source: Any) -> bool:
-    """Whether a source is one of images."""
-    return isinstance(source, ImageSource | ArraySource) or getattr(source, "image_key", None) is not None
+    """Whether a source is one of images: of a recipe, or a mapping as records of runs hold it."""
+    fields = dict(source or {})
+    return bool({"images", "arrays"} & fields.keys()) or fields.get("image_key") is not None
 
 
 def unit_of(source: Any) -> str:
