@@ -79,7 +79,9 @@ def evaluate(
     from ..errors import LinearizeError
     from ..recipe.data import DemoSource
     from ..recipe.recipe import load_recipe
+    from ..train.random_model import named_base
 
+    teacher = teacher and named_base(teacher)
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}
     given |= {"batch_tokens": batch_tokens, "dtype": dtype, "tasks": tasks, "limit": limit, "few_shot": few_shot}
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}

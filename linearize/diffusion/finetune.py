@@ -60,8 +60,7 @@ def finetune(
     if finished(folder, resume):
         say(f"{folder / 'final'} is finished already; --resume never starts over")
         with undamaged(folder / REPORT, f"Remove {folder / 'final'}, and the same command writes both again"):
-            report: dict[str, Any] = read_json(folder / REPORT)
-            return report
+            return {**read_json(folder / REPORT), "output": str(folder / "final")}
     pillow()
     accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
@@ -122,7 +121,8 @@ def finetune(
         say(f"{stage.name}: {stage.steps:,} steps of {stage.batch.blocks * accelerator.num_processes} latents")
         tuner.run(number, folder, step if number == start else 0, state if number == start else None, log)
     complete = only is None or only == recipe.stages[-1].name
-    report = {"output": str(folder / "final") if complete else None, "noise": noise.kind, "latents": len(data.latents)}
+    report: dict[str, Any] = {"output": str(folder / "final") if complete else None, "noise": noise.kind}
+    report["latents"] = len(data.latents)
     report["predictions"] = {"converted": before, "trained": errors()}
     if complete and main and (message := setback(*report["predictions"].values())):
         say(message)
@@ -132,7 +132,7 @@ def finetune(
         png = picture(made, decode)
         write_result(folder / PICTURE, png)
         # First, for a run with `final` counts as finished and has a report.
-        write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
+        write_atomically(folder / REPORT, json.dumps(report | {"output": "final"}, indent=2) + "\n")
         save(base, folder / "final", model, trained_names(tuner), report, png, recipe)
         write_record(folder, read_record(folder) | {"finished": True})
         (folder / STATE).unlink(missing_ok=True)

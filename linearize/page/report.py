@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .. import __version__
-from ..demo import model_folder
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
@@ -21,7 +21,7 @@ from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
 from .html import Section
-from .record import EVAL, RunRecord
+from .record import EVAL, FINAL, RunRecord
 
 PAGE = "report.html"
 NEEDLES_WIDTH = 520.0
@@ -372,11 +372,13 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
 
 
 def not_measured(run: RunRecord) -> str:
-    """What to run so that a page has what `linearize eval` measures."""
-    final, teacher = run.folder / "final", run.values.get("model", {}).get("base", "MODEL")
-    teacher = model_folder() if teacher == "demo" else teacher if isinstance(teacher, str) else "MODEL"
-    command = f"linearize eval {final} --teacher {teacher} -o {run.folder / EVAL}\nlinearize report {run.folder}"
-    return html.missing("Not measured. These commands measure it and write this page again:", command)
+    """What to run so that a page has what `linearize eval` measures. A page may be published: it has no paths of this
+    machine."""
+    folder, teacher = Path(portable(str(run.folder))), run.values.get("model", {}).get("base", "MODEL")
+    teacher = portable(teacher) if isinstance(teacher, str) else "MODEL"
+    command = f"linearize eval {folder / FINAL} --teacher {teacher} -o {folder / EVAL}\nlinearize report {folder}"
+    where = "" if folder == run.folder else ", in the folder that holds the run,"
+    return html.missing(f"Not measured. These commands{where} measure it and write this page again:", command)
 
 
 # ---------------------------------------------------------------- memory, samples, cost

@@ -415,8 +415,9 @@ class Run:
         return {**ran, **figures, "stages": rows, "layers": layers, "positions": positions}
 
     def write_report(self, report: dict[str, Any]) -> None:
-        """report.json, the figures of a finished run."""
-        write_atomically(self.folder / "report.json", json.dumps(report, indent=2))
+        """report.json, the figures of a finished run; `output` is a place in the run's folder, which may move."""
+        stored = report | {"output": report["output"] and self.final.name}
+        write_atomically(self.folder / "report.json", json.dumps(stored, indent=2))
 
     def read_report(self) -> dict[str, Any]:
         """report.json of a run that is finished."""
@@ -425,8 +426,8 @@ class Run:
             found = json.loads(path.read_text("utf-8"))
             # Which runs of earlier versions did not write.
             later = ("teacher_accuracy", "max_steps", "positions", "samples", "device", "teacher", "unit")
-            known = {key: found[key] for key in ("output", "teacher_ppl", "stages", "layers")}
-            return known | {key: found.get(key) for key in later}
+            known = {key: found[key] for key in ("teacher_ppl", "stages", "layers")}
+            return {"output": str(self.final), **known, **{key: found.get(key) for key in later}}
 
     def log(self, **entry: Any) -> None:
         """Append one line to metrics.jsonl; what is not finite becomes null, JSON has no word for it."""

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
-from linearize.errors import Exit
+from linearize.errors import Exit, LinearizeError
 from linearize.measure import compare as measures
 from linearize.measure.compare import EvalRequest, compare, state_bytes
 from linearize.measure.continuation import continued
@@ -578,3 +578,16 @@ def test_continued_is_what_generate_writes(folder: Path) -> None:
     theirs = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(continued(model, ids, 6), theirs[:, 20:])
     assert not torch.equal(*(continued(model, ids, 6, 1.0) for _ in range(2)))
+
+
+def test_demo_is_a_teacher_by_name(linearize: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    def opened(name: str, *rest: Any, **options: Any) -> Any:
+        asked.append(name)
+        if len(asked) == 2:
+            raise LinearizeError("enough")
+
+    monkeypatch.setattr("linearize.measure.generate.load_any", opened)
+    assert linearize("eval", str(folder), "--teacher", "demo")[0] == Exit.USAGE
+    assert asked == [str(folder), str(model_folder())]

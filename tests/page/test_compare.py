@@ -91,7 +91,18 @@ def test_runs_of_other_teachers_and_texts_are_noted(two: list[Path]) -> None:
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(root: Path, tmp_path: Path) -> None:
     runs = read_rows([made_up_run(tmp_path / name, root) for name in ("x", "y")])
-    assert labels(runs) == [str(run.folder) for run in runs]
+    assert labels(runs) == ["x/run", "y/run"]
+
+
+def test_a_page_has_no_paths_of_this_machine(root: Path, tmp_path: Path, measured: dict[str, Path]) -> None:
+    """Of runs of one name, and of a student that nobody measured; the terminal names its whole folder."""
+    (measured["student"] / "eval.json").unlink()
+    runs = read_rows([*(made_up_run(tmp_path / name, root) for name in ("x", "y")), measured["student"]])
+    assert any(str(measured["student"]) in note for note in notes(runs))
+    page = compare_page(runs)
+    assert f"{measured['student'].name} was not measured" in page
+    assert str(tmp_path) not in page
+    assert str(measured["student"].parent) not in page
 
 
 def test_a_run_that_is_named_twice_is_refused(two: list[Path]) -> None:
@@ -187,11 +198,17 @@ def test_a_model_that_nothing_measured_is_refused_with_what_was_found(
 
 def test_runs_are_listed_with_how_far_they_are(two: list[Path], tmp_path: Path) -> None:
     (two[1] / "report.json").unlink()
+    (two[0] / "final").mkdir()
     rows = {row["name"]: row for row in json.loads(invoke("runs", str(tmp_path), "--json"))}
     assert rows["a"]["at"] == "finished"
     assert rows["b"]["at"] == "logit_kl step 40"
     assert list_runs(two[0]) == [rows["a"]]
     assert "logit_kl step 40" in " ".join(invoke("runs", str(tmp_path)).split())
+
+
+def test_a_run_whose_model_was_removed_is_listed_as_such(two: list[Path]) -> None:
+    assert list_runs(two[0])[0]["at"] == "finished, but final/ is gone"
+    assert "final/ is gone" in " ".join(invoke("runs", str(two[0])).split())
 
 
 def test_a_damaged_run_is_listed_with_what_is_wrong(two: list[Path], tmp_path: Path) -> None:

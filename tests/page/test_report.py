@@ -115,7 +115,21 @@ def test_what_was_not_measured_names_the_command_that_measures_it(run: Path) -> 
     (run / "eval.json").unlink()
     page = Page(report_page(read_run(run)))
     assert page.sections == SECTIONS
-    assert page.words.count(f"linearize eval {run / 'final'} --teacher") == 2
+    assert page.words.count("linearize eval run/final --teacher linear -o run/eval.json\nlinearize report run") == 2
+    assert page.words.count("in the folder that holds the run,") == 2
+
+
+def test_a_page_of_a_run_has_no_paths_of_this_machine(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paths that somebody typed stay as they were typed, for the commands to run."""
+    (run / "eval.json").unlink()
+    assert str(tmp_path) in (run / "run.json").read_text()
+    assert str(tmp_path) not in report_page(read_run(run))
+    monkeypatch.chdir(run.parent)
+    page = report_page(read_run(Path(run.name)))
+    assert f"linearize eval {run.name}/final" in page
+    assert "in the folder that holds the run" not in page
 
 
 def test_a_run_that_just_began_has_a_page(run: Path) -> None:
