@@ -48,6 +48,7 @@ from .recipe.data import DatasetSource, described, holds_images, parts_of, unit_
 from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
 from .terminal.output import counted, duration, short, size
+from .terminal.progress import progress
 from .train.device import device_name, on_cpu
 from .train.progress import pace
 from .train.random_model import named_base, write_random
@@ -412,13 +413,14 @@ def dry_run(
         recipe = chosen(recipe, planned, folder, device, precision, say)
         if sharded():
             check_divided(recipe, zero=sharded("DEEPSPEED"))
-        rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda")
-        check_model(rehearsal.model, recipe)
-        named = rehearsal.named
-        check_teacher(named, recipe, rehearsal.model, max_steps, processes())
-        if folder is not None and (note := trained_before(folder, named.name if named else None)):
-            say(note)
-        cost = estimate(rehearsal, device, max_steps)
+        with progress("estimate", len(recipe.stages) * Rehearsal.STAGE) as advance:
+            rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda", advance=advance)
+            check_model(rehearsal.model, recipe)
+            named = rehearsal.named
+            check_teacher(named, recipe, rehearsal.model, max_steps, processes())
+            if folder is not None and (note := trained_before(folder, named.name if named else None)):
+                say(note)
+            cost = estimate(rehearsal, device, max_steps)
         cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
         for one in cost.stages:
             if note := small_batch(rehearsal.model, one.stage, one.stage.batch.blocks * processes()):
@@ -488,7 +490,14 @@ def chosen(recipe: Recipe, planned: Any, folder: Path | None, device: Device, pr
     parameters = sum(p.numel() for p in model.parameters())
     if device.kind == "cpu" and parameters * BYTES_AT_MOST < SMALL * device.memory:
         return plainly(recipe)
-    return choose(recipe, lambda r: Rehearsal(r, planned, folder, precision, device.kind == "cuda"), device, say)
+    # At most: a second rehearsal follows where an optimizer had to become smaller.
+    count = 1 + any(stage.optimizer.memory == "auto" for stage in recipe.stages) * (recipe.runtime.batch == "auto")
+    with progress("trying batch and optimizer", count * len(recipe.stages) * Rehearsal.STAGE) as advance:
+
+        def rehearse(changed: Recipe) -> Rehearsal:
+            return Rehearsal(changed, planned, folder, precision, device.kind == "cuda", advance=advance)
+
+        return choose(recipe, rehearse, device, say)
 
 
 def target(recipe: Recipe, gpu: str | None) -> tuple[Device, str]:
@@ -520,8 +529,9 @@ def check_room(recipe: Recipe, run: Run, planned: Any, folder: Path | None, para
         parameters += sum(p.numel() for p in meta_teacher(named).parameters())
     if parameters * BYTES_AT_MOST < SMALL * device.memory:
         return
-    rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda")
-    cost = estimate(rehearsal, device, run.max_steps)
+    with progress("estimate", len(recipe.stages) * Rehearsal.STAGE) as advance:
+        rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda", advance=advance)
+        cost = estimate(rehearsal, device, run.max_steps)
     if cost.too_large:
         raise refusal(cost, advise(rehearsal, device, cost))
     parent = existing_folder(run.folder)

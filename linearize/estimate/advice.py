@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..recipe.recipe import trains_source
+from ..terminal.progress import progress
 from .estimate import Cost, StageCost, estimate, sharded
 from .gpus import Device
 from .memory import Rehearsal
@@ -23,17 +24,18 @@ def advise(rehearsal: Rehearsal, device: Device, cost: Cost) -> str:
     smallest = max(c.needs(device) for c in cost.stages)
     count = len(list(changes(recipe.resolved(), cost)))
     tries = [range(n, n + 1) for n in range(count)] + [range(n + 1) for n in range(1, count)]
-    for chosen in tries:
-        values, overrides = recipe.resolved(), list[str]()
-        for number, change in enumerate(changes(values, cost)):
-            if number in chosen:
-                overrides += [f"{key}={written(value)}" for key, value in change.items()]
-                for key, value in change.items():
-                    put(values, key, value)
-        found = estimate(rehearsal.changed(recipe.changed(values)), device)
-        if not found.too_large:
-            return f"This fits: {shlex.join(overrides)}"
-        smallest = min(smallest, max(c.needs(device) for c in found.stages))
+    with progress("looking for what fits", len(tries) * len(recipe.stages) * rehearsal.STAGE) as advance:
+        for chosen in tries:
+            values, overrides = recipe.resolved(), list[str]()
+            for number, change in enumerate(changes(values, cost)):
+                if number in chosen:
+                    overrides += [f"{key}={written(value)}" for key, value in change.items()]
+                    for key, value in change.items():
+                        put(values, key, value)
+            found = estimate(rehearsal.changed(recipe.changed(values), advance), device)
+            if not found.too_large:
+                return f"This fits: {shlex.join(overrides)}"
+            smallest = min(smallest, max(c.needs(device) for c in found.stages))
     return (
         f"No change that linearize knows makes it fit: the smallest that it tried needs {smallest / 2**30:.1f} GiB. "
         "Choose a larger card, or several of them with FSDP2"

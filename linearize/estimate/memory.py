@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from linearize_kernels.hf.seam import mixers_of
+
 from ..data.logits import StoredLogits
 from ..errors import LinearizeError, reason_of
 from ..recipe.recipe import LogitKL, Recipe
+from ..terminal.progress import Advance, silent
 from ..train.offload import LEAST, Host
 from ..train.save import meta_model
 from ..train.small_adamw import fresh_state
@@ -106,6 +109,8 @@ class FakeHost(Host):
 class Rehearsal:
     """A recipe's model on fake tensors, and its stages in order."""
 
+    STAGE = 3.0  # what `advance` gets of a stage: a third each for a forward pass, a backward pass and an evaluation
+
     def __init__(
         self,
         recipe: Recipe,
@@ -114,10 +119,12 @@ class Rehearsal:
         precision: str,
         gpu: bool,
         named: Named | None = None,
+        advance: Advance = silent,
     ) -> None:
         """Of a conversion that is `planned`, or a converted `folder`; `precision` is accelerate's name of it, and `gpu`
         the kind of device. `named` is the recipe's own teacher, if it was found already."""
         self.recipe, self.precision, self.gpu = recipe, precision, gpu
+        self._advance, self._left = advance, 0.0
         self.planned, self.folder = planned, folder
         self.mode = FakeTensorMode()
         dtype = None if precision != "no" else torch.float32
@@ -144,13 +151,19 @@ class Rehearsal:
         """The predictions on disk that the recipe names instead of a teacher to load."""
         return self.named.stored if self.named else None
 
-    def changed(self, recipe: Recipe) -> Rehearsal:
+    def changed(self, recipe: Recipe, advance: Advance) -> Rehearsal:
         """The rehearsal of another recipe for the same base."""
-        return Rehearsal(recipe, self.planned, self.folder, self.precision, self.gpu, self.named)
+        return Rehearsal(recipe, self.planned, self.folder, self.precision, self.gpu, self.named, advance)
+
+    def _tell(self, done: float) -> None:
+        """`advance`, of one stage no more than STAGE in all."""
+        done = min(done, self._left)
+        self._left -= done
+        self._advance(done)
 
     def stage(self, number: int) -> Memory:
         """The peak of stage `number`; the stages before it must have been asked for."""
-        recipe, stage = self.recipe, self.recipe.stages[number]
+        recipe, stage, self._left = self.recipe, self.recipe.stages[number], self.STAGE
         step = Step(recipe, stage, self.student, self.precision, self.stored_logits)
         models = [model for model in (self.model, self.student.other) if model is not None]
         tracker = Tracker({getattr(model.config.get_text_config(), "vocab_size", 0) or 0 for model in models})
@@ -168,6 +181,7 @@ class Rehearsal:
                     if isinstance(error, LinearizeError):
                         raise
                     reason = f"{type(error).__name__}: {reason_of(error)}"
+            self._tell(self._left)
             peak = Counter(tracker.peak)
             if reason:
                 peak = Counter({part: tracker.parts[part] for part in PARTS[:5]})
@@ -261,13 +275,14 @@ class Rehearsal:
     def _run(self, tracker: Tracker, step: Step) -> tuple[int, Work]:
         """A micro batch, then an evaluation, whose work is the tracker's; returns what was saved when a backward pass
         began, and the work of the micro batch."""
-        saved = [0]
+        saved, passes = [0], len(mixers_of(self.model)) if step.transfers else 1
 
         def note(parameter: Tensor) -> None:
             tracker.label([parameter.grad], "gradients")
 
         def look() -> None:
             saved.append(tracker.parts["activations"] + tracker.parts["logits"])
+            self._tell(1 / passes)
 
         handles = [p.register_post_accumulate_grad_hook(note) for p in step.parameters]
         tracker.restart()
@@ -275,6 +290,7 @@ class Rehearsal:
             batch = step.batch()
             with as_on_gpu(self.model) if self.gpu else contextlib.nullcontext():
                 step.micro_batch(batch, look)
+                self._tell(1)
                 work, tracker.work = tracker.work, Work()
                 peak = tracker.peak
                 step.evaluate(batch)

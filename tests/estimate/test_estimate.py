@@ -112,6 +112,27 @@ def test_parts_are_those_of_a_real_step(root: Path, tmp_path: Path, name: str) -
     assert found.checkpoint == sum(tensor.nbytes for tensor in student.state().values())
 
 
+@pytest.mark.parametrize("name", ["sft", pytest.param("all, after a transfer", marks=pytest.mark.slow)])
+def test_progress_of_a_rehearsal_ends_with_its_last_stage(
+    root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of a stage each for forward, backward and evaluation, of a transfer by layers; all where one fails."""
+    recipe, told = make_recipe(tmp_path, base(root, "llama"), *RECIPES[name]), list[float]()
+    made = Rehearsal(recipe, None, base(root, "llama"), "no", False, advance=told.append)
+    estimate(made, card("h100"))
+    assert sum(told) == pytest.approx(Rehearsal.STAGE * len(RECIPES[name]))
+    assert len(told) >= 3 * len(RECIPES[name])
+    assert max(told) == 1
+
+    def broken(step: Step, *rest: Any) -> None:
+        raise ValueError("values are asked for")
+
+    monkeypatch.setattr(Step, "micro_batch", broken)
+    told.clear()
+    estimate(made, card("h100"))
+    assert sum(told) == pytest.approx(Rehearsal.STAGE * len(RECIPES[name]))
+
+
 def test_masters_are_what_becomes_float32(root: Path, tmp_path: Path) -> None:
     folder = base(root, "llama", "bfloat16")
     recipe = make_recipe(tmp_path, folder, KL, runtime={"device": "cpu", "precision": "bf16"})

@@ -13,6 +13,7 @@ from conftest import Command
 from models import Zoo
 
 import linearize.terminal.progress
+from linearize.estimate.gpus import CARDS
 from linearize.terminal.output import DRAWN, say
 from linearize.terminal.progress import progress, waiting
 
@@ -153,6 +154,28 @@ def test_commands_that_take_long_show_their_time(
     _, out, err = linearize(*command.replace("MODEL", str(source)).replace("FOLDER", str(folder)).split(), "--json")
     assert re.search(rf"\r{label}, \d+ s", err)
     assert json.loads(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "labels"),
+    [
+        ([], ["estimate"]),
+        # On a card that is small, batch and optimizer are tried first, and then what makes the recipe fit.
+        (["--gpu", "tiny"], ["trying batch and optimizer", "looking for what fits", "estimate"]),
+    ],
+)
+def test_an_estimate_shows_its_share(
+    changes: list[str], labels: list[str], linearize: Command, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    monkeypatch.setitem(CARDS, "tiny", (0.1, 312, 1555, 400))
+    source, _ = zoo.folders("llama")
+    command = ["estimate", "gsa-window", f"model.base={source}", "data.pack.seq_len=128", *changes]
+    code, _, err = linearize(*command, "--json")
+    assert code == 0, err
+    for label in labels:
+        assert re.search(rf"\r{label} \[#+\.*\] \d+%, \d+ s of \d+ s left", err), label
 
 
 @pytest.mark.parametrize(
