@@ -169,6 +169,7 @@ def check_teacher(named: Named | None, recipe: Recipe, model: Any, max_steps: in
     """
     if named is None:
         return
+    check_differs(named, recipe)
     if kind_of(model) != "text":
         message = f"teacher: {type(model).__name__} writes no text, and only models of text take another teacher"
         raise LinearizeError(f"{message}. Leave it out", Exit.INCOMPATIBLE)
@@ -192,6 +193,35 @@ def check_teacher(named: Named | None, recipe: Recipe, model: Any, max_steps: in
         named.stored.check_rows(
             found, rows_read(recipe, stage, facts["split"], found["blocks"], processes, max_steps), stage.name
         )
+
+
+def check_differs(named: Named, recipe: Recipe) -> None:
+    """Refuse (exit 2) the converted model that training starts from as its own teacher, where the first stage learns
+    from nothing else: its loss would be 0 from the first step on. After a stage that changes the student, or beside a
+    cross entropy, such a teacher holds it back, which somebody may want."""
+    base, first = recipe.model.base, recipe.stages[0]
+    if recipe.convert is not None or isinstance(base, Scratch) or not first.learns_logits or weighs_text(first):
+        return
+    if named.source is not None and not named.source.converted:
+        return
+    local = os.path.isdir(os.path.expanduser(named_base(base)))
+    student = open_source(named_base(base), recipe.model.revision, weights=local)
+    theirs = named.facts()
+    if local and theirs["sha256"] is not None:
+        same = student.converted and sha256_of(student) == theirs["sha256"]
+    else:
+        same = student.converted and (student.name, student.revision) == (theirs["model"], theirs["commit"])
+    if same:
+        raise LinearizeError(
+            f"teacher: {named.name} is the model that training starts from: student and teacher compute the same, and "
+            f"the loss of {first.name} is 0 from its first step on. Name the model that was converted, or leave "
+            "teacher out: then the same model with softmax teaches"
+        )
+
+
+def weighs_text(stage: Stage) -> bool:
+    """Whether a stage learns the text as well as its teacher."""
+    return isinstance(stage, LogitKL) and stage.loss.ce > 0
 
 
 def check_teacher_model(named: Named, teacher: Any, recipe: Recipe) -> None:

@@ -554,6 +554,32 @@ def test_shards_are_looked_at_before_a_run(root: Path, tmp_path: Path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
+ITSELF = "is the model that training starts from: .* the loss of logit_kl is 0 from its first step"
+
+
+def test_the_model_that_training_starts_from_does_not_teach_itself(root: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(base(root, "llama"), tmp_path / "copy"))
+    with pytest.raises(LinearizeError, match=f"teacher: copy {ITSELF}") as refused:
+        train(recipe_of(tmp_path, root, teacher=str(copy)))
+    assert refused.value.code == Exit.USAGE
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_student_may_be_held_to_its_beginning_beside_another_loss(root: Path, tmp_path: Path) -> None:
+    """Not where nothing else is learned, by a dry run's words either, nor from what it predicted."""
+    copy = Path(shutil.copytree(base(root, "llama"), tmp_path / "copy"))
+    with pytest.raises(LinearizeError, match=ITSELF):
+        story.dry_run(recipe_of(tmp_path, root, teacher=str(copy)), print)
+    written(recipe_of(tmp_path, root, teacher=str(copy)), tmp_path / "logits", 4)
+    with pytest.raises(LinearizeError, match=ITSELF):
+        story.dry_run(recipe_of(tmp_path, root, teacher={"logits": str(tmp_path / "logits")}), print)
+    for stages in ([stage("logit_kl", loss={"kl": 1.0, "ce": 0.5})], [stage("sft"), stage("logit_kl")]):
+        assert story.dry_run(recipe_of(tmp_path, root, *stages, teacher=str(copy)), print)["stages"]
+    other = convert_folder(source(root), tmp_path / "other", "0")
+    assert story.dry_run(recipe_of(tmp_path, root, teacher=str(other)), print)["stages"]
+
+
 def test_a_run_does_not_replace_its_teacher(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "large", tmp_path / "run" / "final")
     with pytest.raises(LinearizeError, match=r"teacher\.model .* must be separate folders"):
