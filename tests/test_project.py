@@ -8,12 +8,17 @@ import re
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from packaging.specifiers import SpecifierSet
+from typer.testing import CliRunner
 
 from linearize import __version__
+from linearize.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,6 +63,31 @@ def test_the_container_copies_what_there_is() -> None:
     assert all((ROOT / name).exists() for name in copied)
     make = (ROOT / "Makefile").read_text("utf-8")
     assert re.search(r'^ARG TORCH="(.+)"$', text, re.MULTILINE)[1] in make  # type: ignore[index]
+
+
+def test_the_container_installs_and_runs_what_the_package_has() -> None:
+    """All that can be checked without building it: Python, extras, entry point and default command."""
+    text = (ROOT / "Dockerfile").read_text("utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    said = dict(re.findall(r"^(FROM|ENTRYPOINT|CMD) (.+)$", text, re.MULTILINE))
+    python = re.fullmatch(r"python:([\d.]+)-slim", said["FROM"])
+    assert python is not None
+    assert SpecifierSet(project["project"]["requires-python"]).contains(python[1])
+    assert f"Programming Language :: Python :: {python[1]}" in project["project"]["classifiers"]
+    (extras,) = re.findall(r'"\.\[(.+)\]"', text)
+    assert set(extras.split(",")) <= project["project"]["optional-dependencies"].keys()
+    packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    copied = {name for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for name in line.split()}
+    assert {project["tool"]["setuptools"]["package-dir"].get(name, name) for name in packages} <= copied
+    assert {project["project"]["readme"], *project["project"]["license-files"]} <= copied
+    ignored = (ROOT / ".dockerignore").read_text("utf-8").split()
+    assert not any(fnmatch(name, pattern.strip("/")) for name in copied for pattern in ignored)
+    (entry,) = json.loads(said["ENTRYPOINT"])
+    assert project["project"]["scripts"][entry] == "linearize.cli:main"
+    done = CliRunner().invoke(app, json.loads(said["CMD"]))
+    assert (done.exit_code, "Usage" in done.output) == (0, True)
+    (example,) = re.findall(r"docker run --rm linearize (\w+)", text)
+    assert typer.main.get_command(app).get_command(None, example) is not None  # type: ignore[attr-defined]
 
 
 def test_the_citation_has_this_version() -> None:
