@@ -28,8 +28,8 @@ from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, choosers
 from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.augment import augmentation
-from .data.batches import kind_of, small_batch, source_hash, tokens_per_sample
-from .data.documents import no_datasets
+from .data.batches import check_there, kind_of, small_batch, source_hash, tokens_per_sample
+from .data.documents import TextSource, check_rows, no_datasets
 from .errors import Exit, LinearizeError, did_you_mean, existing_folder, os_error, undamaged
 from .estimate.advice import advise
 from .estimate.choose import as_before, choose, is_open, plainly
@@ -242,12 +242,14 @@ def open_base(recipe: Recipe, run: Run, named: Named | None, owner: bool, say: S
             check_teacher(named, recipe, model, run.max_steps, processes())
     source = converted_base(recipe, commit)
     if owner and saved_again(source.folder) is not None and not run.has_converted:
+        check_text(recipe)
         begin(recipe, run, None, source.revision, named, say)
         adopt(source.folder, run.converted, trust_remote_code=recipe.model.trust_remote_code)
         run.note_base(run.converted)
         say(f"{source.folder} has no linearize.json, as transformers saved it: training starts from {run.converted}")
     elif owner:
         check_room(recipe, run, None, source.folder, numbers([source.folder]))
+        check_text(recipe)
         begin(recipe, run, run.converted if run.has_converted else source.folder, source.revision, named, say)
         upgrade_base(recipe, run, run.converted if run.converted.exists() else source.folder, say)
     return run.converted if run.converted.exists() else source.folder
@@ -356,6 +358,7 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
                 check_teacher(named, recipe, student, run.max_steps, processes())
             parameters = likely[2].parameters() if likely else sum(p.numel() for p in student.parameters())
             check_room(recipe, run, likely, folder, parameters)
+        check_text(recipe)
     with open_source_of(recipe, True) as base:
         if recipe.plain:
             begin(recipe, run, None, None, named, say)
@@ -368,6 +371,7 @@ def prepare_base(recipe: Recipe, run: Run, named: Named | None, say: Say) -> Non
         check_model(model := meta_model(None, (plan, source, natives), None, trust), recipe)
         if not early:
             check_room(recipe, run, (plan, source, natives), None, sum(p.numel() for p in model.parameters()))
+            check_text(recipe)
         if kind_of(model) != "images":
             load_tokenizer(source.folder, trust)
         if left := unread(source):
@@ -516,6 +520,23 @@ def check_packages(recipe: Recipe) -> None:
         for source in (*(part for part, _ in parts_of(data.train)), data.eval):
             if isinstance(source, DatasetSource) and importlib.util.find_spec("datasets") is None:
                 raise no_datasets(source.path)
+
+
+def check_text(recipe: Recipe) -> None:
+    """Before anything is written: raise LinearizeError for text of the recipe that training could not read, by its file
+    and line."""
+    seen = set[tuple[TextSource, bool]]()
+    for stage in recipe.stages:
+        data = recipe.data_for(stage)
+        sft = stage.answers_alone
+        for source in (*(part for part, _ in parts_of(data.train)), data.eval):
+            if source is None or holds_images(source):
+                continue
+            check_there(source, recipe.folder)
+            text = to_source(source, data.pack.text_key, recipe.folder)
+            if (text, sft) not in seen:
+                check_rows(text, sft=sft)
+                seen.add((text, sft))
 
 
 def check_room(recipe: Recipe, run: Run, planned: Any, folder: Path | None, parameters: int) -> None:

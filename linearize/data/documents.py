@@ -12,8 +12,9 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SLAB = 1 << 20  # characters per tokenizer call: feeds its threads, bounds its memory (240 bytes a token)
+LOOKED_AT = 1 << 31  # characters of a source that `check_rows` reads: some 5 s, no more than hashing them takes
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class _Encoder:
         batch: list[_Slab] = []
         size = 0
         for row in rows:
-            text = self._text(*row)
+            text = _text(*row, self.text_key, self.sft)
             if text is None:
                 ids, learned = self._conversation(*row)
                 yield Piece(ids, learned if self.sft else None, first=True, whole=self.sft)
@@ -114,20 +116,6 @@ class _Encoder:
                     batch, size = [], 0
         yield from self._texts(batch)
 
-    def _text(self, where: str, fields: Mapping[str, Any]) -> str | None:
-        """The plain text of a row, or None for a conversation, which sft prefers where a row holds both."""
-        given = {name for name, value in fields.items() if value is not None}
-        chat = "messages" in given or {"prompt", "completion"} <= given
-        if chat and (self.sft or self.text_key not in given):
-            return None
-        if self.text_key not in given:
-            raise LinearizeError(
-                f"{where}: no {self.text_key!r} (nor `messages`, nor `prompt` and `completion`)."
-                f"{did_you_mean(self.text_key, given)} Found: {', '.join(sorted(given)) or 'nothing'}. "
-                "Name the key of the text with text_key"
-            )
-        return _string(where, fields, self.text_key)
-
     def _ids(self, texts: list[str]) -> list[list[int]]:
         # verbose=False: no warning that a document is longer than the model's context, it is cut later.
         ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -139,16 +127,12 @@ class _Encoder:
             yield Piece(self.prefix * slab.first + ids + self.eos * slab.last, None, slab.first, whole=False)
 
     def _conversation(self, where: str, fields: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        if fields.get("messages") is None:
-            prompt, completion = _string(where, fields, "prompt"), _string(where, fields, "completion")
-            if self.template is None:
-                # Tokenised apart, as at inference, where the prompt comes before there is a completion.
-                before, after = self._ids([prompt, completion])
-                before, after = self.prefix + before, after + self.eos
-                return before + after, [0] * len(before) + [1] * len(after)
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        else:
-            messages = _messages(where, fields["messages"])
+        messages = _conversation(where, fields)
+        if self.template is None and fields.get("messages") is None:
+            # Tokenised apart, as at inference, where the prompt comes before there is a completion.
+            before, after = self._ids([message["content"] for message in messages])
+            before, after = self.prefix + before, after + self.eos
+            return before + after, [0] * len(before) + [1] * len(after)
         if self.template is None:
             raise LinearizeError(
                 f"{where}: `messages` need a chat template and the tokenizer has none. Use the tokenizer of "
@@ -208,6 +192,29 @@ def _slabs(text: str) -> Iterator[_Slab]:
         start = end
 
 
+def _text(where: str, fields: Mapping[str, Any], text_key: str, sft: bool) -> str | None:
+    """The plain text of a row, or None for a conversation, which sft prefers where a row holds both."""
+    given = {name for name, value in fields.items() if value is not None}
+    chat = "messages" in given or {"prompt", "completion"} <= given
+    if chat and (sft or text_key not in given):
+        return None
+    if text_key not in given:
+        raise LinearizeError(
+            f"{where}: no {text_key!r} (nor `messages`, nor `prompt` and `completion`)."
+            f"{did_you_mean(text_key, given)} Found: {', '.join(sorted(given)) or 'nothing'}. "
+            "Name the key of the text with text_key"
+        )
+    return _string(where, fields, text_key)
+
+
+def _conversation(where: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row; its prompt and its completion are two."""
+    if fields.get("messages") is not None:
+        return _messages(where, fields["messages"])
+    prompt, completion = _string(where, fields, "prompt"), _string(where, fields, "completion")
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+
+
 def _string(where: str, fields: Mapping[str, Any], key: str) -> str:
     value = fields[key]
     if not isinstance(value, str):
@@ -223,6 +230,38 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
     if not strings or not all(strings):
         raise LinearizeError(f"{where}: `messages` is not a list of {{role: string, content: string}}")
     return list(messages)
+
+
+def check_rows(source: TextSource, *, sft: bool) -> None:
+    """Read a source without a tokenizer. Raises LinearizeError for the first row that training could not read.
+
+    At most LOOKED_AT characters are read, of every file the same share, or all of a small file. Of a dataset that is
+    no local folder one row is read, without a download of the rest.
+    """
+    if source.demo:
+        return
+    if source.path:
+        first = re.split(r"[[+]", source.split)[0]  # datasets streams whole splits alone: no train[:1%], no train+test
+        rows = rows_of(replace(source, streaming=True, split=first))
+        with suppress(NotImplementedError):  # of files that cannot be streamed
+            _read_rows(rows if Path(source.path).is_dir() else islice(rows, 1), source.text_key, sft, LOOKED_AT)
+    left = LOOKED_AT
+    smallest_first = sorted(source.files, key=lambda file: file.stat().st_size)
+    for number, file in enumerate(smallest_first):
+        share = left // (len(smallest_first) - number)
+        left -= _read_rows(rows_of(replace(source, files=(file,))), source.text_key, sft, share)
+
+
+def _read_rows(rows: Iterable[_Row], text_key: str, sft: bool, most: int) -> int:
+    """Read rows until they have `most` characters; returns how many they had."""
+    found = 0
+    for row in rows:
+        text = _text(*row, text_key, sft)
+        texts = [message["content"] for message in _conversation(*row)] if text is None else [text]
+        found += sum(map(len, texts))
+        if found >= most:
+            break
+    return found
 
 
 def rows_of(source: TextSource) -> Iterator[_Row]:

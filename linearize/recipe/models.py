@@ -221,6 +221,11 @@ class Stage(Strict):
         """Whether it asks its teacher for logits."""
         return False
 
+    @property
+    def answers_alone(self) -> bool:
+        """Whether only answers are targets, in rows that have them."""
+        return False
+
     @field_validator("lora")
     @classmethod
     def _iff_trained(cls, lora: Lora | None, info: ValidationInfo) -> Lora | None:
@@ -289,6 +294,10 @@ class LogitKL(Stage):
     def learns_logits(self) -> bool:
         return self.loss.kl > 0
 
+    @property
+    def answers_alone(self) -> bool:
+        return self.completion_only
+
 
 class OnPolicyLoss(Strict):
     prompt: Count
@@ -325,6 +334,10 @@ class SFT(Stage):
 
     kind: Literal["sft"]
     """The model learns from the data alone, without a teacher."""
+
+    @property
+    def answers_alone(self) -> bool:
+        return True
 
 
 AnyStage = Annotated[AttentionTransfer | LogitKL | OnPolicyKL | FeatureCosine | SFT, Field(discriminator="kind")]

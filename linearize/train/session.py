@@ -185,7 +185,7 @@ class Finetuner:
                 self.processor,
                 self.run.folder / "cache",
                 start=self.recipe.folder,
-                sft=stage.kind == "sft" or getattr(stage, "completion_only", False),
+                sft=stage.answers_alone,
                 seed=self.recipe.seed,
                 max_tokens=limit,
                 say=self.say_once,

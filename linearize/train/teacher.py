@@ -327,7 +327,7 @@ def facts_of(recipe: Recipe, stage: Stage, split: str, tokenizer: Any, processes
         "text_key": data.pack.text_key,
         "seq_len": data.pack.seq_len,
         "max_tokens": token_limit(recipe, stage, split, processes),
-        "completion_only": stage.kind == "sft" or getattr(stage, "completion_only", False),
+        "completion_only": stage.answers_alone,
         "temperature": temperature,
         "seed": recipe.seed if split == "train" else None,
     }

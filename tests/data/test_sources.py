@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -14,11 +15,14 @@ import pyarrow.parquet
 import pytest
 from training import T, base, byte_tokenizer, make_recipe, metrics, recipe_values, stage, text, train, write_data
 
+from linearize import finetune as story
+from linearize.data import documents
 from linearize.data.batches import source_hash
 from linearize.data.cache_key import identity
 from linearize.data.documents import TextSource, rows_of
 from linearize.data.packing import Blocks, MixedBlocks, build_blocks
 from linearize.errors import LinearizeError
+from linearize.finetune import check_text
 from linearize.recipe.data import DatasetSource, FileSource, MixSource
 from linearize.recipe.recipe import load_recipe
 
@@ -79,6 +83,84 @@ def test_files_of_a_dataset_are_read_alone(tmp_path: Path) -> None:
     assert [row.fields["text"] for row in rows_of(one)] == ["of 1"]
     both = [source_hash(DatasetSource(path=str(tmp_path), data_files=x), Path()) for x in ((), ("part-1.jsonl",))]
     assert both[0] != both[1]
+
+
+# ---------------------------------------------------------------- before the conversion
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "folder"])
+def test_text_is_read_before_the_conversion(
+    root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What training could not read is told by its file and line before anything is written, whatever comes after."""
+    monkeypatch.setattr(story, "convert", lambda *given, **named: pytest.fail("converts"))
+    rows = [{"text": "a b c"}] * 400
+    (tmp_path / "folder").mkdir()
+    file, data, where = tmp_path / name, {"files": [name]}, f"{name}:301:10: not JSON"
+    broken = "".join('{"text": }\n' if number == 300 else json.dumps(row) + "\n" for number, row in enumerate(rows))
+    if name == "a.parquet":
+        packed(file, "\n".join(json.dumps({"text": "a" if n != 300 else None, "id": n}) for n in range(400)).encode())
+        where = "a.parquet row 300: no 'text'"
+    elif name == "folder":
+        packed(file / "part.jsonl", broken.encode())
+        data, where = {"path": str(file)}, "dataset .*folder"
+    else:
+        packed(file, b"\xff" if name == "a.txt" else broken.encode())
+        where = "a.txt is not UTF-8" if name == "a.txt" else where
+    convert = {"mechanism": "gsa", "options": {"slots": 4}, "keep_softmax": "1"}
+    source = base(root, "llama").parent / "source"
+    with pytest.raises(LinearizeError, match=where):
+        train(make_recipe(tmp_path, source, stage("logit_kl"), convert=convert, data={"train": data}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_are_read_as_the_stage_reads_them(root: Path, tmp_path: Path) -> None:
+    """A row may be sound as text and useless as a conversation; and the held-out text is looked at, too."""
+    (tmp_path / "both.jsonl").write_text(json.dumps({"text": "a", "messages": "b"}))
+    (tmp_path / "body.jsonl").write_text(json.dumps({"body": "a"}))
+    both, held_out = {"train": {"files": ["both.jsonl"]}}, {"train": mix(("train.jsonl", 1.0), ("body.jsonl", 1.0))}
+    linear = base(root, "llama")
+    check_text(make_recipe(tmp_path, linear, stage("logit_kl"), data=both))
+    for recipe_stage, data, words in (
+        (stage("logit_kl", completion_only=True), both, "both.jsonl:1: `messages` is not a list"),
+        (stage("sft"), both, "both.jsonl:1: `messages` is not a list"),
+        (stage("logit_kl"), held_out, "body.jsonl:1: no 'text'"),
+        (stage("logit_kl"), {"train": {"files": ["short.txt"]}, "eval": {"files": ["body.jsonl"]}}, "body.jsonl:1: no"),
+        (
+            stage("logit_kl", data={"pack": {"text_key": "body"}}),
+            {"train": {"files": ["train.jsonl"]}},
+            "train.jsonl:1: no 'body'",
+        ),
+    ):
+        with pytest.raises(LinearizeError, match=words):
+            check_text(make_recipe(tmp_path, linear, recipe_stage, data=data))
+
+
+def test_of_very_long_text_each_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LOOKED_AT", 300)
+    good = packed(tmp_path / "good.jsonl", LINES * 2000)
+    for at, told in ((2, True), (5000, False)):
+        lines = (LINES * 2000).splitlines()
+        file = packed(tmp_path / "bad.jsonl", b"\n".join([*lines[:at], b"{", *lines[at:]]))
+        with pytest.raises(LinearizeError, match=r"bad\.jsonl:3") if told else contextlib.nullcontext():
+            documents.check_rows(TextSource(files=(good, file)), sft=False)
+
+
+def test_of_a_dataset_of_the_hub_one_row_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its split is streamed, and without what datasets cannot stream: a slice, or a sum."""
+    asked, rows = list[Any](), iter([{"body": "a"}, {"text": "b"}])
+    monkeypatch.setattr(documents, "open_dataset", lambda *given: asked.append(given) or rows)
+    with pytest.raises(LinearizeError, match="some/set row 0: no 'text'"):
+        documents.check_rows(TextSource(path="some/set", split="test[:1%]+train"), sft=False)
+    assert asked == [("some/set", None, "test", True, ())]
+    documents.check_rows(TextSource(path="some/set"), sft=False)
+    assert next(rows, None) is None
+
+    def cannot(*given: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(documents, "open_dataset", cannot)
+    documents.check_rows(TextSource(path="some/set"), sft=False)  # its download says more
 
 
 # ---------------------------------------------------------------- several sources
