@@ -142,6 +142,7 @@ class Finetuner:
         small = {name for stage in self.recipe.stages for name in self.student.narrow(stage)}
         trained = {name: parameter for name, parameter in self.student.named_parameters() if name in names}
         if self.wide:
+            self.student.keep_stream()
             for name, parameter in trained.items():
                 parameter.data = parameter.data.to(self.student.dtype if name in small else torch.float32)
         if self.zero is None:

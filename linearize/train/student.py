@@ -42,6 +42,7 @@ class Student:
         self.lora: Any = None
         self.originals: dict[str, Tensor] = {}
         self.trained: set[str] = set()
+        self._streams = False  # whether embeddings and norms put out the model's dtype already
         self._aside: dict[str, Tensor] = {}  # the student's own values while the source's are swapped in
 
     @property
@@ -63,6 +64,8 @@ class Student:
             torch.manual_seed(seed)
             self.lora = inject_lora(self.model, stage.lora)
         names = self.names_of(stage.train)
+        if wide:
+            self.keep_stream()
         self.keep_originals(names)
         self.trained |= names
         chosen, narrow = [], self.narrow(stage)
@@ -76,6 +79,28 @@ class Student:
                     parameter.data = parameter.data.to(due)
                 chosen.append(parameter)
         return chosen
+
+    def keep_stream(self) -> None:
+        """Before embeddings and norms of a model in bf16 become float32 masters: their outputs keep the model's dtype.
+
+        Autocast leaves them in float32, and with them the input of every layer and the sum of all: twice the memory of
+        what the teacher has, and what FSDP2 has in its shards.
+        """
+        if self._streams or self.dtype == torch.float32:
+            return
+        for name, module in self.model.named_modules():
+            own = [p for p in module._parameters.values() if p is not None] if is_source(f".{name}.") else []
+            plain = isinstance(module, nn.Embedding) or all(p.ndim < 2 for p in own)
+            if own and plain and all(p.dtype == self.dtype for p in own):
+                module.register_forward_hook(self._narrowed)
+        self._streams = True
+
+    def _narrowed(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """The output of a source module, of which float32 masters make float32; without autocast as it is."""
+        wide = isinstance(output, Tensor) and output.dtype == torch.float32
+        if not wide or not torch.is_autocast_enabled(output.device.type):
+            return output
+        return output.to(self.dtype)
 
     def groups(self, stage: Stage, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         """A stage's parameters as an optimizer's groups; `factor` is what multiplies the stage's learning rate.

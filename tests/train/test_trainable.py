@@ -26,6 +26,7 @@ from linearize.recipe.recipe import load_recipe
 from linearize.train import save as export
 from linearize.train.loop import StageLoop
 from linearize.train.session import Finetuner
+from linearize.train.student import Student
 
 STAGES = [
     ("attention_transfer", ["new"]),
@@ -187,6 +188,29 @@ def test_bfloat16_is_saved_as_bfloat16(root: Path, tmp_path: Path, monkeypatch: 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         ours = load(final, dtype=torch.bfloat16)(input_ids=IDS, use_cache=False).logits
     assert relative_error(ours, logits) < 2 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_float32_masters_leave_the_residual_stream_in_bfloat16(
+    model: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the student as in the teacher; a stream in float32 takes twice the memory."""
+    found, prepare = set[tuple[bool, torch.dtype]](), Student.prepare
+
+    def watched(student: Student, *given: Any, **named: Any) -> Any:
+        def look(module: Any, inputs: Any) -> None:
+            found.add((torch.is_grad_enabled(), inputs[0].dtype))
+
+        for layer in student.model.modules():
+            if type(layer).__name__ in (*student.model._no_split_modules, "LlamaMLP", "GPT2MLP"):
+                layer.register_forward_pre_hook(look)
+        return prepare(student, *given, **named)
+
+    monkeypatch.setattr(Student, "prepare", watched)
+    runtime = {"device": "cpu", "precision": "bf16"}
+    folder = base(root, model, "bfloat16")
+    train(make_recipe(tmp_path, folder, stage("logit_kl", "all", model, steps=1), runtime=runtime))
+    assert found == {(True, torch.bfloat16), (False, torch.bfloat16)}
 
 
 @pytest.mark.slow
