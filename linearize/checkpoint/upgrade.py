@@ -16,7 +16,7 @@ from ..convert import check_paths
 from ..diffusion.convert import holds_diffusers
 from ..errors import Exit, LinearizeError, absent
 from ..plan.plan import Plan
-from ..verify.reload import RESTORE, TOO_LARGE, check_keys, check_steps, compare, fits_twice, reload_logits
+from ..verify.reload import FIRST, RESTORE, TOO_LARGE, check_keys, check_steps, compare, reload_logits, room_for
 from . import write as checkpoint
 from .atomic import output_folder
 from .carried import check_file
@@ -109,7 +109,7 @@ def upgrade(planned: Upgrade) -> str:
             place(planned.folder / name, target)
         write_code(folder, planned)
         checkpoint.write_json(folder / checkpoint.MANIFEST, upgraded_manifest(folder, planned))
-        return compared(planned.folder, folder)
+        return compared(planned.folder, folder, planned.plan)
 
 
 def write_code(folder: Path, planned: Upgrade) -> None:
@@ -131,27 +131,29 @@ def upgraded_manifest(folder: Path, planned: Upgrade) -> dict[str, Any]:
     return {**old, **new, "upgraded_from": past}
 
 
-def compared(old: Path, new: Path) -> str:
-    """Load both folders in clean processes and compare their logits; says what was done.
+def compared(old: Path, new: Path, plan: Plan) -> str:
+    """Load both folders in clean processes and compare their logits; says what was done. Where memory is short, one
+    folder after the other, or their first layers alone.
 
     Raises LinearizeError: 3 for an old folder whose code does not run; 6 for tensors that are missing, and for logits
     that differ.
     """
-    message = "reloaded in a clean process: {} tensors, none missing, none unexpected"
-    if not fits_twice([old]):
+    message, room = "reloaded in a clean process: {} tensors, none missing, none unexpected", room_for(new, plan)
+    if room is None:
         return message.format(check_keys(new)) + TOO_LARGE
-    with ThreadPoolExecutor() as pool:
-        before, after = pool.submit(logits_before, old), pool.submit(reload_logits, new)
-        count, logits, child = after.result()
+    with ThreadPoolExecutor(2 if room.twice else 1) as pool:
+        before = pool.submit(logits_before, old, room.layers)
+        count, logits, child = pool.submit(reload_logits, new, room.layers).result()
         difference = compare(logits, before.result(), "the upgraded model's logits differ from before by")
     equal = f"; logits equal those of before (largest difference {difference:.1e})"
-    return message.format(count) + equal + check_steps(child)
+    return message.format(count) + equal + check_steps(child) + (FIRST.format(room.layers) if room.layers else "")
 
 
-def logits_before(folder: Path) -> torch.Tensor:
-    """The logits of a folder with the code that it has. Raises LinearizeError (exit 3) where that cannot run."""
+def logits_before(folder: Path, layers: int) -> torch.Tensor:
+    """The logits of a folder with the code that it has, of its first `layers` (0: all). Raises LinearizeError (exit 3)
+    where that cannot run."""
     try:
-        return reload_logits(folder)[1]
+        return reload_logits(folder, layers)[1]
     except LinearizeError as error:
         if error.code != Exit.CHECK_FAILED:
             raise

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import with_slow
 from models import HYBRID, Zoo, copied
 
+from linearize.checkpoint import upgrade
 from linearize.convert import plan_conversion
 from linearize.errors import LinearizeError
 from linearize.verify.reload import FIRST, TOO_LARGE, Room, numbers, room_for, verify
@@ -89,3 +93,42 @@ def test_too_little_for_any_is_said(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
     plan, opened, _ = planned(source, "3")
     left(monkeypatch, 3.9 * numbers([folder]))
     assert room_for(folder, plan) is None
+
+
+@pytest.mark.parametrize(("share", "layers", "most"), [(9, 0, 2), (5, 0, 1), (3.9, 2, 1), (0, None, 0)])
+def test_an_upgrade_compares_what_fits(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, share: float, layers: int | None, most: int
+) -> None:
+    """Both folders at once, one after the other, or their first layers; `most` is how many are in memory at a time."""
+    source, folder = zoo.folders("llama", HYBRID)
+    plan, _, _ = planned(source, HYBRID)
+    left(monkeypatch, share * numbers([folder]))
+    asked, running, highest, meeting = list[int](), list[int](), [0], threading.Barrier(2)
+
+    def reload(path: Path, first: int) -> Any:
+        asked.append(first)
+        running.append(1)
+        highest.append(sum(running))
+        with contextlib.suppress(threading.BrokenBarrierError):  # where the other does not come
+            meeting.wait(60 if most == 2 else 0.2)
+        running.pop()
+        return 9, torch.ones(3), {}
+
+    monkeypatch.setattr(upgrade, "reload_logits", reload)
+    monkeypatch.setattr(upgrade, "check_steps", lambda child: STEPS)
+    message = upgrade.compared(folder, folder, plan)
+    assert max(highest) == most
+    assert asked == ([] if layers is None else [layers, layers])
+    assert ("logits equal those of before" in message) == (layers is not None)
+    assert message.endswith(TOO_LARGE) == (layers is None)
+    assert ("compared on the first 2 layers" in message) == (layers == 2)
+
+
+@pytest.mark.slow
+def test_an_upgrade_compares_first_layers(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, folder = zoo.folders("llama", HYBRID)
+    plan, _, _ = planned(source, HYBRID)
+    left(monkeypatch, 3.9 * numbers([folder]))
+    assert "(largest difference 0.0e+00)" in upgrade.compared(folder, folder, plan)
+    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
+        upgrade.compared(folder, forgetful(folder, tmp_path / "linear"), plan)
