@@ -30,6 +30,7 @@ from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.augment import augmentation
 from .data.batches import check_there, kind_of, small_batch, source_hash, tokens_per_sample
 from .data.documents import TextSource, check_rows, no_datasets
+from .data.images import count_images
 from .errors import Exit, LinearizeError, did_you_mean, existing_folder, os_error, undamaged
 from .estimate.advice import advise
 from .estimate.choose import as_before, choose, is_open, plainly
@@ -457,13 +458,15 @@ def dry_run(
 def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
     """What a stage reads: `train` and `eval` by their names, and `seq_len`, `tokens`, `eval_tokens`, which it asks for;
     an image counts as one token, and `tokens` is None where epochs ask for as many as there are."""
-    data = recipe.data_for(cost.stage)
+    data, held = recipe.data_for(cost.stage), recipe.eval.max_tokens
+    if holds_images(data.eval) and (known := count_images(data.eval, recipe.folder)) is not None:
+        held = min(held, known)
     return {
         "train": described(data.train),
         "tokens": cost.tokens,
         "seq_len": tokens_per_sample(data),
         "eval": None if data.eval is None else described(data.eval),
-        "eval_tokens": None if data.eval is None else recipe.eval.max_tokens,
+        "eval_tokens": None if data.eval is None else held,
     }
 
 

@@ -27,12 +27,13 @@ from transformers import (
     Dinov2Model,
     ViTConfig,
     ViTForImageClassification,
-    ViTForMaskedImageModeling,
     ViTImageProcessor,
 )
 
+from linearize.data.images import count_images
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run, finetune
+from linearize.recipe.data import ArraySource, DatasetSource
 from linearize.recipe.recipe import load_recipe
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
@@ -62,8 +63,6 @@ def place(tmp_path: Path) -> Path:
     sharp = Dinov2Config(**SMALL, initializer_range=0.3, layerscale_value=1.0)
     Dinov2Model(sharp).save_pretrained(tmp_path / "dino")
     save_source(tmp_path / "llama")
-    masked = ViTConfig(**SMALL, intermediate_size=32, encoder_stride=4)
-    ViTForMaskedImageModeling(masked).save_pretrained(tmp_path / "patches")
     tower = {key: value for key, value in SMALL.items() if key not in ("image_size", "patch_size")}
     text = {**tower, "intermediate_size": 32, "vocab_size": 60, "max_position_embeddings": 20}
     clip = CLIPConfig(text_config=text, vision_config={**SMALL, "intermediate_size": 32}, projection_dim=8)
@@ -234,14 +233,6 @@ def test_what_a_model_cannot_learn_is_refused_before_it_is_converted(
 
 
 @pytest.mark.usefixtures("unverified")
-def test_a_model_with_a_head_of_another_kind_transfers_attention(place: Path) -> None:
-    with pytest.raises(LinearizeError, match=r"puts out no classes of whole images, .* choose attention_transfer"):
-        finetune(recipe_of(place, "patches", [TRANSFER]))
-    report = finetune(recipe_of(place, "patches", [TRANSFER], {"train": {"arrays": "train.npz"}}), resume="never")
-    assert (Path(report["output"]).name, report["stages"]) == ("final", [])
-
-
-@pytest.mark.usefixtures("unverified")
 def test_a_tower_with_a_projection_learns_its_teachers_features(place: Path) -> None:
     report = finetune(recipe_of(place, "clip-images", [TRANSFER, FEATURES], {"train": {"arrays": "train.npz"}}))
     assert (report["stages"], len(report["layers"])) == ([], 0)
@@ -296,6 +287,31 @@ def test_a_step_of_few_images_is_noted(place: Path, batch: dict[str, int], words
     planned = list[str]()
     dry_run(recipe, planned.append)
     assert note in planned
+
+
+@pytest.mark.parametrize("held", ["arrays", "images"])
+def test_a_dry_run_counts_the_held_out_images_that_there_are(place: Path, held: str) -> None:
+    """Not as many as eval.max_tokens allows."""
+    data = folders(place, ["0", "1"]) if held == "images" else None
+    count = 6 if held == "images" else 24
+    recipe = recipe_of(place, "vit", [KL], data)
+    hours = []
+    for limit in (count // 2, count, 65536):
+        own = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"max_tokens": limit})})
+        found = dry_run(own, lambda text: None)
+        assert found["stages"][0]["data"]["eval_tokens"] == min(limit, count)
+        hours.append(found["hours_of"]["evaluation"])
+    assert 0 < hours[0] < hours[1] == hours[2]
+
+
+def test_images_are_counted_without_reading_one(tmp_path: Path) -> None:
+    source = ArraySource(arrays="a.npz")
+    assert count_images(source, tmp_path) is None, "what is not there is told where it is read"
+    np.savez_compressed(tmp_path / "a", images=np.zeros((7, 3, 4, 4), np.float32), labels=np.zeros(7))
+    assert count_images(source, tmp_path) == 7
+    (tmp_path / "a.npz").write_bytes(b"PK")
+    assert count_images(source, tmp_path) is None
+    assert count_images(DatasetSource(path="p", image_key="image"), tmp_path) is None
 
 
 @pytest.mark.usefixtures("unverified")

@@ -20,8 +20,8 @@ from ..plan.heads import written
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
-from ..terminal.output import nats, percent, ranges
-from ..terminal.tables import accuracy_first, task_rows
+from ..terminal.output import nats, ranges
+from ..terminal.tables import evaluation_figures, task_rows
 from ..train.device import on_cpu
 from .carried import is_licence
 from .code import auto_names
@@ -269,7 +269,8 @@ def trained(recipe: Recipe, report: dict[str, Any] | None = None) -> str:
 
 
 def measured(recipe: Recipe, report: dict[str, Any]) -> str:
-    """The table of perplexities, of images with accuracies before them; empty without held-out data."""
+    """The table of perplexities, of images with accuracies before them, of maps of how far they are from the teacher's;
+    empty without held-out data."""
     rows, teacher = report["stages"], report["teacher_ppl"]
     if not rows:
         return ""
@@ -277,15 +278,12 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     unit = unit_of(recipe.data.train)
 
     def line(name: str, trained: str, row: dict[str, Any]) -> str:
-        ratio = "" if row.get("ppl_ratio") is None else f"{row['ppl_ratio']:.4g}"
-        figures = [f"{row['ppl']:.4g}", ratio, nats(row.get("kl"))]
-        ordered = accuracy_first(unit, percent(row.get("accuracy")), figures)
-        cells = (name, trained, _count(row["eval_tokens"]), *ordered)
+        cells = (name, trained, _count(row["eval_tokens"]), *evaluation_figures(row, unit, ".4g").values())
         return f"| {' | '.join(cells)} |"
 
-    columns = accuracy_first(unit, "accuracy" if unit == "images" else "top-1", ["perplexity", "x teacher", "KL"])
+    columns = evaluation_figures(rows[0], unit, ".4g")
     lines = ["", "## Measured", "", f"| | training {unit} | held-out {unit} | {' | '.join(columns)} |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines.append("|" + (3 + len(columns)) * "---|")
     if teacher is not None:
         who = f"teacher ({report['teacher']['model']})" if report.get("teacher") else "teacher (softmax)"
         found = {"ppl": teacher, "ppl_ratio": 1.0, "accuracy": report.get("teacher_accuracy")}

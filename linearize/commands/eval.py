@@ -73,7 +73,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size; of models of images
-    or masked text accuracy, agreement and KL; with --tasks the results of lm-evaluation-harness."""
+    or masked text accuracy, agreement and KL, of maps how far they are from the teacher's; with --tasks the results of
+    lm-evaluation-harness."""
     from ..checkpoint.atomic import check_result
     from ..diffusion.convert import holds_diffusers
     from ..errors import LinearizeError

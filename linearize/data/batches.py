@@ -2,6 +2,9 @@
 
 Packed text has `position_ids`, masked text `attention_mask`, images `pixel_values`. Each has `labels`, -100 where
 nothing is learned, and `valid`, which counts what a loss without labels is a mean over: tokens, or images.
+
+What a head predicts has one of two kinds, which its output shows, whatever the architecture. Logits are distributions:
+over tokens, or over classes of whole images, of patches or of pixels. Anything else is numbers, such as a depth.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ Samples = Blocks | MixedBlocks | MaskedBlocks | Images | WithLogits
 Kind = Literal["text", "masked", "images"]
 HASHED_IMAGES = 2**30  # bytes of a folder whose contents are compared when a run goes on
 FEW_IMAGES = 16  # of a step; docs/vision.md has what one a step did
-INPUTS = ("input_ids", "position_ids", "attention_mask", "pixel_values")
+INPUTS = ("input_ids", "position_ids", "attention_mask", "pixel_values", "bool_masked_pos")
 
 
 def kind_of(model: Any) -> Kind:
@@ -78,22 +81,55 @@ def keeps_logits(code: Any) -> bool:
 
 
 def forward(model: Any, batch: Batch) -> Tensor:
-    """Logits [B,T,V] of text, [B,1,K] of images; of a model without a head its last hidden states [B,T,hidden].
-
-    Raises LinearizeError (exit 3) for a head of another kind.
+    """Logits [B,T,V] of text; what `prediction` has of images; of a model without a head its last hidden states
+    [B,T,hidden]. Raises LinearizeError (exit 3) as `prediction`.
     """
     out = run(model, batch)
     if not hasattr(out, "logits") and hasattr(out, "last_hidden_state"):
         return out.last_hidden_state
-    if "pixel_values" not in batch:
-        return out.logits
-    if getattr(out, "logits", batch["pixel_values"]).ndim != 2:
+    return prediction(out, type(model).__name__) if "pixel_values" in batch else out.logits
+
+
+def prediction(out: Any, name: str) -> Tensor:
+    """What the head of a model, whose class is `name`, says of images, by the kind of its output.
+
+    Logits are distributions over classes: of whole images [B,1,K], else of N patches or pixels [B,N,K]. One output of
+    another name, or of one class, is numbers [B,P]: a depth, a reconstruction. Raises LinearizeError (exit 3) for
+    several outputs, which are more than one distribution or one map.
+    """
+    found = {key: value for key, value in out.items() if isinstance(value, Tensor) and key != "loss"}
+    logits = found.get("logits")
+    if logits is not None and logits.ndim == 2 and logits.shape[1] > 1:
+        return logits[:, None]
+    if len(found) != 1:
         raise LinearizeError(
-            f"{type(model).__name__} puts out no classes of whole images, and finetune learns and scores no other "
-            "labels. Of its stages choose attention_transfer, without data.eval",
+            f"{name} puts out {', '.join(found) or 'no tensor'} for an image; finetune and eval compare one map of "
+            "classes or of numbers with the teacher's. Of the stages choose attention_transfer, without data.eval",
             Exit.INCOMPATIBLE,
         )
-    return out.logits[:, None]
+    ((key, value),) = found.items()
+    classes = value.shape[1] if value.ndim == 4 else value.shape[-1]
+    if key != "logits" or classes == 1:
+        return value.flatten(1)
+    return value.flatten(2).transpose(1, 2) if value.ndim == 4 else value
+
+
+def is_numbers(found: Tensor) -> bool:
+    """Whether a prediction of `forward` is numbers [B,P], and no distributions."""
+    return found.ndim == 2
+
+
+def is_dense(found: Tensor, batch: Batch) -> bool:
+    """Whether there are no labels for a prediction of `forward`: it is numbers, or classes of parts of an image."""
+    return is_numbers(found) or found.shape[:2] != batch["labels"].shape
+
+
+def hidden_patches(model: Any) -> int:
+    """How many patches an image of a model has that predicts hidden ones; 0 of other models."""
+    if not has_head(model) or "bool_masked_pos" not in inspect.signature(type(model).forward).parameters:
+        return 0
+    counts = (getattr(module, "num_patches", 0) for module in model.modules())
+    return next((count for count in counts if isinstance(count, int) and count), 0)
 
 
 def targets(batch: Batch) -> Tensor:
@@ -186,7 +222,9 @@ def open_samples(
     kind = kind_of(model)
     if kind == "images":
         config = model.config if has_head(model) else None
-        images = Images(find_images(source, start), processor, config, sft, augment)
+        images = Images(
+            find_images(source, start), processor, config, sft, augment, hidden=hidden_patches(model), seed=seed
+        )
         if images.note:
             say(images.note)
         if sft and set(images.labels) == {IGNORED}:

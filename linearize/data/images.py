@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ from ..recipe.data import ArraySource, DatasetSource, ImageSource, local_paths
 from ..train.losses import IGNORED
 from .augment import Augment
 from .documents import open_dataset
+from .packing import hashed_generator
 
 SHOWN = 16  # classes of a line of text
+HIDDEN = 0.6  # of an image's patches, where a model predicts those that it does not see (SimMIM, arXiv 2111.09886)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -47,7 +50,8 @@ class Labelled:
 
 class Images:
     """Samples of a vision model. Item i is a dict of tensors: `pixel_values` [C,h,w], `labels` [1] int64 (-100
-    without a class) and `valid` [1] bool, always True. An image counts as one token of a budget.
+    without a class) and `valid` [1] bool, always True. An image counts as one token of a budget. Where a model predicts
+    `hidden` patches of an image, `bool_masked_pos` [hidden] says which it does not see: HIDDEN of them, by `seed`.
 
     `note` says for a person which class got which number. Without `learns` nobody learns the classes: those that the
     model does not have are left out, with a note, instead of refused. With `augment` `changed` gives pictures that were
@@ -57,11 +61,19 @@ class Images:
     seq_len = 1
 
     def __init__(
-        self, found: Labelled, processor: Any, config: Any, learns: bool = True, augment: Augment | None = None
+        self,
+        found: Labelled,
+        processor: Any,
+        config: Any,
+        learns: bool = True,
+        augment: Augment | None = None,
+        hidden: int = 0,
+        seed: int = 0,
     ) -> None:
         if not len(found):
             raise LinearizeError(f"nothing to train on in {found.where}")
         self.found, self.processor, self.augment = found, processor, augment
+        self.hidden, self.seed = hidden, seed
         try:
             self.labels, self.note = class_numbers(found, config)
         except LinearizeError as error:
@@ -88,11 +100,15 @@ class Images:
         return self._sample(index, seed if self.augment is not None else None)
 
     def _sample(self, index: int, seed: int | None) -> dict[str, Tensor]:
-        return {
+        sample = {
             "pixel_values": self._pixels(index, seed),
             "labels": torch.tensor([self.labels[index]]),
             "valid": torch.ones(1, dtype=torch.bool),
         }
+        if self.hidden:
+            order = torch.randperm(self.hidden, generator=hashed_generator(self.seed, index))
+            sample["bool_masked_pos"] = order < round(HIDDEN * self.hidden)
+        return sample
 
     def _pixels(self, index: int, seed: int | None) -> Tensor:
         image = self.found.images[index]
@@ -311,6 +327,21 @@ def from_arrays(file: Path) -> Labelled:
     if labels is not None and labels.dtype.kind not in "iuU":
         raise LinearizeError(f"{file}: labels are {labels.dtype}; give whole numbers or names")
     return Labelled(list(images), [None] * len(images) if labels is None else labels.tolist(), str(file))
+
+
+def count_images(source: Any, start: Path) -> int | None:
+    """How many images a recipe's source has, without reading one; None of a dataset, and of what is not there."""
+    if isinstance(source, ImageSource):
+        return len(image_files(local_paths(source, start)[0]))
+    if not isinstance(source, ArraySource):
+        return None
+    try:
+        with zipfile.ZipFile(local_paths(source, start)[0]) as arrays, arrays.open("images.npy") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            return int(read(file)[0][0])
+    except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile):  # told where it is read
+        return None
 
 
 class _Column(Sequence[Any]):

@@ -16,9 +16,10 @@ import torch
 
 from ..choose.choose import tokens_of_choice, tokens_of_windows
 from ..data.batches import tokens_per_sample
+from ..data.images import count_images
 from ..measure.positions import longest_text
 from ..plan.keep import SINK, KeptWindow
-from ..recipe.data import FileSource, local_paths
+from ..recipe.data import FileSource, holds_images, local_paths
 from ..recipe.recipe import AttentionTransfer, Stage
 from ..train.runs import processes
 from ..train.samples import NEW_TOKENS
@@ -94,7 +95,11 @@ def evaluations(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device
 
 
 def most_tokens_of(source: Any, start: Path) -> float:
-    """No more tokens than there are bytes in a source's plain files; unknown, infinity, of others."""
+    """No more tokens than there are bytes in a source's plain files; of a folder or arrays of images as many as there
+    are images, for one counts as a token; unknown, infinity, of others."""
+    if holds_images(source):
+        known = count_images(source, start)
+        return math.inf if known is None else known
     files = local_paths(source, start) if isinstance(source, FileSource) else ()
     if not files or any(path.suffix not in (".txt", ".jsonl") or not path.is_file() for path in files):
         return math.inf

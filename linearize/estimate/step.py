@@ -16,7 +16,7 @@ from ..data.batches import Batch, has_head, kind_of
 from ..data.logits import StoredLogits, empty_rows
 from ..measure.evaluate import sums_of
 from ..recipe.recipe import AttentionTransfer, Recipe, Stage
-from ..train.loop import set_checkpointing
+from ..train.loop import set_checkpointing, set_training
 from ..train.offload import Host, offloaded
 from ..train.runtime import caches_casts
 from ..train.stages import end_to_end_loss, transfer_loss
@@ -80,7 +80,7 @@ class Step:
         of a transfer after that of each layer's mixer."""
         model, device = self.student.model, batch["labels"].device
         autocast = self.autocast(device)
-        model.train()
+        set_training(model)
         tokens = torch.ones(2, device=device)
 
         def backward(loss: Tensor) -> None:

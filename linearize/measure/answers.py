@@ -1,4 +1,5 @@
-"""`linearize eval` of models that write no text: classes of images, and hidden tokens of masked text."""
+"""`linearize eval` of models that write no text: classes of images, maps of classes or numbers, and hidden tokens of
+masked text."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from ..data.batches import (
     collate,
     forward,
     has_head,
+    is_dense,
+    is_numbers,
     kind_of,
     open_processor,
     open_samples,
@@ -27,8 +30,9 @@ from ..data.images import Images
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import Recipe
 from ..terminal.progress import progress
-from ..train.losses import IGNORED, cross_entropy, logit_kl
-from .evaluate import sample_count
+from ..train.losses import IGNORED, cross_entropy
+from ..train.predictions import apart
+from .evaluate import agreed, sample_count
 from .generate import Opened, device_memory
 
 IMAGES = 64  # in one forward pass
@@ -39,7 +43,10 @@ def compare_answers(
     student: Opened, teacher: Opened, recipe: Recipe, batch_tokens: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Accuracies, agreement and KL on the images or the masked text of a recipe's data.eval, up to eval.max_tokens
-    images or tokens; what `--json` prints. Hidden tokens follow from the recipe's seed.
+    images or tokens; what `--json` prints. Hidden tokens, or patches, follow from the recipe's seed.
+
+    Of models that predict classes of patches or pixels there are agreement and KL alone, of numbers the relative error;
+    `predicts` is `classes`, `parts` or `numbers`.
 
     Raises LinearizeError: 2 for data that is not there, 3 for models that do not belong together or answer nothing.
     """
@@ -67,7 +74,7 @@ def compare_answers(
 @torch.no_grad()
 def _answers(student: Any, teacher: Any, samples: Any, limit: int, at_once: int) -> dict[str, Any]:
     """The measures, over every image or hidden token; accuracy and perplexity over those with a label."""
-    sums, labelled, asked = torch.zeros(6, dtype=torch.float64), 0, 0
+    sums, labelled, asked, predicts = torch.zeros(6, dtype=torch.float64), 0, 0, "classes"
     number, size = sample_count(samples, limit), max(1, at_once // samples.seq_len)
     with evaluating(student), evaluating(teacher), progress("eval", number) as advance:
         for start in range(0, number, size):
@@ -82,22 +89,30 @@ def _answers(student: Any, teacher: Any, samples: Any, limit: int, at_once: int)
                     "that the student was converted from",
                     Exit.INCOMPATIBLE,
                 )
+            distance = apart(both[0], both[1], counted, 1.0)
+            asked += int(counted.sum())
+            advance(len(wanted))
+            if is_dense(both[0], batch):
+                predicts = "numbers" if is_numbers(both[0]) else "parts"
+                same = agreed(both[0], both[1], counted) if predicts == "parts" else distance.new_zeros(())
+                sums[4:] += torch.stack([distance.double(), same.double()]).cpu()
+                continue
             first = [logits.argmax(-1) for logits in both]
             hits = [((answer == wanted) & known).sum() for answer in first]
             losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in both]
             same = ((first[0] == first[1]) & counted).sum()
-            kl = logit_kl(both[0], both[1], counted, num_tokens=1.0)
-            sums += torch.stack([*hits, *losses, kl, same]).double().cpu()
-            labelled, asked = labelled + int(known.sum()), asked + int(counted.sum())
-            advance(len(wanted))
+            sums += torch.stack([*hits, *losses, distance, same]).double().cpu()
+            labelled += int(known.sum())
     accuracy, loss = ((sums[i : i + 2] / max(labelled, 1)).tolist() for i in (0, 2))
-    kl, same = (sums[4:] / max(asked, 1)).tolist()
+    distance, same = (sums[4:] / max(asked, 1)).tolist()
     names = [f"{who}_{what}" for what in ("accuracy", "ppl") for who in ("student", "teacher")]
     found = [*accuracy, *(math.exp(min(x, 700.0)) for x in loss)] if labelled else [None] * 4
     return {
+        "predicts": predicts,
         "asked": asked,
         "labelled": labelled,
         **dict(zip(names, found, strict=True)),
-        "top1_agreement": same,
-        "kl": kl,
+        "top1_agreement": None if predicts == "numbers" else same,
+        "kl": None if predicts == "numbers" else distance,
+        "relative_error": distance if predicts == "numbers" else None,
     }

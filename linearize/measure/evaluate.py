@@ -1,4 +1,5 @@
-"""Held-out perplexity, accuracy and KL, and the distance of each mixer's output from softmax's."""
+"""Held-out perplexity, accuracy and KL, or how far maps of images are from the teacher's; and the distance of each
+mixer's output from softmax's."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from linearize_kernels.hf.seam import evaluating
 
-from ..data.batches import Batch, Samples, blank, collate, real_tokens, targets
+from ..data.batches import Batch, Samples, blank, collate, is_dense, is_numbers, real_tokens, targets
 from ..data.logits import INDICES, TARGET
 from ..train.chunked_head import logits_of, predictions_of, stretches
 from ..train.losses import IGNORED, cross_entropy
@@ -20,6 +21,7 @@ from ..train.predictions import divergence
 from ..train.stages import Listener, listen
 from ..train.student import Student
 
+SUMS = 8  # figures that an evaluation adds up, in `sums_of`
 CHANCE = 0.5  # of the vocabulary's size: a random model has about all of it as perplexity
 
 
@@ -55,11 +57,17 @@ def sample_count(samples: Samples, max_tokens: int) -> int:
 
 class Score(NamedTuple):
     """exp of the mean loss in nats, at most 1e304, the share of targets that the model puts first, and the mean
-    KL(teacher, student) in nats a target; None for the teacher's own."""
+    KL(teacher, student) in nats a target; None for the teacher's own.
 
-    ppl: float
-    accuracy: float
+    Of maps of images there are no targets: `agreement` is the share of patches or pixels where student and teacher put
+    the same class first, with `kl` in nats each; of numbers `error` is ||s - t||^2 / ||t||^2, the mean over images.
+    """
+
+    ppl: float | None
+    accuracy: float | None
     kl: float | None = None
+    agreement: float | None = None
+    error: float | None = None
 
 
 @torch.no_grad()
@@ -69,7 +77,7 @@ def score(model: Any, data: Iterator[Batch], accelerator: Accelerator, student: 
     With a `student`, whose model this is, its teacher, if it has one, reads the same.
     """
     student = student if student is not None and student.has_teacher else None
-    sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
+    sums = torch.zeros(SUMS, dtype=torch.float64, device=accelerator.device)
     with evaluating(model):
         for batch in data:
             sums += sums_of(model, batch, accelerator.autocast, student)
@@ -79,38 +87,64 @@ def score(model: Any, data: Iterator[Batch], accelerator: Accelerator, student: 
 @torch.no_grad()
 def sums_of(model: Any, batch: Batch, autocast: Callable[[], Any], student: Student | None = None) -> Tensor:
     """Over the targets of a batch: the sum of losses, hits, the sum of KL from the teacher of `student`, and how many
-    there are; float64 [4]. Of long rows the logits are made some tokens at a time."""
+    there are. Of dense maps KL and agreement, each the sum of means over an image, and how many images there are; then
+    the sum of errors of numbers, and of how many. float64 [SUMS]. Of long rows the logits are made some tokens at a
+    time."""
     wanted = targets(batch)
-    sums = torch.zeros(4, dtype=torch.float64, device=wanted.device)
+    sums = torch.zeros(SUMS, dtype=torch.float64, device=wanted.device)
     parts = stretches(model, batch)
     read = logits_of(model, batch, autocast, parts)
     theirs = None if student is None else predictions_of(student, batch, autocast, parts)
     for part in parts:
         logits, own = read(part), wanted[:, part]
+        if "pixel_values" in batch and is_dense(logits, batch):
+            if student is not None and theirs is not None:
+                sums += _dense_sums(student, logits, theirs(part), batch["valid"])
+            continue
         asked = own != IGNORED
         loss, hits = cross_entropy(logits, own, num_tokens=1.0), (logits.argmax(-1) == own).sum()
         kl = loss.new_zeros(())
         if student is not None and theirs is not None:
             kl = divergence(student, logits, theirs(part), asked, num_tokens=1.0)
-        sums += torch.stack([loss.double(), hits.double(), kl.double(), asked.sum().double()])
+        sums[:4] += torch.stack([loss.double(), hits.double(), kl.double(), asked.sum().double()])
     return sums
+
+
+def _dense_sums(student: Student, ours: Tensor, theirs: Any, valid: Tensor) -> Tensor:
+    """The sums of a batch's maps."""
+    found = divergence(student, ours, theirs, valid, num_tokens=1.0).double()
+    count, none = valid.sum().double(), found.new_zeros(())
+    if is_numbers(ours):
+        return torch.stack([none, none, none, none, none, none, found, count])
+    same = agreed(ours, theirs, valid).double()
+    return torch.stack([none, none, found, none, same, count, none, none])
+
+
+def agreed(ours: Tensor, theirs: Tensor, valid: Tensor) -> Tensor:
+    """The share of an image's N parts where two distributions [B,N,K] have the same likeliest class, summed over the
+    images that are valid [B,1]."""
+    return ((ours.argmax(-1) == theirs.argmax(-1)).double().mean(1) * valid[:, 0]).sum()
 
 
 def stored_score(data: Iterator[Batch], accelerator: Accelerator) -> Score | None:
     """That of a teacher whose predictions came with the data."""
-    sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
+    sums = torch.zeros(SUMS, dtype=torch.float64, device=accelerator.device)
     for batch in data:
         wanted = targets(batch)
         asked = wanted != IGNORED
         hits = (batch[INDICES][..., 0] == wanted)[asked].sum()
         loss = -batch[TARGET][asked].double().sum()
-        sums += torch.stack([loss, hits.double(), loss.new_zeros(()), asked.sum().double()])
+        sums[:4] += torch.stack([loss, hits.double(), loss.new_zeros(()), asked.sum().double()])
     return _score_of(sums, accelerator, False)
 
 
 def _score_of(sums: Tensor, accelerator: Accelerator, compared: bool) -> Score | None:
-    """From a process's sums of losses, hits and KL, and its number of targets."""
-    loss_sum, hits_sum, kl_sum, total = accelerator.reduce(sums, "sum").tolist()
+    """From a process's sums, as `sums_of` has them."""
+    loss_sum, hits_sum, kl_sum, total, same, mapped, error, numbered = accelerator.reduce(sums, "sum").tolist()
+    if mapped:
+        return Score(None, None, kl_sum / mapped, agreement=same / mapped)
+    if numbered:
+        return Score(None, None, error=error / numbered)
     if not total:
         return None
     return Score(math.exp(min(loss_sum / total, 700.0)), hits_sum / total, kl_sum / total if compared else None)

@@ -123,7 +123,8 @@ def figures(run: RunRecord) -> dict[str, Any]:
     KL and the share of equal tokens are those of `linearize eval` where it ran, else KL is the last one of training.
     """
     teacher = isinstance(run, ModelRecord) and run.teacher
-    distances, found = run.curve("eval_kl"), {} if teacher else run.evaluation or {}
+    found = {} if teacher else run.evaluation or {}
+    last = {key: curve[-1][1] for key in ("eval_kl", "eval_agreement", "eval_error") if (curve := run.curve(key))}
     cache = run.plan.cache_bytes(MEMORY_AT)["source"] if run.plan else None
     plan = None if teacher else run.plan
     return {
@@ -142,8 +143,9 @@ def figures(run: RunRecord) -> dict[str, Any]:
         "ppl": run.ppl,
         "teacher_ppl": run.teacher_ppl,
         "ppl_ratio": run.ratio(),
-        "kl": found.get("kl", distances[-1][1] if distances else None),
-        "top1_agreement": found.get("top1_agreement"),
+        "kl": found.get("kl", last.get("eval_kl")),
+        "top1_agreement": found.get("top1_agreement", last.get("eval_agreement")),
+        "relative_error": found.get("relative_error", last.get("eval_error")),
         "needles": run.needles,
         "state_bytes": run.bytes_at(MEMORY_AT) or None,
         "cache_bytes": cache or None,
@@ -157,6 +159,7 @@ def columns(runs: Sequence[RunRecord]) -> dict[str, str]:
     images = [run.unit == "images" for run in runs]
     names += ["accuracy", "teacher's accuracy"] if any(images) else []
     names += ["perplexity", "teacher's", "x teacher", "KL", "same top-1"]
+    names += ["relative error"] if any(figures(run)["relative_error"] is not None for run in runs) else []
     names += [] if all(images) else ["needles", "state at 32k"]
     return dict.fromkeys(("run", "base", "attention", "kept"), "text") | dict.fromkeys(names, "number")
 
@@ -193,6 +196,7 @@ def cells(run: RunRecord, label: str) -> dict[str, str]:
         "x teacher": written("ppl_ratio", ".4f"),
         "KL": nats(row["kl"]),
         "same top-1": percent(row["top1_agreement"]),
+        "relative error": nats(row["relative_error"]),
         "needles": percent(row["needles"]),
         "state at 32k": size(row["state_bytes"]) if row["state_bytes"] else "",
     }

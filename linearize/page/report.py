@@ -16,7 +16,8 @@ from .. import __version__
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
-from ..terminal.tables import accuracy_first, alike, attention, chosen_options, short
+from ..terminal.tables import alike, attention, chosen_options, evaluation_figures, short
+from ..train.runs import is_evaluation
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
@@ -36,14 +37,18 @@ LOSSES = {
 }
 
 
-def loss_of(kind: str, unit: str) -> str:
+def loss_of(kind: str, run: RunRecord) -> str:
     """What the loss of a kind of stage is, in words."""
-    return LOSSES.get(kind, "loss").replace("nats a token", nats_each(unit))
+    if kind == "logit_kl" and run.curve("eval_error"):
+        return "squared error relative to the teacher's own square"
+    return LOSSES.get(kind, "loss").replace("nats a token", nats_each(run))
 
 
-def nats_each(unit: str) -> str:
-    """The unit of a divergence, by what a run counts."""
-    return "nats an image" if unit == "images" else "nats a token"
+def nats_each(run: RunRecord) -> str:
+    """The unit of a divergence, by what a run compares."""
+    if run.curve("eval_agreement"):
+        return "nats a patch or pixel"
+    return "nats an image" if run.unit == "images" else "nats a token"
 
 
 def report_page(run: RunRecord) -> str:
@@ -117,6 +122,9 @@ def summary(run: RunRecord) -> str:
     if run.unit == "images" and run.accuracy is not None:
         beside = "" if run.teacher_accuracy is None else f", its teacher's {percent(run.teacher_accuracy)}"
         parts.append(f"After {short(run.tokens)} images its held-out accuracy is {percent(run.accuracy)}{beside}.")
+    elif maps := _maps(run):
+        figures = ", ".join(f"{value} {what}" for value, what in maps)
+        parts.append(f"After {short(run.tokens)} images, on held-out ones: {figures}.")
     elif ratio is not None:
         parts.append(f"After {short(run.tokens)} tokens its held-out perplexity is {ratio:.3f} times its teacher's.")
     if not run.finished:
@@ -127,16 +135,17 @@ def summary(run: RunRecord) -> str:
 def _tiles(run: RunRecord) -> html.Tiles:
     """Figures of the run's last evaluation, and apart from them those of `linearize eval`, which read another text."""
     own, caption, ratio = list[tuple[str, str]](), "The run", run.ratio()
-    for _, ppl in run.curve("eval_ppl")[-1:]:
-        read = [entry.get("eval_tokens") for entry in run.entries if entry.get("eval_ppl") is not None][-1]
+    for read in [entry.get("eval_tokens") for entry in run.entries if is_evaluation(entry)][-1:]:
         caption += "'s last evaluation" + (f", {read:,} held-out {run.unit}" if read else "")
+    own += _maps(run)
+    for _, ppl in run.curve("eval_ppl")[-1:]:
         if run.unit == "images" and run.accuracy is not None:
             other = "" if run.teacher_accuracy is None else f" (teacher {percent(run.teacher_accuracy)})"
             own.append((percent(run.accuracy), f"held-out accuracy{other}"))
         beside = "" if ratio is None else f" (teacher {run.teacher_ppl:.4g})"
         own += [] if ratio is None else [(f"{ratio:.3f}x", "perplexity over the teacher's")]
         own.append((f"{ppl:.4g}", f"held-out perplexity{beside}"))
-    own += [(nats(kl), f"KL from the teacher, {nats_each(run.unit)}") for _, kl in run.curve("eval_kl")[-1:]]
+    own += [(nats(kl), f"KL from the teacher, {nats_each(run)}") for _, kl in run.curve("eval_kl")[-1:]]
     own.append((short(run.tokens), f"training {run.unit}"))
     if run.plan is not None and run.plan.cache_bytes(1)["source"]:
         cache = run.plan.cache_bytes(32768)
@@ -158,6 +167,13 @@ def _tiles(run: RunRecord) -> html.Tiles:
     return {caption: own, heading: theirs}
 
 
+def _maps(run: RunRecord) -> list[tuple[str, str]]:
+    """Figures of the last evaluation of maps of images, beside KL."""
+    found = [(percent(share), "same class as the teacher") for _, share in run.curve("eval_agreement")[-1:]]
+    errors = run.curve("eval_error")[-1:]
+    return found + [(nats(error), "squared error relative to the teacher's own square") for _, error in errors]
+
+
 def _answers(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Figures of what `linearize eval` wrote of images or masked text, accuracy first."""
     what = "class" if found["kind"] == "images" else "token"
@@ -165,6 +181,8 @@ def _answers(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found.get("labelled"):
         beside = f" (teacher {percent(found['teacher_accuracy'])})"
         theirs.append((percent(found["student_accuracy"]), f"accuracy{beside}"))
+    if found.get("relative_error") is not None:
+        return [(nats(found["relative_error"]), "squared error relative to the teacher's own square")]
     theirs.append((percent(found["top1_agreement"]), f"same {what}"))
     theirs.append((nats(found["kl"]), "KL from the teacher, nats each"))
     return theirs
@@ -221,6 +239,13 @@ def draw_training(run: RunRecord) -> Drawing:
             level = [(at, 100 * run.teacher_accuracy) for at, _ in (hits[0], hits[-1])]
             rated.append(Series("teacher", level, "soft", True))
         drawings.append(lines("Held-out accuracy", rated, x, Axis("%")))
+    for key, title, factor, axis in (
+        ("eval_agreement", "Held-out parts with the teacher's class", 100, Axis("%")),
+        ("eval_error", "Held-out squared error relative to the teacher's own square", 1, Axis("")),
+    ):
+        points = [(at, factor * value) for at, value in run.curve(key)]
+        if points:
+            drawings.append(lines(title, [Series("student", points, "blue", dots=True)], x, axis))
     curve, distances = run.curve("eval_ppl"), run.curve("eval_kl")
     if curve:
         marked = [Series("student", curve, "blue", dots=True)]
@@ -232,7 +257,7 @@ def draw_training(run: RunRecord) -> Drawing:
         drawings.append(lines("Held-out perplexity", marked, x, Axis("perplexity", wide)))
     if distances:
         series = [Series("student", distances, "blue", dots=True)]
-        drawings.append(lines("Held-out KL from the teacher", series, x, Axis(nats_each(run.unit)), height=210))
+        drawings.append(lines("Held-out KL from the teacher", series, x, Axis(nats_each(run)), height=210))
     for stage in run.stages:
         series = []
         for place, key in enumerate(("loss", "kl", "ce")):
@@ -242,7 +267,7 @@ def draw_training(run: RunRecord) -> Drawing:
                 series += [Series(key, points, SERIES[place], faint=True), Series(key, smooth, SERIES[place])]
         if series:
             values = [value for one in series for _, value in one.points if value > 0]
-            label, log = loss_of(stage["kind"], run.unit), max(values, default=1) > 8 * min(values, default=1)
+            label, log = loss_of(stage["kind"], run), max(values, default=1) > 8 * min(values, default=1)
             drawings.append(lines(f"{stage['name']}: {label}", series, x, Axis("", log), height=210))
     if not drawings:
         raise ValueError("no metrics")
@@ -254,16 +279,18 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
         return html.paragraph("The run has no metrics yet.")
     rows = []
     begins, teacher = run.begins(), run.teacher_ppl
-    last = {entry["stage"]: entry for entry in run.entries if entry.get("eval_ppl") is not None}
+    last, names = {entry["stage"]: entry for entry in run.entries if is_evaluation(entry)}, list[str]()
     for name, entry in last.items():
-        ppl, tokens = entry["eval_ppl"], begins.get(name, 0) + entry["tokens"]
-        ratio = f"{ppl / teacher:.4f}" if teacher else ""
-        ordered = accuracy_first(run.unit, percent(entry.get("eval_accuracy")), [f"{ppl:.4f}", ratio])
-        rows.append((name, f"{tokens:,}", *ordered))
-    names = accuracy_first(run.unit, "accuracy" if run.unit == "images" else "top-1", ["perplexity", "x teacher"])
+        found = {what: entry.get(f"eval_{what}") for what in ("ppl", "accuracy", "kl", "agreement", "error")}
+        if teacher and found["ppl"] is not None:
+            found["ppl_ratio"] = found["ppl"] / teacher
+        figures = evaluation_figures(found, run.unit, ".4f")
+        names = [*figures]
+        rows.append((name, f"{begins.get(name, 0) + entry['tokens']:,}", *figures.values()))
     columns = {"": "text"} | dict.fromkeys((f"training {run.unit}", *names), "number")
     held = next((entry.get("eval_tokens") for entry in last.values()), None)
     first = "Accuracies and perplexities" if run.unit == "images" else "Perplexities"
+    first = "Figures" if last and not run.curve("eval_ppl") else first
     words = f"{first} are over {held:,} held-out {run.unit}. " if held else ""
     words += "Faint lines are single steps, strong ones running means over 4 % of a stage."
     return html.paragraph(words) + _figure(drawn) + (html.table(columns, rows) if rows else "")

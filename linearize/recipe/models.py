@@ -281,7 +281,8 @@ class LogitLoss(Strict):
 
 
 class LogitKL(Stage):
-    """Kullback-Leibler divergence from the teacher's distribution over tokens or classes, plus cross entropy."""
+    """Kullback-Leibler divergence from the teacher's distribution over tokens or classes, plus cross entropy. Where a
+    model predicts numbers of images, such as a depth, the squared error relative to the square of the teacher's."""
 
     kind: Literal["logit_kl"]
     """The model learns its teacher's predictions."""
@@ -378,7 +379,7 @@ class Eval(Strict):
     every_steps: Count | None = None
     """Optimizer steps between evaluations; null: only at the end of each stage."""
     patience: Count | None = None
-    """A stage ends early after so many evaluations in a row without a lower KL; null: never."""
+    """A stage ends early after so many evaluations in a row without a lower KL, or relative error; null: never."""
     max_tokens: TokenCount = 65536
     """Held-out tokens (images count as one each) that an evaluation reads at most."""
 
@@ -390,7 +391,8 @@ class Track(Strict):
 
 class Finish(Strict):
     keep: Literal["last", "best"] = "last"
-    """best: of the last stage the weights with the lowest held-out KL, of all that eval.every_steps looked at."""
+    """best: of the last stage the weights with the lowest held-out KL, or relative error where a model predicts numbers
+    of images, of all that eval.every_steps looked at."""
     merge_lora: bool = True
     """false: LoRA stays apart from the weights, in final/adapter, for PeftModel.from_pretrained of peft."""
     verify: bool = True

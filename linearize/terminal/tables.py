@@ -392,10 +392,10 @@ def spent(found: dict[str, Any]) -> str:
 
 
 def report_table(report: dict[str, Any]) -> None:
-    """Held-out perplexity along the run, of images accuracy before it, and how close each layer came."""
+    """Held-out perplexity along the run, of images accuracy before it, of maps what `evaluation_figures` has, and how
+    close each layer came."""
     out = console()
     unit = report.get("unit") or "tokens"
-    first = "accuracy" if unit == "images" else "perplexity"
     rows: list[dict[str, str]] = []
     if report["teacher_ppl"] is not None:
         who = f"teacher ({report['teacher']['model']})" if report.get("teacher") else "teacher (softmax)"
@@ -404,7 +404,7 @@ def report_table(report: dict[str, Any]) -> None:
     rows += [evaluation_cells(row, unit) for row in report["stages"]]
     if rows:
         columns = {name: "number" if name else "text" for name in rows[0]}
-        out.print(table(columns, [tuple(row.values()) for row in rows], f"held-out {first}"))
+        out.print(table(columns, [tuple(row.values()) for row in rows], f"held-out {[*rows[0]][2]}"))
     positions_table(report.get("positions"))
     if report["layers"]:
         columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")
@@ -420,14 +420,24 @@ def accuracy_first(unit: str, accuracy: T, figures: list[T]) -> list[T]:
 
 def evaluation_cells(row: dict[str, Any], unit: str) -> dict[str, str]:
     """A row of a report in cells, by their headings."""
+    named = {"": row["name"], f"training {unit}": f"{row['tokens']:,}" if "tokens" in row else ""}
+    return named | evaluation_figures(row, unit, ".3f")
+
+
+def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, str]:
+    """The figures of an evaluation by their headings, in order; `form` is that of perplexities. Of maps of classes the
+    share of patches or pixels that have the teacher's class, and of numbers the error relative to the teacher's."""
+    if row.get("agreement") is not None:
+        return {"same class": percent(row["agreement"]), "KL": nats(row.get("kl"))}
+    if row.get("error") is not None:
+        return {"relative squared error": nats(row["error"])}
     figures = [
-        ("perplexity", f"{row['ppl']:.3f}"),
-        ("x teacher", "" if row["ppl_ratio"] is None else f"{row['ppl_ratio']:.3f}"),
+        ("perplexity", format(row["ppl"], form)),
+        ("x teacher", "" if row.get("ppl_ratio") is None else format(row["ppl_ratio"], form)),
         ("KL", nats(row.get("kl"))),
     ]
     accuracy = ("accuracy" if unit == "images" else "top-1", percent(row.get("accuracy")))
-    named = {"": row["name"], f"training {unit}": f"{row['tokens']:,}" if "tokens" in row else ""}
-    return named | dict(accuracy_first(unit, accuracy, figures))
+    return dict(accuracy_first(unit, accuracy, figures))
 
 
 def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
@@ -500,7 +510,7 @@ def comparison_table(result: dict[str, Any]) -> None:
 
 def answers_table(result: dict[str, Any]) -> None:
     """What `linearize eval` measured of images or masked text."""
-    images = result["kind"] == "images"
+    images, parts = result["kind"] == "images", result["predicts"] == "parts"
     one, many = ("image", "images") if images else ("hidden token", "hidden tokens")
     rows: list[tuple[str, ...]] = []
     if result["labelled"]:
@@ -509,10 +519,15 @@ def answers_table(result: dict[str, Any]) -> None:
             (f"accuracy{labels}", percent(result["student_accuracy"]), percent(result["teacher_accuracy"])),
             ("perplexity of the labels", f"{result['student_ppl']:.3f}", f"{result['teacher_ppl']:.3f}"),
         ]
-    rows += [
-        (f"same {'class' if images else 'token'}", percent(result["top1_agreement"]), ""),
-        (f"KL from the teacher, nats per {one}", nats(result["kl"]), ""),
-    ]
+    if result["predicts"] == "numbers":
+        rows = [("squared error relative to the teacher's own square", nats(result["relative_error"]), "")]
+    else:
+        one = "patch or pixel" if parts else one
+        same = f"same class of a {one}" if parts else f"same {'class' if images else 'token'}"
+        rows += [
+            (same, percent(result["top1_agreement"]), ""),
+            (f"KL from the teacher, nats per {one}", nats(result["kl"]), ""),
+        ]
     columns = {"": "text", "student": "number", "teacher": "number"}
     console().print(table(columns, rows, f"{result['asked']:,} {many} of {result['data']}"))
 

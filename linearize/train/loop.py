@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ class StageLoop:
         self.stopping = False
         # Of the evaluations so far, also of those before a resume; every process has the same.
         lines = owner.run.scores(number) if owner.accelerator.is_main_process else []
-        self.scores = broadcast_object_list([[worth(x.get("eval_kl"), x["eval_ppl"]) for x in lines]])[0]
+        self.scores = broadcast_object_list([[worth(x) for x in lines]])[0]
         self.stream = Stream(blocks, order, seed_for(owner.recipe.seed, number))
         self.reader: Iterator[dict[str, Tensor] | LinearizeError] | None = None
         self.over: Any = multiprocessing.Value(ctypes.c_bool, False, lock=False)  # shared with the reader's processes
@@ -172,7 +172,7 @@ class StageLoop:
         if last or (recipe.eval.every_steps and done % recipe.eval.every_steps == 0):
             found = owner.evaluate(self.stage)
             if found is not None:
-                if math.isnan(found.ppl):
+                if math.isnan(worth(owner.of_evaluation(found)) if found.ppl is None else found.ppl):
                     raise owner.not_finite("held-out loss is nan", self.number, done + 1)
                 owner.log_evaluation(self.stage.name, done, done * self.tokens_per_step, found)
                 last = self._judge(done, found) or last
@@ -190,7 +190,7 @@ class StageLoop:
         """Keep the weights of the best evaluation of the last stage, where the recipe asks for it; returns whether the
         recipe's patience is over."""
         owner, recipe = self.owner, self.owner.recipe
-        self.scores.append(worth(found.kl, found.ppl))
+        self.scores.append(worth(owner.of_evaluation(found)))
         best = self.scores.index(min(self.scores))
         if recipe.finish.keep == "best" and self.number == len(recipe.stages) - 1 and best == len(self.scores) - 1:
             owner.save_best(Position(self.number, done, done * self.tokens_per_step, True), found)
@@ -213,7 +213,7 @@ class StageLoop:
         counts = torch.stack([torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum()]) for b in micro])
         tokens = accelerator.reduce(counts.sum(0), "sum")
         losses, terms = [], list[dict[str, Tensor]]()
-        owner.model.train()
+        set_training(owner.model)
         for number, batch in enumerate(micro):
             torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, number, accelerator.process_index))
             last = number == len(micro) - 1
@@ -350,9 +350,19 @@ class StageLoop:
             self.owner.accelerator.scaler.load_state_dict(state["scaler"])
 
 
-def worth(kl: float | None, ppl: float) -> float:
-    """What an evaluation is judged by, less being better: KL from the teacher; perplexity where there is none."""
-    return ppl if kl is None else kl
+def worth(entry: Mapping[str, Any]) -> float:
+    """What an evaluation, as `Finetuner.of_evaluation` has it, is judged by, less being better: KL from the teacher, of
+    maps of numbers the relative error; perplexity where there is neither."""
+    return next(float(entry[key]) for key in ("eval_kl", "eval_error", "eval_ppl") if entry.get(key) is not None)
+
+
+def set_training(model: torch.nn.Module) -> None:
+    """Training mode, with dropout, but for batch norms: they keep the statistics that they came with. Statistics of
+    batches would change the teacher as well, which is the same model, and no checkpoint has them."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.eval()
 
 
 def set_checkpointing(model: Any, on: bool) -> None:

@@ -1,5 +1,5 @@
 """The losses of distillation: logit KL over all tokens or a teacher's top k, cross entropy, cosine of features,
-relative error of attention outputs.
+relative error of attention outputs and of maps of numbers.
 
 Letters: B batch, T time, V vocabulary, H heads, D value dim. KL and cross entropy run over the vocabulary in
 chunks: in float32 (float64 for float64 logits) they hold a few [B, T, chunk] and some [B, T, 1], never
@@ -162,6 +162,21 @@ def relative_mse(student: Tensor, teacher: Tensor, valid: Tensor | None = None, 
     student and teacher [B, T, H, D]; valid [B, T] bool, or None for all. The teacher gets no gradient.
     """
     return square_error(student, teacher, valid) / (square_sum(teacher.detach(), valid) + eps)
+
+
+def row_error(
+    student: Tensor, teacher: Tensor, valid: Tensor, num_rows: Tensor | float, *, eps: float = 1e-6
+) -> Tensor:
+    """sum ||s - t||^2 / (||t||^2 + eps) of each valid row, the sum over num_rows, in float32: a scalar free of scale.
+
+    student and teacher [B, P]; valid [B] bool; others may hold NaN. The teacher gets no gradient. An error relative to
+    its own row, not to the batch's, adds up over micro batches.
+    """
+    if student.shape != teacher.shape or valid.shape != student.shape[:1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (student, teacher, valid))
+        raise ValueError(f"student, teacher, valid must be [B, P], [B, P], [B]; they are {shapes}")
+    ours, theirs = (_widened(x).masked_fill(~valid[:, None], 0.0) for x in (student, teacher.detach()))
+    return ((ours - theirs).square().sum(1) / (theirs.square().sum(1) + eps)).sum() / num_rows
 
 
 def square_error(student: Tensor, teacher: Tensor, valid: Tensor | None = None) -> Tensor:

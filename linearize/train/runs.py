@@ -45,6 +45,8 @@ BEST = "best.json"
 CHECKPOINT_FILES = (WEIGHTS, OPTIMIZER, POSITION, f"{POSITION}.tmp", BEST, f"{BEST}.tmp")
 RECORDS = ("run.json", "metrics.jsonl", "report.json")
 START_OVER = "--resume never starts over, or choose a new output_dir"
+# Figures one of which every evaluation has: of answers with labels, of maps of classes, of maps of numbers.
+EVALUATED = ("eval_ppl", "eval_agreement", "eval_error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,7 +373,7 @@ class Run:
     def scores(self, stage: int) -> list[dict[str, Any]]:
         """The evaluations of a stage so far, as `log` wrote them."""
         name = self.recipe.stages[stage].name
-        return [line for line in self._entries() if line["stage"] == name and line.get("eval_ppl") is not None]
+        return [line for line in self._entries() if line["stage"] == name and is_evaluation(line)]
 
     def last_rate(self, stage: str) -> float:
         """Tokens a second of the last step of a stage that was logged; 0 where there is none."""
@@ -399,16 +401,16 @@ class Run:
         """The run in figures, from metrics.jsonl: the last evaluation of each stage beside the teacher's."""
         found: dict[str, dict[str, Any]] = {}
         for entry in self._entries():
-            if entry.get("eval_ppl") is not None:
+            if is_evaluation(entry):
                 found[entry["stage"]] = entry
         teacher = found.pop("teacher", {})
         rows, tokens = [], 0
         for name, entry in found.items():
             tokens += entry["tokens"]
-            ppl = entry["eval_ppl"]
+            ppl = entry.get("eval_ppl")
             row = {"name": name, "tokens": tokens, "eval_tokens": entry.get("eval_tokens"), "ppl": ppl}
-            ratio = ppl / teacher["eval_ppl"] if teacher else None
-            rows.append({**row, "ppl_ratio": ratio, "accuracy": entry.get("eval_accuracy"), "kl": entry.get("eval_kl")})
+            row |= {"ppl_ratio": ppl / teacher["eval_ppl"] if teacher and ppl is not None else None}
+            rows.append(row | {what: entry.get(f"eval_{what}") for what in ("accuracy", "kl", "agreement", "error")})
         figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}
         ran: dict[str, Any] = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
         ran["unit"] = unit_of(self.recipe.data.train)
@@ -471,10 +473,15 @@ def read_lines(metrics: Path) -> list[dict[str, Any]]:
     return [line for line in lines if isinstance(line, dict)]
 
 
+def is_evaluation(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of metrics.jsonl has figures of held-out data: perplexity, or those of maps of images."""
+    return any(entry.get(key) is not None for key in EVALUATED)
+
+
 def is_entry(line: dict[str, Any]) -> bool:
     """Whether a line of metrics.jsonl has what every line of `Run.log` has."""
-    ppl = line.get("eval_ppl")
-    numbers = [line.get("step"), line.get("tokens"), 0 if ppl is None else ppl]
+    figures = [line[key] for key in EVALUATED if line.get(key) is not None]
+    numbers = [line.get("step"), line.get("tokens"), *figures]
     return isinstance(line.get("stage"), str) and all(type(number) in (int, float) for number in numbers)
 
 

@@ -22,6 +22,7 @@ from ..data.batches import (
     check_source,
     check_vocabulary,
     collate,
+    forward,
     has_head,
     kind_of,
     open_processor,
@@ -43,8 +44,8 @@ from ..measure.evaluate import (
 )
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
-from ..terminal.output import nats
-from ..verify.child.inputs import most_tokens
+from ..terminal.output import nats, percent
+from ..verify.child.inputs import make_inputs, most_tokens
 from .chunked_head import obstacle
 from .deepspeed_zero3 import partition, read_config
 from .fit import Fit
@@ -55,7 +56,7 @@ from .runs import BEST, OPTIMIZER, WEIGHTS, Position, Run, check_checkpoint, rea
 from .runtime import Say, in_turns, make_optimizer, make_schedule, stage_steps, to_source
 from .samples import write_samples
 from .save import load_converted, load_whole
-from .stages import Calibration, error_scale, listen
+from .stages import Calibration, check_prediction, error_scale, listen
 from .student import Student, check_targets
 from .teacher import Named, facts_of, load_teacher, teacher_line, vocabulary_of
 
@@ -301,10 +302,11 @@ class Finetuner:
         with self.student.teacher() as model:
             teacher = self.evaluate(stage, teacher=model)
         converted = self.evaluate(stage)
-        if teacher is not None and converted is not None:
+        if teacher is not None and teacher.ppl is not None:  # of maps a teacher has no figures of its own
             self.log_evaluation("teacher", 0, 0, teacher)
             if kind_of(self.model) == "text" and (warning := warn_of_chance(teacher.ppl, vocabulary_of(self.model))):
                 self.say(warning)
+        if converted is not None:
             self.log_evaluation("converted", 0, 0, converted)
         layers = self.fidelity()
         if layers and self.accelerator.is_main_process:
@@ -312,7 +314,7 @@ class Finetuner:
 
     def evaluate(self, stage: Stage, *, teacher: Any = None) -> Score | None:
         """Held-out perplexity and accuracy of the model as it is, and its KL from the teacher; or what the `teacher`
-        alone has. None without eval data or a head."""
+        alone has. None without eval data or a head, and of maps for a teacher alone."""
         blocks = self.blocks(stage, "eval")
         if blocks is None or not has_head(self.model):
             return None
@@ -333,11 +335,10 @@ class Finetuner:
             values = self.of_evaluation(found)
             self.run.log(stage=name, step=step, tokens=tokens, **values)
             self.track(name, step, values)
-        told = {"accuracy": f"{found.accuracy:.1%}", "perplexity": f"{found.ppl:.4g}"}
-        if kind_of(self.model) == "text":
-            del told["accuracy"]
-        told |= {} if found.kl is None else {"KL": nats(found.kl)}
-        figures = ", ".join(f"{what} {value}" for what, value in told.items())
+        told = {"accuracy": percent(found.accuracy) if kind_of(self.model) != "text" else ""}
+        told |= {"perplexity": "" if found.ppl is None else f"{found.ppl:.4g}", "same class": percent(found.agreement)}
+        told |= {"KL": nats(found.kl), "relative squared error": nats(found.error)}
+        figures = ", ".join(f"{what} {value}" for what, value in told.items() if value)
         self.say(f"{name}{f' step {step}' if step else ''}: held-out {figures}")
 
     def track(self, name: str, step: int, values: Mapping[str, float]) -> None:
@@ -350,8 +351,8 @@ class Finetuner:
 
     def of_evaluation(self, found: Score) -> dict[str, float]:
         """An evaluation as metrics.jsonl has it."""
-        values = {"eval_ppl": found.ppl, "eval_accuracy": found.accuracy, "eval_tokens": self.eval_tokens}
-        return values if found.kl is None else values | {"eval_kl": found.kl}
+        values = {f"eval_{what}": value for what, value in found._asdict().items() if value is not None}
+        return values | {"eval_tokens": self.eval_tokens}
 
     def fidelity(self) -> list[dict[str, float]]:
         """Per-layer distance to the source's softmax on held-out text; empty without eval data, and where source
@@ -478,7 +479,7 @@ class Finetuner:
 
 def check_model(model: Any, recipe: Recipe) -> None:
     """Refuse (exit 3) what the model cannot do, and data that it cannot learn from; `model` may be without weights."""
-    most = most_tokens(model)
+    most, seen = most_tokens(model), tried(model)
     for number, stage in enumerate(recipe.stages):
         if stage.lora is not None:
             check_targets(model, stage.lora.target)
@@ -490,6 +491,10 @@ def check_model(model: Any, recipe: Recipe) -> None:
             raise LinearizeError(f"{stage.name}: {type(model).__name__} {what}; use {other}", Exit.INCOMPATIBLE)
         if isinstance(stage, OnPolicyKL):
             check_writing(model, stage, recipe.data_for(stage).pack.seq_len)
+        if seen is not None and (not isinstance(stage, AttentionTransfer) or recipe.data_for(stage).eval is not None):
+            if isinstance(seen, LinearizeError):
+                raise seen
+            check_prediction(stage, *seen, type(model).__name__)
         for split in ("train", "eval"):
             source = getattr(recipe.data_for(stage), split)
             if source is not None:
@@ -518,6 +523,24 @@ def check_model(model: Any, recipe: Recipe) -> None:
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
             Exit.INCOMPATIBLE,
         )
+
+
+def tried(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | LinearizeError | None:
+    """What a model without memory behind its weights predicts of an image, and the image as a batch; or why finetune
+    cannot compare that. None for a model with weights, which shows it in its first step, and for one that does not run.
+    """
+    if kind_of(model) != "images" or not has_head(model) or not next(model.parameters()).is_meta:
+        return None
+    try:
+        batch = {name: value.to("meta") for name, value in make_inputs(model, 1).items()}
+        batch["labels"] = torch.zeros(1, 1, dtype=torch.long)
+        as_teacher = model.teacher() if hasattr(model, "teacher") else contextlib.nullcontext()
+        with evaluating(model), torch.no_grad(), as_teacher:
+            return forward(model, batch), batch
+    except LinearizeError as error:
+        return error
+    except Exception:  # code of many architectures, which may ask for values
+        return None
 
 
 def check_writing(model: Any, stage: OnPolicyKL, seq_len: int) -> None:

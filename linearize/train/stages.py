@@ -3,6 +3,7 @@
 `attention_transfer`: softmax goes on through the network, each layer's mixer is compared with it on the same
 input, and each layer's loss is backpropagated as it arises: memory is one layer's. `logit_kl`: a teacher pass,
 then the student's, then backward, never a switch in between; `feature_cosine` does the same for last hidden states.
+A head that predicts numbers of an image, and no distribution, has the relative squared error in place of KL.
 `on_policy_kl` does it on text that the student has written. `sft`: cross entropy alone.
 
 Every loss is divided by counts of the whole optimizer step, so that micro batches and processes simply add up.
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 
 from linearize_kernels.hf.seam import evaluating
 
-from ..data.batches import Batch, forward, real_tokens, run, targets
+from ..data.batches import Batch, forward, is_dense, is_numbers, real_tokens, run, targets
+from ..errors import Exit, LinearizeError
 from ..measure.continuation import continued
-from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Stage
 from .chunked_head import chunked_loss, learned
 from .losses import IGNORED, cosine_distance, cross_entropy, square_error, square_sum
 from .predictions import divergence, predictions
@@ -161,6 +163,21 @@ def written(stage: OnPolicyKL, model: Any, batch: Batch) -> Batch:
     return {"input_ids": ids, "position_ids": places, "labels": labels, "valid": valid}
 
 
+def check_prediction(stage: Stage, found: Tensor, batch: Batch, name: str) -> None:
+    """Refuse (exit 3) a stage that needs labels of what a model, whose class is `name`, predicts of images, where there
+    are none: finetune has classes of whole images. And a temperature where `found`, from `forward`, is numbers."""
+    if not isinstance(stage, LogitKL | SFT) or "pixel_values" not in batch or not is_dense(found, batch):
+        return
+    what = "numbers" if is_numbers(found) else "classes of parts of an image"
+    if isinstance(stage, SFT) or stage.loss.ce:
+        due = "loss.ce: 0" if isinstance(stage, LogitKL) else "logit_kl, which learns the teacher's"
+        message = f"{stage.name}: {name} predicts {what}, and finetune has labels of whole images alone. Use {due}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    if is_numbers(found) and stage.loss.temperature != 1:
+        message = f"{stage.name}: loss.temperature is of distributions, and {name} predicts numbers. Leave it out"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+
+
 def end_to_end_loss(
     stage: Stage,
     student: Student,
@@ -183,6 +200,7 @@ def end_to_end_loss(
         teacher = predictions(student, batch, autocast)
     with autocast(), saving():
         found = forward(wrapped, batch)
+    check_prediction(stage, found, batch, type(student.model).__name__)
     if isinstance(stage, FeatureCosine):
         assert isinstance(teacher, Tensor)
         return cosine_distance(found, teacher, real_tokens(batch), batch["valid"].sum() / tokens[0]), {}
