@@ -1,4 +1,5 @@
-"""Random changes of pictures in training: a part of the picture, mirrored or not, then torchvision's RandAugment.
+"""Random changes in training: of a picture a part, mirrored or not, then torchvision's RandAugment; of its pixel values
+a rectangle that becomes noise; of two images of a batch a blend, or a rectangle of one in the other.
 
 What becomes of a picture is a function of its seed, so a run that goes on sees the pictures that it would have seen.
 """
@@ -10,7 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import Exit, LinearizeError
 
@@ -20,6 +23,8 @@ Augment = Callable[[Any, int], Any]
 AREA, SHAPE = (0.08, 1.0), (3 / 4, 4 / 3)  # of a crop: its share of the picture, and its width over its height
 TRIES = 10  # to find a crop within the picture
 OPERATIONS, STRENGTH = 2, 9  # RandAugment's, as DeiT has them
+ERASED, ERASED_SHAPE = (0.02, 1 / 3), (0.3, 10 / 3)  # of random erasing (arXiv 1708.04896), as of a crop
+OTHERS, SHARE = "other_labels", "label_share"  # of a batch of mixed images: the second labels, the share of the first
 
 
 def augmentation(name: str | None) -> Augment | None:
@@ -67,6 +72,51 @@ class RandAugment:
         with torch.random.fork_rng(devices=[]):  # its random numbers are torch's own
             torch.manual_seed(seed)
             return self.change(part)
+
+
+def erase(pixels: Tensor, chance: float, seed: int) -> Tensor:
+    """Pixel values [C,h,w] of which, by that chance, one rectangle of random size, shape and place is normal noise."""
+    random, (_, height, width) = _uniform(seed), pixels.shape
+    if next(random) >= chance:
+        return pixels
+    for _ in range(TRIES):
+        area = width * height * _between(ERASED, next(random))
+        shape = math.exp(_between((math.log(ERASED_SHAPE[0]), math.log(ERASED_SHAPE[1])), next(random)))
+        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        x, y = next(random), next(random)
+        if 0 < w < width and 0 < h < height:
+            top, left = round(y * (height - h)), round(x * (width - w))
+            noise = torch.randn((len(pixels), h, w), generator=torch.Generator().manual_seed(seed))
+            pixels = pixels.clone()
+            pixels[:, top : top + h, left : left + w] = noise
+            break
+    return pixels
+
+
+def mixed(batch: dict[str, Tensor], mixup: float, cutmix: float, seed: int) -> dict[str, Tensor]:
+    """A batch of images, each with the one at the same place from the end mixed in, and both labels.
+
+    The share of the first is from a beta distribution, both of whose parameters are `mixup` (arXiv 1710.09412: values
+    are blended) or `cutmix` (arXiv 1905.04899: a rectangle is replaced, the share is what is left). Where both are
+    above 0, each has half of the batches; the seed decides.
+    """
+    random = np.random.default_rng(seed)
+    cuts = cutmix > 0 and (mixup == 0 or random.random() < 0.5)
+    alpha = cutmix if cuts else mixup
+    share = float(random.beta(alpha, alpha))
+    pixels, others = batch["pixel_values"], batch["pixel_values"].flip(0)
+    if cuts:
+        height, width = pixels.shape[-2:]
+        h, w = (round(side * math.sqrt(1 - share)) for side in (height, width))
+        y, x = int(random.integers(height)), int(random.integers(width))
+        rows = slice(max(y - h // 2, 0), min(y - h // 2 + h, height))
+        columns = slice(max(x - w // 2, 0), min(x - w // 2 + w, width))
+        whole = pixels.clone()
+        whole[..., rows, columns] = others[..., rows, columns]
+        share = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
+    else:
+        whole = share * pixels + (1 - share) * others
+    return batch | {"pixel_values": whole, OTHERS: batch["labels"].flip(0), SHARE: pixels.new_tensor(share)}
 
 
 def _uniform(seed: int) -> Iterator[float]:

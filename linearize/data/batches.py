@@ -215,15 +215,24 @@ def open_samples(
     max_tokens: int | None,
     say: Callable[[str], None],
     augment: Augment | None = None,
+    erased: float = 0.0,
 ) -> Samples:
     """The samples of a recipe's source for this model, which `check_source` let pass; relative files begin at `start`,
-    packed text is kept in `cache`. `say` gets how classes of images are numbered. `augment` changes images each time.
+    packed text is kept in `cache`. `say` gets how classes of images are numbered. `augment` changes images each time,
+    and so does `erased`, the chance of random erasing.
     """
     kind = kind_of(model)
     if kind == "images":
         config = model.config if has_head(model) else None
         images = Images(
-            find_images(source, start), processor, config, sft, augment, hidden=hidden_patches(model), seed=seed
+            find_images(source, start),
+            processor,
+            config,
+            sft,
+            augment,
+            hidden=hidden_patches(model),
+            seed=seed,
+            erased=erased,
         )
         if images.note:
             say(images.note)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import Exit, LinearizeError, absent, check_file, did_you_mean
 from ..recipe.data import ArraySource, DatasetSource, ImageSource, local_paths
 from ..train.losses import IGNORED
-from .augment import Augment
+from .augment import Augment, erase
 from .documents import open_dataset
 from .packing import hashed_generator
 
@@ -55,7 +55,7 @@ class Images:
 
     `note` says for a person which class got which number. Without `learns` nobody learns the classes: those that the
     model does not have are left out, with a note, instead of refused. With `augment` `changed` gives pictures that were
-    changed at random.
+    changed at random, and by the chance `erased` a rectangle of their values.
     """
 
     seq_len = 1
@@ -69,11 +69,12 @@ class Images:
         augment: Augment | None = None,
         hidden: int = 0,
         seed: int = 0,
+        erased: float = 0.0,
     ) -> None:
         if not len(found):
             raise LinearizeError(f"nothing to train on in {found.where}")
         self.found, self.processor, self.augment = found, processor, augment
-        self.hidden, self.seed = hidden, seed
+        self.hidden, self.seed, self.erased = hidden, seed, erased
         try:
             self.labels, self.note = class_numbers(found, config)
         except LinearizeError as error:
@@ -97,7 +98,10 @@ class Images:
 
     def changed(self, index: int, seed: int) -> dict[str, Tensor]:
         """Item `index` with its picture changed as `seed` decides; as it is where nothing is changed."""
-        return self._sample(index, seed if self.augment is not None else None)
+        sample = self._sample(index, seed if self.augment is not None else None)
+        if self.erased:
+            sample["pixel_values"] = erase(sample["pixel_values"], self.erased, seed)
+        return sample
 
     def _sample(self, index: int, seed: int | None) -> dict[str, Tensor]:
         sample = {

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, Valida
 
 from ..errors import did_you_mean
 from ..terminal.output import counted
-from .types import Count, Listed, Names, Positive, Strict, Text, as_list
+from .types import Alpha, Count, Listed, Names, Positive, Ratio, Strict, Text, as_list
 from .yaml import shown
 
 # How names of files of text end.
@@ -203,9 +203,17 @@ class Data(Strict):
     """Changes that training makes to its pictures, others each time: crop (8 to 100 % of the picture, mirrored half of
     the time); randaugment (crop, then two random operations of strength 9; needs torchvision); null: none."""
 
-    @field_validator("augment")
+    erase: Ratio = 0.0
+    """Random erasing: the share of training images of which one rectangle, 2 to 33 % of the image, becomes noise."""
+    mixup: Alpha = 0.0
+    """Mixup: alpha of the beta distribution by which two images of a batch, and their classes, are blended; 0: none."""
+    cutmix: Alpha = 0.0
+    """CutMix: alpha of the beta distribution of the rectangle that another image of the batch replaces, its class by
+    that share; 0: none. With mixup, each has half of the batches."""
+
+    @field_validator("augment", "erase", "mixup", "cutmix")
     @classmethod
-    def _of_images(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _of_images(cls, value: Any, info: ValidationInfo) -> Any:
         if value and "train" in info.data and not holds_images(info.data["train"]):
             raise ValueError("is for images, and data.train holds text")
         return value

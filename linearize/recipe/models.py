@@ -479,8 +479,10 @@ class Recipe(Strict):
             text_key=own.pack.text_key or shared.pack.text_key,
         )
         train = own.train or shared.train
-        augment = shared.augment if holds_images(train) else None
-        return Data(train=train, eval=own.eval or shared.eval, pack=pack, augment=augment)
+        changes: dict[str, Any] = {}
+        if holds_images(train):
+            changes = {key: getattr(shared, key) for key in ("augment", "erase", "mixup", "cutmix")}
+        return Data(train=train, eval=own.eval or shared.eval, pack=pack, **changes)
 
     def resolved(self) -> dict[str, Any]:
         """Every value, defaults included, as JSON has it; `Recipe.model_validate` reads it back."""

@@ -97,8 +97,9 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = recipe_path(recipe)
     loaded: Recipe = validated(document := Document(path, overrides), path.parent, Recipe)
-    for keys, text in (*_stage_rules(loaded), *_teacher_rules(loaded), *_plain_rules(loaded), *_option_rules(loaded)):
-        document.problem(keys, text)
+    for rules in (_stage_rules, _mixing_rules, _teacher_rules, _plain_rules, _option_rules):
+        for keys, text in rules(loaded):
+            document.problem(keys, text)
     document.check()
     # A preset names no files of its own: those of its overrides start where the person who gives them is.
     loaded._folder = Path() if path.parent == recipes_folder() else path.parent
@@ -184,6 +185,15 @@ def _stage_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         if lora is not None and stage.lora not in (None, lora):
             yield ("stages", i, "lora"), "differs from an earlier stage's; a run has one set of adapters"
         lora = stage.lora or lora
+
+
+def _mixing_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """Images are mixed with others of the same pass."""
+    data = recipe.data
+    for i, stage in enumerate(recipe.stages):
+        if (data.mixup or data.cutmix) and stage.batch.per_device < 2:
+            text = "must be >= 2: data.mixup and data.cutmix mix images of one pass. Set it to 64, or leave them out"
+            yield ("stages", i, "batch", "per_device"), text
 
 
 def _teacher_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:

@@ -73,6 +73,7 @@ Names = Annotated[
 ]
 Count = Annotated[int, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
+Alpha = Annotated[float, Field(ge=0, le=100), AfterValidator(_not_tiny)]
 Weight = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 # Of AdamW, which moves a weight by about so much a step; 1 is more than weights are.

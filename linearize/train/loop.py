@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..data.augment import mixed
 from ..data.batches import Samples, collate, targets
 from ..data.images import Images
 from ..data.packing import BlockOrder
@@ -206,6 +207,10 @@ class StageLoop:
         terms of a loss of two."""
         owner, accelerator = self.owner, self.owner.accelerator
         micro = [self.batch(step, m) for m in range(self.stage.batch.accumulate)]
+        data = owner.recipe.data_for(self.stage)
+        if data.mixup or data.cutmix:
+            place = owner.recipe.seed, self.number, step, accelerator.process_index
+            micro = [mixed(b, data.mixup, data.cutmix, seed_for(*place, m)) for m, b in enumerate(micro)]
         if isinstance(self.stage, OnPolicyKL):
             torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, accelerator.process_index))
             with accelerator.autocast():

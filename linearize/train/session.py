@@ -192,6 +192,7 @@ class Finetuner:
                 max_tokens=limit,
                 say=self.say_once,
                 augment=augmentation(data.augment) if split == "train" else None,
+                erased=data.erase if split == "train" else 0.0,
             )
         if stored is None or (split == "train" and not stage.learns_logits):
             return samples

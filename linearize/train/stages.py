@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from linearize_kernels.hf.seam import evaluating
 
+from ..data.augment import OTHERS, SHARE
 from ..data.batches import Batch, forward, is_dense, is_numbers, real_tokens, run, targets
 from ..errors import Exit, LinearizeError
 from ..measure.continuation import continued
@@ -178,6 +179,15 @@ def check_prediction(stage: Stage, found: Tensor, batch: Batch, name: str) -> No
         raise LinearizeError(message, Exit.INCOMPATIBLE)
 
 
+def label_loss(found: Tensor, batch: Batch, count: Tensor) -> Tensor:
+    """Cross entropy with the targets of a batch over `count` of them; of mixed images with both labels, in their
+    shares."""
+    own = cross_entropy(found, targets(batch), num_tokens=count)
+    if OTHERS not in batch:
+        return own
+    return own.lerp(cross_entropy(found, batch[OTHERS], num_tokens=count), 1 - batch[SHARE].to(own.dtype))
+
+
 def end_to_end_loss(
     stage: Stage,
     student: Student,
@@ -209,13 +219,13 @@ def end_to_end_loss(
         temperature = stage.loss.temperature
         return divergence(student, found, teacher, batch["valid"], temperature=temperature, num_tokens=tokens[0]), {}
     if not isinstance(stage, LogitKL):
-        return cross_entropy(found, targets(batch), num_tokens=tokens[1]), {}
+        return label_loss(found, batch, tokens[1]), {}
     loss, terms = found.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
     if teacher is not None:
         valid, count = learned(stage, batch, tokens)
         terms["kl"] = divergence(student, found, teacher, valid, temperature=stage.loss.temperature, num_tokens=count)
         loss = loss + stage.loss.kl * terms["kl"]
     if stage.loss.ce:
-        terms["ce"] = cross_entropy(found, targets(batch), num_tokens=tokens[1])
+        terms["ce"] = label_loss(found, batch, tokens[1])
         loss = loss + stage.loss.ce * terms["ce"]
     return loss, {name: term.detach() for name, term in terms.items()} if len(terms) > 1 else {}

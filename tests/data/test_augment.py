@@ -13,15 +13,17 @@ import pytest
 import torch
 from conftest import Command
 from PIL import Image
+from torch.nn.functional import one_hot
 from transformers import PvtConfig, PvtForImageClassification, SwinConfig, SwinForImageClassification, ViTImageProcessor
 
-from linearize.data.augment import augmentation, crop
+from linearize.data.augment import OTHERS, SHARE, augmentation, crop, erase, mixed
 from linearize.data.images import Images, find_images
 from linearize.data.packing import BlockOrder
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe.data import ArraySource, ImageSource
 from linearize.recipe.recipe import load_recipe
 from linearize.train.loop import Stream
+from linearize.train.stages import label_loss
 
 SIZE = 32
 PROCESSOR = ViTImageProcessor(size={"height": SIZE, "width": SIZE})
@@ -203,3 +205,113 @@ def test_a_library_that_is_missing_is_named_before_anything_is_written(
         assert code == Exit.RESOURCE
         assert 'data.augment randaugment needs: pip install "linearize[augment]"' in " ".join(err.split())
         assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- erased and mixed
+
+
+def test_erasing_makes_one_rectangle_noise_by_its_chance_and_a_seed_decides() -> None:
+    plain = torch.full((3, 40, 50), 7.0)
+    found = [erase(plain, 0.25, seed) for seed in range(400)]
+    changed = [one for one in found if not torch.equal(one, plain)]
+    assert 70 < len(changed) < 130
+    assert all(torch.equal(one, erase(plain, 0.25, seed)) for seed, one in enumerate(found[:30]))
+    assert plain.eq(7.0).all(), "what it is given stays"
+    shares = []
+    for one in changed:
+        rows, columns = (one[0] != 7.0).nonzero(as_tuple=True)
+        box = one[:, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+        assert box.ne(7.0).all()
+        shares.append(box[0].numel() / 2000)
+    assert 0.01 < min(shares) < 0.05
+    assert 0.28 < max(shares) < 0.36
+    noise = torch.cat([one[one != 7.0] for one in changed])
+    assert abs(float(noise.mean())) < 0.02
+    assert float(noise.std()) == pytest.approx(1.0, abs=0.02)
+
+
+def numbered(count: int = 4) -> dict[str, torch.Tensor]:
+    """A batch of which image i has the value i and the label i."""
+    values = torch.arange(count)
+    pixels = values.float()[:, None, None, None].expand(-1, 3, 20, 30)
+    return {"pixel_values": pixels, "labels": values[:, None], "valid": torch.ones(count, 1, dtype=torch.bool)}
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])
+def test_a_share_of_each_image_and_of_its_label_is_anothers(mixup: float, cutmix: float) -> None:
+    shares = []
+    for seed in range(100):
+        batch = mixed(numbered(), mixup, cutmix, seed)
+        assert batch["labels"][:, 0].tolist() == [0, 1, 2, 3]
+        assert batch[OTHERS][:, 0].tolist() == [3, 2, 1, 0]
+        share = float(batch[SHARE])
+        expected = [share * own + (1 - share) * other for own, other in ((0, 3), (1, 2), (2, 1), (3, 0))]
+        means = batch["pixel_values"].mean((1, 2, 3)).tolist()
+        assert means == pytest.approx(expected, abs=1e-5)
+        if cutmix:
+            assert {*batch["pixel_values"][0].unique().tolist()} <= {0.0, 3.0}
+        else:
+            assert len(batch["pixel_values"][0].unique()) == 1
+        shares.append(share)
+        assert torch.equal(batch["pixel_values"], mixed(numbered(), mixup, cutmix, seed)["pixel_values"])
+    assert min(shares) < 0.2
+    assert max(shares) > 0.9
+
+
+def test_where_both_are_asked_for_each_has_half_of_the_batches() -> None:
+    found = [mixed(numbered(), 0.8, 1.0, seed)["pixel_values"][0].unique().tolist() for seed in range(200)]
+    blended = [len(values) == 1 and values[0] not in (0.0, 3.0) for values in found]
+    assert 70 < sum(blended) < 130
+
+
+def test_the_loss_of_a_mixed_batch_is_that_of_soft_labels() -> None:
+    torch.manual_seed(0)
+    batch, logits = mixed(numbered(), 0.8, 0.0, 3), torch.randn(4, 1, 5)
+    share = batch[SHARE]
+    soft = share * one_hot(batch["labels"][:, 0], 5) + (1 - share) * one_hot(batch[OTHERS][:, 0], 5)
+    expected = torch.nn.functional.cross_entropy(logits[:, 0], soft)
+    torch.testing.assert_close(label_loss(logits, batch, torch.tensor(4.0)), expected)
+    del batch[OTHERS]
+    hard = torch.nn.functional.cross_entropy(logits[:, 0], batch["labels"][:, 0])
+    torch.testing.assert_close(label_loss(logits, batch, torch.tensor(4.0)), hard)
+
+
+@pytest.mark.slow
+def test_a_run_erases_and_mixes_images_and_goes_on_with_the_same(
+    tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linearize.convert.verify", lambda *arguments: "not verified")
+    none = ["data.augment=crop", "data.erase=0", "data.mixup=0", "data.cutmix=0"]
+    losses = {}
+    for run, given in {
+        "plain": none,
+        "erased": [*none, "data.erase=1"],
+        "blended": [*none, "data.mixup=0.8"],
+        "cut": [*none, "data.cutmix=1"],
+        "again": [*none, "data.cutmix=1"],
+    }.items():
+        steps = [*small_steps("sft"), f"output_dir={tmp_path / run}", *given]
+        code, _, err = linearize(*words(tmp_path, "vit-saga-pretrain", "pvt", *steps, "--max-steps", "2"))
+        assert code == 0, err
+        lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        losses[run] = tuple(json.loads(line)["loss"] for line in lines if "loss" in json.loads(line))
+    assert losses["cut"] == losses.pop("again")
+    assert len({*losses.values()}) == 4, losses
+
+
+def test_mixing_needs_two_images_a_pass_and_images(tmp_path: Path) -> None:
+    one = ["model.base=m", "data.augment=null", "stages.sft.batch.per_device=1"]
+    with pytest.raises(LinearizeError, match=r"per_device: must be >= 2: data\.mixup and data\.cutmix mix"):
+        load_recipe("vit-saga-pretrain", one)
+    load_recipe("vit-saga-pretrain", [*one, "data.mixup=0", "data.cutmix=0"])
+    with pytest.raises(LinearizeError, match=r"data\.erase: is for images, and data\.train holds text"):
+        load_recipe("demo", ["data.erase=0.1"])
+    for wrong in ("data.mixup=-1", "data.mixup=101", "data.cutmix=1e-9", "data.erase=1.1"):
+        with pytest.raises(LinearizeError, match=wrong.partition("=")[0]):
+            load_recipe("vit-saga-pretrain", [wrong])
+
+
+@pytest.mark.parametrize("preset", ["vit-saga-pretrain", "vit-mhla-pretrain"])
+def test_the_presets_have_the_augmentation_of_deit(preset: str) -> None:
+    data = load_recipe(preset).data
+    assert (data.augment, data.erase, data.mixup, data.cutmix) == ("randaugment", 0.25, 0.8, 1.0)
