@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,33 @@ def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...]
     found, out, err = linearize("bench", "paper", *arguments)
     assert (found, out) == (code, "")
     assert message in err
+
+
+def test_every_row_of_the_page_has_a_status_a_cause_or_a_command() -> None:
+    """A row that is missed has its cause, one that needs data its command; the rest is measured by its name."""
+    page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
+    causes = page[page.index("### Why rows are missed") : page.index("A row that says")].splitlines()
+    commands = page[page.index("The rows that need data:") : page.index("### LA (arXiv")]
+    commands = [line for line in commands.splitlines() if line.startswith("| ") and not line.startswith("| rows")]
+
+    def named(lines: list[str], paper: str, claim: str) -> bool:
+        """Whether a first cell has that claim of that paper, as `LA `a`, SAGA `b``."""
+        for line in lines:
+            cell, of = line.split(" | ")[0], ""
+            for word in re.findall(r"[A-Z]{2,}|`[\w-]+`", cell):
+                of = of if word.startswith("`") else word
+                if (of, word) == (paper.upper(), f"`{claim}`"):
+                    return True
+        return False
+
+    for name in paper_names():
+        table = page[page.index(f"<!-- paper {name} -->") :].partition("<!-- end -->")[0]
+        rows = dict(re.findall(r"^\| `([\w-]+)` \|.*\| ([^|]+) \|$", table, re.MULTILINE))
+        assert {*rows} == {claim.name for claim in load_claims(name)}, name
+        for claim, status in rows.items():
+            kind = re.match("reproduced$|beaten by|missed by|needs |not measured", status)
+            assert kind, (name, claim, status)
+            if kind[0] == "missed by":
+                assert named(causes, name, claim), (name, claim, "has no cause")
+            if kind[0] == "needs ":
+                assert named(commands, name, claim), (name, claim, "has no command")
