@@ -206,7 +206,8 @@ class Data(Strict):
     erase: Ratio = 0.0
     """Random erasing: the share of training images of which one rectangle, 2 to 33 % of the image, becomes noise."""
     mixup: Alpha = 0.0
-    """Mixup: alpha of the beta distribution by which two images of a batch, and their classes, are blended; 0: none."""
+    """Mixup: alpha of the beta distribution of the share of an image, and of its class, that another image of the batch
+    is blended in by; 0: none."""
     cutmix: Alpha = 0.0
     """CutMix: alpha of the beta distribution of the rectangle that another image of the batch replaces, its class by
     that share; 0: none. With mixup, each has half of the batches."""
