@@ -11,9 +11,10 @@ from __future__ import annotations
 # Measured on 2026-11-25 (two cores of a CPU, torch 2.13): the eight checks of child/behaviours.py that compare, rows of
 # 100 tokens, random Llama and Qwen3 models of four layers with three seeds each, eight mechanisms at their defaults,
 # which are 384 differences for each dtype. Beside each limit: 95 of 100 are below the first number, the second is the
-# largest, the third says how many are over the limit. Those are of gla and retnet, of one random model: at one token the
-# sum of a head nearly cancels (5e-4, where the median of its tokens is 1.3), and the norm behind it divides the rounding
-# of the sum by next to nothing. float32 is as far from float64 there (2.6e-4), and the mean KL of all tokens is 9e-10.
+# largest, the third says how many are over the limit. Those are of gla and retnet, of one random model: at one token
+# the sum of a head nearly cancels (5e-4, where the median of its tokens is 1.3), and the norm behind it divides the
+# rounding of the sum by next to nothing. float32 is as far from float64 there (2.6e-4), and the mean KL of all tokens
+# is 9e-10.
 BY_DTYPE = {
     "float64": 1e-4,  # 2.6e-7, 5.4e-7, none; held to the limit of float32
     "float32": 1e-4,  # 6.8e-6, 2.3e-4, one
