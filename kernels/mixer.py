@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -374,6 +375,11 @@ def as_autocast(*inputs: Tensor) -> list[Tensor]:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return [*inputs]
     return [x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in inputs]
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off, which would run float32 sums in half precision; the meta device has no autocast."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def mixer_at(kind: type[Mixer], site: Site, options: dict[str, Any]) -> Mixer:

@@ -31,6 +31,7 @@ from .data.augment import augmentation
 from .data.batches import check_there, kind_of, small_batch, source_hash, tokens_per_sample
 from .data.documents import TextSource, check_rows, no_datasets
 from .data.images import count_images
+from .demo import named_base
 from .errors import Exit, LinearizeError, did_you_mean, existing_folder, os_error, undamaged
 from .estimate.advice import advise
 from .estimate.choose import as_before, choose, is_open, plainly
@@ -52,7 +53,7 @@ from .terminal.output import counted, duration, short, size
 from .terminal.progress import progress
 from .train.device import device_name, on_cpu
 from .train.progress import pace
-from .train.random_model import named_base, write_random
+from .train.random_model import write_random
 from .train.runs import Position, Run, processes, read_position
 from .train.runtime import (
     Say,

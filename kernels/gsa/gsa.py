@@ -38,7 +38,7 @@ from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
 )  # fmt: skip
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, positions
+from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, full_precision, positions
 from ..layers.norm import fit_size, give_size
 from ..layers.scan import document_tokens, each_sequence, numbered
 from ..layers.pool import check_pool, on_rows, put, take
@@ -319,7 +319,7 @@ class GatedSlotAttention(Mixer):
             g = self.gates(x, padding, segments, 0 if seen is None else seen)
         q, k, v = _act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act)
         # Autocast would run the fp32 memories' products in half precision.
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q.device):
             o, state = gsa(
                 q,
                 k,

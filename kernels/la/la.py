@@ -30,7 +30,7 @@ from ..layout import TokenLayout
 from ..linear.linear import linear_attention, linear_attention_bidirectional
 from ..linear.bidirectional_launch import both_op
 from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, step_op, use_triton
-from ..mixer import Bounds, Mixer, Site, check_power_of_two, feature_parts
+from ..mixer import Bounds, Mixer, Site, check_power_of_two, feature_parts, full_precision
 from ..layers.pool import check_pool, on_rows
 from ..layers.scan import document_tokens, each_sequence, numbered
 
@@ -317,7 +317,7 @@ class LinearAttention(Mixer):
     ) -> tuple[Tensor, Tensor, LAState | None]:
         a, b = self.kernel()
         # Autocast would run the fp32 sums in half precision.
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q.device):
             q, k = self.feature_map(q, "query"), self.feature_map(k, "key")
             o, g, state = la_with_mass(
                 q, k, v, a, b, layout.padding, layout.segments, None, state, causal=layout.causal, unit=self.unit,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layout import TokenLayout
-from ..mixer import Mixer, Site, as_autocast, check_half_lives, check_power_of_two, feature_parts
+from ..mixer import Mixer, Site, as_autocast, check_half_lives, check_power_of_two, feature_parts, full_precision
 from .arguments import to_gate_heads
 from .norm import HeadNorm, fit_size
 from .rotary import rotated
@@ -59,7 +59,7 @@ class Recurrent(Mixer):
         """`op` and the norm of its output, with SLA's gates: `read_gate` [B,T,H] on the output, after the norm, which
         would cancel it; `write_gate` [B,T,E] on what is written."""
         # Autocast would run the fp32 memories' products in half precision.
-        with torch.autocast(inputs[0].device.type, enabled=False):
+        with full_precision(inputs[0].device):
             o, state = op(
                 *inputs, **gates, padding=layout.padding, segments=layout.segments, state=state, rows=layout.rows,
                 write_gate=write_gate, read_gate=None if self.norm else read_gate, chunk_size=self.chunk_size,

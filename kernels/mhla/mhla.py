@@ -45,7 +45,7 @@ from .eager import (
     GUARD, MHLAState, after, divided, fresh_state, may_wait, mhla_bidirectional, mhla_causal, mhla_step, recomputed,
     with_one,
 )  # fmt: skip
-from ..mixer import Bounds, Mixer, Site, check_power_of_two, gated, output_gate_at
+from ..mixer import Bounds, Mixer, Site, check_power_of_two, full_precision, gated, output_gate_at
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.pool import check_pool, on_rows
 from ..layers.rotary import rotated, settled
@@ -464,7 +464,7 @@ class MultiHeadLinearAttention(Mixer):
         if layout.causal and not self.site.causal:
             raise ValueError(f"{self.site.path}: converted as bidirectional attention, called as causal")
         # Autocast would run the fp32 sums in half precision.
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q.device):
             q, k = self._turned(self.features(q, "query"), layout), self._turned(self.features(k, "key"), layout)
             w = self.weights(q.device)
             if layout.causal:

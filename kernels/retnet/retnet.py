@@ -31,7 +31,7 @@ from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention
 from ..linear.launch import Precision, chunked_op, pool_op, step_op, use_triton
-from ..mixer import Bounds, Mixer, Site, gated, output_gate_at
+from ..mixer import Bounds, Mixer, Site, full_precision, gated, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
 
@@ -272,7 +272,7 @@ class RetNet(Recurrent, Mixer):
         """`Mixer.mix`, with SLA's gates (`recur`)."""
         dtype, scale, log_decay = v.dtype, self.site.scale, self.log_decay(q.device)
         if self.features is not None:
-            with torch.autocast(q.device.type, enabled=False):
+            with full_precision(q.device):
                 q, k, scale = self.features(q, "query"), self.features(k, "key"), 1.0
         q, k = self.turn(q, layout), self.turn(k, layout)
         o, state = self.recur(retnet, layout, state, read_gate, write_gate, q, k, v, log_decay=log_decay, scale=scale)

@@ -29,7 +29,7 @@ from ..layers.arguments import Backend, use_kernels
 from ..layers.features import Features, featured
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention_bidirectional
-from ..mixer import Bounds, Mixer, Site
+from ..mixer import Bounds, Mixer, Site, full_precision
 from ..layers.norm import HeadNorm
 from .launch import GUARD, runs_on, saga_op
 
@@ -278,7 +278,7 @@ class SelectiveGates(Mixer):
         E, H, Dv = self.site.kv_heads, self.site.heads, v.shape[-1]
         layers = (self.key_gate, E * self.width, OPEN), (self.value_gate, E * Dv, OPEN), (self.output_gate, H * Dv, 1.0)
         gates = [x.new_full((*x.shape[:2], n), one) if gate is None else gate(x) for gate, n, one in layers]
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q.device):
             names = "query_map", "key_map", "query_bias", "key_bias"
             weights = (getattr(getattr(self, "features", None), name, None) for name in names)
             maps = Maps(self.feature_map, self.site.scale, *weights)

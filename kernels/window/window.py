@@ -35,7 +35,7 @@ from transformers import initialization as init
 from ..layers.arguments import Backend, use_kernels, wants_gradients
 from ..layers.pool import check_pool, on_rows
 from ..layout import TokenLayout, once
-from ..mixer import Bounds, Mixer, Site
+from ..mixer import Bounds, Mixer, Site, full_precision
 from ..layers.scan import numbered
 from .blend import blend
 from .launch import runs_on, window_op
@@ -412,7 +412,7 @@ class Window(nn.Module):
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
         places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
         # Autocast would round the scores to half precision.
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q.device):
             return window(q, k, v, **sizes, **places, state=state)
 
     @torch.no_grad()
@@ -482,7 +482,7 @@ class SinkWindow(Mixer):
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
         places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
         # Autocast would round the scores to half precision.
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q.device):
             o, _, state = window(q, k, v, **sizes, **places, state=state)
         return o, state
 

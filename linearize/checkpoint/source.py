@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..demo import DEMO, model_folder
 from ..errors import Exit, LinearizeError, check_file
 from ..hub.download import download
 from .atomic import MANIFEST
@@ -102,7 +103,8 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
         shards, pickled = find_shards(folder, weights)
     except OSError as error:
         raise unreadable(error) from error
-    name = os.path.basename(os.path.realpath(folder)) if local else model
+    shipped = os.path.realpath(folder) == os.path.realpath(model_folder())
+    name = DEMO if shipped else os.path.basename(os.path.realpath(folder)) if local else model
     return Source(folder, name, revision, config, shards, pickled, block)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..demo import named_base
 from ..terminal.arguments import path
 from ..terminal.output import Json, finite, print_json, say, show
 from ..terminal.progress import waiting
@@ -69,7 +70,8 @@ def bench_kernels(
 @bench.command("model")
 def bench_model(
     model: Annotated[
-        str | None, typer.Argument(help="Model: a local folder or a Hub id. Only its config is read.")
+        str | None,
+        typer.Argument(help="Model: a local folder, a Hub id, or demo. Only its config is read.", parser=named_base),
     ] = None,
     shape: Annotated[
         str | None,

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from ..demo import named_base
 from ..errors import LinearizeError
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Model: a local folder or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=named_base)],
     to: Annotated[
         str | None,
         typer.Option(

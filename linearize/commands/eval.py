@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..demo import named_base
 from ..terminal.arguments import path
 from ..terminal.output import Json, finite, print_json, say
 
@@ -80,7 +81,6 @@ def evaluate(
     from ..errors import LinearizeError
     from ..recipe.data import DemoSource
     from ..recipe.recipe import load_recipe
-    from ..train.random_model import named_base
 
     teacher = teacher and named_base(teacher)
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}

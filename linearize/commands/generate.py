@@ -6,11 +6,14 @@ from typing import Annotated
 
 import typer
 
+from ..demo import named_base
 from ..terminal.output import Json, counted, print_json, say, show
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Model: a local folder, converted or not, or a Hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="Model: a local folder, converted or not, a Hub id, or demo.", parser=named_base)
+    ],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 64,
     temperature: Annotated[

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
+from ..demo import named_base
 from ..terminal.output import Json, print_json
 from ..terminal.progress import waiting
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="Model: a local folder or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=named_base)],
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
     ] = False,

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
+DEMO = "demo"  # what commands and recipes call the model
+
 
 def model_folder() -> Path:
     """Where the shipped model and its tokenizer lie."""
     return Path(__file__).parent / "model"
+
+
+def named_base(name: str) -> str:
+    """The folder or Hub id that a name stands for: `demo` is the model that linearize ships, ./demo a folder here."""
+    return str(model_folder()) if name == DEMO else name

@@ -11,18 +11,13 @@ import transformers
 from ..checkpoint.source import open_source
 from ..convert import load_config
 from ..data.batches import image_processor
-from ..demo import model_folder
+from ..demo import named_base
 from ..errors import Exit, LinearizeError, did_you_mean, reason_of
 from ..measure.generate import load_tokenizer
 from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
 from ..recipe.models import Scratch
 from ..recipe.recipe import Recipe
-
-
-def named_base(name: str) -> str:
-    """`demo` stands for the model that the package ships."""
-    return str(model_folder()) if name == "demo" else name
 
 
 def write_random(recipe: Recipe, place: Path, weights: bool) -> Path:

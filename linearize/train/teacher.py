@@ -23,6 +23,7 @@ from ..checkpoint.source import SMALL_FILES, Source, open_source
 from ..convert import load_config
 from ..data.batches import kind_of, source_hash, token_limit
 from ..data.logits import Facts, StoredLogits
+from ..demo import named_base
 from ..errors import Exit, LinearizeError
 from ..hub.download import download
 from ..measure.generate import load_any, load_tokenizer
@@ -32,7 +33,6 @@ from ..recipe.recipe import LogitKL, Recipe, Stage
 from ..terminal.output import short
 from ..verify.child.inputs import auto_class, most_tokens
 from .chunked_head import obstacle
-from .random_model import named_base
 from .runtime import stage_steps
 from .save import meta_model
 from .student import Student

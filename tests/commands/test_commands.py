@@ -64,6 +64,18 @@ def test_a_mechanism_tells_all_that_its_file_says(linearize: Command, name: str)
     assert mixer.state_formula in " ".join(out.split())
 
 
+def test_demo_names_the_model_that_is_shipped(linearize: Command, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = linearize("inspect", "demo", "--json")
+    assert (code, json.loads(out)["source"]) == (0, "demo")
+    code, out, err = linearize("convert", "demo", "--to", "la", "--dry-run")
+    assert code == 0 and "demo (LlamaForCausalLM" in err
+    code, out, _ = linearize("generate", "demo", "def ", "--max-new-tokens", 2)
+    assert code == 0 and out.strip()
+    code, _, err = linearize("inspect", "./demo")  # a folder of that name
+    assert code != 0 and "./demo" in err
+
+
 def test_the_state_formula_of_gsa_is_what_it_computes(linearize: Command) -> None:
     told = json.loads(linearize("mechanisms", "gsa", "--json")[1])
     formula = told["state_formula"].partition(":")[0]

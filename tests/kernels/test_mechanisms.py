@@ -432,6 +432,16 @@ def test_autocast_reaches_keys_in_float32(name: str, monkeypatch: pytest.MonkeyP
 
 
 @every_variant
+def test_a_mixer_has_shapes_on_the_meta_device(name: str, variant: str) -> None:
+    mixer = make(name, variant=variant)
+    inputs = tokens(mixer.site, 70)
+    o, _ = mix(mixer, inputs)
+    found, _ = mix(mixer.to("meta"), [x.to("meta") for x in inputs])
+    assert found.is_meta
+    assert (found.shape, found.dtype) == (o.shape, o.dtype)
+
+
+@every_variant
 def test_calibrate_keeps_outputs_finite(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)
     inputs = tokens(mixer.site, 70)
