@@ -188,26 +188,53 @@ CONVERTED = re.compile(r"runs/[\w-]+/final|RUN/final|\bDIR\b|\bat/final|(?<!/)\b
 RUNS = re.compile(r"runs/[\w-]+$|RUN$")
 TEXTS = re.compile(r"[\w/-]+\.(?:jsonl|txt)\b")
 # Commands that take seconds on a small model of text; what trains says what it would do.
-SMALL = ("inspect", "convert", "generate", "finetune", "logits", "race", "report", "eval", "recipes")
+SMALL = (
+    "inspect", "convert", "generate", "finetune", "logits", "race", "report", "eval", "recipes", "verify", "push",
+    "estimate", "upgrade",
+)  # fmt: skip
 DRY = ("finetune", "logits", "race")
-# What takes minutes, names layers that the small model lacks, needs images, latents, more packages, the Hub or another
-# run, or is a mere name.
-LEFT_OUT = re.compile(
-    r"auto:|32768|7,15|4,5|3:0|4:1|--layers|--restore|--tasks|images:|vit|wan|mhla|logits=|hybrid|RECIPE$|"
-    r"compare|^\S+$"
-).search
-# Pages that a newcomer follows. Commands of the others differ in numbers, and a dry run takes seconds.
-GUIDES = ("README", "install", "distil", "evaluate", "serve", "how-it-works", "works-with", "python")
+# Why a command is parsed and its recipe checked, but not run: the first pattern that is found in it, with its page.
+REASONS = {
+    r"^\S+ (?:\S+|recipes \w+|--\S+|COMMAND --help|bench \w+|mechanisms NAME|\w+ RECIPE)$": "a name in a sentence",
+    r" serve ": "a server: tests/serve, and `make serving`",
+    r" race (?:demo|TEACHER|MODEL)\b(?!.*--dry-run)": "minutes: tests/race runs a small one",
+    r" demo(?: -o demo-run)?$": "minutes: .ci/run runs it from the wheel",
+    r" bench (?:kernels|model) ": "minutes, or a GPU: tests/bench",
+    r" bench paper .*(?:--save|--claims|\|)": "minutes, or a GPU: tests/bench/test_paper.py has every claim",
+    r" bench paper la --tiny": "a minute of compiled C++: tests/bench/test_paper.py",
+    r" export ": "a minute, and the packages of ONNX: tests/export",
+    r"--tasks": "data sets of the Hub: tests/company runs lm-evaluation-harness on a task of its own",
+    r"auto:|(?:finetune|estimate) hybrid": "chooses layers, half a minute each: tests/choose",
+    r"images:|\bvit\b|vit-|wan|pictures|to mhla": "images, or a pipeline: test_finetune_images.py, tests/diffusion",
+    r"compare ": "several runs: tests/page/test_compare.py",
+    r"logits=|32768|7,15|4,5|3:0|4:1|--layers|--restore": "more layers, tokens or files than the small model has",
+    r"push DIR user/repo$": "an upload: tests/hub",
+    r" push sft/final ": "a folder that TRL saved: tests/company",
+    r"^(?!README|install|distil|evaluate|serve|how-it-works|works-with|python).* (?:finetune|logits|convert|eval|"
+    r"generate|inspect) ": "differs from those of the guides in numbers, and each takes seconds",
+}
 FEW = ("--lengths", "256", "--trials", "1", "data.pack.seq_len=64", "eval.max_tokens=512")
 
 
+def left_out(page: Path, words: list[str]) -> str:
+    """Why the command of a page is not run; empty where it is."""
+    place = f"{page.stem} {shlex.join(words)}"
+    return "" if runs_here(words) else next((why for found, why in REASONS.items() if re.search(found, place)), "")
+
+
 def on_small_model(words: list[str]) -> list[str]:
-    """The command with small models and texts in place of those that it names; empty where it is left out."""
-    if words[0] not in SMALL or LEFT_OUT(" ".join(words)) or runs_here(words):
-        return []
+    """The command with small models and texts in place of those that it names."""
     changed = [RUNS.sub("run", CONVERTED.sub("converted", SOURCES.sub("source", word))) for word in words]
     changed += {"eval": FEW, "convert": ("--verify", "none"), "generate": ("--max-new-tokens", "2")}.get(words[0], ())
     return [*changed, *(["--dry-run"] if words[0] in DRY and "--dry-run" not in words else [])]
+
+
+def test_every_command_is_run_or_left_out_for_a_reason() -> None:
+    given = [(page, words) for page in PAGES for words in linearize_commands(page) if words]
+    assert [
+        words for page, words in given if not (runs_here(words) or left_out(page, words) or words[0] in SMALL)
+    ] == []
+    assert {left_out(page, words) for page, words in given} - {""} == {*REASONS.values()}  # and no reason is left over
 
 
 @pytest.fixture
@@ -229,11 +256,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_commands_run_on_a_small_model(linearize: Command, place: Path) -> None:
-    """Those of README and the guides that need the reader's model, with a small one; each once."""
+    """Those of README and the site that need the reader's model, with a small one; each once."""
     rows = [{"text": text(200, seed), "content": text(200, seed)} for seed in range(40)]
-    guides = [page for page in PAGES if page.stem in GUIDES]
-    small = [on_small_model(words) for page in guides for words in linearize_commands(page) if words]
-    done = {shlex.join(words): words for words in small if words}
+    asked = [(page, words) for page in PAGES for words in linearize_commands(page) if words and not runs_here(words)]
+    small = [on_small_model(words) for page, words in asked if not left_out(page, words)]
+    done = {shlex.join(words): words for words in small}
     assert linearize("recipes", "cp", "gsa-window", "mine.yaml")[0] == 0
     mine = yaml.safe_load(Path("mine.yaml").read_text("utf-8"))
     mine["data"] |= {"train": {"files": ["a.jsonl"]}, "eval": {"files": ["b.jsonl"]}, "pack": {"seq_len": 64}}

@@ -69,11 +69,14 @@ def test_demo_names_the_model_that_is_shipped(linearize: Command, tmp_path: Path
     code, out, _ = linearize("inspect", "demo", "--json")
     assert (code, json.loads(out)["source"]) == (0, "demo")
     code, out, err = linearize("convert", "demo", "--to", "la", "--dry-run")
-    assert code == 0 and "demo (LlamaForCausalLM" in err
+    assert code == 0
+    assert "demo (LlamaForCausalLM" in err
     code, out, _ = linearize("generate", "demo", "def ", "--max-new-tokens", 2)
-    assert code == 0 and out.strip()
+    assert code == 0
+    assert out.strip()
     code, _, err = linearize("inspect", "./demo")  # a folder of that name
-    assert code != 0 and "./demo" in err
+    assert code != 0
+    assert "./demo" in err
 
 
 def test_the_state_formula_of_gsa_is_what_it_computes(linearize: Command) -> None:
