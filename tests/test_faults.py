@@ -261,6 +261,8 @@ def test_metrics_that_do_not_say_how_many_tokens_were_held_out(shared: Path, tmp
         "ppl": 8.0,
         "ppl_ratio": 2.0,
         "accuracy": None,
+        "agreement": None,
+        "error": None,
     }
     assert "| logit_kl | 64 |  | 8 | 2 |" in measured(run.recipe, report)
 

@@ -570,7 +570,7 @@ def test_half_life_bounds_and_zero_for_equal_gates() -> None:
 
 
 def test_gate_std_is_that_of_the_new_weights() -> None:
-    assert float(mixer(gate_std=0.5).forget.weight.std()) == pytest.approx(0.5, rel=0.05)
+    assert mixer(gate_std=0.5).forget.weight.std().item() == pytest.approx(0.5, rel=0.05)
     assert not mixer(gate_std=0.0).forget.weight.any()
 
 

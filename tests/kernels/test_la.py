@@ -169,7 +169,7 @@ def test_learned_features_are_positive_with_products_of_about_one(features: str)
     assert phi.shape[-1] == (16 if features == "hedgehog" else 8)
     assert (phi >= 0).all()
     products = torch.einsum("bthd,bihd->bhti", phi, phi).mean()
-    assert 0.1 < float(products) < 10.0
+    assert 0.1 < products.item() < 10.0
 
 
 @pytest.mark.parametrize("features", ["hedgehog", "relu"])
