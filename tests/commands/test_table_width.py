@@ -33,11 +33,11 @@ COMPARED = {
     "state": [{"length": 131072, "student": 2.5e7, "teacher": 4e9}], "seq_len": 4096,
 }  # fmt: skip
 ANSWERS = {
-    "kind": "images", "predicts": "classes", "labelled": 50000, "asked": 50001, "student_accuracy": 0.81, "teacher_accuracy": 0.83,
-    **PPL, "top1_agreement": 0.9, "data": "imagenet-1k:validation",
+    "kind": "images", "predicts": "classes", "labelled": 50000, "asked": 50001, "student_accuracy": 0.81,
+    "teacher_accuracy": 0.83, **PPL, "top1_agreement": 0.9, "data": "imagenet-1k:validation",
 }  # fmt: skip
-PARTS = ANSWERS | {"predicts": "parts", "labelled": 0}
-NUMBERS = PARTS | {"predicts": "numbers", "relative_error": 0.125}
+CLASS_MAPS = ANSWERS | {"predicts": "parts", "labelled": 0}
+NUMBERS = CLASS_MAPS | {"predicts": "numbers", "relative_error": 0.125}
 METRIC = {"metric": "acc_norm", "filter": "none", "student": 0.5, "student_error": 0.01}
 METRIC |= {"teacher": 0.51, "teacher_error": 0.01}
 TASK = {"task": "arc_challenge", "few_shot": 25, "rows": 1172, "metrics": [METRIC], "part_of": None}
@@ -112,7 +112,7 @@ SHOWN: dict[str, Callable[[Path], Any]] = {
     ),
     "positions_table": lambda _: tables.positions_table(POSITIONS),
     "comparison_table": lambda _: tables.comparison_table(COMPARED),
-    "answers_table": lambda _: [tables.answers_table(one) for one in (ANSWERS, PARTS, NUMBERS)],
+    "answers_table": lambda _: [tables.answers_table(one) for one in (ANSWERS, CLASS_MAPS, NUMBERS)],
     "tasks_table": lambda _: tables.tasks_table({"tasks": [TASK], "teacher": "softmax", "harness": "0.4.9"}),
     "prediction_table": lambda _: tables.prediction_table({"before": [LEVEL], "after": [LEVEL]}),
     "checks_table": lambda _: tables.checks_table("llama-3.2-1b-gsa", CHECKS),
