@@ -17,6 +17,7 @@ from linearize.checkpoint.manifest import read_plan
 from linearize.errors import LinearizeError
 from linearize.recipe.recipe import load_recipe
 from linearize.train.random_model import write_random
+from linearize.train.session import check_model
 
 LLAMA = {
     "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -95,6 +96,18 @@ def test_what_is_wrong_is_told_before_anything_is_written(
     code, _, err = linearize("finetune", path)
     assert (code, message in err) == (2, True), err
     assert not (tmp_path / "run" / "converted").exists()
+
+
+def test_random_batch_norms_are_refused(tmp_path: Path) -> None:
+    """Their statistics would stay those of no data."""
+    sizes: dict[str, Any] = {"hidden_sizes": [16, 16, 16], "num_attention_heads": [1, 1, 1], "depths": [1, 1, 1]}
+    with torch.device("meta"):
+        model = transformers.LevitForImageClassification(transformers.LevitConfig(**sizes, key_dim=[8, 8, 8]))
+    config = "model.base={config: {model_type: levit}}"
+    loaded = load_recipe("vit-saga-pretrain", [config, f"output_dir={tmp_path}"])
+    with pytest.raises(LinearizeError, match=r"batch_norm of LevitForImageClassification is a batch norm"):
+        check_model(model, loaded)
+    check_model(model, loaded.model_copy(update={"model": loaded.model.model_copy(update={"base": "levit"})}))
 
 
 def test_recipes_say_what_a_base_may_be(tmp_path: Path) -> None:

@@ -365,9 +365,15 @@ def set_training(model: torch.nn.Module) -> None:
     """Training mode, with dropout, but for batch norms: they keep the statistics that they came with. Statistics of
     batches would change the teacher as well, which is the same model, and no checkpoint has them."""
     model.train()
-    for module in model.modules():
+    for _, module in batch_norms(model):
+        module.eval()
+
+
+def batch_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The batch norms of a model by their names."""
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.eval()
+            yield name, module
 
 
 def set_checkpointing(model: Any, on: bool) -> None:

@@ -43,6 +43,7 @@ from ..measure.evaluate import (
     warn_of_chance,
 )
 from ..measure.positions import longest_text, positions, reader, trained_length
+from ..recipe.models import Scratch
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
 from ..terminal.output import nats, percent
 from ..verify.child.inputs import make_inputs, most_tokens
@@ -50,7 +51,7 @@ from .chunked_head import obstacle
 from .deepspeed_zero3 import partition, read_config
 from .fit import Fit
 from .fsdp import reshard, shard, whole
-from .loop import StageLoop, seed_for
+from .loop import StageLoop, batch_norms, seed_for
 from .progress import pace
 from .runs import BEST, OPTIMIZER, WEIGHTS, Position, Run, check_checkpoint, read_position, reading
 from .runtime import Say, in_turns, make_optimizer, make_schedule, stage_steps, to_source
@@ -480,6 +481,13 @@ class Finetuner:
 
 def check_model(model: Any, recipe: Recipe) -> None:
     """Refuse (exit 3) what the model cannot do, and data that it cannot learn from; `model` may be without weights."""
+    if isinstance(recipe.model.base, Scratch) and (norm := next(batch_norms(model), None)) is not None:
+        raise LinearizeError(
+            f"{norm[0]} of {type(model).__name__} is a batch norm. Training keeps the statistics that it comes with, "
+            "and those of random weights say nothing. Give a trained model as model.base, or the config of an "
+            "architecture without batch norms",
+            Exit.INCOMPATIBLE,
+        )
     most, seen = most_tokens(model), tried(model)
     for number, stage in enumerate(recipe.stages):
         if stage.lora is not None:
