@@ -313,6 +313,22 @@ def test_kl_of_completions_alone(root: Path, tmp_path: Path) -> None:
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-4)
 
 
+def test_labels_are_smoothed(root: Path, tmp_path: Path) -> None:
+    """As torch does it, over the places that have a target."""
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("sft", "all", steps=1, smoothing=0.2), data=CHAT)
+    train(recipe)
+    model = load_converted(base(root, "llama"), torch.float32, False)
+    source = TextSource(files=(tmp_path / "chat.jsonl",))
+    blocks = build_blocks(source, byte_tokenizer(), T, tmp_path / "cache", sft=True, max_tokens=None)
+    batch = collate([blocks[0], blocks[1]], torch.device("cpu"))
+    wanted = targets(batch)
+    tokens = torch.stack([batch["valid"].sum(), (wanted != -100).sum()])
+    loss, _ = end_to_end_loss(recipe.stages[0], Student(model), model, batch, tokens, contextlib.nullcontext)
+    logits = forward(model, batch).transpose(1, 2)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, wanted, label_smoothing=0.2))
+    assert not torch.isclose(loss, torch.nn.functional.cross_entropy(logits, wanted), rtol=1e-5)
+
+
 def test_the_student_learns_from_what_it_writes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     step = StageLoop._micro_batch

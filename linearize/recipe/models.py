@@ -335,6 +335,8 @@ class SFT(Stage):
 
     kind: Literal["sft"]
     """The model learns from the data alone, without a teacher."""
+    smoothing: Ratio = 0.0
+    """Label smoothing: the share of each target that all classes or tokens get alike."""
 
     @property
     def answers_alone(self) -> bool:

@@ -179,13 +179,24 @@ def check_prediction(stage: Stage, found: Tensor, batch: Batch, name: str) -> No
         raise LinearizeError(message, Exit.INCOMPATIBLE)
 
 
-def label_loss(found: Tensor, batch: Batch, count: Tensor) -> Tensor:
+def label_loss(found: Tensor, batch: Batch, count: Tensor, smoothing: float = 0.0) -> Tensor:
     """Cross entropy with the targets of a batch over `count` of them; of mixed images with both labels, in their
     shares."""
-    own = cross_entropy(found, targets(batch), num_tokens=count)
+    own = smoothed_loss(found, targets(batch), count, smoothing)
     if OTHERS not in batch:
         return own
-    return own.lerp(cross_entropy(found, batch[OTHERS], num_tokens=count), 1 - batch[SHARE].to(own.dtype))
+    return own.lerp(smoothed_loss(found, batch[OTHERS], count, smoothing), 1 - batch[SHARE].to(own.dtype))
+
+
+def smoothed_loss(logits: Tensor, wanted: Tensor, count: Tensor, smoothing: float) -> Tensor:
+    """Cross entropy where `smoothing` of each target goes to all classes alike (arXiv 1512.00567, section 7): what it
+    adds is that share of the target's logit less the mean of all."""
+    loss = cross_entropy(logits, wanted, num_tokens=count)
+    if smoothing == 0.0:
+        return loss
+    asked = wanted != IGNORED
+    own = logits.gather(-1, wanted.masked_fill(~asked, 0)[..., None])[..., 0].to(loss.dtype)
+    return loss + smoothing * (own - logits.mean(-1, dtype=loss.dtype)).masked_fill(~asked, 0.0).sum() / count
 
 
 def end_to_end_loss(
@@ -219,7 +230,7 @@ def end_to_end_loss(
         temperature = stage.loss.temperature
         return divergence(student, found, teacher, batch["valid"], temperature=temperature, num_tokens=tokens[0]), {}
     if not isinstance(stage, LogitKL):
-        return label_loss(found, batch, tokens[1]), {}
+        return label_loss(found, batch, tokens[1], stage.smoothing if isinstance(stage, SFT) else 0.0), {}
     loss, terms = found.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
     if teacher is not None:
         valid, count = learned(stage, batch, tokens)

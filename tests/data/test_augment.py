@@ -271,6 +271,8 @@ def test_the_loss_of_a_mixed_batch_is_that_of_soft_labels() -> None:
     soft = share * one_hot(batch["labels"][:, 0], 5) + (1 - share) * one_hot(batch[OTHERS][:, 0], 5)
     expected = torch.nn.functional.cross_entropy(logits[:, 0], soft)
     torch.testing.assert_close(label_loss(logits, batch, torch.tensor(4.0)), expected)
+    expected = torch.nn.functional.cross_entropy(logits[:, 0], soft, label_smoothing=0.1)
+    torch.testing.assert_close(label_loss(logits, batch, torch.tensor(4.0), 0.1), expected)
     del batch[OTHERS]
     hard = torch.nn.functional.cross_entropy(logits[:, 0], batch["labels"][:, 0])
     torch.testing.assert_close(label_loss(logits, batch, torch.tensor(4.0)), hard)
