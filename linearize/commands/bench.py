@@ -130,7 +130,7 @@ def bench_paper(
         str, typer.Option(help="Measure these rows of its table, for example speed,memory. Default: all.")
     ] = "",
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="Begin no measurement after so many seconds; later rows say so.")
+        float | None, typer.Option(min=0, help="Start no measurement after this many seconds; rows left out say so.")
     ] = None,
     save: Annotated[
         Path | None, typer.Option(help="JSON file for the results. It is written after every row.", parser=path)
@@ -140,10 +140,11 @@ def bench_paper(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what a paper claims of speed and memory: claim, same measurement here, ratio, and what needs data sets.
+    """Measure a paper's claims about speed and memory: claim, the same measurement here, and their ratio.
 
-    Within 5 percent of the published number a claim is reproduced. Where a paper prints no number, the table has our
-    reading of it (at least ...). Each row is printed on stderr when it is measured, and the table on stdout at the end.
+    A claim is reproduced within 5 percent of the published number. Where a paper prints no number, the table has our
+    reading of it (at least ...). The table also lists what needs data sets. Each row is printed on stderr when it is
+    measured, and the table on stdout at the end.
     """
     from ..bench.paper import bench_paper as measure
     from ..bench.paper import failures, markdown

@@ -20,7 +20,7 @@ def convert(
         str | None,
         typer.Option(
             "--to",
-            help="Mechanism that replaces softmax (list: linearize mechanisms). Default, for a converted MODEL: its "
+            help="Mechanism that replaces softmax (list: linearize mechanisms). Default for a converted MODEL: its "
             "own, with its options.",
         ),
     ] = None,
@@ -29,7 +29,7 @@ def convert(
     ] = None,
     layers: Annotated[
         str,
-        typer.Option(help="Layers to convert: all, 0-3,7 or every:2. Of a converted MODEL: further ones."),
+        typer.Option(help="Layers to convert: all, 0-3,7 or every:2. For a converted MODEL: the layers to add."),
     ] = "all",
     restore: Annotated[str, typer.Option(help="Layers of a converted MODEL that get softmax back: 3 or 0-3,7.")] = "",
     keep_softmax: Annotated[
@@ -46,10 +46,10 @@ def convert(
     kept_window: Annotated[
         str | None,
         typer.Option(
-            help="Layers that keep softmax have it over so many last tokens and the first four: 4096, 4096@1,3 (these "
-            "layers), or auto:4096 (those where it is measured that this changes predictions by at most 0.01 nats a "
-            "token; auto:4096:0.02 for another limit). The plan says what it costs, where --score-text is given or "
-            "layers are chosen."
+            help="Layers that keep softmax see only the last tokens, for example 4096, and the first four. 4096@1,3: "
+            "these layers alone. auto:4096: the layers where this changes predictions by at most 0.01 nats a token "
+            "(auto:4096:0.02: another limit). The plan says what it costs, if --score-text is given or layers are "
+            "chosen."
         ),
     ] = None,
     score_by: Annotated[
@@ -61,8 +61,8 @@ def convert(
     score_text: Annotated[
         Path | None,
         typer.Option(
-            help="Text on which auto compares them, and what --kept-window costs is measured: .txt or .jsonl. Default, "
-            "of auto: Python sources. For windows it must have documents that are longer.",
+            help="Text on which auto compares layers and heads, and the cost of --kept-window is measured: .txt or "
+            ".jsonl. Default for auto: Python sources. For a window it must have documents that are longer.",
             parser=path,
         ),
     ] = None,
@@ -95,8 +95,8 @@ def convert(
     verify: Annotated[
         str,
         typer.Option(
-            help="Check of the result: full, keys (no logits) or none. auto: full, or of first layers where memory "
-            "is short."
+            help="Check of the result: full, keys (no logits) or none. auto: full, or only the first layers where "
+            "memory is short."
         ),
     ] = "auto",
     push: Annotated[str | None, typer.Option(help="Upload the result to this Hub repository (user/repo).")] = None,

@@ -16,15 +16,15 @@ def estimate(
         list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example model.base=DIR.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="A card that is not here: a100-80g, h100, h200, 4090, .. Default: what is here.")
+        str | None, typer.Option(help="Card to estimate for: a100-80g, h100, h200, 4090, .. Default: this machine's.")
     ] = None,
-    price: Annotated[str | None, typer.Option(help="Of one device for an hour: 2.5/h.")] = None,
+    price: Annotated[str | None, typer.Option(help="Price of one device for an hour: 2.5/h.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Run two steps of each stage, on random weights.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell what a recipe costs before it runs: peak memory by its parts, tokens a second, hours, energy, price, disk.
+    """Estimate what a recipe costs: peak memory by its parts, tokens a second, hours, energy, price, disk.
 
-    Reads configs alone; no weights, no data.
+    It reads configs alone, no weights and no data.
     """
     from ..recipe.recipe import load_recipe
 

@@ -47,7 +47,7 @@ def evaluate(
     generate: Annotated[
         int,
         typer.Option(
-            min=0, help="Texts that each model writes by itself: recall without help, Python that parses, repetition."
+            min=0, help="Texts that each model writes by itself, to measure recall, Python that parses and repetition."
         ),
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
@@ -57,7 +57,7 @@ def evaluate(
             help="Tasks of lm-evaluation-harness instead, for example arc_easy,hellaswag, or a task's own file.yaml."
         ),
     ] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: so many rows of each, for a try.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: only this many rows of each.")] = None,
     few_shot: Annotated[
         int | None, typer.Option(min=0, help="With --tasks: examples before each question. Default: the task's own.")
     ] = None,
@@ -73,9 +73,9 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size; of models of images
-    or masked text accuracy, agreement and KL, of maps how far they are from the teacher's; with --tasks the results of
-    lm-evaluation-harness."""
+    """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size. For models of
+    images or masked text: accuracy, agreement and KL. For models that predict maps: how far these are from the
+    teacher's. With --tasks: the results of lm-evaluation-harness."""
     from ..checkpoint.atomic import check_result
     from ..diffusion.convert import holds_diffusers
     from ..errors import LinearizeError

@@ -38,7 +38,7 @@ def generate(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a text: print it, and what the model writes after it token by token."""
+    """Continue a text: print the prompt, then what the model writes, token by token."""
     from linearize_kernels.hf.seam import NO_TEACHER, TRAINED
 
     from ..measure.generate import Sampling, check_request, generate, load

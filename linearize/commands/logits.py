@@ -21,13 +21,13 @@ def logits(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder to write. A call that was stopped goes on.", parser=path)
     ],
-    top: Annotated[int, typer.Option(min=1, help="Likeliest tokens to keep at each place of the text.")] = 64,
+    top: Annotated[int, typer.Option(min=1, help="Likeliest tokens to keep at each position of the text.")] = 64,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print how much disk it takes, and stop.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write what a recipe's teacher predicts of its text, for a run that cannot hold the teacher as well.
+    """Write a teacher's predictions on the text of a recipe, for a run that has no memory for the teacher.
 
-    finetune reads it with teacher.logits=DIR. 8 bytes for each likely token, and 8 more, at each place of the text.
+    finetune reads them with teacher.logits=DIR. A position of the text takes 8 bytes for each likely token, and 8 more.
     """
     from ..recipe.recipe import load_recipe
 

@@ -45,7 +45,7 @@ def cp(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Copy a preset, so that you can change it, and the schema by which editors complete and check it."""
+    """Copy a preset so that you can change it, with the schema by which editors complete and check it."""
     import yaml
 
     from ..recipe.presets import copy

@@ -25,7 +25,7 @@ def serve(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
 ) -> None:
-    """Serve a converted model over HTTP as OpenAI's API does, by vLLM or by transformers."""
+    """Serve a converted model over HTTP with OpenAI's API, by vLLM or by transformers."""
     from ..serve.start import server_command
 
     command = server_command(

@@ -44,7 +44,7 @@ class DatasetSource(Strict):
     name: Text | None = None
     """The dataset's configuration, where it has several."""
     data_files: Names = ()
-    """Of the dataset's files these alone, by name or pattern: "en/*.parquet"."""
+    """Read only these files of the dataset, by name or pattern: "en/*.parquet"."""
     split: Text = "train"
     """The part of the dataset, such as train or train[:1%]."""
     streaming: bool = False
@@ -84,7 +84,7 @@ class ArraySource(Strict):
 
 class DemoSource(Strict):
     demo: Literal["train", "heldout", "packages"]
-    """The running Python's standard library, split, or the sources of the packages that linearize needs."""
+    """Two parts of the running Python's standard library, or the sources of the packages that linearize needs."""
 
 
 TextSources = Annotated[
@@ -102,7 +102,7 @@ class Weighted(Strict):
 
 class MixSource(Strict):
     mix: Listed[Weighted]
-    """Sources of text that are trained on together. Small ones come more than once in an epoch of all."""
+    """Sources of text that are trained on together. Small ones are repeated within an epoch."""
 
 
 SOURCES: dict[str, type[Strict]] = {
@@ -200,17 +200,17 @@ class Data(Strict):
     pack: Pack = Pack()
     """How text is cut into blocks."""
     augment: Literal["crop", "randaugment"] | None = None
-    """Changes that training makes to its pictures, others each time: crop (8 to 100 % of the picture, mirrored half of
+    """How training changes its images, differently each time: crop (8 to 100 % of the image, mirrored half of
     the time); randaugment (crop, then two random operations of strength 9; needs torchvision); null: none."""
 
     erase: Ratio = 0.0
-    """Random erasing: the share of training images of which one rectangle, 2 to 33 % of the image, becomes noise."""
+    """Random erasing: the share of training images in which one rectangle, 2 to 33 % of the image, becomes noise."""
     mixup: Alpha = 0.0
-    """Mixup: alpha of the beta distribution of the share of an image, and of its class, that another image of the batch
-    is blended in by; 0: none."""
+    """Mixup: each image, and its class, is blended with another of the batch. The share is drawn from a beta
+    distribution with this alpha; 0: none."""
     cutmix: Alpha = 0.0
-    """CutMix: alpha of the beta distribution of the rectangle that another image of the batch replaces, its class by
-    that share; 0: none. With mixup, each has half of the batches."""
+    """CutMix: a rectangle of each image, and that share of its class, is replaced by another image of the batch. The
+    share is drawn from a beta distribution with this alpha; 0: none. With mixup, each gets half of the batches."""
 
     @field_validator("augment", "erase", "mixup", "cutmix")
     @classmethod

@@ -41,13 +41,13 @@ class Scratch(Strict):
     """A model with random weights, of any architecture and size."""
 
     config: Text | dict[str, Any]
-    """A folder or Hub repository of which it has the architecture and size, or its `model_type` and what differs from
+    """A folder or Hub repository whose architecture and size it takes, or a mapping: `model_type` and what differs from
     that type's defaults."""
     tokenizer: Text | None = None
-    """Of a model of text: a folder, a Hub repository or `demo`; null: that of `config`, where it is one."""
+    """The tokenizer of a text model: a folder, a Hub repository or `demo`; null: that of `config`, if it names one."""
     processor: Text | None = None
-    """Of a model of images: a folder or Hub repository that has its image processor; null: that of `config`, where it
-    is one, else none, for arrays of pixel values."""
+    """The image processor of an image model: a folder or Hub repository; null: that of `config`, if it names one, else
+    none, for arrays of pixel values."""
 
 
 class Model(Strict):
@@ -59,7 +59,7 @@ class Model(Strict):
     revision: Text | None = None
     """Branch, tag or commit of a Hub repository; null: its main branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights; null keeps the stored one."""
+    """Dtype of the weights; null keeps the stored one."""
     trust_remote_code: bool = False
     """Allow Python code that the base's repository holds to run."""
 
@@ -72,7 +72,7 @@ class Teacher(Strict):
     revision: Text | None = None
     """Branch, tag or commit of a Hub repository; null: its main branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of its weights; null keeps the stored one."""
+    """Dtype of its weights; null keeps the stored one."""
     trust_remote_code: bool = False
     """Allow Python code that the teacher's repository holds to run."""
     logits: Text | None = Field(default=None, validate_default=True)
@@ -103,9 +103,9 @@ class Convert(Strict):
     keep_heads: str = ""
     """Heads of converted layers that keep softmax, by layer and key head: "3:0,1;7:2"; or auto:4, auto:2%."""
     kept_window: Window = None
-    """Layers that keep softmax have it over so many last tokens, and the first four: 4096, 4096@1,3 for these layers,
-    auto:4096 for those where the run measures that it changes predictions by at most 0.01 nats a token
-    (auto:4096:0.02: another limit); null: over all tokens."""
+    """Layers that keep softmax see only the last tokens, for example 4096, and the first four. 4096@1,3: these layers
+    alone; auto:4096: the layers where the run measures that this changes predictions by at most 0.01 nats a token
+    (auto:4096:0.02: another limit); null: they see all tokens."""
     score_by: Method = "restore"
     """How auto compares layers, or heads, on the text of the first stage."""
     allow_drop: Names = ()
@@ -144,7 +144,7 @@ class Optimizer(Strict):
 
 class Schedule(Strict):
     name: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "constant"
-    """How the learning rate goes on after the warm-up."""
+    """How the learning rate changes after the warm-up."""
     warmup_ratio: Ratio = 0.0
     """Share of the stage's steps in which the rate rises from 0; `warmup_steps` counts them instead."""
     warmup_steps: Count | None = None
@@ -196,13 +196,13 @@ class Stage(Strict):
     kind: str
     """What the stage learns from."""
     name: Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_-]*$")] = Field(default_factory=lambda data: data["kind"])
-    """For --stage and overrides; the kind unless given."""
+    """Name for --stage and overrides; the kind unless given."""
     train: Parts
     """Parameters that learn: new (the mechanism's own), mixer (the attention modules whole), lora, or all."""
     lora: Lora | None = Field(default=None, validate_default=True)
     """Given when `train` has lora, and only then."""
     optimizer: Optimizer
-    """How parameters follow their gradients."""
+    """The optimizer's settings."""
     schedule: Schedule = Schedule()
     """How the learning rate changes over the stage."""
     batch: Batch = Batch()
@@ -259,7 +259,7 @@ class AttentionTransfer(Stage):
     train: TransferParts
     """Parameters that learn: new (the mechanism's own) or lora."""
     loss: TransferLoss = TransferLoss()
-    """What a layer's error is measured by."""
+    """How a layer's error is measured."""
 
 
 class LogitLoss(Strict):
@@ -282,7 +282,7 @@ class LogitLoss(Strict):
 
 class LogitKL(Stage):
     """Kullback-Leibler divergence from the teacher's distribution over tokens or classes, plus cross entropy. Where a
-    model predicts numbers of images, such as a depth, the squared error relative to the square of the teacher's."""
+    model predicts numbers of images, such as a depth: the squared error relative to the square of the teacher's."""
 
     kind: Literal["logit_kl"]
     """The model learns its teacher's predictions."""
@@ -306,7 +306,7 @@ class OnPolicyLoss(Strict):
     sampling: Temperature = 1.0
     """Temperature at which it writes."""
     temperature: Temperature = 1.0
-    """Of the divergence, as for logit_kl."""
+    """Divides the logits of both before the divergence, as in logit_kl."""
 
 
 class OnPolicyKL(Stage):
@@ -330,7 +330,7 @@ class FeatureCosine(Stage):
 
 
 class SFT(Stage):
-    """Cross entropy: on the classes of images, the hidden tokens of masked text; of packed text on all of it, or on
+    """Cross entropy: on the classes of images, on the hidden tokens of masked text, on all tokens of packed text, or on
     the assistant's tokens of `messages` or prompt + completion."""
 
     kind: Literal["sft"]
@@ -350,17 +350,17 @@ class Runtime(Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a CUDA device where torch sees one, else the CPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of the arithmetic; auto: bf16 on a GPU, fp32 on a CPU. Trained weights and states stay in fp32."""
+    """Precision of the arithmetic; auto: bf16 on a GPU, fp32 on a CPU. Trained weights and states stay in fp32."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time."""
     offload_activations: bool = False
-    """What gradient_checkpointing keeps waits in the host's memory, for rows of many tokens."""
+    """Keep in the host's memory what gradient_checkpointing stores, for rows of many tokens."""
     compile: bool = False
     """torch.compile of end-to-end stages."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Processes that read and prepare samples ahead, such as images; 0: the one that trains does it."""
+    """Processes that read and prepare samples ahead, such as images; 0: the training process does it."""
     batch: Literal["given", "auto"] = "given"
-    """auto: on a GPU per_device becomes the most that fits, and accumulate less; the blocks of a step stay."""
+    """auto: on a GPU per_device becomes the most that fits, with fewer passes; a step keeps its number of blocks."""
 
     @field_validator("offload_activations")
     @classmethod
@@ -393,8 +393,8 @@ class Track(Strict):
 
 class Finish(Strict):
     keep: Literal["last", "best"] = "last"
-    """best: of the last stage the weights with the lowest held-out KL, or relative error where a model predicts numbers
-    of images, of all that eval.every_steps looked at."""
+    """best: the weights with the lowest held-out KL among the last stage's evaluations (eval.every_steps), or with the
+    lowest relative error where a model predicts numbers of images."""
     merge_lora: bool = True
     """false: LoRA stays apart from the weights, in final/adapter, for PeftModel.from_pretrained of peft."""
     verify: bool = True
