@@ -334,7 +334,7 @@ def check_trains(model: Any, kind: Kind) -> None:
     elif [*inputs] != [model.main_input_name]:
         message = f"{name} takes {' and '.join(inputs)} together, and finetune has data of one of them alone"
     elif kind == "images" and inputs["pixel_values"].ndim != 4:
-        message = f"{name} takes films, and finetune has data of text and of images alone"
+        message = f"{name} takes video, and finetune has data of text and of images alone"
     elif kind == "masked" and has_head(model) and model.get_output_embeddings() is None:
         message = f"{name} predicts no tokens, and of text finetune has no other labels"
         instead = "Convert the model with its head for masked tokens, or without a head (feature_cosine)"

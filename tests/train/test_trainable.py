@@ -284,7 +284,7 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
     [
         ("HubertModel", "HubertModel takes input_values"),
         ("BartForConditionalGeneration", "reads one text and writes another"),
-        ("VideoMAEForVideoClassification", "takes films, and finetune has data of text and of images alone"),
+        ("VideoMAEForVideoClassification", "takes video, and finetune has data of text and of images alone"),
         ("Siglip2VisionModel", "takes pixel_values and pixel_attention_mask and spatial_shapes together"),
         ("CLIPModel", "takes input_ids and pixel_values together"),
         ("CamembertForSequenceClassification", "predicts no tokens, .* its head for masked tokens, or without a head"),
