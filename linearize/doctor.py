@@ -22,7 +22,7 @@ from .terminal.output import size
 DEVELOPMENT = ("test",)
 # How long the Hub has to answer.
 SECONDS = 3
-NO_SERVER = 'without vllm and transformers[serving], the simple one: pip install "linearize[vllm]"'
+NO_SERVER = 'needs vllm or transformers[serving]: pip install "linearize[vllm]"'
 
 
 def examine() -> dict[str, Any]:

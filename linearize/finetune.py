@@ -9,6 +9,7 @@ import contextlib
 import errno
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
 import tempfile
@@ -28,7 +29,7 @@ from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, choosers
 from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.augment import augmentation
-from .data.batches import check_there, kind_of, small_batch, source_hash, tokens_per_sample
+from .data.batches import check_there, doubtful, kind_of, source_hash, tokens_per_sample
 from .data.documents import TextSource, check_rows, no_datasets
 from .data.images import count_images
 from .demo import named_base
@@ -37,6 +38,7 @@ from .estimate.advice import advise
 from .estimate.choose import as_before, choose, is_open, plainly
 from .estimate.estimate import StageCost, estimate, refusal, sharded
 from .estimate.gpus import Device, card, present
+from .estimate.hours import most_tokens_of
 from .estimate.measure import measure_stages
 from .estimate.memory import Rehearsal
 from .hub.push import check_access, push_saved
@@ -429,7 +431,8 @@ def dry_run(
             cost = estimate(rehearsal, device, max_steps)
         cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
         for one in cost.stages:
-            if note := small_batch(rehearsal.model, one.stage, one.stage.batch.blocks * processes()):
+            samples, length = one.stage.batch.blocks * processes(), recipe.data_for(one.stage).pack.seq_len
+            if note := doubtful(rehearsal.model, one.stage, samples, length):
                 say(note)
         if planned is not None:
             plan = planned[0]
@@ -458,11 +461,14 @@ def dry_run(
 
 def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
     """What a stage reads: `train` and `eval` by their names, and `seq_len`, `tokens`, `eval_tokens`, which it asks for;
-    an image counts as one token, and `tokens` is None where epochs ask for as many as there are."""
+    an image counts as one token, and `tokens` is None where epochs ask for as many as there are. `passes`, where files
+    are short: how often at least the stage reads them."""
     data, held = recipe.data_for(cost.stage), recipe.eval.max_tokens
     if holds_images(data.eval) and (known := count_images(data.eval, recipe.folder)) is not None:
         held = min(held, known)
-    return {
+    most = most_tokens_of(data.train, recipe.folder)
+    again = {} if cost.tokens is None or cost.tokens <= most else {"passes": math.ceil(cost.tokens / most)}
+    return again | {
         "train": described(data.train),
         "tokens": cost.tokens,
         "seq_len": tokens_per_sample(data),

@@ -551,6 +551,12 @@ def test_dry_run_names_the_data(
         "eval": "heldout.txt",
         "eval_tokens": 65536,
     }
+    long = {**held, "pack": {"seq_len": 4096}}
+    other = write_recipe(tmp_path / "long", base(root, "llama"), stage("sft", "all", tokens="40M"), data=long)
+    code, out, err = linearize("finetune", other, "--dry-run", "--json")
+    passes = math.ceil(json.loads(out)["stages"][0]["data"]["tokens"] / (other.parent / "train.jsonl").stat().st_size)
+    assert f"read {passes} times or more, for there are fewer" in " ".join(err.split())
+    assert "note: rows of sft have 4,096 tokens, and" in err
     assert second["train"] == "75% train.jsonl, short.txt + 25% the demo's train documents"
     for arguments in (("finetune", recipe, "--dry-run"), ("estimate", recipe)):
         code, _, err = linearize(*arguments)

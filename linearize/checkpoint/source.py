@@ -148,7 +148,9 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[int, int] | None]:
     if "_class_name" in config or (folder / "model_index.json").exists():
         raise LinearizeError(f"{folder} {OF_DIFFUSERS}", Exit.INCOMPATIBLE)
     if not path.exists():
-        raise LinearizeError(f"{folder} has no config.json: not a Transformers model folder", Exit.INCOMPATIBLE)
+        inside = f". The model of this run is {folder / 'final'}" if (folder / "final" / "config.json").exists() else ""
+        message = f"{folder} has no config.json: not a Transformers model folder{inside}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     if not isinstance(config.get("model_type"), str):
         raise LinearizeError(f"{path}: model_type is {config.get('model_type')!r}, not a name", Exit.INCOMPATIBLE)
     quantization, block = config.get("quantization_config"), None

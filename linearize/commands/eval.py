@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +78,7 @@ def evaluate(
     images or masked text: accuracy, agreement and KL. For models that predict maps: how far these are from the
     teacher's. With --tasks: the results of lm-evaluation-harness."""
     from ..checkpoint.atomic import check_result
+    from ..checkpoint.manifest import read_plan
     from ..diffusion.convert import holds_diffusers
     from ..errors import LinearizeError
     from ..recipe.data import DemoSource
@@ -108,7 +110,10 @@ def evaluate(
         return
     _refuse(given, OF_TASKS, "only --tasks have rows and examples")
     if not teacher:
-        raise LinearizeError("--teacher is missing: give the model that the student was converted from")
+        named = ""
+        with suppress(LinearizeError):
+            named = f"; its linearize.json says {read_plan(Path(student)).source}"
+        raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
     text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths

@@ -161,12 +161,21 @@ def tokens_per_sample(data: Data) -> int:
     return Images.seq_len if holds_images(data.train) else data.pack.seq_len
 
 
-def small_batch(model: Any, stage: Any, samples: int) -> str:
-    """A note on a stage whose steps see so few images that their gradients are mostly chance; else empty.
+def doubtful(model: Any, stage: Any, samples: int, seq_len: int) -> str:
+    """A note on a stage whose rows are longer than what a model of text was made for, or whose steps see so few images
+    that their gradients are mostly chance; else empty.
 
     A step of text has thousands of tokens to predict, one of images a class or a vector each.
     """
-    if kind_of(model) != "images" or samples >= FEW_IMAGES:
+    if kind_of(model) != "images":
+        known = getattr(model.config.get_text_config(), "max_position_embeddings", None) or seq_len
+        if seq_len <= known:
+            return ""
+        message = (
+            f"note: rows of {stage.name} have {seq_len:,} tokens, and {type(model).__name__} was made for {known:,}"
+        )
+        return f"{message} (max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"
+    if samples >= FEW_IMAGES:
         return ""
     images = "image" if samples == 1 else "images"
     message = f"note: a step of {stage.name} sees {samples} {images}, and gradients of so few may not converge"

@@ -241,7 +241,7 @@ def check_rows(source: TextSource, *, sft: bool) -> None:
     if source.demo:
         return
     if source.path:
-        first = re.split(r"[[+]", source.split)[0]  # datasets streams whole splits alone: no train[:1%], no train+test
+        first = re.split(r"[\[+]", source.split)[0]  # datasets streams whole splits alone: no train[:1%], no train+test
         rows = rows_of(replace(source, streaming=True, split=first))
         with suppress(NotImplementedError):  # of files that cannot be streamed
             _read_rows(rows if Path(source.path).is_dir() else islice(rows, 1), source.text_key, sft, LOOKED_AT)

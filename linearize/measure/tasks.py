@@ -136,21 +136,23 @@ def task_errors(text: str) -> Iterator[None]:
 @contextlib.contextmanager
 def failing_tasks(names: Iterable[str]) -> Iterator[None]:
     """Within: what a task raises, as it makes questions of its rows or reads the answers, becomes a LinearizeError with
-    its name (exit 2). What the model raises goes on as it is, and so does what the machine refuses."""
+    its name (exit 2), and so does what the harness raises as it hands them to the model. What the model raises goes on
+    as it is, and so does what the machine refuses."""
     try:
         yield
     except LinearizeError:
         raise
     except Exception as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        by_model = any(frame.f_globals.get("__name__", "").startswith("lm_eval.models.") for frame in frames)
-        if by_model or resource_error(error):
+        names_of = [frame.f_globals.get("__name__", "") for frame in frames]
+        by_model = any(name.startswith("lm_eval.models.") for name in names_of)
+        if (by_model and not names_of[-1].startswith("lm_eval.")) or resource_error(error):
             raise
         running = [frame.f_locals["task_name"] for frame in frames if "task_name" in frame.f_locals]
         name = running[-1] if running else ",".join(names)
-        raise LinearizeError(
-            f"--tasks {name}: it fails on its rows ({type(error).__name__}: {reason_of(error)})"
-        ) from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        reason = reason_of(error) if str(error) else f"{last.line}, in {last.name} of {Path(last.filename).name}"
+        raise LinearizeError(f"--tasks {name}: it fails on its rows ({type(error).__name__}: {reason})") from error
 
 
 def check_model(name: str, trust_remote_code: bool) -> None:

@@ -402,7 +402,8 @@ def not_measured(run: RunRecord) -> str:
     """What to run so that a page has what `linearize eval` measures. A page may be published: it has no paths of this
     machine."""
     folder, teacher = Path(portable(str(run.folder))), run.values.get("model", {}).get("base", "MODEL")
-    teacher = portable(teacher) if isinstance(teacher, str) else "MODEL"
+    teacher = teacher if isinstance(teacher, str) else "MODEL"
+    teacher = teacher if portable(teacher) == teacher else f"PATH/TO/{portable(teacher)}"
     command = f"linearize eval {folder / FINAL} --teacher {teacher} -o {folder / EVAL}\nlinearize report {folder}"
     where = "" if folder == run.folder else ", in the folder that holds the run,"
     return html.missing(f"Not measured. These commands{where} measure it and write this page again:", command)

@@ -158,7 +158,9 @@ TrainSource = Annotated[
     | Annotated[ImageSource, Tag("images")]
     | Annotated[ArraySource, Tag("arrays")]
     | Annotated[MixSource, Tag("mix")],
-    Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}"),
+    Discriminator(
+        _source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}, such as {{files: [a.txt]}}"
+    ),
 ]
 
 

@@ -22,12 +22,12 @@ from ..data.batches import (
     check_source,
     check_vocabulary,
     collate,
+    doubtful,
     forward,
     has_head,
     kind_of,
     open_processor,
     open_samples,
-    small_batch,
     token_limit,
 )
 from ..data.logits import WithLogits, without_logits
@@ -108,7 +108,8 @@ class Finetuner:
             if isinstance(stage, OnPolicyKL) and self.sharded:
                 message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
                 raise LinearizeError(message, Exit.INCOMPATIBLE)
-            if note := small_batch(self.model, stage, self.blocks_per_step(stage)):
+            length = self.recipe.data_for(stage).pack.seq_len
+            if note := doubtful(self.model, stage, self.blocks_per_step(stage), length):
                 self.say_once(note)
         self.processor = open_processor(folder, kind_of(self.model))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]

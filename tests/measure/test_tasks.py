@@ -138,7 +138,12 @@ def test_a_task_that_fails_while_it_runs(
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     code, _, err = linearize("eval", folder, "--tasks", short)
     assert (code, "--tasks short: it fails on its rows (UndefinedError: " in err) == (Exit.USAGE, True), err
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     whole = task(tmp_path)
+    with monkeypatch.context() as patched:  # as of a prompt of spaces alone, with some tokenizers
+        patched.setattr("lm_eval.models.huggingface.HFLM._encode_pair", lambda *given: ([], [1]))
+        code, _, err = linearize("eval", folder, "--tasks", whole)
+    assert (code, "--tasks words: it fails on its rows (AssertionError: assert " in err) == (Exit.USAGE, True), err
 
     def fails(error: Exception) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -115,7 +115,10 @@ def test_what_was_not_measured_names_the_command_that_measures_it(run: Path) -> 
     (run / "eval.json").unlink()
     page = Page(report_page(read_run(run)))
     assert page.sections == SECTIONS
-    assert page.words.count("linearize eval run/final --teacher linear -o run/eval.json\nlinearize report run") == 2
+    assert (
+        page.words.count("linearize eval run/final --teacher PATH/TO/linear -o run/eval.json\nlinearize report run")
+        == 2
+    )
     assert page.words.count("in the folder that holds the run,") == 2
 
 
