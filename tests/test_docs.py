@@ -210,8 +210,8 @@ REASONS = {
     r"logits=|32768|7,15|4,5|3:0|4:1|--layers|--restore": "more layers, tokens or files than the small model has",
     r"push DIR user/repo$": "an upload: tests/hub",
     r" push sft/final ": "a folder that TRL saved: tests/company",
-    r"^(?!README|install|distil|evaluate|serve|how-it-works|works-with|python).* (?:finetune|logits|convert|eval|"
-    r"generate|inspect) ": "differs from those of the guides in numbers, and each takes seconds",
+    r"^(?!README|install|distil|evaluate|serve|how-it-works|works-with|python).* (?:finetune|logits|eval|"
+    r"generate) ": "differs from those of the guides in numbers, and each takes seconds",
 }
 FEW = ("--lengths", "256", "--trials", "1", "data.pack.seq_len=64", "eval.max_tokens=512")
 
