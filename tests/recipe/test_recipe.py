@@ -328,7 +328,8 @@ MISTAKES = [
     ),
     (
         edited("{demo: train}", "a.txt"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix",
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix, such as "
+        "{files: [a.txt]}",
     ),
     (
         MINIMAL + "output_dir: runs/${nmae}\n",
