@@ -29,7 +29,7 @@ from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, choosers
 from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.augment import augmentation
-from .data.batches import check_there, doubtful, kind_of, source_hash, tokens_per_sample
+from .data.batches import check_there, kind_of, source_hash, tokens_per_sample
 from .data.documents import TextSource, check_rows, no_datasets
 from .data.images import count_images
 from .demo import named_base
@@ -67,7 +67,7 @@ from .train.runtime import (
     to_source,
 )
 from .train.save import meta_model, save_final, save_plain
-from .train.session import Finetuner, check_model
+from .train.session import Finetuner, check_model, doubtful
 from .train.teacher import Named, check_teacher, find_teacher, meta_teacher, teacher_line
 from .verify.reload import Level, numbers
 
@@ -431,8 +431,7 @@ def dry_run(
             cost = estimate(rehearsal, device, max_steps)
         cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
         for one in cost.stages:
-            samples, length = one.stage.batch.blocks * processes(), recipe.data_for(one.stage).pack.seq_len
-            if note := doubtful(rehearsal.model, one.stage, samples, length):
+            if note := doubtful(rehearsal.model, recipe, one.stage, one.stage.batch.blocks * processes()):
                 say(note)
         if planned is not None:
             plan = planned[0]

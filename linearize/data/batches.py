@@ -161,27 +161,6 @@ def tokens_per_sample(data: Data) -> int:
     return Images.seq_len if holds_images(data.train) else data.pack.seq_len
 
 
-def doubtful(model: Any, stage: Any, samples: int, seq_len: int) -> str:
-    """A note on a stage whose rows are longer than what a model of text was made for, or whose steps see so few images
-    that their gradients are mostly chance; else empty.
-
-    A step of text has thousands of tokens to predict, one of images a class or a vector each.
-    """
-    if kind_of(model) != "images":
-        known = getattr(model.config.get_text_config(), "max_position_embeddings", None) or seq_len
-        if seq_len <= known:
-            return ""
-        message = (
-            f"note: rows of {stage.name} have {seq_len:,} tokens, and {type(model).__name__} was made for {known:,}"
-        )
-        return f"{message} (max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"
-    if samples >= FEW_IMAGES:
-        return ""
-    images = "image" if samples == 1 else "images"
-    message = f"note: a step of {stage.name} sees {samples} {images}, and gradients of so few may not converge"
-    return f"{message}. Give it batch.per_device: 64, or as many as memory holds and the rest by batch.accumulate"
-
-
 def open_processor(folder: Path, kind: Kind) -> Any:
     """The checkpoint's tokenizer (exit 3 where it has none), or its image processor (None where it has none)."""
     # Its code is checked by now; without the flag transformers asks on the terminal because of the model's.

@@ -18,11 +18,11 @@ from ..checkpoint.manifest import read_plan
 from ..checkpoint.provenance import trained_before, untrained_mixers
 from ..data.augment import augmentation
 from ..data.batches import (
+    FEW_IMAGES,
     Samples,
     check_source,
     check_vocabulary,
     collate,
-    doubtful,
     forward,
     has_head,
     kind_of,
@@ -108,8 +108,7 @@ class Finetuner:
             if isinstance(stage, OnPolicyKL) and self.sharded:
                 message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
                 raise LinearizeError(message, Exit.INCOMPATIBLE)
-            length = self.recipe.data_for(stage).pack.seq_len
-            if note := doubtful(self.model, stage, self.blocks_per_step(stage), length):
+            if note := doubtful(self.model, self.recipe, stage, self.blocks_per_step(stage)):
                 self.say_once(note)
         self.processor = open_processor(folder, kind_of(self.model))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
@@ -478,6 +477,27 @@ class Finetuner:
             f"stages[{number}].optimizer.lr (now {stage.optimizer.lr:g}) or set runtime.precision: fp32, and {then}",
             Exit.CHECK_FAILED,
         )
+
+
+def doubtful(model: Any, recipe: Recipe, stage: Stage, samples: int) -> str:
+    """A note on a stage whose rows are longer than what a model of text was made for, or whose steps, of so many
+    samples, see so few images that their gradients are mostly chance; else empty.
+
+    A step of text has thousands of tokens to predict, one of images a class or a vector each.
+    """
+    if kind_of(model) != "images":
+        length, known = recipe.data_for(stage).pack.seq_len, longest_text(model)
+        if known is None or length <= known:
+            return ""
+        message = (
+            f"note: rows of {stage.name} have {length:,} tokens, and {type(model).__name__} was made for {known:,}"
+        )
+        return f"{message} (max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"
+    if samples >= FEW_IMAGES:
+        return ""
+    images = "image" if samples == 1 else "images"
+    message = f"note: a step of {stage.name} sees {samples} {images}, and gradients of so few may not converge"
+    return f"{message}. Give it batch.per_device: 64, or as many as memory holds and the rest by batch.accumulate"
 
 
 def check_model(model: Any, recipe: Recipe) -> None:

@@ -229,8 +229,9 @@ def end_to_end_loss(
         assert teacher is not None
         temperature = stage.loss.temperature
         return divergence(student, found, teacher, batch["valid"], temperature=temperature, num_tokens=tokens[0]), {}
-    if not isinstance(stage, LogitKL):
-        return label_loss(found, batch, tokens[1], stage.smoothing if isinstance(stage, SFT) else 0.0), {}
+    if isinstance(stage, SFT):
+        return label_loss(found, batch, tokens[1], stage.smoothing), {}
+    assert isinstance(stage, LogitKL)
     loss, terms = found.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
     if teacher is not None:
         valid, count = learned(stage, batch, tokens)
