@@ -81,7 +81,10 @@ def run(path: Path, how: str, gpu: int = 0, stop: int | None = None) -> dict[str
     program = ["-m", "linearize"]
     if stop is not None:
         program = [str(path.parent / "stop.py"), str(stop)]
-    environment = dict(os.environ) if how != "one" else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    environment = dict(os.environ)
+    if how == "one":
+        shown = environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = shown[gpu]
     began = time.monotonic()
     command = ["timeout", "-k", "5", "170", sys.executable, *(LAUNCH | ZERO)[how], *program, "finetune", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -10,7 +10,7 @@ import torch
 from ..data.batches import tokens_per_sample
 from ..recipe.recipe import Stage
 from ..train.device import on_cpu
-from ..train.progress import memory_bytes
+from ..train.progress import forget_peak, memory_bytes
 from ..train.runtime import make_optimizer
 from ..train.save import meta_model
 from ..train.student import Student
@@ -46,7 +46,7 @@ def measure_steps(step: Step, device: torch.device) -> dict[str, float]:
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        forget_peak()
     stage = step.stage
     optimizer: Any = make_optimizer(step.student.groups(stage, step.parameters), stage, device, step.recipe.seed)
     for group in optimizer.param_groups:

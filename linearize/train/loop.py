@@ -36,7 +36,7 @@ from ..terminal.signals import END, caught, end_or_stop
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
 from .offload import Host, offloaded
-from .progress import StageProgress, memory_bytes
+from .progress import StageProgress, forget_peak, memory_bytes
 from .runs import OPTIMIZER, Position, reading
 from .stages import end_to_end_loss, transfer_loss, written
 
@@ -123,6 +123,7 @@ class StageLoop:
         self.tokens_per_step = blocks.seq_len * owner.blocks_per_step(stage)
         accelerator = owner.accelerator
         accelerator.free_memory()  # forget the optimizer of the stage before
+        forget_peak()
         self.transfers = isinstance(stage, AttentionTransfer)
         self.wrapped, self.optimizer = owner.model, accelerator.prepare_optimizer(optimizer)
         # Layer losses of a transfer are backpropagated inside forward, past the hooks of DDP: no wrapper there,

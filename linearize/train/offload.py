@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 LEAST = 2**20  # bytes; smaller tensors stay
 
@@ -21,11 +22,16 @@ class Host:
     """Takes tensors away from a device, and brings them back; weights of `model` stay."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.model = model
+
+    def own(self) -> set[int]:
+        """Where weights lie now. FSDP2 gathers them anew for each pass; what is in shards is in no computation."""
+        whole = (parameter for parameter in self.model.parameters() if not isinstance(parameter, DTensor))
+        return {parameter.untyped_storage().data_ptr() for parameter in whole}
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether it goes: autograd keeps weights as well, which are there anyway."""
-        return tensor.nbytes >= LEAST and tensor.untyped_storage().data_ptr() not in self.own
+        return tensor.nbytes >= LEAST and tensor.untyped_storage().data_ptr() not in self.own()
 
     def away(self, tensor: Tensor) -> Any:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -64,8 +64,15 @@ class StageProgress:
             self.console.print(f"{self.stage} {step}/{self.steps}  {text}", highlight=False, soft_wrap=True)
 
 
+def forget_peak() -> None:
+    """Let the CUDA allocator's peak begin anew: a stage shall report its own, not that of the stage before or of the
+    start, which gathers weights and evaluates."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def memory_bytes() -> int:
-    """Peak memory: of the CUDA allocator where there is one, else of the process."""
+    """Peak memory: of the CUDA allocator since `forget_peak` where there is one, else of the process."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
     # Kilobytes on Linux, bytes on macOS.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from . import small_adamw_triton
 from .fsdp import like, whole
 
 BLOCK = 256
@@ -66,12 +67,17 @@ class SmallAdamW(torch.optim.Optimizer):
             state.update(fresh_state(parameter))
         state["step"] += 1
         count, (b1, b2) = int(state["step"]), group["betas"]
-        size, bias = group["lr"] / (1 - b1**count), math.sqrt(1 - b2**count)
-        generator = torch.Generator(parameter.device).manual_seed(hash((self.seed, count, number)) & (2**63 - 1))
+        seed = hash((self.seed, count, number)) & (2**63 - 1)
         assert parameter.grad is not None
-        own = local(parameter)
+        own, values = local(parameter), {name: local(value) for name, value in state.items()}
         weights, gradients = (x.view(shape_in_rows(own)) for x in (own, local(parameter.grad).contiguous()))
-        for part, m, v in slices({name: local(value) for name, value in state.items()}, *weights.shape):
+        if "exp_avg_scale" in values and small_adamw_triton.fits(weights, gradients):
+            how = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            small_adamw_triton.update(weights, gradients, values, block=BLOCK, step=count, seed=seed, **how)
+            return
+        size, bias = group["lr"] / (1 - b1**count), math.sqrt(1 - b2**count)
+        generator = torch.Generator(parameter.device).manual_seed(seed)
+        for part, m, v in slices(values, *weights.shape):
             gradient = gradients[part].float()
             mean, square = load(m, signed=True), load(v, signed=False)
             mean.lerp_(gradient, 1 - b1)

@@ -28,7 +28,7 @@ def test_it_changes_no_bit(root: Path, tmp_path: Path, monkeypatch: pytest.Monke
     away, back = offload.Host.away, offload.Host.back
 
     def count_away(host: Any, tensor: torch.Tensor) -> Any:
-        assert tensor.untyped_storage().data_ptr() not in host.own
+        assert tensor.untyped_storage().data_ptr() not in host.own()
         moved[0] += 1
         return away(host, tensor)
 

@@ -226,11 +226,18 @@ def test_shards_train_a_random_model_that_keeps_its_softmax(tmp_path: Path, fork
 
 
 # The command line, with an evaluation that makes the logits of 31 of 32 tokens at a time where a batch has two rows.
+# What autograd keeps goes away, all but weights.
 FEW = """
 import sys
 from linearize import cli
-from linearize.train import chunked_head
+from linearize.train import chunked_head, offload
 chunked_head.READ_AT_ONCE = 1 << 14
+offload.LEAST = 1
+away = offload.Host.away
+def checked(host, tensor):
+    assert {tensor.shape, tensor.mT.shape}.isdisjoint(p.shape for p in host.model.parameters() if p.dim() == 2)
+    return away(host, tensor)
+offload.Host.away = checked
 sys.argv = ["linearize", *sys.argv[1:]]
 cli.main()
 """
@@ -243,7 +250,8 @@ cli.main()
 def test_shards_make_the_logits_of_some_tokens_at_a_time(
     name: str, parts: list[str], model: Path, tmp_path: Path, forks: Forks
 ) -> None:
-    """As one process that makes them all at once. The head is llama's embedding, qwen3's own, and one with adapters."""
+    """As one process that makes them all at once. The head is llama's embedding, qwen3's own, and one with adapters.
+    Activations wait in the host's memory."""
     folder = base(model.parent.parent, name)
     changes = {"data": DATA, "eval": {"max_tokens": 7 * T}}  # two rows for each process, then two and one
 
@@ -251,8 +259,8 @@ def test_shards_make_the_logits_of_some_tokens_at_a_time(
         loss = {"kl": 1.0, "ce": 0.5, "temperature": 2.0, "tokens_at_once": size}
         batch = {"per_device": per_device, "accumulate": 2}
         one = stage("logit_kl", parts, name, steps=STEPS, loss=loss, batch=batch, optimizer={"lr": 1e-4})
-        checkpointing = {"runtime": {"device": "cpu", "gradient_checkpointing": size is not None}}
-        return one, {**changes, **checkpointing}
+        memory = dict.fromkeys(("gradient_checkpointing", "offload_activations"), size is not None)
+        return one, {**changes, "runtime": {"device": "cpu", **memory}}
 
     one, settings = run("one", 4, None)
     train(make_recipe(tmp_path / "one", folder, one, **settings))
