@@ -68,7 +68,7 @@ ONE_ROW = [*LORA, *long_rows(131072), "runtime.offload_activations=true", "data.
 GIVEN = ["runtime.batch=given", *(f"stages.{name}.batch={{per_device: 4, accumulate: 1}}" for name in STAGES)]
 CASES = {
     "8B": Case(RECIPES["Llama 3.1 8B"][0], 2, 8, 2048, 16, ()),
-    "long": Case(RECIPES["8B, rows of 131,072"][0], 4, 2, 131072, 4, tuple(ONE_ROW)),
+    "long": Case(RECIPES["8B, rows of 131,072"][0], 2, 2, 131072, 2, tuple(ONE_ROW)),
     "70B": Case(SEVENTY, 4, 6, 2048, 16, tuple(GIVEN)),
 }
 
