@@ -4,7 +4,7 @@
     python -m benchmarks.estimate FOLDER 8B 135M   # only models in whose names one of these stands
     python -m benchmarks.estimate FOLDER --tiny    # the same on a CPU with small models, which proves this file alone
 
-Eight recipes for models of 0.1B to 8B, and two of long rows: random weights of published shapes, nothing is downloaded.
+Eight recipes for models of 0.1B to 8B, and three of long rows: random weights of published shapes, nothing is downloaded.
 Each is a process of its own: `estimate --measure` prints the estimate and takes two steps of every stage. Those that do
 not fit the card are estimated and not measured.
 """
@@ -40,6 +40,8 @@ MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "vo
 MISTRAL |= {"sliding_window": None}
 PHI = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 32064, "pad_token_id": 0}
 SMOL = LLAMA | {"vocab_size": 49152}
+# Of attention transfer, whose activations at 131,072 tokens alone fill a card of 80 GB.
+SHORTER = "stages.attention_transfer.data={pack: {seq_len: 32768}}"
 # Name -> shape, preset, overrides.
 RECIPES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "SmolLM2 135M": (shape(SMOL, 576, 1536, 30, 9, 3), "gsa", ["stages.logit_kl.batch={per_device: 8}"]),
@@ -51,10 +53,15 @@ RECIPES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "Qwen3 8B": (shape(QWEN, 4096, 12288, 36, 32, 8), "sla", LORA),
     "Llama 3.1 8B": (shape(LLAMA, 4096, 14336, 32, 32, 8), "gsa-window", []),
     "8B, rows of 32,768": (shape(LLAMA, 4096, 14336, 32, 32, 8), "gsa-window", [*LORA, *long_rows(32768)]),
+    "8B, rows of 32,768 offloaded": (
+        shape(LLAMA, 4096, 14336, 32, 32, 8),
+        "gsa-window",
+        [*LORA, *long_rows(32768), "runtime.offload_activations=true"],
+    ),
     "8B, rows of 131,072": (
         shape(LLAMA, 4096, 14336, 32, 32, 8) | {"max_position_embeddings": 131072},
         "gsa-window",
-        [*LORA, *long_rows(131072), "runtime.offload_activations=true"],
+        [*LORA, *long_rows(131072), "runtime.offload_activations=true", SHORTER],
     ),
 }
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -39,8 +39,9 @@ class Memory:
     micro batch, and `evaluated` that of passes of student and teacher over as many blocks. `trained` are parameters, in
     so many `tensors`, `checkpoint` the bytes of a checkpoint without the optimizer's. `whole` are the bytes that
     processes do not divide, `aside` those of trained source weights, which a teacher pass has twice, `gathered` what
-    sharding holds of whole weights and gradients at a time, `host` what waits in the host's memory for the backward
-    pass. `reason` says why activations could not be counted.
+    sharding holds of whole weights and gradients at a time, `early` what float32 masters of later stages take more, which
+    shards have from the start, `host` what waits in the host's memory for the backward pass. `reason` says why
+    activations could not be counted.
     """
 
     parts: dict[str, int]
@@ -54,6 +55,7 @@ class Memory:
     whole: dict[str, int] = field(default_factory=dict)
     aside: int = 0
     gathered: int = 0
+    early: int = 0
     host: int = 0
     reason: str = ""
 
@@ -83,6 +85,7 @@ def divided(memory: Memory, processes: int, sharded: bool, transfers: bool) -> M
             whole = memory.whole.get(part, 0)
             parts[part] = min(parts[part], whole) + max(parts[part] - whole, 0) // processes
         parts["teacher"] += memory.aside // processes
+        parts["masters"] += memory.early // processes
         gathered = memory.gathered
         parts["activations"] += gathered
     return replace(memory, parts=parts, gathered=gathered)
@@ -201,6 +204,7 @@ class Rehearsal:
             whole=self._whole(step),
             aside=sum(p.nbytes for name, p in self.student.named_parameters() if name in self.student.originals),
             gathered=self._gathered(step),
+            early=self._early(step),
             host=host.bytes,
             reason=reason,
         )
@@ -253,6 +257,15 @@ class Rehearsal:
             own_teacher = stage.learns_logits and self.named is None
             heads = (1 + own_teacher) * sum(p.numel() for p in self.model.get_output_embeddings().parameters())
         return item * (root + 2 * layer + heads) + gradients
+
+    def _early(self, step: Step) -> int:
+        """What float32 masters of source weights take more than the weights, of those that a later stage trains. Shards
+        have one dtype from the start."""
+        stages = self.recipe.stages
+        small = {name for stage in stages for name in self.student.narrow(stage)}
+        due = {name for stage in stages for name in self.student.names_of(stage.train)} - small
+        found = [p for name, p in self.student.named_parameters() if name in due and is_source(name) and step.wide]
+        return sum(4 * p.numel() - p.nbytes for p in found)
 
     def _keep(self, tracker: Tracker, step: Step) -> list[Tensor]:
         """Count what stays for the whole stage; returns the tensors that stand for the optimizer's."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ def read_config(recipe: Recipe, precision: str) -> dict[str, Any] | None:
     return {k: v for k, v in config.items() if v != "auto"} | {"stage3_param_persistence_threshold": 0}
 
 
-def partition(model: Any, accelerator: Accelerator, config: dict[str, Any], trained: list[Any]) -> None:
-    """Divide a model's weights in place; those in `trained` get a `shard`, the model a `release_gathered`."""
+def partition(model: Any, accelerator: Accelerator, config: dict[str, Any], trained: Container[str]) -> None:
+    """Divide a model's weights in place; those that `trained` names get a `shard`, the model a `release_gathered`."""
     import deepspeed
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -92,8 +93,8 @@ def partition(model: Any, accelerator: Accelerator, config: dict[str, Any], trai
         model.get_submodule(path).mixer = mixer
     model.to(accelerator.device)  # buffers
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for parameter in trained:
-        if not hasattr(parameter, "ds_tensor"):
+    for name, parameter in model.named_parameters():
+        if name not in trained or not hasattr(parameter, "ds_tensor"):
             continue
         local = parameter.ds_tensor.data
         parameter.shard = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))

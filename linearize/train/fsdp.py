@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -54,8 +55,9 @@ def read_plugin(recipe: Recipe, precision: str) -> FullyShardedDataParallelPlugi
     return plugin
 
 
-def shard(model: Any, accelerator: Accelerator, trained: list[nn.Parameter]) -> None:
-    """Shard a model in place, from the CPU to the device a layer at a time; some stage needs gradients of `trained`.
+def shard(model: Any, accelerator: Accelerator, trained: Container[str]) -> None:
+    """Shard a model in place, from the CPU to the device a layer at a time; some stage needs gradients of the
+    parameters that `trained` names. Who holds the parameters meanwhile keeps them whole on the device.
 
     FSDP looks in its first forward pass, and never again, which weights have gradients, and of what dtype: of one in
     each layer, so the source's weights among `trained` come in one dtype. That pass is here. Raises LinearizeError
@@ -64,9 +66,7 @@ def shard(model: Any, accelerator: Accelerator, trained: list[nn.Parameter]) -> 
     if not model.can_generate():
         message = f"FSDP of {type(model).__name__}, which writes no text, is not supported: launch without --use_fsdp"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    model.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
+    require_gradients(model, trained)
     mixers = list(mixers_of(model).values())
     for mixer in mixers:
         mixer.to(accelerator.device)
@@ -82,6 +82,12 @@ def shard(model: Any, accelerator: Accelerator, trained: list[nn.Parameter]) -> 
     with torch.no_grad(), softmax, accelerator.autocast():
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=accelerator.device), use_cache=False)
     reshard(model)
+
+
+def require_gradients(model: nn.Module, names: Container[str]) -> None:
+    """Of these parameters, and of no others."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
 
 
 def is_divided(module: Any) -> bool:

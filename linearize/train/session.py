@@ -142,15 +142,13 @@ class Finetuner:
         the optimizer is a small one."""
         names = {name for stage in self.recipe.stages for name in self.student.names_of(stage.train)}
         small = {name for stage in self.recipe.stages for name in self.student.narrow(stage)}
-        trained = {name: parameter for name, parameter in self.student.named_parameters() if name in names}
         if self.wide:
             self.student.keep_stream()
-            for name, parameter in trained.items():
-                parameter.data = parameter.data.to(self.student.dtype if name in small else torch.float32)
+            self.student.widen(names, small)
         if self.zero is None:
-            shard(self.model, self.accelerator, [*trained.values()])
+            shard(self.model, self.accelerator, names)
         else:
-            partition(self.model, self.accelerator, self.zero, [*trained.values()])
+            partition(self.model, self.accelerator, self.zero, names)
 
     def whole_student(self) -> Student:
         """The trained model in one piece, in the main process: from shards, the base and the last checkpoint's."""
@@ -286,6 +284,8 @@ class Finetuner:
         order = BlockOrder(len(blocks), self.recipe.seed)
         count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
         batch = collate([blocks[order.block(k)] for k in range(count)], self.device)
+        if blocks.seq_len > CALIBRATION_TOKENS:
+            batch = {name: value[:, :CALIBRATION_TOKENS] for name, value in batch.items()}
         with self.accelerator.autocast():
             listener = Fit if any(learns_from_teacher(stage) for stage in self.recipe.stages) else Calibration
             listen(self.student, listener(self.student, untrained), batch)

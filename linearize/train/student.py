@@ -68,15 +68,12 @@ class Student:
             self.keep_stream()
         self.keep_originals(names)
         self.trained |= names
-        chosen, narrow = [], self.narrow(stage)
+        if wide:
+            self.widen(names, self.narrow(stage))
+        chosen = []
         for (name, parameter), own in zip(self.named_parameters(), self.model.parameters(), strict=True):
             own.requires_grad_(name in names)
             if name in names:
-                due = parameter.dtype
-                if wide:
-                    due = self.dtype if name in narrow else torch.float32
-                if parameter.dtype != due:
-                    parameter.data = parameter.data.to(due)
                 chosen.append(parameter)
         return chosen
 
@@ -101,6 +98,14 @@ class Student:
         if not wide or not torch.is_autocast_enabled(output.device.type):
             return output
         return output.to(self.dtype)
+
+    def widen(self, names: set[str], narrow: set[str]) -> None:
+        """Make float32 masters of these parameters, but give those in `narrow` the model's dtype."""
+        for name, parameter in self.named_parameters():
+            if name in names:
+                due = self.dtype if name in narrow else torch.float32
+                if parameter.dtype != due:
+                    parameter.data = parameter.data.to(due)
 
     def groups(self, stage: Stage, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         """A stage's parameters as an optimizer's groups; `factor` is what multiplies the stage's learning rate.

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training import VOCAB, T, make_recipe, small_source, stage, train
+from training import VOCAB, T, make_recipe, metrics, small_source, stage, train
 
 from linearize.convert import convert, plan_conversion
 from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize.train import fit as fitting
+from linearize.train import loop, session
 from linearize.train.fit import Fit, fit_mixer
 from linearize.train.save import load_converted
 from linearize.train.session import Finetuner
@@ -155,3 +156,28 @@ def test_only_what_starts_far_and_learns_from_the_teacher_is_fitted_to_it(
         with pytest.raises(pytest.fail.Exception):
             train(recipe)
     assert called == ([0, 1] if fitted else [])
+
+
+def test_long_rows_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row longer than the tokens that are enough, as many are read."""
+    seen: list[torch.Size] = []
+
+    def told(student: Student, listener: Listener, batch: dict[str, Tensor]) -> None:
+        seen.extend({value.shape for value in batch.values()})
+        pytest.fail("far enough")
+
+    monkeypatch.setattr(session, "CALIBRATION_TOKENS", T // 4)
+    monkeypatch.setattr(session, "listen", told)
+    recipe = make_recipe(tmp_path, converted(tmp_path, "gla"), stage("logit_kl", ["new"], steps=1))
+    with pytest.raises(pytest.fail.Exception):
+        train(recipe)
+    assert seen == [(1, T // 4)]
+
+
+def test_each_stage_tells_its_own_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(loop, "forget_peak", lambda: begun.append(True))
+    monkeypatch.setattr(loop, "memory_bytes", lambda: len(begun))
+    folder = converted(tmp_path, "gla")
+    train(make_recipe(tmp_path, folder, *(stage("logit_kl", ["new"], steps=1, name=name) for name in ("one", "two"))))
+    assert metrics(tmp_path, "memory") == [1, 2]

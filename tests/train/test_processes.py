@@ -226,11 +226,11 @@ def test_shards_train_a_random_model_that_keeps_its_softmax(tmp_path: Path, fork
 
 
 # The command line, with an evaluation that makes the logits of 31 of 32 tokens at a time where a batch has two rows.
-# What autograd keeps goes away, all but weights.
+# What autograd keeps goes away, all but weights. When they are divided, nobody holds the whole ones.
 FEW = """
-import sys
+import sys, weakref
 from linearize import cli
-from linearize.train import chunked_head, offload
+from linearize.train import chunked_head, fsdp, offload
 chunked_head.READ_AT_ONCE = 1 << 14
 offload.LEAST = 1
 away = offload.Host.away
@@ -238,6 +238,12 @@ def checked(host, tensor):
     assert {tensor.shape, tensor.mT.shape}.isdisjoint(p.shape for p in host.model.parameters() if p.dim() == 2)
     return away(host, tensor)
 offload.Host.away = checked
+prepare = fsdp.fsdp2_prepare_model
+def watched(accelerator, model):
+    whole = [weakref.ref(p) for name, p in model.named_parameters() if ".mixer." not in name]
+    prepare(accelerator, model)
+    assert not [one for one in whole if one() is not None]
+fsdp.fsdp2_prepare_model = watched
 sys.argv = ["linearize", *sys.argv[1:]]
 cli.main()
 """

@@ -16,9 +16,9 @@ from triton_tools import compile_kernel, interpreted
 # Rows of whole blocks, of short ones, and shorter than a block; what the last program has too many of.
 SHAPES = [(16, 256), (5, 1000), (70, 60), (4, 16, 64), (3, 3000)]
 STEPS = 3
-# Of weights: the kernel and PyTorch round a moment to another code now and then, and its share of the next step moves.
-# In bfloat16 they draw other random numbers, and each step may end in the last bit.
-WEIGHTS = {"float32": 2e-5, "bfloat16": STEPS * 2**-7}
+# Of weights by norm: kernel and PyTorch round a moment to another code now and then, which the next step sees. In
+# bfloat16 they draw other random numbers, and each step may end in the last bit.
+WEIGHTS = {"float32": 1e-5, "bfloat16": STEPS * 2**-8}
 
 
 def test_the_kernel_makes_the_step_of_the_formulas() -> None:
@@ -26,7 +26,6 @@ def test_the_kernel_makes_the_step_of_the_formulas() -> None:
         for dtype in ("float32", "bfloat16"):
             found = interpreted(errors, shape, dtype, "cpu")
             assert found["weights"] <= WEIGHTS[dtype], (shape, dtype, found)
-            assert found["codes"] <= 1, (shape, dtype, found)
             assert found["different"] <= 1e-3, (shape, dtype, found)
             assert found["scales"] <= 1e-4, (shape, dtype, found)
 
@@ -65,7 +64,8 @@ def made(shape: tuple[int, ...], dtype: str, device: str) -> tuple[Any, list[tor
 
 
 def errors(shape: tuple[int, ...], dtype: str, device: str) -> dict[str, float]:
-    """Of weights and scales over their largest, the largest difference of codes, and the share of codes that differ."""
+    """Of weights and scales by norm, and the share of codes that differ. By how much says little: a sum near 0 of two
+    terms that cancel changes by many codes where one of them changes by one."""
     from linearize.train import small_adamw_triton
     from linearize.train.small_adamw import SmallAdamW
 
@@ -80,18 +80,17 @@ def errors(shape: tuple[int, ...], dtype: str, device: str) -> dict[str, float]:
                 optimizer.step()
         runs.append((parameter.detach(), optimizer.state[parameter]))
     (ours, our_state), (theirs, their_state) = runs
-    codes = [(our_state[name].int() - their_state[name].int()).abs() for name in ("exp_avg", "exp_avg_sq")]
+    codes = [our_state[name] != their_state[name] for name in ("exp_avg", "exp_avg_sq")]
     scales = [relative(our_state[f"{name}_scale"], their_state[f"{name}_scale"]) for name in ("exp_avg", "exp_avg_sq")]
     return {
         "weights": relative(ours.float(), theirs.float()),
-        "codes": float(torch.stack([x.max() for x in codes]).max()),
-        "different": float(torch.stack([(x > 0).float().mean() for x in codes]).max()),
+        "different": max(float(x.float().mean()) for x in codes),
         "scales": max(scales),
     }
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((found - expected).norm() / expected.norm())
 
 
 def rounding(device: str) -> tuple[list[float], float, bool, bool]:
@@ -130,7 +129,7 @@ def on_gpu() -> None:
     for shape in [*SHAPES, (4096, 4096), (1000, 14336)]:
         for dtype in ("float32", "bfloat16"):
             found = errors(shape, dtype, "cuda")
-            ok = found["weights"] <= WEIGHTS[dtype] and found["codes"] <= 1 and found["different"] <= 1e-3
+            ok = found["weights"] <= WEIGHTS[dtype] and found["different"] <= 1e-3 and found["scales"] <= 1e-4
             bad += not ok
             print("ok " if ok else "BAD", shape, dtype, *(f"{name} {x:.1e}" for name, x in found.items()), flush=True)
     print("rounding", *rounding("cuda"), flush=True)
