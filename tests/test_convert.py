@@ -195,13 +195,14 @@ def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[in
 @pytest.mark.parametrize(
     ("layers", "keep", "message"),
     [
-        ("0-9", "", r"--layers 0-9 but the model has 4 layers \(0-3\)"),
-        ("0-999999999", "", r"--layers 0-999999999 but the model has 4 layers"),
+        ("0-9", "", r"--layers 0-9: layers 4-9 do not exist; the model has 4 layers \(0-3\)"),
+        ("2,4,9", "", r"--layers 2,4,9: layers 4,9 do not exist; the model has 4 layers \(0-3\)"),
+        ("0-999999999", "", r"--layers 0-999999999: layers 4-999999999 do not exist; the model has 4 layers"),
         ("9" * 5000, "", "is no layer number"),
         ("", "", "--layers is empty: it names no layer to convert. Write 0-3,7 or every:2 or all"),
         (" , ", "", "--layers is empty"),
         ("all", "0-3", "leaves no layer to convert"),
-        ("all", "4", "--keep-softmax 4 but the model has 4 layers"),
+        ("all", "4", "--keep-softmax 4: layer 4 does not exist; the model has 4 layers"),
         ("3-1", "", "3-1 runs backwards"),
         ("one", "", "'one' is no layer number"),
         ("-1", "", "--layers -1: layers count from 0, and -1 is below"),
@@ -228,8 +229,10 @@ def test_an_empty_name_is_no_model() -> None:
 
 def test_layers_without_softmax_are_refused(shared: Path) -> None:
     steps = plan_conversion(str(shared), "gsa")[0].steps[1::2]
-    with pytest.raises(LinearizeError, match="--layers 0-2: no softmax attention at layer 0,2; tiny has it at 1,3"):
-        choose_layers(Found(tuple(step.site for step in steps), ()), "0-2", "", "tiny")
+    with pytest.raises(
+        LinearizeError, match="--layers 0-5: layers 0,2,4-5 do not have softmax attention; tiny has it in 1,3"
+    ):
+        choose_layers(Found(tuple(step.site for step in steps), ()), "0-5", "", "tiny")
 
 
 def test_ranges_are_short() -> None:
@@ -254,7 +257,8 @@ def test_ranges_are_short() -> None:
         ("gsa", {"slots@0": "0"}, "slots=0: must be >= 1"),
         ("gsa", {"slot@0": "8"}, r"slot: gsa has no such option\. Did you mean 'slots'\?"),
         ("gsa", {"slots@": "8"}, "slots@: no layer is named"),
-        ("gsa", {"slots@2-7": "8"}, "slots@2-7: no layer 4,7; layers 0-3 are converted"),
+        ("gsa", {"slots@2-7": "8"}, "slots@2-7: layers 4-7 do not become linear. Name layers among 0-3"),
+        ("gsa", {"slots@7": "8"}, "slots@7: layer 7 does not become linear. Name layers among 0-3"),
         ("gsa", {"slots@a": "8"}, "slots@a: 'a' is no layer number. Write rows@0-3,7=4"),
     ],
 )

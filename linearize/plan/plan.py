@@ -12,7 +12,7 @@ from linearize_kernels.mixer import Site
 
 from ..errors import Exit, LinearizeError
 from ..probe.found import Found, Other
-from ..terminal.output import ranges
+from ..terminal.output import counted, ranges
 from .dropped_features import dropped_features
 from .heads import Group
 from .keep import LOCAL, SINK, Choice, KeptWindow, WindowChoice, is_auto
@@ -235,23 +235,30 @@ def layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
         if step < 1:
             raise LinearizeError(f"{flag} {text}: every:N needs N >= 1")
         return set(known[::step])
-    chosen = _numbers(text, f"{flag} {text}", form, max(known))
-    missing = sorted(chosen - set(known))
+    chosen, beyond = _numbers(text, f"{flag} {text}", form, max(known))
+    missing = chosen - {*known}
     for other in found.others:
-        if other.layer in missing:
+        if other.layer is not None and (other.layer in missing or any(other.layer in part for part in beyond)):
             raise LinearizeError(f"{flag} {text}: {other}. Choose among layers {ranges(known)}", Exit.INCOMPATIBLE)
-    if missing and known == list(range(len(known))):
-        raise LinearizeError(f"{flag} {text} but {model} has {len(known)} layers ({ranges(known)})")
-    if missing:
-        raise LinearizeError(
-            f"{flag} {text}: no softmax attention at layer {ranges(missing)}; {model} has it at {ranges(known)}"
-        )
+    if beyond and known == list(range(len(known))):
+        there = f"{model} has {counted(len(known), 'layer')} ({ranges(known)})"
+        raise LinearizeError(f"{flag} {text}: {_lacking(missing, beyond, 'not exist')}; {there}")
+    if missing or beyond:
+        lacking = _lacking(missing, beyond, "not have softmax attention")
+        raise LinearizeError(f"{flag} {text}: {lacking}; {model} has it in {ranges(known)}")
     return chosen
 
 
-def _numbers(text: str, where: str, form: str, largest: int) -> set[int]:
-    """The layers of `0-3,7`; of a range beyond the `largest` that there is, the next and the last."""
-    chosen: set[int] = set()
+def _lacking(missing: set[int], beyond: list[range], what: str) -> str:
+    """`layer 4 does not exist`, `layers 2,4-9 do not exist`: those `missing`, and those beyond all that there are."""
+    parts = [f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in beyond]
+    names = ",".join(filter(None, (ranges([*missing]), *parts)))
+    return f"layer {names} does {what}" if names.isdecimal() else f"layers {names} do {what}"
+
+
+def _numbers(text: str, where: str, form: str, largest: int) -> tuple[set[int], list[range]]:
+    """The layers of `0-3,7`, and those beyond the `largest` that there is, which may be very many."""
+    chosen, beyond = set[int](), list[range]()
     for part in filter(None, (p.strip() for p in text.split(","))):
         low, dash, high = part.partition("-")
         if part.startswith("-") or high.startswith("-"):
@@ -260,8 +267,10 @@ def _numbers(text: str, where: str, form: str, largest: int) -> set[int]:
         last = _number(high, where, form) if dash else first
         if last < first:
             raise LinearizeError(f"{where}: {part} runs backwards")
-        chosen |= {*range(first, min(last, largest + 1) + 1), last}
-    return chosen
+        chosen |= {*range(first, min(last, largest) + 1)}
+        if last > largest:
+            beyond.append(range(max(first, largest + 1), last + 1))
+    return chosen, beyond
 
 
 def _number(text: str, where: str, form: str) -> int:
@@ -398,9 +407,9 @@ def local_steps(kept: list[Site], window: KeptWindow, found: Found, item: int = 
         raise LinearizeError(f"{asked}: no layer keeps softmax. Name some, or how many: --keep-softmax auto:2")
     if window.layers:
         there = {site.layer for site in kept}
-        named = _numbers(window.layers, asked, "4096@0-3,7", max(there))
-        if not named or named - there:
-            wrong = f"layer {min(named - there)} keeps no softmax" if named else "it names no layer"
+        named, beyond = _numbers(window.layers, asked, "4096@0-3,7", max(there))
+        if beyond or not named or named - there:
+            wrong = _lacking(named - there, beyond, "not keep softmax") if named or beyond else "it names no layer"
             raise LinearizeError(f"{asked}: {wrong}. Choose among layers {ranges(sorted(there))}")
         kept = [site for site in kept if site.layer in named]
     local = [site for site in kept if site.path not in found.cached_tokens]
@@ -423,10 +432,12 @@ def own_layers(name: str, sites: list[Site]) -> set[int]:
     _, at, text = name.partition("@")
     if not at:
         return known
-    named = _numbers(text, name, "rows@0-3,7=4", max(known, default=0))
-    if not named or (known and named - known):
-        there = f"; layers {ranges(sorted(known))} are converted" if known else ""
-        raise LinearizeError(f"{name}: no layer {ranges(sorted(named - known)) if named else 'is named'}{there}")
+    named, beyond = _numbers(text, name, "rows@0-3,7=4", max(known, default=0))
+    if not named and not beyond:
+        raise LinearizeError(f"{name}: no layer is named. Write rows@0-3,7=4")
+    if known and (beyond or named - known):
+        wrong = _lacking(named - known, beyond, "not become linear")
+        raise LinearizeError(f"{name}: {wrong}. Name layers among {ranges(sorted(known))}")
     return named
 
 
