@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import platform
 import shutil
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,11 +18,15 @@ from packaging.specifiers import SpecifierSet
 
 from .errors import Exit, LinearizeError, existing_folder
 from .terminal.output import size
+from .terminal.progress import imports, progress
 
 # What tests need, not users.
 DEVELOPMENT = ("test",)
 # How long the Hub has to answer.
 SECONDS = 3
+# Nearly all of its time it imports packages, to see whether they are whole: about so many modules. To wait for the
+# Hub's answer is as long as to import so many others.
+MODULES, ANSWER = 4150, 200
 NO_SERVER = 'needs vllm or transformers[serving]: pip install "linearize[vllm]"'
 
 
@@ -36,18 +41,21 @@ def examine() -> dict[str, Any]:
         raise LinearizeError(
             "linearize runs from its sources, so what it needs is unknown. Install it: pip install -e .", Exit.RESOURCE
         ) from None
-    packages = [_python(distribution.metadata["Requires-Python"]), *map(_package, _needed(distribution, ""))]
-    cuda = _cuda()
-    return {
-        "packages": packages,
-        "extras": dict(_extras(distribution)),
-        "cuda": cuda,
-        "triton": _triton(packages, cuda),
-        "servers": _servers(),
-        "disk": _disk(),
-        "hub": _hub(),
-        "missing": [package["problem"] for package in packages if package["problem"]],
-    }
+    with progress("doctor", MODULES - len(sys.modules) + ANSWER) as advance, imports(advance):
+        packages = [_python(distribution.metadata["Requires-Python"]), *map(_package, _needed(distribution, ""))]
+        cuda = _cuda()
+        found = {
+            "packages": packages,
+            "extras": dict(_extras(distribution)),
+            "cuda": cuda,
+            "triton": _triton(packages, cuda),
+            "servers": _servers(),
+            "disk": _disk(),
+            "hub": _hub(),
+            "missing": [package["problem"] for package in packages if package["problem"]],
+        }
+        advance(ANSWER)
+    return found
 
 
 def _needed(distribution: importlib.metadata.Distribution, extra: str) -> Iterator[Requirement]:

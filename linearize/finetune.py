@@ -417,18 +417,21 @@ def dry_run(
     check_apart(recipe)
     device, precision = target(recipe, gpu)
     check_packages(recipe)
-    with from_configs(recipe) as (planned, folder):
+    with (
+        progress("estimate", Rehearsal.PLANNED + Rehearsal.parts(recipe)) as advance,
+        from_configs(recipe) as (planned, folder),
+    ):
+        advance(Rehearsal.PLANNED)
         recipe = chosen(recipe, planned, folder, device, precision, say)
         if sharded():
             check_divided(recipe, zero=sharded("DEEPSPEED"))
-        with progress("estimate", len(recipe.stages) * Rehearsal.STAGE) as advance:
-            rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda", advance=advance)
-            check_model(rehearsal.model, recipe)
-            named = rehearsal.named
-            check_teacher(named, recipe, rehearsal.model, max_steps, processes())
-            if folder is not None and (note := trained_before(folder, named.name if named else None)):
-                say(note)
-            cost = estimate(rehearsal, device, max_steps)
+        rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda", advance=advance)
+        check_model(rehearsal.model, recipe)
+        named = rehearsal.named
+        check_teacher(named, recipe, rehearsal.model, max_steps, processes())
+        if folder is not None and (note := trained_before(folder, named.name if named else None)):
+            say(note)
+        cost = estimate(rehearsal, device, max_steps)
         cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
         for one in cost.stages:
             if note := doubtful(rehearsal.model, recipe, one.stage, one.stage.batch.blocks * processes()):
@@ -505,7 +508,7 @@ def chosen(recipe: Recipe, planned: Any, folder: Path | None, device: Device, pr
         return plainly(recipe)
     # At most: a second rehearsal follows where an optimizer had to become smaller.
     count = 1 + any(stage.optimizer.memory == "auto" for stage in recipe.stages) * (recipe.runtime.batch == "auto")
-    with progress("trying batch and optimizer", count * len(recipe.stages) * Rehearsal.STAGE) as advance:
+    with progress("trying batch and optimizer", count * Rehearsal.parts(recipe)) as advance:
 
         def rehearse(changed: Recipe) -> Rehearsal:
             return Rehearsal(changed, planned, folder, precision, device.kind == "cuda", advance=advance)
@@ -559,7 +562,7 @@ def check_room(recipe: Recipe, run: Run, planned: Any, folder: Path | None, para
         parameters += sum(p.numel() for p in meta_teacher(named).parameters())
     if parameters * BYTES_AT_MOST < SMALL * device.memory:
         return
-    with progress("estimate", len(recipe.stages) * Rehearsal.STAGE) as advance:
+    with progress("estimate", Rehearsal.parts(recipe)) as advance:
         rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda", advance=advance)
         cost = estimate(rehearsal, device, run.max_steps)
     if cost.too_large:

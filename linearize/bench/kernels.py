@@ -54,9 +54,11 @@ def bench_kernels(
     cases = {name: load_case(name) for name in names}
     result: dict[str, Any] = {"machine": machine(), "ceilings": None, "mechanisms": {}}
     tell("; ".join(f"{key} {value}" for key, value in result["machine"].items()), result)
-    result["ceilings"] = measure_ceilings()
     cut_to = {name: shapes_of(case, tokens) for name, case in (layers | cases).items()}
-    with progress("bench kernels", sum(len(shapes) for tables in cut_to.values() for shapes in tables)) as advance:
+    rows = sum(len(shapes) for tables in cut_to.values() for shapes in tables)
+    with progress("bench kernels", 1 + rows) as advance:
+        result["ceilings"] = measure_ceilings()
+        advance(1)
         for name, case in (layers | cases).items():
             measured: dict[str, Any] = {"cold_start": None, "runs": [], "steps": [], "errors": []}
             result["mechanisms"][name] = measured

@@ -113,12 +113,15 @@ def bench_paper(
             found[what] = {"what": what.about(), **attempt(what.measure)}
         return found[what]
 
-    with progress("bench paper", sum(claim.of is not None for claim in chosen)) as advance:
+    with progress("bench paper", sum((c.of is not None) + (c.over is not None) for c in chosen)) as advance:
         for claim in chosen:
-            row = judged(claim, measure(claim.of), measure(claim.over), tiny)
+            of = measure(claim.of)
+            advance(claim.of is not None)
+            over = measure(claim.over)
+            advance(claim.over is not None)
+            row = judged(claim, of, over, tiny)
             result["rows"].append(row)
             tell(line(row), result)
-            advance(claim.of is not None)
     forget()
     return result
 

@@ -95,14 +95,9 @@ def bench_text(
     compiled step. `tell` gets a table's name and each row when it is measured; rows of the model called `mechanism`
     come before those of its peers.
     """
-    built = meta_model(None, planned, None, False, here()).eval()
-    check_positions(built, [*train, *(context + TOKENS for context in contexts)])
-    built.generation_config.eos_token_id = None  # no text ends early
-    if compiled:
-        check_compiles(built)
     result: dict[str, list[dict[str, Any]]] = {"train": [], "prefill": [], "decode": []}
     decoded = len(contexts) * len(batches) * (4 if compiled else 3)
-    total = 4 * len(train) + 2 * len(contexts) + decoded  # rows
+    total = 1 + 4 * len(train) + 2 * len(contexts) + decoded  # building the model, and the rows
 
     def measure(table: str, what: dict[str, Any], rows: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
         ours: dict[str, Any] = {}
@@ -115,6 +110,12 @@ def bench_text(
             advance(1)
 
     with progress("bench model", total) as advance:
+        built = meta_model(None, planned, None, False, here()).eval()
+        check_positions(built, [*train, *(context + TOKENS for context in contexts)])
+        built.generation_config.eos_token_id = None  # no text ends early
+        if compiled:
+            check_compiles(built)
+        advance(1)
         for length in train:
             for checkpointing in (False, True):
                 step = partial(training, built, length, checkpointing)

@@ -81,10 +81,11 @@ def bench_images(
     works = works if compiled else works[::2]
     tables: dict[str, list[dict[str, Any]]] = {"inference": [], "training": []}
     built: Any = None
-    with progress("bench model", len(sizes) * max(1, len(batches)) * len(works)) as advance:
+    with progress("bench model", len(sizes) * (1 + max(1, len(batches)) * len(works))) as advance:
         for size in sizes:
             built = None  # before there are two
             built = meta_model(None, again(**sized(planned[1].config, size)), None, False, here()).eval()
+            advance(1)
             for batch in batches or [batch_for(size)]:
                 images = make_inputs(built, batch)[IMAGES].to(here(), built.dtype)
                 for table, how, work in works:

@@ -11,7 +11,7 @@ import typer
 from ..demo import named_base
 from ..terminal.arguments import path
 from ..terminal.output import Json, finite, print_json, say, show
-from ..terminal.progress import waiting
+from ..terminal.progress import TORCH, starting
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -37,11 +37,12 @@ def bench_kernels(
 
     Each row is printed on stderr when it is measured, and the tables on stdout at the end.
     """
-    from ..bench.kernels import bench_kernels as measure
-    from ..bench.kernels import failures
-    from ..bench.report import check_plot, markdown, plot
-    from ..checkpoint.atomic import check_result, write_result
-    from ..errors import Exit, LinearizeError, absent
+    with starting(TORCH):
+        from ..bench.kernels import bench_kernels as measure
+        from ..bench.kernels import failures
+        from ..bench.report import check_plot, markdown, plot
+        from ..checkpoint.atomic import check_result, write_result
+        from ..errors import Exit, LinearizeError, absent
 
     def tell(row: str, result: dict[str, Any]) -> None:
         say(row)
@@ -55,8 +56,7 @@ def bench_kernels(
         check_result(save, '{"machine": ', "bench kernels")
     if picture is not None:
         check_plot()
-    with waiting("bench kernels"):
-        result = measure(mechanism, tokens, tell, presets=preset)
+    result = measure(mechanism, tokens, tell, presets=preset)
     if as_json:
         print_json(result)
     else:
@@ -107,16 +107,16 @@ def bench_model(
 
     Each row is printed on stderr when it is measured, and the tables on stdout at the end.
     """
-    from ..bench.model import bench_model as measure
-    from ..bench.model import markdown
-    from ..measure.compare import parse_lengths
-    from ..plan.mechanisms import parse_settings
+    with starting():
+        from ..bench.model import bench_model as measure
+        from ..bench.model import markdown
+        from ..measure.compare import parse_lengths
+        from ..plan.mechanisms import parse_settings
 
     given = {"train": train, "contexts": contexts, "sizes": sizes, "batches": batches}
     numbers = {n: parse_lengths(text, f"--{n}") if text else () for n, text in given.items() if text is not None}
     options = parse_settings(settings or [])
-    with waiting("bench model"):
-        result = measure(model, shape, to, preset=preset, options=options, compiled=compiled, tell=say, **numbers)
+    result = measure(model, shape, to, preset=preset, options=options, compiled=compiled, tell=say, **numbers)
     if as_json:
         print_json(result)
     else:
@@ -146,10 +146,11 @@ def bench_paper(
     reading of it (at least ...). The table also lists what needs data sets. Each row is printed on stderr when it is
     measured, and the table on stdout at the end.
     """
-    from ..bench.paper import bench_paper as measure
-    from ..bench.paper import failures, markdown
-    from ..checkpoint.atomic import check_result, write_result
-    from ..errors import Exit, LinearizeError, absent
+    with starting():
+        from ..bench.paper import bench_paper as measure
+        from ..bench.paper import failures, markdown
+        from ..checkpoint.atomic import check_result, write_result
+        from ..errors import Exit, LinearizeError, absent
 
     def tell(row: str, result: dict[str, Any]) -> None:
         say(row)
@@ -160,8 +161,7 @@ def bench_paper(
         if not save.absolute().parent.is_dir():
             raise absent(save.absolute().parent, "no such folder:")
         check_result(save, '{"paper": ', "bench paper")
-    with waiting("bench paper"):
-        result = measure(paper, claims, seconds=seconds, tiny=tiny, tell=tell)
+    result = measure(paper, claims, seconds=seconds, tiny=tiny, tell=tell)
     if as_json:
         print_json(result)
     else:

@@ -12,6 +12,7 @@ from ..demo import named_base
 from ..errors import LinearizeError
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import starting
 
 
 def convert(
@@ -105,12 +106,13 @@ def convert(
     """Replace softmax attention and write an ordinary Hugging Face model folder."""
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
-    from .. import convert as of_transformers
-    from ..diffusion import convert as of_diffusers
-    from ..hub import push as hub
-    from ..plan.keep import is_auto
-    from ..plan.mechanisms import parse_settings
-    from ..terminal.tables import plan_table
+    with starting():
+        from .. import convert as of_transformers
+        from ..diffusion import convert as of_diffusers
+        from ..hub import push as hub
+        from ..plan.keep import is_auto
+        from ..plan.mechanisms import parse_settings
+        from ..terminal.tables import plan_table
 
     story: Any = of_diffusers if of_diffusers.holds_diffusers(model) else of_transformers
     if push is not None and story is of_diffusers:

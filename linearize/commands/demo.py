@@ -9,6 +9,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import starting
 
 
 def demo(
@@ -21,7 +22,8 @@ def demo(
 ) -> None:
     """Choose layers, convert, distil and compare the small model that linearize ships. Takes a few minutes on a CPU;
     no downloads."""
-    from ..demo.tour import tour
+    with starting():
+        from ..demo.tour import tour
 
     report = tour(output, prompt, say)
     if as_json:

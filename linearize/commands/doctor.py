@@ -6,7 +6,6 @@ import typer
 
 from ..errors import Exit
 from ..terminal.output import Json, print_json
-from ..terminal.progress import waiting
 
 
 def doctor(as_json: Json = False) -> None:
@@ -14,8 +13,7 @@ def doctor(as_json: Json = False) -> None:
     from ..doctor import examine, rows
     from ..terminal.tables import doctor_table
 
-    with waiting("doctor"):
-        found = examine()
+    found = examine()
     if as_json:
         print_json(found)
     else:

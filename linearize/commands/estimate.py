@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..terminal.output import Json, print_json, say
-from ..terminal.progress import waiting
+from ..terminal.progress import starting
 
 
 def estimate(
@@ -29,12 +29,12 @@ def estimate(
     from ..recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
-    from .. import finetune as story
-    from ..estimate.gpus import per_hour
-    from ..terminal.tables import data_lines, estimate_table
+    with starting():
+        from .. import finetune as story
+        from ..estimate.gpus import per_hour
+        from ..terminal.tables import data_lines, estimate_table
 
-    with waiting("estimate"):
-        found = story.dry_run(loaded, say, gpu=gpu, price=per_hour(price), measure=measure)
+    found = story.dry_run(loaded, say, gpu=gpu, price=per_hour(price), measure=measure)
     data_lines(found["stages"])
     estimate_table(found)
     if as_json:

@@ -13,6 +13,7 @@ import typer
 from ..demo import named_base
 from ..terminal.arguments import path
 from ..terminal.output import Json, finite, print_json, say
+from ..terminal.progress import starting
 
 NO_RECIPE = (
     "no --recipe: measured on the held-out part of Python's standard library. For a model of other text, give a "
@@ -77,12 +78,13 @@ def evaluate(
     """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size. For models of
     images or masked text: accuracy, agreement and KL. For models that predict maps: how far these are from the
     teacher's. With --tasks: the results of lm-evaluation-harness."""
-    from ..checkpoint.atomic import check_result
-    from ..checkpoint.manifest import read_plan
-    from ..diffusion.convert import holds_diffusers
-    from ..errors import LinearizeError
-    from ..recipe.data import DemoSource
-    from ..recipe.recipe import load_recipe
+    with starting():
+        from ..checkpoint.atomic import check_result
+        from ..checkpoint.manifest import read_plan
+        from ..diffusion.convert import holds_diffusers
+        from ..errors import LinearizeError
+        from ..recipe.data import DemoSource
+        from ..recipe.recipe import load_recipe
 
     teacher = teacher and named_base(teacher)
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}

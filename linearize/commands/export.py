@@ -11,6 +11,7 @@ import typer
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..terminal.arguments import path
 from ..terminal.output import say
+from ..terminal.progress import starting
 
 NO_GGUF = (
     "--to gguf: llama.cpp computes GLA and Gated DeltaNet inside architectures of its own (RWKV6-Qwen2, Qwen3-Next and "
@@ -35,7 +36,8 @@ def export(
         raise LinearizeError(NO_GGUF, Exit.INCOMPATIBLE)
     if to != "onnx":
         raise LinearizeError(f"--to {to}: choose onnx.{did_you_mean(to, ('onnx',))}")
-    from ..export.to_onnx import export_onnx
+    with starting():
+        from ..export.to_onnx import export_onnx
 
     here = os.path.expanduser(model)
     name = os.path.basename(os.path.realpath(here) if os.path.isdir(here) else model.rstrip("/"))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import starting
 
 
 def finetune(
@@ -29,8 +30,9 @@ def finetune(
         _finetune_latents(recipe, overrides or [], dry_run, resume, stage, max_steps, as_json)
         return
     loaded = load_recipe(recipe, overrides or [])
-    from .. import finetune as story
-    from ..terminal.tables import data_lines, estimate_table, recipe_table, report_table
+    with starting():
+        from .. import finetune as story
+        from ..terminal.tables import data_lines, estimate_table, recipe_table, report_table
 
     result: dict[str, Any]
     if dry_run:
@@ -57,7 +59,8 @@ def _finetune_latents(
     stages = load_latents_recipe(recipe, overrides).stages
     given = [f"stages.{one.name}.steps={min(steps, one.steps)}" for one in stages if steps is not None]
     loaded = load_latents_recipe(recipe, [*overrides, *given])
-    from ..diffusion import finetune as story
+    with starting():
+        from ..diffusion import finetune as story
 
     result: dict[str, Any]
     if dry_run:

@@ -8,6 +8,7 @@ import typer
 
 from ..demo import named_base
 from ..terminal.output import Json, counted, print_json, say, show
+from ..terminal.progress import starting
 
 
 def generate(
@@ -39,9 +40,10 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a text: print the prompt, then what the model writes, token by token."""
-    from linearize_kernels.hf.seam import NO_TEACHER, TRAINED
+    with starting():
+        from linearize_kernels.hf.seam import NO_TEACHER, TRAINED
 
-    from ..measure.generate import Sampling, check_request, generate, load
+        from ..measure.generate import Sampling, check_request, generate, load
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     check_request(prompt, sampling)

@@ -8,7 +8,7 @@ import typer
 
 from ..demo import named_base
 from ..terminal.output import Json, print_json
-from ..terminal.progress import waiting
+from ..terminal.progress import starting
 
 
 def inspect(
@@ -20,11 +20,11 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show a model's attention modules and the mechanisms that fit, or what a converted model has in their place."""
-    from ..probe.inspection import Converted, inspect_model
-    from ..terminal.tables import converted_table, inspection_tables
+    with starting():
+        from ..probe.inspection import Converted, inspect_model
+        from ..terminal.tables import converted_table, inspection_tables
 
-    with waiting("inspect"):
-        inspection = inspect_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    inspection = inspect_model(model, revision=revision, trust_remote_code=trust_remote_code)
     if isinstance(inspection, Converted):
         converted_table(inspection)
     else:

@@ -10,6 +10,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import starting
 
 
 def logits(
@@ -32,7 +33,8 @@ def logits(
     from ..recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
-    from ..logits import write_logits
+    with starting():
+        from ..logits import write_logits
 
     found = write_logits(loaded, output, top, dry_run=dry_run, say=say)
     if as_json and not int(os.environ.get("RANK", "0")):

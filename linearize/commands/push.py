@@ -10,7 +10,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
-from ..terminal.progress import waiting
+from ..terminal.progress import starting
 
 
 def push(
@@ -40,12 +40,13 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Upload a converted model and its card to the Hub. An interrupted push can be repeated."""
-    from ..checkpoint.adopt import adopted
-    from ..checkpoint.card import with_tasks
-    from ..diffusion.convert import holds_diffusers
-    from ..errors import LinearizeError
-    from ..hub import push as hub
-    from ..terminal.tables import files_table
+    with starting():
+        from ..checkpoint.adopt import adopted
+        from ..checkpoint.card import with_tasks
+        from ..diffusion.convert import holds_diffusers
+        from ..errors import LinearizeError
+        from ..hub import push as hub
+        from ..terminal.tables import files_table
 
     asked: dict[str, Any] = {"private": private, "pr": pr, "message": message, "trust_remote_code": trust_remote_code}
     pipeline = holds_diffusers(str(folder))
@@ -57,8 +58,7 @@ def push(
             from ..diffusion.push import plan_push
         else:
             from ..hub.push import plan_push
-        with waiting("push: checking the folder"):
-            upload = plan_push(whole, repo, **asked)
+        upload = plan_push(whole, repo, **asked)
         if results is not None:
             upload = upload.with_card(with_tasks(upload.card, results, repo.rpartition("/")[2]))
         for note in (*upload.notes, *([left_out] if left_out else [])):

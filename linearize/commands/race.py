@@ -11,6 +11,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import starting
 
 USUAL = "demo"
 # Beside what the demo changes in its preset: the evaluation loads every result.
@@ -47,9 +48,10 @@ def race(
 ) -> None:
     """Race methods of conversion on one teacher with equal tokens: LoLCATs, RADLADS, KL-guided hybrids, progressive
     conversion and ours. Ends with one table and one page; the same command goes on after a stop."""
-    from ..demo.tour import SETTINGS
-    from ..measure.compare import EvalRequest, parse_lengths
-    from ..recipe.recipe import load_recipe
+    with starting():
+        from ..demo.tour import SETTINGS
+        from ..measure.compare import EvalRequest, parse_lengths
+        from ..recipe.recipe import load_recipe
 
     ours = () if recipe else (*SETTINGS, *FEW)
     given = [*ours, *(overrides or []), f"model.base={json.dumps(model)}"]

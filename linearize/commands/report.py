@@ -9,6 +9,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import TORCH, starting
 
 
 def report(
@@ -25,11 +26,12 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write one HTML page about a run: layers, losses, fidelity, needles, memory, samples, cost, recipe."""
-    from ..checkpoint.atomic import check_result, write_result
-    from ..page.html import BEGINS
-    from ..page.record import read_run, whole
-    from ..page.report import PAGE, report_page
-    from ..terminal.output import size
+    with starting(TORCH):
+        from ..checkpoint.atomic import check_result, write_result
+        from ..page.html import BEGINS
+        from ..page.record import read_run, whole
+        from ..page.report import PAGE, report_page
+        from ..terminal.output import size
 
     record = read_run(run, evaluation)
     page = output or run / PAGE

@@ -9,6 +9,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import TORCH, starting
 
 
 def runs(
@@ -16,8 +17,9 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs of finetune, the newest first: how far each is, and how near its teacher."""
-    from ..page.compare import list_runs
-    from ..terminal.tables import runs_table
+    with starting(TORCH):
+        from ..page.compare import list_runs
+        from ..terminal.tables import runs_table
 
     found = list_runs(folder)
     if as_json:
@@ -40,11 +42,12 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs and models: perplexity, KL, needles and state of each beside its teacher's."""
-    from ..checkpoint.atomic import check_result, write_result
-    from ..page.compare import columns, compare_page, figures, labels, notes, read_rows, table_rows
-    from ..page.html import BEGINS
-    from ..terminal.output import size
-    from ..terminal.tables import results, table
+    with starting(TORCH):
+        from ..checkpoint.atomic import check_result, write_result
+        from ..page.compare import columns, compare_page, figures, labels, notes, read_rows, table_rows
+        from ..page.html import BEGINS
+        from ..terminal.output import size
+        from ..terminal.tables import results, table
 
     found = read_rows(places)
     for note in notes(found):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..terminal.output import say
+from ..terminal.progress import starting
 
 
 def serve(
@@ -26,7 +27,8 @@ def serve(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
 ) -> None:
     """Serve a converted model over HTTP with OpenAI's API, by vLLM or by transformers."""
-    from ..serve.start import server_command
+    with starting():
+        from ..serve.start import server_command
 
     command = server_command(
         model,

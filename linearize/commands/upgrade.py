@@ -9,6 +9,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
+from ..terminal.progress import starting
 
 
 def upgrade(
@@ -25,9 +26,10 @@ def upgrade(
     as_json: Json = False,
 ) -> None:
     """Bring a converted folder to this version's code. The weights stay, and the logits are compared with before."""
-    from .. import __version__
-    from ..checkpoint.upgrade import plan_upgrade
-    from ..checkpoint.upgrade import upgrade as carry_out
+    with starting():
+        from .. import __version__
+        from ..checkpoint.upgrade import plan_upgrade
+        from ..checkpoint.upgrade import upgrade as carry_out
 
     planned = plan_upgrade(folder, output, trust_remote_code=trust_remote_code)
     result: dict[str, Any] = {"folder": str(folder), "to": __version__}

@@ -10,6 +10,7 @@ import typer
 
 from ..errors import Exit, LinearizeError
 from ..terminal.output import Json, print_json
+from ..terminal.progress import starting
 
 
 def verify(
@@ -29,11 +30,12 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run every correctness check on a saved model, in a process without linearize."""
-    from ..checkpoint.source import check_revision
-    from ..diffusion import verify as of_diffusers
-    from ..diffusion.convert import holds_diffusers
-    from ..terminal.tables import checks_table
-    from ..verify.checks import verify_folder
+    with starting():
+        from ..checkpoint.source import check_revision
+        from ..diffusion import verify as of_diffusers
+        from ..diffusion.convert import holds_diffusers
+        from ..terminal.tables import checks_table
+        from ..verify.checks import verify_folder
 
     how = {"strict": strict, "trust_remote_code": trust_remote_code}
     if holds_diffusers(model):

@@ -24,7 +24,7 @@ def advise(rehearsal: Rehearsal, device: Device, cost: Cost) -> str:
     smallest = max(c.needs(device) for c in cost.stages)
     count = len(list(changes(recipe.resolved(), cost)))
     tries = [range(n, n + 1) for n in range(count)] + [range(n + 1) for n in range(1, count)]
-    with progress("looking for what fits", len(tries) * len(recipe.stages) * rehearsal.STAGE) as advance:
+    with progress("looking for what fits", len(tries) * rehearsal.parts(recipe)) as advance:
         for chosen in tries:
             values, overrides = recipe.resolved(), list[str]()
             for number, change in enumerate(changes(values, cost)):

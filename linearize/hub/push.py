@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import SECRET, Exit, LinearizeError
 from ..plan.plan import Plan
 from ..terminal.output import counted, size
+from ..terminal.progress import progress
 from .download import facts
 from .errors import answering, hub_errors
 
@@ -28,6 +29,8 @@ EXPECTED = (".gitattributes", "README.md", "LICENSE")
 UPLOAD_SECONDS = 120
 # What every folder holds that linearize writes.
 ALWAYS = ("config.json", "model.safetensors.index.json")
+# What reading the files takes beside loading the model in a clean process: 0.8 and 8 s for the demo, on two CPU cores.
+LISTED = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +74,12 @@ def plan_push(
     from ..verify.reload import check_keys
 
     check_name(repo)
-    plan = read_plan(folder)
-    check_code(folder, trust_remote_code)
-    upload = listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
-    check_keys(folder)
+    with progress("push: checking the folder", LISTED + 1) as advance:
+        plan = read_plan(folder)
+        check_code(folder, trust_remote_code)
+        upload = listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
+        advance(LISTED)
+        check_keys(folder, advance)
     return upload
 
 

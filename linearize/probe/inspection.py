@@ -13,8 +13,13 @@ from ..convert import load_config, load_model_class
 from ..errors import LinearizeError
 from ..plan.mechanisms import load_mechanism, mechanism_names
 from ..plan.plan import Plan, make_steps
+from ..terminal.progress import progress
 from .found import Found
 from .probe import probe
+
+# What reading the config and probing take beside a mechanism, which takes 1: 0.05 s, 0.6 s and 0.1 s for Llama 3.1 8B,
+# on two CPU cores.
+OPENED, PROBED = 0.5, 6.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +72,20 @@ def inspect_model(
 
     Raises LinearizeError: 3 when no softmax attention is found or the config is unusable, 5 for the Hub.
     """
-    source = open_source(model, revision, weights=False)
-    if source.converted:
-        return Converted(source.name, saved_again(source.folder) or read_plan(source.folder))
-    config = load_config(source, trust_remote_code)
-    head = load_model_class(source, config, trust_remote_code)
-    found = probe(config, head)
-    fits = tuple(_fit(name, found.sites) for name in mechanism_names())
-    return Inspection(source.name, head.__name__, config.model_type, found, fits)
+    names, fits = mechanism_names(), list[Fit]()
+    with progress("inspect", OPENED + PROBED + len(names)) as advance:
+        source = open_source(model, revision, weights=False)
+        if source.converted:
+            return Converted(source.name, saved_again(source.folder) or read_plan(source.folder))
+        config = load_config(source, trust_remote_code)
+        head = load_model_class(source, config, trust_remote_code)
+        advance(OPENED)
+        found = probe(config, head)
+        advance(PROBED)
+        for name in names:
+            fits.append(_fit(name, found.sites))
+            advance(1)
+    return Inspection(source.name, head.__name__, config.model_type, found, tuple(fits))
 
 
 def _fit(mechanism: str, sites: tuple[Site, ...]) -> Fit:

@@ -65,6 +65,10 @@ class Drawn:
     def __init__(self) -> None:
         self.there, self.lock = False, threading.RLock()  # a signal's handler may speak while a line is drawn
 
+    def unlock(self) -> None:
+        """In a process that was forked while a thread, which it does not have, drew."""
+        self.lock = threading.RLock()
+
     def draw(self, text: str) -> None:
         with self.lock:
             print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
@@ -78,18 +82,21 @@ class Drawn:
 
 
 DRAWN = Drawn()
+os.register_at_fork(after_in_child=DRAWN.unlock)
 
 
 def say(text: str) -> None:
     """One message for a person, without secrets."""
-    DRAWN.clear()
-    print(printable(redact(text)), file=sys.stderr, flush=True)
+    with DRAWN.lock:  # nothing is drawn between the two
+        DRAWN.clear()
+        print(printable(redact(text)), file=sys.stderr, flush=True)
 
 
 def show(text: str, end: str = "\n") -> None:
     """A result on stdout: as it is where a program or a file takes it, `printable` on a terminal."""
-    DRAWN.clear()
-    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+    with DRAWN.lock:
+        DRAWN.clear()
+        print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def say_error(where: str, message: str) -> None:

@@ -1,11 +1,10 @@
-"""Progress of what takes longer than a few seconds: a bar on a terminal, a line now and then elsewhere.
-
-Of what cannot tell its share, a terminal shows the time that it has taken.
-"""
+"""Progress of what takes longer than a few seconds: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import sys
 import threading
 import time
@@ -15,12 +14,24 @@ from .output import DRAWN, duration, say
 
 SHOWN_AFTER = 5.0  # seconds: what is done sooner says nothing
 LINE_EVERY = 30.0
-SECOND = 1.0  # how often the time that has passed is drawn
+SECOND = 1.0  # how often a bar is drawn while nothing advances
 WIDTH = 24
+
+# Modules that a command has imported once it can begin: with the Python code of models, and with torch alone. Counted
+# with torch 2.13, transformers 5.24 and Python 3.11 on Linux; a test holds each command to them.
+MODELS, TORCH = 3400, 1600
 
 Advance = Callable[[float], None]
 
-_bars = 0  # that are drawn
+_bars: list[Bar] = []  # that are open: the innermost one draws
+_started = 0.0  # seconds of the start, which the first bar after it counts among those that showed nothing
+
+
+@dataclasses.dataclass(eq=False)
+class Bar:
+    """One of the bars that are open; it began then, or as much later as bars within it took."""
+
+    began: float
 
 
 def silent(amount: float) -> None:
@@ -30,61 +41,95 @@ def silent(amount: float) -> None:
 @contextlib.contextmanager
 def progress(what: str, total: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
     """Yields what to call, from any thread, with each amount of `total` that is done. Both kinds say how long it will
-    take in all."""
-    global _bars
-    began, shown, done, drawn = clock(), clock(), 0.0, 0
-    terminal = sys.stderr.isatty()
+    take in all, as soon as a share of it is done; where that is not known, a bar says how long it has taken."""
+    global _started
+    terminal, over, began = sys.stderr.isatty(), threading.Event(), clock()
+    bar, shown = Bar(began), began
+    silence, _started = max(SHOWN_AFTER - _started, 0.0), 0.0
+    done = share = whole = 0.0
 
     def advance(amount: float) -> None:
+        nonlocal done, share, whole, shown
         with DRAWN.lock:
-            add(amount)
+            done += amount
+            now = clock()
+            share = min(1.0, done / max(total, 1e-9))
+            if share <= 0:
+                return
+            whole = (now - bar.began) / share
+            if terminal:
+                draw(now)
+            elif now - bar.began >= SHOWN_AFTER and now - shown >= LINE_EVERY:
+                shown = now
+                say(f"{what}: {times(now)}")
 
-    def add(amount: float) -> None:
-        global _bars
-        nonlocal shown, done, drawn
-        done += amount
-        now = clock()
-        share = min(1.0, done / max(total, 1e-9))
-        if now - began < SHOWN_AFTER or share <= 0:
-            return
-        whole = (now - began) / share
-        times = f"{share:.0%}, {whole - (now - began):.0f} s of {whole:.0f} s left"
-        if terminal:
-            _bars, drawn = _bars + 1 - drawn, 1
+    def times(now: float) -> str:
+        passed = now - bar.began
+        if passed > whole:  # nothing is done yet, or the last part is slower than those before it
+            return f"{share:.0%}, {duration(passed)} so far"
+        return f"{share:.0%}, {whole - passed:.0f} s of {whole:.0f} s left"
+
+    def draw(now: float) -> None:
+        if now - bar.began >= silence and _bars[-1:] == [bar]:
             filled = round(WIDTH * share)
-            DRAWN.draw(f"{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {times}")
-        elif now - shown >= LINE_EVERY:
-            shown = now
-            say(f"{what}: {times}")
+            DRAWN.draw(f"{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {times(now)}")
 
+    def show() -> None:
+        rest = silence
+        while not over.wait(rest):
+            rest = SECOND
+            with DRAWN.lock:
+                if not over.is_set():
+                    draw(clock())
+
+    _bars.append(bar)
+    thread = threading.Thread(target=show, daemon=True)
+    if terminal:
+        thread.start()
     try:
         yield advance
     finally:
-        _bars -= drawn
+        over.set()
+        if terminal:
+            thread.join()
+        _bars.remove(bar)
+        for other in _bars[-1:]:  # which waited meanwhile
+            other.began += clock() - began
         DRAWN.clear()
 
 
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Shows on a terminal how long the block has taken, once that is SHOWN_AFTER; a bar within it takes its place as
-    soon as it knows a share."""
+def imports(advance: Advance) -> Iterator[None]:
+    """Within: on a terminal `advance` gets the number of modules that were imported, once a second."""
     if not sys.stderr.isatty():
         yield
         return
-    began, over = time.monotonic(), threading.Event()
+    over, before = threading.Event(), len(sys.modules)
 
-    def show() -> None:
-        rest = SHOWN_AFTER
-        while not over.wait(rest):
-            rest = SECOND
-            if not _bars:
-                DRAWN.draw(f"{what}, {duration(time.monotonic() - began)}")
+    def count() -> None:
+        counted = before
+        while not over.wait(SECOND):
+            counted, earlier = len(sys.modules), counted
+            advance(counted - earlier)
 
-    thread = threading.Thread(target=show, daemon=True)
+    thread = threading.Thread(target=count, daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
-        DRAWN.clear()
+
+
+@contextlib.contextmanager
+def starting(modules: int = MODELS) -> Iterator[None]:
+    """Around the imports with which a command begins, after which there are about so many modules. Of several
+    processes the first one speaks."""
+    global _started
+    if not sys.stderr.isatty() or int(os.environ.get("RANK", "0")):
+        yield
+        return
+    began = time.monotonic()
+    with progress("starting", modules - len(sys.modules)) as advance, imports(advance):
+        yield
+    _started = time.monotonic() - began

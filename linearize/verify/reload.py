@@ -31,7 +31,7 @@ from ..checkpoint.source import DTYPES, Entry, Source, read_header, weight_map
 from ..checkpoint.write import INDEX, MIXER_SHARD
 from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
 from ..plan.plan import Plan, some
-from ..terminal.progress import Advance, silent
+from ..terminal.progress import Advance, progress, silent
 from .limits import RELOADED
 
 Level = Literal["auto", "full", "keys", "none"]
@@ -61,9 +61,11 @@ transformers.utils.logging.disable_progress_bar()
 # Loads the checkpoint as anyone would. On `meta`, its tensors have names and shapes only: transformers would read
 # every weight in the folder to load it there.
 LOAD = """
+print("done 0.3", flush=True)  # torch is imported
 from transformers import AutoConfig
 from linearize_child.behaviours import decoding
 from linearize_child.inputs import auto_class, keep_first, outputs
+print("done 0.1", flush=True)  # and what looks at models; the rest is their code, and the end of the process
 folder, target, limit, layers = sys.argv[1:5]
 config = keep_first(AutoConfig.from_pretrained(folder, trust_remote_code=True), int(layers))
 auto = auto_class(config)
@@ -87,7 +89,7 @@ else:
     arguments = {"pretrained_model_name_or_path": folder, "trust_remote_code": True, "dtype": torch.float32}
     arguments |= {"config": config} if int(layers) else {}
 model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
-print("loaded", flush=True)
+print("loaded\\ndone 0.4", flush=True)
 steps = None
 if target != "meta":
     torch.save(outputs(model.eval()), target)
@@ -259,11 +261,12 @@ def _left(folder: Path, limit: str, used: str, cached: str) -> float:
     return math.inf
 
 
-def check_keys(folder: Path) -> int:
-    """Every tensor of the index exists in its shard and in the model, and the other way round; returns how many."""
+def check_keys(folder: Path, advance: Advance = silent) -> int:
+    """Every tensor of the index exists in its shard and in the model, and the other way round; returns how many.
+    `advance` gets shares, 1 in all."""
     count = check_tensors(folder)
     with clean_command(LOAD, [str(folder), "meta", "0", "0"]) as command, started(*command) as loading:
-        _check_loaded(folder, result_of(loading))
+        _check_loaded(folder, result_of(loading, advance))
     return count
 
 
@@ -274,7 +277,6 @@ def check_logits(
     mixers, relative to the largest; and `check_steps`. The two sides load at the same time where there is `room`, and
     no more layers than it has.
     """
-    count = check_keys(folder) if room.layers else check_tensors(folder)
     dtype = plan.dtype if plan.cast else "float32"
     options = {"spec": plan.spec(), "class": plan.architecture, "dtype": dtype, "trust": trust, "mixers": MIXER_SHARD}
     options |= {"block": source.block, "layers": room.layers}
@@ -285,10 +287,12 @@ def check_logits(
             clean_command(LOAD, [str(folder), str(ours), str(RELOADED), str(room.layers)]) as a,
             clean_command(SOURCE_SIDE, arguments, refused=()) as b,
             contextlib.ExitStack() as children,
+            progress("reloading", 2 if room.layers else 1) as advance,
         ):
+            count = check_keys(folder, advance) if room.layers else check_tensors(folder)
             loading = children.enter_context(started(*a))
             comparing = children.enter_context(started(*b)) if room.twice else None
-            loaded = result_of(loading)
+            loaded = result_of(loading, advance)
             result_of(comparing or children.enter_context(started(*b)))
         _check_loaded(folder, loaded, room.layers)
         reloaded = _finite(torch.load(ours))

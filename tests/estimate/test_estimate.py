@@ -120,8 +120,9 @@ def test_progress_of_a_rehearsal_ends_with_its_last_stage(
     recipe, told = make_recipe(tmp_path, base(root, "llama"), *RECIPES[name]), list[float]()
     made = Rehearsal(recipe, None, base(root, "llama"), "no", False, advance=told.append)
     estimate(made, card("h100"))
-    assert sum(told) == pytest.approx(Rehearsal.STAGE * len(RECIPES[name]))
-    assert len(told) >= 3 * len(RECIPES[name])
+    assert told[0] == Rehearsal.MADE
+    assert sum(told) == pytest.approx(Rehearsal.parts(recipe))
+    assert len(told) > 3 * len(RECIPES[name])
     assert max(told) == 1
 
     def broken(step: Step, *rest: Any) -> None:

@@ -97,7 +97,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 @pytest.fixture
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the clean process, where something else is the point."""
-    monkeypatch.setattr("linearize.verify.reload.check_keys", lambda folder: 0)
+    monkeypatch.setattr("linearize.verify.reload.check_keys", lambda folder, advance: 0)
 
 
 @pytest.fixture

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from conftest import Command
 from models import Zoo
 
+import linearize.commands
 import linearize.terminal.progress
 from linearize.estimate.gpus import CARDS
 from linearize.terminal.output import DRAWN, say
-from linearize.terminal.progress import progress, waiting
+from linearize.terminal.progress import MODELS, TORCH, imports, progress, silent, starting
 
 
 class Clock:
@@ -59,22 +66,55 @@ def test_a_terminal_gets_a_bar_that_goes_away(
     assert "\n" not in shown
 
 
+def last(shown: str) -> str:
+    """The line that was drawn last."""
+    return shown.rpartition("\r")[2].removesuffix("\033[K")
+
+
 def test_the_time_is_shown_until_a_bar_knows_its_share(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impatient(monkeypatch)
-    with waiting("bench"):
-        with progress("rows", 2) as advance:
-            time.sleep(0.1)
-            before = capsys.readouterr().err
-            advance(1)
-            time.sleep(0.1)
-            after = capsys.readouterr().err
+    with progress("rows", 2) as advance:
         time.sleep(0.1)
-    assert before.startswith("\rbench, 0 s")
-    # The last one may have been drawn while the bar was: it is overwritten.
-    assert after.rpartition("\r")[2].startswith("rows [############............] 50%")
-    assert "\rbench, 0 s" in capsys.readouterr().err
+        before = capsys.readouterr().err
+        time.sleep(0.5)
+        advance(1)
+        after = capsys.readouterr().err
+        time.sleep(0.1)
+    assert before.startswith("\rrows [........................] 0%, 0 s so far")
+    assert last(after) == "rows [############............] 50%, 1 s of 1 s left"
+    assert capsys.readouterr().err.endswith("\r\033[K")
+
+
+def test_a_bar_names_no_total_that_is_over(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two shares the time that is left goes down to 0; then the part is slower than those before it."""
+    impatient(monkeypatch)
+    clock = Clock()
+    with progress("rows", 2, clock) as advance:
+        clock.now += 10
+        advance(1)
+        for now, line in ((118, "50%, 2 s of 20 s left"), (130, "50%, 30 s so far")):
+            clock.now = now
+            time.sleep(0.1)
+            assert last(capsys.readouterr().err).endswith(line)
+
+
+def test_a_bar_waits_for_those_within_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    clock = Clock()
+    with progress("estimate", 4, clock) as advance:
+        clock.now += 10
+        advance(1)
+        with progress("trying", 2, clock) as within:
+            clock.now += 100
+            within(1)
+            assert last(capsys.readouterr().err).startswith("trying [")
+            advance(0)
+            assert capsys.readouterr().err == ""
+        clock.now += 10
+        advance(1)
+        assert last(capsys.readouterr().err).endswith("50%, 20 s of 40 s left")
 
 
 def test_a_bar_counts_what_many_threads_do(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,17 +148,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linearize.terminal.progress, "SECOND", 0.01)
 
 
-def test_what_cannot_tell_its_share_shows_its_time_below_messages(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_stands_above_the_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     impatient(monkeypatch)
-    with waiting("estimate"):
+    with progress("estimate", 2):
         time.sleep(0.1)
         say("a note")
         time.sleep(0.1)
     shown = capsys.readouterr().err
-    assert shown.startswith("\restimate, 0 s\033[K")
-    assert "\r\033[Ka note\n" in shown
+    assert shown.startswith("\restimate [")
+    assert "\r\033[Ka note\n\restimate [" in shown
     assert shown.endswith("\r\033[K")
 
 
@@ -129,11 +167,106 @@ def test_a_signal_may_speak_while_a_line_is_drawn(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_time_is_for_terminals_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linearize.terminal.progress, "SHOWN_AFTER", 0.01)
-    with waiting("estimate"):
+def test_a_forked_process_may_speak_whatever_was_drawn_meanwhile() -> None:
+    """It has the lock as it was and not the thread that would release it."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with DRAWN.lock:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        os._exit(not DRAWN.lock.acquire(timeout=1))
+    over.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_is_not_counted_is_for_terminals_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    threads = threading.active_count()
+    with starting(), progress("estimate", 2), imports(silent):
         time.sleep(0.1)
+        assert threading.active_count() == threads
     assert capsys.readouterr() == ("", "")
+
+
+def import_some(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    for number in range(count):
+        monkeypatch.setitem(sys.modules, f"imported{number}", sys)
+
+
+def test_a_start_counts_modules(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(monkeypatch)
+    with starting(len(sys.modules) + 100):
+        import_some(monkeypatch, 50)
+        time.sleep(0.1)
+        assert last(capsys.readouterr().err).startswith("starting [############............] 50%, 0 s of 0 s left")
+    assert capsys.readouterr().err.endswith("\r\033[K")
+
+
+def test_of_several_processes_the_first_one_shows_its_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+    monkeypatch.setenv("RANK", "1")
+    with starting():
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_quick_start_counts_among_the_seconds_that_showed_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(linearize.terminal.progress, "SHOWN_AFTER", 1.0)
+    with starting():
+        time.sleep(0.6)
+    assert capsys.readouterr().err == ""
+    for shown in (True, False):  # the first one alone
+        with progress("inspect", 2):
+            time.sleep(0.7)
+        assert ("inspect" in capsys.readouterr().err) is shown
+
+
+COMMANDS = sorted(Path(linearize.commands.__file__).parent.glob("*.py"))
+
+
+def starts(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Of each `with starting(MODULES):` in a command's file: the function, MODULES, and the imports."""
+    for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for block in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+            if isinstance(block, ast.With) and ast.unparse(block.items[0]).startswith("starting("):
+                given = ast.unparse(block.items[0])[len("starting(") : -1]
+                yield function.name, given or "MODELS", "\n".join(map(ast.unparse, block.body))
+
+
+STARTS = [
+    pytest.param(*start, id=f"{path.stem}-{start[0]}", marks=[] if start[0] == "runs" else pytest.mark.slow)
+    for path in COMMANDS
+    for start in starts(path)
+]
+
+
+@pytest.mark.parametrize(("function", "modules", "lines"), STARTS)
+def test_a_command_imports_about_as_many_modules_as_its_start_counts(function: str, modules: str, lines: str) -> None:
+    code = f"__package__ = 'linearize.commands'\nimport sys, linearize.cli\n{lines}\nprint(len(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == pytest.approx({"MODELS": MODELS, "TORCH": TORCH}[modules], rel=0.25)
+
+
+def test_every_command_that_imports_much_counts_it() -> None:
+    """These bring no torch: the commands for recipes and mechanisms. What doctor imports, it counts as its checks."""
+    counted = {path.stem for path in COMMANDS if any(starts(path))}
+    assert {path.stem for path in COMMANDS} - counted == {"__init__", "doctor", "mechanisms", "recipes"}
 
 
 @pytest.mark.parametrize(
@@ -141,19 +274,40 @@ def test_time_is_for_terminals_alone(capsys: pytest.CaptureFixture[str], monkeyp
     [
         ("doctor", "doctor"),
         ("inspect MODEL", "inspect"),
-        pytest.param("estimate hybrid model.base=MODEL", "estimate", marks=pytest.mark.slow),
         pytest.param("push FOLDER user/repo --dry-run", "push: checking the folder", marks=pytest.mark.slow),
-        ("bench paper saga --claims pvt-t-1280-memory --tiny", "bench paper"),
     ],
 )
-def test_commands_that_take_long_show_their_time(
+def test_commands_that_take_long_show_their_share(
     command: str, label: str, linearize: Command, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impatient(monkeypatch)
+    # Here all modules are imported before the command begins.
+    monkeypatch.setattr("linearize.doctor.MODULES", len(sys.modules) + 100)
     source, folder = zoo.folders("llama")
     _, out, err = linearize(*command.replace("MODEL", str(source)).replace("FOLDER", str(folder)).split(), "--json")
-    assert re.search(rf"\r{label}, \d+ s", err)
+    assert re.search(rf"\r{label} \[#+\.*\] \d+%, \d+ s of \d+ s left", err)
     assert json.loads(out)
+
+
+COUNTED = """
+import contextlib, sys, linearize.doctor
+from linearize.terminal import progress
+sys.stderr.isatty = lambda: True
+progress.SECOND = 0.01
+found = []
+def counting(what, total):
+    found.append(total)
+    return contextlib.nullcontext(found.append)
+linearize.doctor.progress = counting
+linearize.doctor.examine()
+print(sum(found[1:]) / found[0])
+"""
+
+
+@pytest.mark.slow
+def test_doctor_counts_what_it_imports() -> None:
+    done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True)
+    assert float(done.stdout.split()[-1]) == pytest.approx(1, rel=0.25)
 
 
 @pytest.mark.slow
@@ -163,6 +317,7 @@ def test_commands_that_take_long_show_their_time(
         ([], ["estimate"]),
         # On a card that is small, batch and optimizer are tried first, and then what makes the recipe fit.
         (["--gpu", "tiny"], ["trying batch and optimizer", "looking for what fits", "estimate"]),
+        (["--measure"], ["estimate", "measuring"]),
     ],
 )
 def test_an_estimate_shows_its_share(
