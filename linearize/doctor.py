@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import platform
 import shutil
 import sys
@@ -12,6 +13,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -27,7 +30,6 @@ SECONDS = 3
 # Nearly all of its time it imports packages, to see whether they are whole: about so many modules. To wait for the
 # Hub's answer is as long as to import so many others.
 MODULES, ANSWER = 4150, 200
-NO_SERVER = 'needs vllm or transformers[serving]: pip install "linearize[vllm]"'
 
 
 def examine() -> dict[str, Any]:
@@ -46,6 +48,7 @@ def examine() -> dict[str, Any]:
         cuda = _cuda()
         found = {
             "packages": packages,
+            "checkout": checkout(distribution),
             "extras": dict(_extras(distribution)),
             "cuda": cuda,
             "triton": _triton(packages, cuda),
@@ -56,6 +59,22 @@ def examine() -> dict[str, Any]:
         }
         advance(ANSWER)
     return found
+
+
+def checkout(distribution: importlib.metadata.Distribution) -> str | None:
+    """The folder that `pip install -e` was given; None where the package itself was installed."""
+    about = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if not about.get("dir_info", {}).get("editable"):
+        return None
+    return url2pathname(urlsplit(about["url"]).path)
+
+
+def with_extra(extra: str, checkout: str | None) -> str:
+    """The command that adds an extra."""
+    if checkout is None:
+        return f'pip install "linearize[{extra}]"'
+    place = "." if Path(checkout).resolve() == Path.cwd() else checkout
+    return f'pip install -e "{place}[{extra}]"'
 
 
 def _needed(distribution: importlib.metadata.Distribution, extra: str) -> Iterator[Requirement]:
@@ -189,7 +208,8 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         state = package["problem"] or f"{package['version']} (needs {package['needed'] or 'any'})"
         yield "missing" if package["problem"] else "ok", typed(f"{package['name']}: {state}")
     for extra, missing in found["extras"].items():
-        state = f'without {", ".join(missing)}: pip install "linearize[{extra}]"' if missing else "complete"
+        remedy = with_extra(extra, found["checkout"])
+        state = f"without {', '.join(missing)}: {remedy}" if missing else "complete"
         yield "optional" if missing else "ok", typed(f"extra {extra}: {state}")
     for device in found["cuda"]["devices"]:
         memory = f"{size(device['free'])} of {size(device['total'])} free"
@@ -197,7 +217,9 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     kernels = found["triton"]
     state = "used" if kernels["used"] else f"not used, {kernels['reason']}; the PyTorch path is correct, and slower"
     yield "ok" if kernels["used"] else "note", f"Triton kernels: {state}"
-    servers = f"starts {' or '.join(found['servers'])}" if found["servers"] else NO_SERVER
+    servers = f"starts {' or '.join(found['servers'])}"
+    if not found["servers"]:
+        servers = f"needs vllm or transformers[serving]: {with_extra('vllm', found['checkout'])}"
     yield "ok" if found["servers"] else "optional", typed(f"linearize serve: {servers}")
     for place, free in found["disk"].items():
         yield "ok", f"disk: {size(free)} free in {place}"

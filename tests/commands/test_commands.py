@@ -429,7 +429,7 @@ def test_a_doctor_says_what_serves(servers: list[str], monkeypatch: pytest.Monke
         assert row == ("ok", f"linearize serve: starts {' or '.join(servers)}")
     else:
         assert row[0] == "optional"
-        assert row[1].endswith('\npip install "linearize[vllm]"')
+        assert row[1].endswith("\n" + doctor.with_extra("vllm", found["checkout"]))
 
 
 def test_a_doctor_finds_the_cache_where_downloads_go(tmp_path: Path) -> None:
@@ -486,6 +486,7 @@ def test_sources_that_are_not_installed_are_told(linearize: Command, monkeypatch
 
 def test_a_missing_extra_is_told_with_its_remedy(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "datasets", None)
+    monkeypatch.setattr("linearize.doctor.checkout", lambda distribution: None)
     code, out, _ = linearize("doctor")
     assert code == 0
     lines = [line.strip() for line in out.splitlines()]
@@ -497,6 +498,37 @@ def test_a_missing_extra_is_told_with_its_remedy(linearize: Command, monkeypatch
     hints = [line.strip() for line in out.splitlines() if "pip install" in line]
     assert all(len(shlex.split(hint)) == 3 and hint.startswith('pip install "') for hint in hints), hints
     assert any(hint.startswith('pip install "peft>=') for hint in hints)
+
+
+@pytest.mark.parametrize(
+    ("about", "line"),
+    [
+        ("", 'pip install "linearize[train]"'),  # of an index
+        ('{"url": "file:///HERE/linearize.whl", "archive_info": {}}', 'pip install "linearize[train]"'),
+        ('{"url": "file:///HERE", "dir_info": {}}', 'pip install "linearize[train]"'),
+        ('{"url": "file://HERE", "dir_info": {"editable": true}}', 'pip install -e ".[train]"'),
+        (
+            '{"url": "file:///a%20checkout", "dir_info": {"editable": true}}',
+            'pip install -e "/a checkout[train]"',
+        ),
+    ],
+)
+def test_an_extra_of_a_checkout_is_installed_as_the_readme_says(
+    about: str, line: str, tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    real = importlib.metadata.PathDistribution.read_text
+
+    def read(self: importlib.metadata.PathDistribution, name: str) -> str | None:
+        found = about.replace("HERE", str(tmp_path))
+        return found if name == "direct_url.json" else real(self, name)
+
+    monkeypatch.setattr(importlib.metadata.PathDistribution, "read_text", read)
+    _, out, _ = linearize("doctor")
+    assert line in [text.strip() for text in out.splitlines()]
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    assert 'pip install -e ".[train]"' in readme
 
 
 def test_every_extra_that_a_hint_names_is_there() -> None:
