@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, reason_of
+from ..hub.download import unanswered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -371,8 +372,30 @@ def open_dataset(
         from datasets import load_dataset
     except ImportError as error:
         raise no_datasets(path) from error
-    with dataset_errors(path):
+    away = None if Path(path).exists() else unanswered(path, dataset=True)
+    with dataset_errors(path), cache_alone(away):
         return load_dataset(path, name, split=split, streaming=streaming, data_files=list(data_files) or None)
+
+
+@contextmanager
+def cache_alone(away: Exception | None) -> Iterator[None]:
+    """Within: where the Hub is `away`, `datasets` looks into its cache alone, and an error says why."""
+    if away is None:
+        yield
+        return
+    from datasets import config
+    from huggingface_hub import constants
+
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    except ConnectionError as error:
+        if constants.HF_HUB_OFFLINE:
+            raise
+        why = f"{constants.ENDPOINT} cannot be reached ({type(away).__name__}: {reason_of(away)})"
+        raise ConnectionError(f"{why}. Check the network and its proxy") from error
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def no_datasets(path: str) -> LinearizeError:

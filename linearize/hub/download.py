@@ -40,22 +40,24 @@ def download(
     return folder, folder.name
 
 
-def unanswered(model: str, revision: str | None) -> Exception | None:
-    """Why the Hub gives no answer in time, None where it does; `snapshot_download` would wait without an end."""
+def unanswered(repo: str, revision: str | None = None, *, dataset: bool = False) -> Exception | None:
+    """Why the Hub gives no answer in time about a model or a `dataset`, None where it does; `snapshot_download` would
+    wait without an end, and `load_dataset` asks again for 23 seconds."""
     from huggingface_hub import HfApi
 
     try:
-        facts(HfApi(), model, revision)
+        facts(HfApi(), repo, revision, "dataset" if dataset else "model")
     except Exception as error:
         return error if unreached(error) else None  # a refusal meets snapshot_download too, which may have a copy
     return None
 
 
-def facts(api: Any, repo: str, revision: str | None = None) -> Any:
-    """`model_info` with a time limit; without one it can wait for ever."""
+def facts(api: Any, repo: str, revision: str | None = None, kind: str = "model") -> Any:
+    """`model_info`, or `dataset_info`, with a time limit; without one it can wait for ever."""
     from huggingface_hub import constants
 
-    return api.model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    ask = api.dataset_info if kind == "dataset" else api.model_info
+    return ask(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
 
 
 def snapshot(model: str, away: Exception | None, **wanted: Any) -> Path:

@@ -28,6 +28,7 @@ from linearize.checkpoint import card
 from linearize.checkpoint.atomic import MANIFEST
 from linearize.checkpoint.write import MIXER_SHARD
 from linearize.convert import convert, plan_conversion
+from linearize.data.documents import open_dataset
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run
 from linearize.hub.push import plan_push, push
@@ -558,6 +559,20 @@ def test_verify_takes_a_revision(linearize: Command, hub: Hub, folder: Path, mon
     code, _, err = linearize("verify", REPO, "--trust-remote-code")
     assert (code, "missing: gsa.py" in err) == (Exit.CHECK_FAILED, True)
     assert "has no revision 'v9'" in linearize("verify", REPO, "--revision", "v9")[2]
+
+
+def test_a_dataset_out_of_reach_is_told_at_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` alone would ask again for 23 seconds."""
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere())
+    template = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    for name, value in (("HF_HUB_OFFLINE", False), ("HF_ENDPOINT", constants.ENDPOINT)):
+        monkeypatch.setattr(config, name, value)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits for {seconds} s"))
+    message = refused(Exit.HUB, lambda: open_dataset("user/corpus", None, "train"))
+    assert f"no folder user/corpus, and cannot fetch it: {constants.ENDPOINT} cannot be reached (Connect" in message
+    assert config.HF_HUB_OFFLINE is False
 
 
 @pytest.mark.parametrize("away", ["offline", "unreachable"])
