@@ -81,7 +81,8 @@ class Images:
             if learns:
                 raise
             self.labels = [IGNORED] * len(found)
-            self.note = f"note: {error.message}. This stage needs no classes: it runs without, and measures no accuracy"
+            without = "This stage needs no classes: it runs without, and its predictions are not evaluated"
+            self.note = f"note: {error.message}. {without}"
         if augment is not None and is_pixels(found.images[0]):
             raise LinearizeError(
                 f"data.augment changes pictures, and {found.where} has pixel values as the model takes them. Give "

@@ -121,7 +121,7 @@ def test_classes_that_contradict_the_models_are_refused_or_left_out_where_nothin
         Images(found, PROCESSOR, config)
     samples = Images(found, PROCESSOR, config, learns=False)
     assert set(samples.labels) == {-100}
-    assert re.search(rf"^note: .*{message}.*runs without, and measures no accuracy", samples.note)
+    assert re.search(rf"^note: .*{message}.*runs without, and its predictions are not evaluated", samples.note)
 
 
 FISH = named(["goldfish", "tench", "shark"])
