@@ -189,7 +189,9 @@ def finetune(
 
     Raises:
         LinearizeError: 2 for the recipe, 3 for what does not fit, 4 for resources, 5 for the Hub, 6 for NaN or a failed
-            check, 130 when interrupted, with the state saved.
+            check, 130 when interrupted, with the state saved. While a stage trains in the main thread, Ctrl-C, SIGTERM
+            and SIGHUP interrupt it so after the step, a second Ctrl-C or SIGTERM at once (KeyboardInterrupt). Your
+            handlers are back afterwards.
     """
     from .finetune import finetune as story
     from .recipe.recipe import load_recipe
