@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -57,9 +57,10 @@ def auto_map(natives: SourceClasses) -> dict[str, str]:
     return {name: f"modeling_linearized.Linearized{own}" for name, own in entries.items()}
 
 
-def auto_names(config: Any, head: Any) -> list[str]:
+@functools.lru_cache(64)
+def auto_names(config: Any, head: Any) -> Sequence[str]:
     """The Auto classes that load this class: for text that goes on the causal one alone, else all those for a task,
-    and AutoModel where there is none."""
+    and AutoModel where there is none. Kept: transformers looks through all its models for each Auto class."""
     serving = []
     for name, auto in vars(transformers.models.auto.modeling_auto).items():
         found = getattr(auto, "_model_mapping", {}).get(config, ()) if name.startswith("AutoModel") else ()

@@ -44,15 +44,20 @@ def flat_name(place: str) -> str:
 
 def flattened(path: Path) -> str:
     """The text of a kernel file as it travels."""
-    room = PurePosixPath(path.relative_to(kernels_folder()).as_posix()).parent
+    return _flattened(path.relative_to(kernels_folder()).as_posix(), path.read_text("utf-8"))
+
+
+@functools.cache
+def _flattened(place: str, text: str) -> str:
+    """`text` of the kernel file at `place` as it travels. Kept: each look at a folder's code asks for every file."""
+    room = PurePosixPath(place).parent
 
     def flat(found: re.Match[str]) -> str:
         dots, module = found.groups()
         above = room.parents[len(dots) - 2] if len(dots) > 1 else room
         return f".{flat_name((above / module.replace('.', '/')).as_posix())}"
 
-    text = PART_IMPORT.sub(flat, path.read_text("utf-8"))
-    return RELATIVE_IMPORT.sub(lambda found: f"from {flat(found)}", text)
+    return RELATIVE_IMPORT.sub(lambda found: f"from {flat(found)}", PART_IMPORT.sub(flat, text))
 
 
 def flat_files(roots: Iterable[str]) -> dict[str, str]:
@@ -78,6 +83,7 @@ def travelling_files() -> dict[str, str]:
     return {f"{name}.py": flattened(path) for name, path in kernel_files().items()}
 
 
-def imported(text: str) -> list[str]:
+@functools.lru_cache(1024)
+def imported(text: str) -> tuple[str, ...]:
     """Flat names of the kernel files that a flat file imports."""
-    return [module for _, module in RELATIVE_IMPORT.findall(text)]
+    return tuple(module for _, module in RELATIVE_IMPORT.findall(text))

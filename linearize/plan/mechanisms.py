@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..checkpoint.flatten import flat_files, flat_name, kernel_files, kernels_folder
@@ -19,8 +19,13 @@ MIXER_CLASS = re.compile(r"^class (\w+)\((?:\w+, )*Mixer\):", re.MULTILINE)
 
 def mechanism_names() -> list[str]:
     """Mechanisms: folders of the kernels folder whose file of the same name defines a mixer; none is imported."""
+    return [*_mechanism_names()]
+
+
+@functools.cache
+def _mechanism_names() -> tuple[str, ...]:
     files = [path for path in kernels_folder().glob("*/*.py") if path.stem == path.parent.name]
-    return sorted(path.stem for path in files if MIXER_CLASS.search(path.read_text("utf-8")))
+    return tuple(sorted(path.stem for path in files if MIXER_CLASS.search(path.read_text("utf-8"))))
 
 
 def check_name(name: str) -> None:
@@ -40,6 +45,14 @@ def load_mechanism(name: str) -> Any:
     return own_mixer(importlib.import_module(f"linearize_kernels.{name}.{name}"))
 
 
+@functools.cache
+def known_options(mixer: Any, base: str | None = None) -> Mapping[str, tuple[Any, Any, Any]]:
+    """The mixer's `option_types`, kept: they are read from a signature, and plans ask several times for each layer."""
+    from linearize_kernels.mixer import option_types
+
+    return option_types(mixer, base)
+
+
 # Options that were renamed: old name -> new. Configs and recipes of earlier versions have the old ones.
 RENAMED_OPTIONS = {"features": "feature_map", "phi": "feature_map", "gate_heads": "state_heads"}
 
@@ -52,10 +65,8 @@ RENAMED_VALUES: dict[str, dict[Any, str]] = {
 
 def renamed_options(name: str, options: dict[str, Any]) -> dict[str, str]:
     """Those of `options` that mechanism `name` had under another name: old -> new."""
-    from linearize_kernels.mixer import option_types
-
     mixer, base = load_mechanism(name), options.get("base")
-    known = option_types(mixer, base if base in mixer.bases else None)
+    known = known_options(mixer, base if base in mixer.bases else None)
     new = {old: RENAMED_OPTIONS[old] for old in options if old in RENAMED_OPTIONS and old not in known}
     return {old: present for old, present in new.items() if present in known}
 
@@ -63,10 +74,8 @@ def renamed_options(name: str, options: dict[str, Any]) -> dict[str, str]:
 def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """`options` of mechanism `name` under the names and with the values that they have now; unknown ones stay as they
     are."""
-    from linearize_kernels.mixer import option_types
-
     mixer, base = load_mechanism(name), options.get("base")
-    known = option_types(mixer, base if base in mixer.bases else None)
+    known = known_options(mixer, base if base in mixer.bases else None)
     renamed = renamed_options(name, options)
     named = {renamed.get(option, option): value for option, value in options.items()}
     for option, values in RENAMED_VALUES.items():
@@ -80,10 +89,8 @@ def parts_of(name: str, site: Any, options: dict[str, Any]) -> dict[str, str]:
 
     Options that are not given have their defaults, and may have the names that an earlier version gave them.
     """
-    from linearize_kernels.mixer import option_types
-
     mixer, options = load_mechanism(name), present_options(name, options)
-    known = option_types(mixer, options.get("base"))
+    known = known_options(mixer, options.get("base") if mixer.bases else None)
     places = mixer.parts(site, {option: default for option, (_, _, default) in known.items()} | options)
     return {flat_name(place): what for place, what in places.items()}
 
@@ -94,13 +101,11 @@ def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[
 
     Values may be strings, as from `--set slots=64`. Raises LinearizeError (exit 2) naming the option and its range.
     """
-    from linearize_kernels.mixer import option_types
-
     mixer, base = load_mechanism(name), None
-    kinds, given = option_types(mixer), present_options(name, given)
+    kinds, given = known_options(mixer), present_options(name, given)
     if mixer.bases and "base" in given:
         base = _parse("base", given["base"], *kinds["base"][:2])
-        kinds = option_types(mixer, base)
+        kinds = known_options(mixer, base)
     options = {option: default for option, (_, _, default) in kinds.items()}
     if _parse("faithful", given.pop("faithful", False), bool, None):
         options |= published_options(mixer, base, site)
@@ -114,9 +119,7 @@ def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[
 
 def option_about(mixer: Any, option: str, base: str | None = None) -> str:
     """What an option of a mechanism, over `base` where it has bases, sets: one line; empty where nobody wrote it."""
-    from linearize_kernels.mixer import option_types
-
-    owners = [mixer, *([mixer.base_for(base or option_types(mixer)["base"][2])] if mixer.bases else [])]
+    owners = [mixer, *([mixer.base_for(base or known_options(mixer)["base"][2])] if mixer.bases else [])]
     texts = [kind.__dict__.get("about", {}).get(option) for owner in owners for kind in owner.__mro__[:-1]]
     own = [text for text in texts if text]
     return own[0] if own else ""
@@ -124,21 +127,17 @@ def option_about(mixer: Any, option: str, base: str | None = None) -> str:
 
 def published_options(mixer: Any, base: str | None = None, site: Any = None) -> dict[str, Any]:
     """Options under which a mechanism, over `base` where it has bases, behaves as published at a site."""
-    from linearize_kernels.mixer import option_types
-
     if not mixer.bases:
         return mixer.published_at(site)
-    known = option_types(mixer, base)
+    known = known_options(mixer, base)
     own = mixer.base_for(base or known["base"][2]).published_at(site)
     return {name: value for name, value in own.items() if name in known} | mixer.published_at(site)
 
 
 def _unknown(option: str, name: str, mixer: Any, known: list[str], base: str | None) -> str:
     """That a mechanism, over its base, has no such option, and which base has it."""
-    from linearize_kernels.mixer import option_types
-
-    owners = [f"base={other}" for other in mixer.bases if option in option_types(mixer, other)]
-    over = f" over {base or option_types(mixer)['base'][2]}" if mixer.bases else ""
+    owners = [f"base={other}" for other in mixer.bases if option in known_options(mixer, other)]
+    over = f" over {base or known_options(mixer)['base'][2]}" if mixer.bases else ""
     hint = f" It belongs to {' and '.join(owners)}." if owners else did_you_mean(option, known)
     return f"{option}: {name}{over} has no such option.{hint} Known: {', '.join(known)}"
 
@@ -265,10 +264,8 @@ def describe(name: str) -> dict[str, Any]:
 
 def _options(mixer: Any) -> Iterator[dict[str, Any]]:
     """An option: what it sets, its type, default, published value where that differs, and its range or choices."""
-    from linearize_kernels.mixer import option_types
-
     published = published_options(mixer)
-    for option, (kind, bounds, default) in option_types(mixer).items():
+    for option, (kind, bounds, default) in known_options(mixer).items():
         choices = typing.get_args(kind)
         yield {
             "name": option,
