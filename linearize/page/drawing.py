@@ -108,14 +108,13 @@ class Drawing:
         from PIL import Image, ImageDraw
 
         factor = SCALE * FINER
-        size = (round((self.width + 2 * MARGIN) * factor), round((self.height + 2 * MARGIN) * factor))
-        image = Image.new("RGB", size, COLOURS["paper"][0])
+        width, height = (round((side + 2 * MARGIN) * SCALE) * FINER for side in (self.width, self.height))
+        image = Image.new("RGB", (width, height), COLOURS["paper"][0])
         draw = ImageDraw.Draw(image)
         for shape in self.shapes:
             _png(draw, _moved(shape, MARGIN, MARGIN), factor)
-        image = image.resize((image.width // FINER, image.height // FINER), Image.Resampling.LANCZOS)
         file = io.BytesIO()
-        image.quantize(128).save(file, "PNG", optimize=True)
+        image.reduce(FINER).quantize(128).save(file, "PNG")
         return file.getvalue()
 
 
