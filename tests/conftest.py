@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# One folder per worker, before transformers is imported: the code of checkpoints is copied there, and nothing may be
+# left of an earlier run.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
 
 import pytest
 import torch
 from forks import Forks
+from transformers import dynamic_module_utils
 from zygote import Zygotes
 
+from linearize.checkpoint import carried
 from linearize.cli import main
 from linearize.verify import reload
 
@@ -57,10 +62,24 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
 
 
+def remember_imports() -> None:
+    """Ask transformers once for what a text of code imports: it searches all files of a checkpoint three times at each
+    load, which takes longer than it takes to make a tiny model."""
+    search, known = dynamic_module_utils.get_relative_imports, dict[str, list[str]]()
+
+    def get_relative_imports(module_file: str | os.PathLike[str]) -> list[str]:
+        text = Path(module_file).read_text("utf-8")
+        if text not in known:
+            known[text] = search(module_file)
+        return [*known[text]]
+
+    dynamic_module_utils.get_relative_imports = carried.get_relative_imports = get_relative_imports
+
+
 def pytest_configure() -> None:
-    """One folder per worker, before transformers is imported: the code of checkpoints is copied there, and nothing may
-    be left of an earlier run."""
-    os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
+    """The disk outlives the tests, so none waits until files have reached it."""
+    os.fsync = lambda handle: None  # type: ignore[assignment]
+    remember_imports()
 
 
 def pytest_collection_finish() -> None:
