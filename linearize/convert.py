@@ -28,7 +28,7 @@ from .plan.plan import Plan, Step, local_steps, some
 from .plan.request import Request
 from .probe.found import Found
 from .probe.meta_run import quiet
-from .probe.probe import model_class_of, probe
+from .probe.probe import found_in, model_class_of
 from .terminal.output import say, size
 from .verify.reload import Level, verify
 
@@ -89,7 +89,7 @@ def plan_conversion(
     request = Request(mechanism, **asked)
     config = load_config(source, trust_remote_code)
     natives = SourceClasses(config, load_model_class(source, config, trust_remote_code))
-    found = probe(config, natives.head)  # first: it says what is wrong with a config
+    found = found_in(config, natives.head)  # first: it says what is wrong with a config
     facts: dict[str, Any] = {
         "architecture": natives.head.__name__,
         "model_type": natives.model_type,

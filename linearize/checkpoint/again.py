@@ -16,7 +16,7 @@ from ..errors import Exit, LinearizeError, undamaged
 from ..plan.again import check_unused, plan_again, same_again
 from ..plan.plan import Plan
 from ..plan.request import Request
-from ..probe.probe import probe
+from ..probe.probe import found_in
 from ..verify.reload import scratch_folder
 from . import card
 from . import write as checkpoint
@@ -80,7 +80,7 @@ def plan_converted(
     elif mechanism is None:
         mechanism, options = same_again(old, given, source.name)
     request = Request(mechanism, options=options, **asked)
-    found = probe(natives.source_config, head)
+    found = found_in(natives.source_config, head)
     untrained = untrained_mixers(folder, old)
     return plan_again(request, restore, given, old, found, source.name, untrained, recipe), source, natives
 

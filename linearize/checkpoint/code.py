@@ -22,7 +22,8 @@ class SourceClasses:
     """The source's own classes: its config, its model with a head, and its bare model where there is one."""
 
     def __init__(self, config: Any, model_class: Any) -> None:
-        self.config, self.source_config = type(config), config
+        self.config: Any = type(config)
+        self.source_config = config
         self.model_type: str = config.model_type
         self.models: list[Any] = [model_class]
         bare = transformers.AutoModel._model_mapping.get(type(config), None)

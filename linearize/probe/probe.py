@@ -54,6 +54,19 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
+_KEPT: dict[tuple[type, type, str], Found] = {}
+
+
+def found_in(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
+    """What `probe` found. For classes of transformers it is kept, by the whole config: a run plans several times."""
+    if not model_class.__module__.startswith("transformers."):
+        return probe(config, model_class)
+    key = model_class, type(config), repr(config.to_dict())
+    if key not in _KEPT:
+        _KEPT[key] = probe(config, model_class)
+    return _KEPT[key]
+
+
 def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
     """The softmax attention modules of a model, in the order in which they run, and what else mixes tokens in it.
 

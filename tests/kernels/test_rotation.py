@@ -84,6 +84,6 @@ def test_a_conversion_is_refused_before_it_starts(tmp_path: Path, monkeypatch: p
         found = probe(*arguments)
         return dataclasses.replace(found, fixed_rotation=tuple(site.path for site in found.sites))
 
-    monkeypatch.setattr(story, "probe", fixed)
+    monkeypatch.setattr(story, "found_in", fixed)
     with pytest.raises(LinearizeError, match="rope=false"):
         story.plan_conversion(source, "gsa", options=WITHOUT)
