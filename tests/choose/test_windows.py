@@ -32,6 +32,13 @@ FAR = 2  # the kept layer of `place` whose attention to far tokens reaches the r
 WINDOW = 20
 
 
+@pytest.fixture(autouse=True)
+def _less_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference between the layers is large: little text shows it."""
+    for name, value in {"WINDOW_TOKENS": 1024, "SCORE_TOKENS": 1024, "RECALLS": 2}.items():
+        monkeypatch.setattr(choose, name, value)
+
+
 def quiet(text: str) -> None:
     """Says nothing."""
 

@@ -147,7 +147,7 @@ def load_or_refuse(path: Path) -> tuple[LinearizeError | None, dict[str, Any]]:
         return error, {}
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=100)
 @given(near_recipes())
 def test_any_recipe_reads_back_or_its_mistakes_have_places(tmp_path: Path, tree: dict[str, Any]) -> None:
     path = tmp_path / "recipe.yaml"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,13 +113,13 @@ def test_brackets_in_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> 
     assert all(part in message for part in ("old[i]", "failed", "[/INST]", "y[i]"))
 
 
-def test_the_command_prints_tables_and_json(zoo: Zoo) -> None:
-    source = zoo.folders("llama")[0]
-    command = [sys.executable, "-m", "linearize", "inspect", str(source), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
-    assert [site["layer"] for site in json.loads(done.stdout)["sites"]] == [0, 1, 2, 3]
+def test_the_command_prints_tables_and_json(zoo: Zoo, linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = linearize("inspect", zoo.folders("llama")[0], "--json")
+    assert code == 0, err
+    assert [site["layer"] for site in json.loads(out)["sites"]] == [0, 1, 2, 3]
     for word in ("LlamaAttention", "model.layers.*.self_attn", "Gated slot attention", "0-3"):
-        assert word in done.stderr
+        assert word in err
 
 
 def test_a_converted_model_is_shown(zoo: Zoo, linearize: Command, tmp_path: Path) -> None:

@@ -757,7 +757,7 @@ RECIPES = optional(
 shared_folder = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@settings(shared_folder, max_examples=60)
+@settings(shared_folder, max_examples=30)
 @given(RECIPES)
 def test_resolved_recipes_read_back_the_same(tmp_path: Path, written: dict[str, Any]) -> None:
     resolved = load(tmp_path, json.dumps(written)).resolved()  # JSON is YAML
@@ -775,13 +775,13 @@ def loads_or_explains(folder: Path, text: str, *overrides: str) -> None:
         load(folder, text, *overrides)
 
 
-@settings(shared_folder, max_examples=150)
+@settings(shared_folder, max_examples=60)
 @given(st.text() | st.text("ab: -[]{},\n\"'#&*!|>%@`\\U?~0.$"))
 def test_junk_is_explained(tmp_path: Path, text: str) -> None:
     loads_or_explains(tmp_path, text.encode("utf-8", "ignore").decode())
 
 
-@settings(shared_folder, max_examples=150)
+@settings(shared_folder, max_examples=60)
 @given(st.data())
 def test_damaged_recipes_are_explained(tmp_path: Path, data: st.DataObject) -> None:
     words = MINIMAL.replace("\n", " \n ").split(" ")
@@ -791,7 +791,7 @@ def test_damaged_recipes_are_explained(tmp_path: Path, data: st.DataObject) -> N
     loads_or_explains(tmp_path, " ".join(words))
 
 
-@settings(shared_folder, max_examples=150)
+@settings(shared_folder, max_examples=60)
 @given(
     st.recursive(
         JSON,
