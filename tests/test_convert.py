@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import with_slow
 from models import HYBRID, convert_folder, load, logits, save_source, small_model, tokens
 from safetensors.torch import load_file, save_file
 
@@ -160,7 +161,7 @@ BIG = {
 }
 
 
-@pytest.mark.parametrize("name", BIG)
+@pytest.mark.parametrize("name", with_slow(BIG, "deepseek-v3", "mixtral"))
 def test_a_dry_run_needs_the_config_alone(tmp_path: Path, name: str) -> None:
     config = BIG[name]()
     config.save_pretrained(tmp_path)

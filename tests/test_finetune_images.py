@@ -275,7 +275,11 @@ def test_how_classes_are_numbered_is_said_once(place: Path) -> None:
 
 @pytest.mark.usefixtures("unverified")
 @pytest.mark.parametrize(
-    ("batch", "words"), [({"per_device": 1}, "1 image,"), ({"per_device": 3, "accumulate": 4}, "12 images")]
+    ("batch", "words"),
+    [
+        ({"per_device": 1}, "1 image,"),
+        pytest.param({"per_device": 3, "accumulate": 4}, "12 images", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_of_few_images_is_noted(place: Path, batch: dict[str, int], words: str) -> None:
     messages = list[str]()

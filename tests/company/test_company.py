@@ -104,8 +104,15 @@ for folder in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("kind", ["TokenizersBackend", "GPT2Tokenizer"])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("TokenizersBackend", True),
+        pytest.param("TokenizersBackend", False, marks=pytest.mark.slow),
+        pytest.param("GPT2Tokenizer", True, marks=pytest.mark.slow),
+        ("GPT2Tokenizer", False),
+    ],
+)
 def test_a_tokenizer_needs_no_code_and_asks_nothing(kind: str, named: bool, tmp_path: Path) -> None:
     """Also where the source's files do not name its class, as those of GPT-2 do not."""
     source = small_source(tmp_path / "source", "gpt2" if kind == "GPT2Tokenizer" else "llama")
@@ -139,7 +146,7 @@ def test_the_card_trusts_the_code_of_a_tokenizer_that_has_some(tmp_path: Path) -
     assert "AutoTokenizer.from_pretrained(name, trust_remote_code=True)" in card
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_trainer_trains_saves_and_goes_on(folder: Path, tmp_path: Path, checkpointing: bool) -> None:
     rows = [{"input_ids": ids, "labels": ids} for ids in byte_tokenizer()([one[:40] for one in SENTENCES])["input_ids"]]
 
@@ -216,7 +223,7 @@ def test_peft_adapts_all_projections(mechanism: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- TRL
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_trl_sft(folder: Path, tmp_path: Path, packing: bool) -> None:
     trl = pytest.importorskip("trl")
     given = trl.SFTConfig(**settings(tmp_path / "sft"), packing=packing, max_length=64, loss_type="nll")
@@ -238,6 +245,7 @@ def test_trl_sft_packs_documents_apart(folder: Path) -> None:
     assert torch.allclose(packed, alone, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_trl_dpo(folder: Path, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     rows = [{"prompt": "say ", "chosen": one[:20], "rejected": one[20:40]} for one in SENTENCES]

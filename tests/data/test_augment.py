@@ -151,7 +151,8 @@ def test_the_preset_that_distils_runs_a_step_of_swin_and_pvt_on_a_folder_of_imag
     assert [row["name"] for row in json.loads(out)["stages"]] == ["converted", "attention_transfer", "logit_kl"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("swin", marks=pytest.mark.slow), "pvt"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["swin", "pvt"])
 def test_the_preset_that_pretrains_runs_a_step_of_random_swin_and_pvt_with_crops_and_workers(
     tmp_path: Path, linearize: Command, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import with_slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import base, make_recipe, stage, train, write_recipe
 
@@ -72,7 +73,7 @@ def allocated(work: Any) -> int:
     return highest
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", with_slow(RECIPES, "all, after a transfer", "lora", "mixer", "sft"))
 def test_parts_are_those_of_a_real_step(root: Path, tmp_path: Path, name: str) -> None:
     """fp32 on a CPU: weights, gradients, optimizer and teacher exactly, what autograd saves within 10 %."""
     recipe = make_recipe(tmp_path, base(root, "llama"), *RECIPES[name])
@@ -147,6 +148,7 @@ def test_masters_are_what_becomes_float32(root: Path, tmp_path: Path) -> None:
     assert found.parts["weights"] == sum(buffer.nbytes for buffer in model.buffers())
 
 
+@pytest.mark.slow
 def test_checkpointing_saves_and_keeps_no_casts(root: Path, tmp_path: Path) -> None:
     folder = base(root, "llama", "bfloat16")
 
@@ -159,6 +161,7 @@ def test_checkpointing_saves_and_keeps_no_casts(root: Path, tmp_path: Path) -> N
     assert saved(False) - saved(True) > 2 * parameters // 2
 
 
+@pytest.mark.slow
 def test_a_longer_block_and_more_rows_take_more(root: Path, tmp_path: Path) -> None:
     folder = base(root, "llama")
 

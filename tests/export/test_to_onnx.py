@@ -76,7 +76,10 @@ def proved_and_disproved(graph: Any, path: Path, rows: Any, expected: list[torch
             {"LinearAttention": 0, "Attention": 1},
             marks=pytest.mark.slow,
         ),
-        ("llama", ("--to", "gla", "--keep-heads", "1:0"), {"LinearAttention": 2, "Attention": 1}),
+        pytest.param(
+            *("llama", ("--to", "gla", "--keep-heads", "1:0"), {"LinearAttention": 2, "Attention": 1}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("gemma2", ("--to", "gdn", "--set", "window=6", "--keep-heads", "0:1;1:0")),
             {"LinearAttention": 2, "Attention": 2},

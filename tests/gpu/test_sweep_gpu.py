@@ -340,6 +340,7 @@ def test_the_checks_themselves_run(name: str, capsys: pytest.CaptureFixture[str]
     assert any(options.get("window") for options in OPTIONS[name]) == ("window" in option_types(kind))
 
 
+@pytest.mark.slow
 def test_the_script_imports_what_a_window_needs() -> None:
     """In a process of its own: other tests import that, too."""
     tests = os.path.dirname(os.path.dirname(__file__))

@@ -60,7 +60,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-SLOW = ("heads_and_sizes", "segments", "sequences", "strong_gates", "sweep_in_pieces", "sweep_in_steps")
+SLOW = ("heads_and_sizes", "segments", "sequences", "states", "strong_gates")
+SLOW += ("sweep", "sweep_in_pieces", "sweep_in_steps")
 
 
 @pytest.mark.parametrize("group", with_slow(CASES, *SLOW))

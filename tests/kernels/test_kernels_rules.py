@@ -264,6 +264,7 @@ def import_alone(folder: Path, names: list[str]) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_every_file_imports_where_only_torch_and_transformers_are(tmp_path: Path) -> None:
     for name, path in FILES.items():
         (tmp_path / f"{name}.py").write_text(flattened(path), "utf-8")

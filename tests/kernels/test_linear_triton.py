@@ -78,7 +78,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-SLOW = ("heads_and_sizes", "parts", "states", "retnet_heads", "retnet_masks", "retnet_walks")
+SLOW = ("heads_and_sizes", "lengths", "parts", "segments", "states", "unit_vectors")
+SLOW += ("retnet_heads", "retnet_masks", "retnet_walks")
 
 
 @pytest.mark.parametrize("group", with_slow(CASES, *SLOW))
@@ -100,7 +101,8 @@ EVEN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", with_slow(EVEN, *EVEN[1:]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVEN, ids=str)
 def test_slopes_learn_where_weights_are_nearly_even(case: dict[str, Any]) -> None:
     assert interpreted(slope_error, {"special": "even", "dtype": "float16", "T": 150, **case}) < SLOPES
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, relative_error, with_slow
 from torch import Tensor
 
 from linearize.errors import LinearizeError
@@ -247,7 +247,7 @@ def test_state_bytes_are_those_of_the_state(name: str, site: Site, variant: str)
 
 @every_site
 @every_state
-@pytest.mark.parametrize("prefill", [1, 64, 67])
+@pytest.mark.parametrize("prefill", with_slow([1, 64, 67], 64))
 def test_prefill_then_decode_is_one_pass(name: str, site: Site, variant: str, prefill: int) -> None:
     mixer, inputs = make(name, site, variant), tokens(site, 90)
     whole, last = mix(mixer, inputs)
@@ -402,7 +402,7 @@ COMPILED = [(n, v) for n, v in CASES if v == "default" or (v == "window" and n i
 # Not as published: GSA's gradients there are 6e-5 from float64 with or without the compiler.
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [pytest.param(n, v, marks=pytest.mark.slow if n in ("gdn", "gla", "gsa", "sla") else ()) for n, v in COMPILED],
+    [pytest.param(n, v, marks=pytest.mark.slow if n not in ("la", "window") else ()) for n, v in COMPILED],
 )
 def test_compiles_as_one_graph_with_gradients(name: str, variant: str) -> None:
     mixer = make(name, variant=variant)

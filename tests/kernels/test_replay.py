@@ -238,6 +238,7 @@ def test_replay_gpu(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 # ---------------------------------------------------------------- linearize generate --compile
 
 
+@pytest.mark.slow
 def test_generate_compiles_on_request(
     linearize: Command, tmp_path: Path, record: Callable[[Any], Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:

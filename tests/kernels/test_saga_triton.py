@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import with_slow
 from triton_tools import (
     compile_kernel,
     complaints,
@@ -50,7 +51,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("group", CASES)
+@pytest.mark.parametrize("group", with_slow(CASES, "sizes", "stretches"))
 def test_kernels_match_the_reference(group: str) -> None:
     assert complaints(compare, CASES[group], TOLERANCE) == []
 

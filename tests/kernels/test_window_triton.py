@@ -50,11 +50,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("group", with_slow(CASES, "documents_and_padding"))
+@pytest.mark.parametrize(
+    "group", with_slow(CASES, "documents_and_padding", "half_precision_and_what_arrives", "windows_and_sinks")
+)
 def test_kernels_match_the_reference(group: str) -> None:
     assert complaints(compare, CASES[group], TOLERANCE) == []
 
 
+@pytest.mark.slow
 def test_operators_compile_checkpoint_and_count() -> None:
     interpreted(check_operators)
 

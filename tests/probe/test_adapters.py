@@ -13,7 +13,7 @@ import clean_env
 import pytest
 import torch
 import transformers
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, relative_error, with_slow
 from models import HYBRID, SMALL, Zoo, convert_folder, load, logits, source_with_mixers, tokens
 
 from linearize_kernels.hf.capture import Capture
@@ -53,7 +53,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 # What some of them lose, by consent.
 ALLOW = {"falcon alibi": ["alibi"], "bloom": ["alibi"], "mpt": ["position_bias"]}
 each_variant = pytest.mark.parametrize("name", VARIANTS)
-each = pytest.mark.parametrize("layers", ["all", HYBRID])
+each = pytest.mark.parametrize("layers", with_slow(["all", HYBRID], "all"))  # a hybrid has both kinds
 
 
 def original(name: str) -> Any:

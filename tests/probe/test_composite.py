@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from architectures import OPTIONS, shrunk
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, relative_error, with_slow
 from models import load, logits, source_with_mixers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -79,7 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("composites"))
 
 
-@pytest.mark.parametrize("layers", ["all", "every:2"])
+@pytest.mark.parametrize("layers", with_slow(["all", "every:2"], "all"))
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_text_layers_become_linear_in_place(folders: Folders, name: str, layers: str) -> None:
     source, converted = folders(name, layers)

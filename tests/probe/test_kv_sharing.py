@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from architectures import small_config
-from conftest import relative_error
+from conftest import relative_error, with_slow
 from models import convert_folder, load, logits, tokens
 from models import small_config as small
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -33,7 +33,7 @@ def stepwise(model: Any, ids: torch.Tensor, prefill: int) -> torch.Tensor:
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("layers", ["all", "1"])
+@pytest.mark.parametrize("layers", with_slow(["all", "1"], "1"))
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
 def test_layers_that_share_keep_softmax(tmp_path: Path, name: str, layers: str) -> None:
     """Of six layers the last two read the keys of the third and the fourth."""
