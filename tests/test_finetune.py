@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import tracking
-from conftest import Command, relative_error
+from conftest import Command, relative_error, with_slow
 from training import (
     BASES,
     T,
@@ -583,7 +583,7 @@ def test_a_source_has_a_name_for_people(source: dict[str, Any], words: str) -> N
     assert described(Data.model_validate({"train": source}).train) == words
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
+@pytest.mark.parametrize("dtype", with_slow(["bfloat16", "float32", None], "float32"))
 def test_a_base_that_is_rounded_is_told(root: Path, tmp_path: Path, dtype: str | None) -> None:
     source, messages = base(root, "llama").parent / "source", list[str]()
     convert = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}}
@@ -730,7 +730,7 @@ def logged_values(lines: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
     return found
 
 
-@pytest.mark.parametrize("kind", TRACKERS)
+@pytest.mark.parametrize("kind", with_slow(TRACKERS, "mlflow", "tensorboard"))  # these have tests of their own
 def test_a_tracker_gets_the_metrics(kind: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged, steps, config = {}, [], {}
 
