@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from .estimate import StageCost
 
 # Of a card's dense bf16 rate, by whether a stage transfers attention: see docs/cost.md for the runs.
-SHARES = {True: 0.19, False: 0.24}
+SHARES = {True: 0.25, False: 0.31}
 # Seconds of a process that loads torch and transformers, and of a byte of weights that is read, hashed or written.
 START, STORED = 8.0, 2e-9
 # Tokens that a run writes at its end for its report, one after another: by student and teacher.
 WRITTEN = 2 * NEW_TOKENS
 # Seconds that a host takes to start one operation on a GPU; small models wait for that.
-LAUNCH = 8e-6
+LAUNCH = 3e-5
 # AdamW and clipping on a CPU: operations for each tensor, and how often they read or write the bytes of the moments.
 OPTIMIZER_LAUNCHES, OPTIMIZER_READS = 8, 4
 

@@ -39,8 +39,8 @@ class Memory:
     micro batch, and `evaluated` that of passes of student and teacher over as many blocks. `trained` are parameters, in
     so many `tensors`, `checkpoint` the bytes of a checkpoint without the optimizer's. `whole` are the bytes that
     processes do not divide, `aside` those of trained source weights, which a teacher pass has twice, `gathered` what
-    sharding holds of whole weights and gradients at a time, `early` what float32 masters of later stages take more, which
-    shards have from the start, `host` what waits in the host's memory for the backward pass. `reason` says why
+    sharding holds of whole weights and gradients at a time, `early` what float32 masters of later stages take more,
+    which shards have from the start, `host` what waits in the host's memory for the backward pass. `reason` says why
     activations could not be counted.
     """
 
