@@ -38,7 +38,7 @@ START, STORED = 8.0, 2e-9
 # Tokens that a run writes at its end for its report, one after another: by student and teacher.
 WRITTEN = 2 * NEW_TOKENS
 # Seconds that a host takes to start one operation on a GPU; small models wait for that.
-LAUNCH = 3e-5
+LAUNCH = 4.5e-5
 # AdamW and clipping on a CPU: operations for each tensor, and how often they read or write the bytes of the moments.
 OPTIMIZER_LAUNCHES, OPTIMIZER_READS = 8, 4
 
