@@ -26,6 +26,8 @@ from .launch import entry, scratch
 KINDS = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 # References: torch removes a library's operators when the library is collected.
 _libraries: list[torch.library.Library] = []
+# Operator -> its host side, run(call, *inputs), which makes room and launches: to look at both without a GPU.
+HOSTS: dict[str, Callable[..., Any]] = {}
 
 
 def own_namespace(module: str, operator: str) -> str:
@@ -83,7 +85,7 @@ def operator(
         return _plain(results(arguments(*values)))
 
     if backward is None:
-        return _register(library, f"{name}({schema})", len(wanted + free), entry(run), fake)
+        return _register(library, f"{name}({schema})", len(wanted + free), fake, run)
 
     names, asked = [leaf.rstrip("?") for leaf in leaves.split()], [x[:-1] for x in leaves.split() if x.endswith("?")]
     fields = list(kinds)
@@ -143,10 +145,10 @@ def operator(
 
     back = backward
     later = [rehearse] if usual else []
-    forward_op = _register(library, f"{name}({schema})", len(wanted + free), entry(run, *later), fake)
+    forward_op = _register(library, f"{name}({schema})", len(wanted + free), fake, run, *later)
     sent_kinds = [f"Tensor d_{wanted[0]}", *(f"Tensor? d_{x}" for x in wanted[1:]), *(f"bool want_{x}" for x in asked)]
     whole = ", ".join([*sent_kinds, schema, *(f"Tensor out_{x}" for x in kept.split())])
-    backward_op = _register(library, f"{name}_backward({whole})", len(names), entry(run_back), fake_back)
+    backward_op = _register(library, f"{name}_backward({whole})", len(names), fake_back, run_back)
     # torch.library.custom_op does the same with more Python around it: 87 instead of 69 us for a forward and backward
     # that do nothing, on one core.
     torch.library.register_autograd(f"{namespace}::{name}", differentiate, setup_context=save, lib=library)
@@ -178,11 +180,12 @@ def _plain(made: Sequence[Tensor]) -> Any:
     return made[0] if len(made) == 1 else tuple(made)
 
 
-def _register(library: torch.library.Library, signature: str, count: int, run: Any, fake: Any) -> Any:
+def _register(library: torch.library.Library, signature: str, count: int, fake: Any, run: Any, *later: Any) -> Any:
     """The operator of a signature that returns so many tensors."""
     name = signature.partition("(")[0]
     library.define(f"{signature} -> ({', '.join(['Tensor'] * count)})")
+    HOSTS[f"{library.ns}::{name}"] = run
     for device in ("CUDA", "CPU"):
-        library.impl(name, run, device)
+        library.impl(name, entry(run, *later), device)
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
     return getattr(getattr(torch.ops, library.ns), name).default

@@ -309,7 +309,7 @@ class Rehearsal:
         tracker.restart()
         try:
             batch = step.batch()
-            with as_on_gpu(self.model) if self.gpu else contextlib.nullcontext():
+            with as_on_gpu(self.model) if self.gpu else contextlib.nullcontext() as tracker.room:
                 step.micro_batch(batch, look)
                 self._tell(1)
                 work, tracker.work = tracker.work, Work()

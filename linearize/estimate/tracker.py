@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,8 @@ class Tracker(TorchDispatchMode):
     """Within: storages are counted. Entered inside of FakeTensorMode, of which it answers questions about values.
 
     `parts` are the bytes alive now, `peak` those at the moment with the largest sum since `restart`, `work` what was
-    computed since then. New storages are `activations`, or `logits` where
+    computed since then, `highest` that sum. `room` may say what an operation holds at most while it runs, its outputs
+    included. New storages are `activations`, or `logits` where
     the last of three or more dimensions is one of `vocabularies`; `label` says otherwise.
     """
 
@@ -61,12 +62,13 @@ class Tracker(TorchDispatchMode):
         self.parts: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.work = Work()
-        self._highest = self._now = 0
+        self.room: Callable[[Any, Any], int] | None = None
+        self.highest = self._now = 0
         self._known: dict[int, tuple[Any, str, int]] = {}
 
     def restart(self) -> None:
         """Forget the peak and the work so far; what is alive stays counted."""
-        self.peak, self._highest, self.work = Counter(self.parts), self._now, Work()
+        self.peak, self.highest, self.work = Counter(self.parts), self._now, Work()
 
     def label(self, tensors: Iterable[Tensor | None], part: str) -> None:
         """Count the storages of these tensors as `part`, known before or not."""
@@ -92,8 +94,8 @@ class Tracker(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, lambda _: self._gone(key)), part, count
         self.parts[part] += count
         self._now += count
-        if self._now > self._highest:
-            self._highest, self.peak = self._now, Counter(self.parts)
+        if self._now > self.highest:
+            self.highest, self.peak = self._now, Counter(self.parts)
 
     def _gone(self, key: int) -> None:
         _, part, count = self._known.pop(key)
@@ -104,6 +106,8 @@ class Tracker(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:  # the code asks for a value, which fake tensors do not have
             return False if args[0].dtype == torch.bool else 0
         kwargs = kwargs or {}
+        if self.room is not None and (held := self.room(func, args)) and self._now + held > self.highest:
+            self.highest, self.peak = self._now + held, self.parts + Counter({"activations": held})
         out = func(*args, **kwargs)
         packet = func._overloadpacket
         count, flops = flop_registry.get(packet), 0.0

@@ -238,7 +238,7 @@ def test_python_converts_again(place: Path, tmp_path: Path) -> None:
         (None, {"layers": "0-2"}, Exit.USAGE, r"--layers 0-2: layers 0-1 are linear in trained already"),
         (None, {"restore": "3"}, Exit.USAGE, r"--restore 3: layer 3 is softmax in trained already.*layers 0-1"),
         (None, {"restore": "0-1"}, Exit.USAGE, r"leaves no linear layer in trained.*use source"),
-        (None, {"restore": "9"}, Exit.USAGE, r"--restore 9 but trained has 4 layers"),
+        (None, {"restore": "9"}, Exit.USAGE, r"--restore 9: layer 9 does not exist; trained has 4 layers"),
         (None, {"restore": "x"}, Exit.USAGE, r"--restore x: 'x' is no layer number. Write 0-3,7$"),
         ("saga", {"layers": "3"}, Exit.INCOMPATIBLE, r"layers\.3\.self_attn is causal; 'saga' is not"),
         ("gla", {"layers": "3", "options": {"slots": 8}}, Exit.USAGE, r"slots: gla has no such option"),

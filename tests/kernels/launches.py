@@ -20,7 +20,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +32,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linearize_kernels.gpu import launch, operators, target
+from linearize_kernels.gpu.operators import HOSTS
 
 # ---------------------------------------------------------------- operators, and what they launch
 
 NEEDS = Path(__file__).parent / "needs.json"
-# Operator -> its host side.
-HOSTS: dict[str, Callable[..., Any]] = {}
 # Why mechanisms left a call to PyTorch, as a warning says on such a GPU.
 REFUSED: list[str] = []
 # The GPU that configurations are chosen for.
@@ -82,12 +81,7 @@ BIDIRECTIONAL = tuple(way for way in WAYS if way.mode == "train" and way.masks !
 
 
 def replace_entries() -> None:
-    """Make operators known with their host sides, on devices that are none; whatever the device, the GPU is GPU[0]."""
-    register = operators._register
-
-    def named_register(library: torch.library.Library, signature: str, count: int, run: Any, fake: Any) -> Any:
-        HOSTS[f"{library.ns}::{signature.partition('(')[0]}"] = run
-        return register(library, signature, count, run, fake)
+    """Let host sides run on devices that are none; whatever the device, the GPU is GPU[0]."""
 
     def chosen(device: torch.device) -> target.Target:
         return target.Target(divmod(GPU[0].capability, 10), GPU[0].shared, GPU[0].processors)
@@ -102,7 +96,6 @@ def replace_entries() -> None:
         shared_memory_per_block_optin = property(lambda self: GPU[0].shared)
 
     launch.entry = operators.entry = lambda run, *later: run
-    operators._register = named_register
     launch.interpreted = lambda: True
     launch.warned_once = target.warned_once = refused
     target.target = chosen

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import TOLERANCE, relative_error, with_slow
+from conftest import TOLERANCE, relative_error
 from models import ARCHITECTURES, HYBRID, Zoo, convert_folder, load, logits, save_source, small_model, tokens
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, StaticCache
@@ -35,8 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 EXACT = TOLERANCE[torch.float32]
 MODELS = [(name, layers) for name in ARCHITECTURES for layers in ("all", HYBRID)]
 # A hybrid has both kinds of layers; models of mixers alone are quick for one with a mask and one without.
+SLOW = [(name, "all") for name in ARCHITECTURES if name not in ("llama", "gemma2")]
 every_model = pytest.mark.parametrize(
-    ("name", "layers"), with_slow(MODELS, *((n, "all") for n in ARCHITECTURES if n not in ("llama", "gemma2")))
+    ("name", "layers"), [pytest.param(*model, marks=pytest.mark.slow if model in SLOW else ()) for model in MODELS]
 )
 # One of each kind of mask: none, a padding mask, a full 4D mask, sliding and full 4D masks by layer.
 some_models = pytest.mark.parametrize(
