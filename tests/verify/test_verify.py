@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, with_slow
 from models import HYBRID, Zoo, convert_folder, copied, load, save_source, small_config
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -65,8 +65,8 @@ def failing(folder: Path, wanted: set[str] = BEHAVIOURS) -> set[str]:
     return failed | ({"trust"} if "trust" in wanted and behaviours.loads_without_trust(str(folder)) else set())
 
 
-@pytest.mark.parametrize("layers", ["all", HYBRID])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("layers", with_slow(["all", HYBRID], "all"))
+@pytest.mark.parametrize("name", with_slow(["llama", "gemma2", "gpt2"], "llama", "gpt2"))
 def test_sound_models_behave(zoo: Zoo, name: str, layers: str) -> None:
     assert not failing(zoo.folders(name, layers)[1])
 
