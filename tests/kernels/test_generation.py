@@ -34,10 +34,10 @@ from linearize_kernels.mixer import Site
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = TOLERANCE[torch.float32]
 MODELS = [(name, layers) for name in ARCHITECTURES for layers in ("all", HYBRID)]
-# A hybrid has both kinds of layers; models of mixers alone are quick for one with a mask and one without.
-SLOW = [(name, "all") for name in ARCHITECTURES if name not in ("llama", "gemma2")]
+# A hybrid has both kinds of layers; models are quick for one with a mask, one without, and one of learned positions.
+QUICK = [("llama", "all"), ("llama", HYBRID), ("gemma2", "all"), ("gemma2", HYBRID), ("gpt2", HYBRID)]
 every_model = pytest.mark.parametrize(
-    ("name", "layers"), [pytest.param(*model, marks=pytest.mark.slow if model in SLOW else ()) for model in MODELS]
+    ("name", "layers"), [pytest.param(*model, marks=() if model in QUICK else pytest.mark.slow) for model in MODELS]
 )
 # One of each kind of mask: none, a padding mask, a full 4D mask, sliding and full 4D masks by layer.
 some_models = pytest.mark.parametrize(
