@@ -1,6 +1,6 @@
 """Models that want several cards, with FSDP2, for docs/cost.md: speed and memory of the preset gsa-window.
 
-    python -m benchmarks.fsdp FOLDER 8B long 70B   # two GPUs of 80 GB for 8B, four for the others; minutes each; 40 GiB
+    python -m benchmarks.fsdp FOLDER 8B long 70B   # two GPUs of 80 GB, four for 70B; minutes each; 40 GiB in FOLDER
     python -m benchmarks.fsdp FOLDER 70B --tiny    # the same on a CPU with a small model, which proves this file alone
 
 `8B` trains all weights of Llama 3.1 8B's shape; `long` adds LoRA to it, with a row of 131,072 tokens a process and

@@ -37,7 +37,6 @@ def as_on_gpu(model: Any) -> Iterator[Room]:
     """
     packages = {type(mixer).__module__.rpartition(".")[0] + "." for mixer in mixers_of(model).values()}
     modules = [module for name, module in list(sys.modules.items()) if any(map(name.startswith, packages))]
-
     (kind,) = {module.Target for module in modules if hasattr(module, "Target")} or {tuple}
 
     def unavailable(device: torch.device, dtype: torch.dtype) -> str:

@@ -71,11 +71,12 @@ class SmallAdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         own, values = local(parameter), {name: local(value) for name, value in state.items()}
         weights, gradients = (x.view(shape_in_rows(own)) for x in (own, local(parameter.grad).contiguous()))
-        if "exp_avg_scale" in values and small_adamw_triton.fits(weights, gradients):
-            how = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            small_adamw_triton.update(weights, gradients, values, block=BLOCK, step=count, seed=seed, **how)
-            return
         size, bias = group["lr"] / (1 - b1**count), math.sqrt(1 - b2**count)
+        keep = 1 - group["lr"] * group["weight_decay"]
+        if "exp_avg_scale" in values and small_adamw_triton.fits(weights, gradients):
+            numbers = size, keep, bias, b1, b2, group["eps"]
+            small_adamw_triton.update(weights, gradients, values, BLOCK, seed, numbers)
+            return
         generator = torch.Generator(parameter.device).manual_seed(seed)
         for part, m, v in slices(values, *weights.shape):
             gradient = gradients[part].float()
@@ -86,7 +87,7 @@ class SmallAdamW(torch.optim.Optimizer):
             store(v, square, signed=False)
             change = mean.div_(square.sqrt_().div_(bias).add_(group["eps"]))
             weight = weights[part].float()
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=size)
+            weight.mul_(keep).sub_(change, alpha=size)
             weights[part] = rounded(weight, parameter.dtype, generator)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -10,8 +10,6 @@ Letters: R rows, C columns, P blocks of a row, the last one perhaps short.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -96,40 +94,19 @@ def update(
     weights: Tensor,
     gradients: Tensor,
     state: dict[str, Tensor],
-    *,
     block: int,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     seed: int,
+    numbers: tuple[float, float, float, float, float, float],
 ) -> None:
-    """One step, in place, of contiguous weights and gradients [R,C], and of a state with codes and scales."""
+    """One step, in place, of contiguous weights and gradients [R,C], and of a state with codes and scales. `numbers`
+    are the kernel's size, keep, bias, b1, b2 and eps."""
     C, parts = weights.shape[1], state["exp_avg_scale"].shape[1]
-    count, (b1, b2) = len(weights) * parts, betas
+    count = len(weights) * parts
+    moments = (state[f"{name}{part}"] for name in ("exp_avg", "exp_avg_sq") for part in ("", "_scale"))
     # Triton compiles again for a number that is 1 or a multiple of 16; a seed shall be neither.
     seed = seed % 2**30 * 2 + 3
     with torch.cuda.device_of(weights):
         update_kernel[(triton.cdiv(count, BLOCKS),)](
-            weights,
-            gradients,
-            state["exp_avg"],
-            state["exp_avg_scale"],
-            state["exp_avg_sq"],
-            state["exp_avg_sq_scale"],
-            C,
-            parts,
-            count,
-            seed,
-            lr / (1 - b1**step),
-            1 - lr * weight_decay,
-            math.sqrt(1 - b2**step),
-            b1,
-            b2,
-            eps,
-            BLOCK=block,
-            BLOCKS=BLOCKS,
-            ROUNDS=ROUNDS,
+            weights, gradients, *moments, C, parts, count, seed, *numbers, BLOCK=block, BLOCKS=BLOCKS, ROUNDS=ROUNDS,
             num_warps=WARPS,
-        )
+        )  # fmt: skip
