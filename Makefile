@@ -6,7 +6,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-PIP := -m pip install --quiet --disable-pip-version-check
+# Python compiles what is imported when it is; of all packages that takes as long as the installation.
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 CLEAN := .venv-clean-current .venv-clean-517
 
 .PHONY: demo test test-slow lint types unit clean-load architectures architectures-docs digits serving docs environments environment clean
@@ -47,10 +48,10 @@ architectures: .venv/ready-test
 architectures-docs: .venv/ready-test
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/architectures.py write
 
-# Whether converted vision transformers still see, on real digits: teacher, students, controls; docs/measurements/vision.md.
+# Whether converted vision transformers still see, on real digits: teacher and students; docs/measurements/vision.md.
 digits: .venv/ready-test
 	rm -rf .venv/digits
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cued .venv/digits --control --processes 2 --floor 90
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cued .venv/digits --processes 2 --floor 90
 
 # Converted models in vLLM, and over HTTP, in an environment that has it.
 serving: .venv-vllm/ready

@@ -63,6 +63,8 @@ class StateLayer(CacheLayerMixin):
         self.kind: str | None = None
         # Set by the seam for one call of a layer with a mixer: nothing else can read a state.
         self.awaited = False
+        # [B] int64 0, 1, .. while a step is recorded: the state is then changed where it lies (layers/pool.py).
+        self.rows: Tensor | None = None
         self.is_initialized = True
         # Whether calls are recorded, those that were, oldest first, and the mixer that made them. A weak reference: a
         # copy of a cache has no copy of the model's weights.

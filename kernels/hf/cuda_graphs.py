@@ -6,9 +6,12 @@ step's kernels serves every later token. The recorded step sees an empty cache t
 of its token, and that token's column of the padding mask; its first answer must equal the plain step's bit for bit,
 else the plain steps go on. Anything that a recording would skip or fix (hooks, other inputs) keeps the plain steps too.
 
-generate(disable_compile=True) keeps them plain; generate(compile_config=CompileConfig()) records the compiled step,
-which is faster again, and takes a quarter of a minute for a model's first call. Softmax layers read more with every
-token, so a hybrid's steps stay plain.
+Layers that keep softmax read more with every token. In a hybrid their keys lie in buffers with room for more (rooms.py),
+and when these are full a step is recorded again. Its answer equals the plain step's up to rounding, since softmax is
+summed in another order.
+
+generate(disable_compile=True) keeps the steps plain; generate(compile_config=CompileConfig()) records the compiled
+step where all layers are linear, which is faster again, and takes a quarter of a minute for a model's first call.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .interface import ALL, split_name
 from .cache import CACHE_NAMES, cache_in, map_state
+from .interface import ALL, HYBRID, split_name
+from .rooms import BACKENDS, Rooms, grows
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +41,8 @@ TENSORS = ("input_ids", "position_ids", "attention_mask")
 DEVICES = ("cuda",)
 # Files whose hooks do nothing that a recorded step would lack.
 OWN = ("seam", "position_hooks", "modeling_utils")
+# Whose waiting for the GPU is left out of a recording: masks are looked at there, and made in full while one runs.
+MASKS = "masking_utils.py"
 # The recorders of all calls of generate() that run now, and of some that are over, until Python collects them.
 running: weakref.WeakSet[Replay] = weakref.WeakSet()
 # One for each GPU: cuBLAS keeps 32 MiB for every stream that it was recorded on.
@@ -51,7 +57,8 @@ class Replayed:
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Asked by generate(), which then calls what `get_compiled_call` returns for each decode step."""
-        if not generation_config.disable_compile and self.replays():
+        wanted = self.replays if generation_config.compile_config is None else self.compiles
+        if not generation_config.disable_compile and wanted():
             return True
         parent: Any = super()
         return parent._valid_auto_compile_criteria(model_kwargs, generation_config)
@@ -59,16 +66,22 @@ class Replayed:
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         """A recorder of its own for each call of generate(); for softmax what transformers has."""
         parent: Any = super()
-        if not self.replays():
+        if not (self.replays() if compile_config is None else self.compiles()):
             return parent.get_compiled_call(compile_config)
         return Replay(self, None if compile_config is None else self.compiled(compile_config))
 
-    def replays(self) -> bool:
-        """Whether all layers are linear, with all heads, on one GPU, and nothing is hooked in that a recording would
-        skip."""
+    def compiles(self) -> bool:
+        """Whether a compiled step can be recorded: all layers must be linear."""
         model: Any = self
-        name = (model.linearize_switch or model.config)._attn_implementation
-        if split_name(name)[0] != ALL or model.training or model.device.type not in DEVICES:
+        return split_name((model.linearize_switch or model.config)._attn_implementation)[0] == ALL and self.replays()
+
+    def replays(self) -> bool:
+        """Whether each layer is linear in all heads, or keeps softmax in all of them, on one GPU, and nothing is hooked
+        in that a recording would skip."""
+        model: Any = self
+        prefix, backend = split_name((model.linearize_switch or model.config)._attn_implementation)
+        known = prefix == ALL or (prefix == HYBRID and backend in BACKENDS)
+        if not known or model.training or model.device.type not in DEVICES:
             return False
         modules: list[Any] = list(model.modules())
         hooks = [hook for m in modules for own in (m._forward_pre_hooks, m._forward_hooks) for hook in own.values()]
@@ -100,7 +113,8 @@ class Replay:
 
     def __call__(self, **inputs: Any) -> Any:
         self.calls += 1
-        if self.calls == PLAIN_STEPS + 1 and self.alone() and recordable(inputs):
+        due = self.calls == PLAIN_STEPS + 1 or (self.step is not None and self.step.full())
+        if due and self.alone() and recordable(inputs):
             return self.record(inputs)
         if self.step is not None and self.step.fits(inputs):
             return self.step(inputs)
@@ -112,28 +126,35 @@ class Replay:
 
     def record(self, inputs: dict[str, Any]) -> Any:
         """One plain step, and the recorded one on a copy of the state to compare it with."""
-        layers = state_layers(cache_in(inputs))
-        before = [map_state(torch.clone, layer.state) for layer in layers]
+        cache, self.step = cache_in(inputs), None
+        layers, kept = state_layers(cache), [layer for layer in cache.layers if grows(layer)]
+        before = [map_state(dense_copy, layer.state) for layer in layers]
         with waiting() as waited:
             plain = self.model(**inputs)
         after = [(layer.state, layer.seen) for layer in layers]
+        keys = [(layer.keys, layer.values) for layer in kept]
+        for layer in kept:  # the recorded step adds the token again
+            layer.keys, layer.values = layer.keys[:, :, :-1], layer.values[:, :, :-1]
         try:
             if waited:
                 raise RuntimeError("they wait for the GPU")
-            step = Step(self.compiled or self.model, inputs, before, trial=self.compiled is not None)
-            self.check(step(inputs).logits, plain.logits)
+            rooms = Rooms(cache.layers) if kept else None
+            step = Step(self.compiled or self.model, inputs, before, self.compiled is not None, rooms)
+            self.check(step(inputs).logits, plain.logits, exactly=not (kept or self.compiled))
             self.step = step
         except Exception as error:  # whatever a model does that cannot be recorded
             log.info("decode steps stay plain: %s", error)
+            for layer, (own, values) in zip(kept, keys, strict=True):
+                layer.keys, layer.values = own, values
         for layer, (state, seen) in zip(layers, after, strict=True):
             layer.state, layer.seen = state, seen
         return plain
 
-    def check(self, found: Tensor, plain: Tensor) -> None:
-        """Raise ValueError unless a replay answers as the plain step does, up to rounding where it is compiled."""
+    def check(self, found: Tensor, plain: Tensor, exactly: bool) -> None:
+        """Raise ValueError unless a replay answers as the plain step does, `exactly` or up to rounding."""
         off = float((found - plain).abs().max() / plain.abs().max())
         rounding = max(8 * torch.finfo(plain.dtype).eps, 1e-4)
-        if not (off <= rounding if self.compiled else torch.equal(found, plain)):
+        if not (torch.equal(found, plain) if exactly else off <= rounding):
             raise ValueError(f"the recorded one differs by {off:.1e}")
 
 
@@ -141,41 +162,72 @@ class Step:
     """A recorded step: buffers for what goes in, the state, and what comes out."""
 
     def __init__(
-        self, model: Callable[..., Any], inputs: dict[str, Any], states: list[Any], trial: bool = False
+        self,
+        model: Callable[..., Any],
+        inputs: dict[str, Any],
+        states: list[Any],
+        trial: bool = False,
+        rooms: Rooms | None = None,
     ) -> None:
-        """`states` become the buffers. With `trial` the step runs once before it is recorded."""
-        self.model, self.cache = model, cache_in(inputs)
+        """`states` become the buffers; `rooms` has those of the layers that keep softmax. With `trial`, and with rooms,
+        the step runs once before it is recorded. Raises ValueError where it would be wrong for later tokens."""
+        self.model, self.cache, self.rooms = model, cache_in(inputs), rooms
         self.name = next(name for name in CACHE_NAMES if name in inputs)
         self.layers, self.states = state_layers(self.cache), states
         self.inputs = {name: last(name, inputs[name]).clone() for name in tensor_names(inputs)}
         self.others = {name: value for name, value in inputs.items() if name not in (*TENSORS, *CACHE_NAMES)}
         self.output: Any = None
+        self.rows = torch.arange(len(self.inputs["input_ids"]), device=self.inputs["input_ids"].device)
         self.hold()
-        if trial:
+        if rooms is not None:
+            rooms.enter(self.cache.layers, inputs.get("attention_mask"))
+        if trial or rooms is not None:
             kept = [part.clone() for part in parts(states)]
             self.run()
             torch._foreach_copy_([*parts(states)], kept)
+        if rooms is not None:
+            rooms.end_trial()
+        if rooms is not None and rooms.places.count.is_cuda:
+            torch.cuda.empty_cache()  # a recording cannot free what the allocator keeps, here buffers of another size
         self.replay = capture(self.run, self.inputs["input_ids"])
 
     def fits(self, inputs: dict[str, Any]) -> bool:
         """Whether these inputs differ from the recorded ones in numbers only."""
         others = {name: value for name, value in inputs.items() if name not in (*TENSORS, *CACHE_NAMES)}
+        mask = inputs.get("attention_mask")
         return (
             cache_in(inputs) is self.cache
+            and not self.full()
             and others == self.others
             and tensor_names(inputs) == list(self.inputs)
             and all(last(name, inputs[name]).shape == own.shape for name, own in self.inputs.items())
+            and (self.rooms is None or mask is None or mask.shape[1] == self.rooms.held(self.cache.layers) + 1)
         )
 
+    def full(self) -> bool:
+        """Whether softmax has no room for another token."""
+        return self.rooms is not None and not self.rooms.fit(self.cache.layers)
+
     def run(self) -> None:
-        """What is recorded: the model's step from the buffers into the buffers."""
+        """What is recorded: the model's step from the buffers into the buffers. Most mixers change their states in place."""
+        inputs, layers, seen = self.inputs, self.cache.layers, 0
+        if self.rooms is not None:
+            inputs, seen = inputs | {"attention_mask": self.rooms.places.real}, self.rooms.places.size - 1
+            self.cache.layers = self.rooms.stand_in(layers)
         for layer in self.layers:
-            layer.seen = 0
-        self.output = self.model(**self.inputs, **self.others, **{self.name: self.cache})
+            layer.seen, layer.rows = seen, self.rows
+        try:
+            self.output = self.model(**inputs, **self.others, **{self.name: self.cache})
+        finally:
+            self.cache.layers = layers
+            for layer in self.layers:
+                layer.rows = None
         new, old = [*parts([layer.state for layer in self.layers])], [*parts(self.states)]
         if [(x.shape, x.dtype) for x in new] != [(x.shape, x.dtype) for x in old]:
             raise ValueError("the state changes its shape from token to token")
-        torch._foreach_copy_(old, new)
+        moved = [(x, y) for x, y in zip(old, new, strict=True) if x is not y]
+        if moved:
+            torch._foreach_copy_([x for x, _ in moved], [y for _, y in moved])
         self.hold()
 
     def hold(self) -> None:
@@ -191,7 +243,11 @@ class Step:
             if layer.state is not state:  # someone reordered, or wrote, this cache
                 torch._foreach_copy_([*parts(state)], [*parts(layer.state)])
         self.hold()
+        if self.rooms is not None:
+            self.rooms.enter(self.cache.layers, inputs.get("attention_mask"))
         self.replay()
+        if self.rooms is not None:
+            self.rooms.leave(self.cache.layers)
         for layer, tokens in zip(self.layers, seen, strict=True):
             layer.seen = tokens + 1
         out = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.output.items()}
@@ -213,7 +269,11 @@ def waiting() -> Iterator[list[str]]:
             yield lines
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-            lines += [line for one in told if "called a synchronizing CUDA" in (line := str(one.message))]
+            lines += [
+                line
+                for one in told
+                if "called a synchronizing CUDA" in (line := str(one.message)) and not one.filename.endswith(MASKS)
+            ]
 
 
 def capture(run: Callable[[], None], x: Tensor) -> Callable[[], None]:
@@ -250,6 +310,11 @@ def give_up(graph: torch.cuda.CUDAGraph, x: Tensor) -> None:
         graph.capture_end()
 
 
+def dense_copy(x: Tensor) -> Tensor:
+    """A copy whose rows can be changed in place."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def state_layers(cache: Any) -> list[Any]:
     """The slots of a cache that hold a state."""
     return [layer for layer in cache.layers if hasattr(layer, "state")]
@@ -274,8 +339,8 @@ def last(name: str, x: Tensor) -> Tensor:
 
 
 def recordable(inputs: dict[str, Any]) -> bool:
-    """Whether a step has one token a row, known positions, plain settings, and a cache that holds states alone
-    and does not record its past."""
+    """Whether a step has one token a row, known positions, plain settings, and a cache that holds states, and keys that
+    grow, and does not record its past."""
     ids, places, mask = (inputs.get(name) for name in TENSORS)
     cache = cache_in(inputs)
     others = [value for name, value in inputs.items() if name not in (*TENSORS, *CACHE_NAMES)]
@@ -288,6 +353,9 @@ def recordable(inputs: dict[str, Any]) -> bool:
         and all(value is None or isinstance(value, bool | int | str) for value in others)
         and not inputs.get("output_hidden_states")
         and isinstance(cache, Cache)
-        and all(hasattr(layer, "state") or not getattr(layer, "is_initialized", True) for layer in cache.layers)
+        and all(
+            hasattr(layer, "state") or grows(layer) or not getattr(layer, "is_initialized", True)
+            for layer in cache.layers
+        )
         and not any(getattr(layer, "record_past", False) for layer in cache.layers)
     )

@@ -48,11 +48,13 @@ def register_backend(backend: str) -> None:
 
 
 def dispatch(prefix: str, backend: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function: softmax without a mixer, else whatever the mixer's own copy does."""
+    """The registered attention function: softmax without a mixer, else whatever the mixer's own copy does. Keys in a
+    room of a recorded step (rooms.py) know how to be attended to, by whichever copy made it."""
     mixer = getattr(module, "mixer", None)
     softmax = softmax_function(backend, module)
     if mixer is None:
-        return softmax(module, *args, **kwargs)
+        room = getattr(args[1], "linearize_room", None) if len(args) > 1 else None
+        return softmax(module, *args, **kwargs) if room is None else room().attend(softmax, module, *args, **kwargs)
     return mixer.seam(mixer, prefix, softmax, module, *args, **kwargs)
 
 

@@ -187,6 +187,8 @@ def seam(
     layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
     layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and mixer.softmax.scores_told(kwargs))
     inputs = (q, k, v, call.x.to(q.device))
+    if mixer.pools and getattr(slot, "rows", None) is not None:  # an earlier version's slot knows no rows
+        layout = layout._replace(rows=slot.rows)
     o = mixer(*inputs, layout)[0] if slot is None else slot.absorb(mixer, inputs, layout)
     return o.to(query.dtype), None
 

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,8 @@ from conftest import TOLERANCE, Command, relative_error
 from models import ARCHITECTURES, HYBRID, Zoo, tokens
 from torch import Tensor
 from training import base
-from transformers import CompileConfig
+from transformers import CompileConfig, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from linearize.bench.model import plan_for
 from linearize.errors import Exit
@@ -26,6 +28,7 @@ from linearize.measure import generate as command
 from linearize.plan.mechanisms import load_mechanism, mechanism_names
 from linearize.train.save import meta_model
 from linearize_kernels.hf.cache import cache_in
+from linearize_kernels.hf.rooms import Rooms
 
 NEW = 7
 
@@ -139,12 +142,100 @@ def test_a_cache_goes_on_after_its_recording(zoo: Zoo, record: Callable[[Any], R
     assert_same(generate(model, second.sequences, past_key_values=second.past_key_values, **ones), plain)
 
 
+def assert_close(one: Any, other: Any) -> None:
+    assert torch.equal(one.sequences, other.sequences)
+    assert relative_error(torch.stack(one.logits), torch.stack(other.logits)) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize(
-    "reason", ["hybrid", "teacher", "disabled", "hook", "beams", "hidden states", "training", "another call"]
+    ("name", "masked"), [("llama", True), ("llama", False), ("qwen3", True), ("gemma2", True), ("gpt2", True)]
+)
+def test_hybrids_replay(zoo: Zoo, record: Callable[[Any], Recorder], name: str, masked: bool) -> None:
+    model, ids = zoo.model(name, HYBRID), tokens(3, 12)
+    style = {} if masked else {"attention_mask": torch.ones_like(ids)}
+    plain, recorder = generate(model, ids, **style), record(model)
+    found = generate(model, ids, **style)
+    assert (recorder.recorded, recorder.replayed) == (1, 1 + NEW - 4)
+    assert_close(found, plain)
+    for one, two in zip(found.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert type(one) is type(two)
+        pairs = zip(one.state, two.state, strict=True) if hasattr(one, "state") else [(one.keys, two.keys)]
+        assert all(relative_error(a, b) < TOLERANCE[torch.float32] for a, b in pairs if a is not None)
+
+
+def test_a_hybrid_without_room_is_recorded_again(
+    zoo: Zoo, record: Callable[[Any], Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = zoo.model("llama", HYBRID), tokens(2, 9)
+    plain, recorder = generate(model, ids, max_new_tokens=3 * NEW), record(model)
+    rooms = sys.modules[replay_file(model).Rooms.__module__]
+    monkeypatch.setattr(rooms, "MORE", 4)
+    monkeypatch.setattr(rooms, "PART", 10**6)
+    assert_close(generate(model, ids, max_new_tokens=3 * NEW), plain)
+    assert recorder.recorded > 2
+    assert recorder.replayed == 3 * NEW - 3  # a step that is recorded again is replayed once, too
+
+
+def test_a_hybrids_cache_is_a_usual_one_afterwards(zoo: Zoo, record: Callable[[Any], Recorder]) -> None:
+    """More text goes on with other rows."""
+    model, ids = zoo.model("llama", HYBRID), tokens(2, 9)
+    ones, longer = torch.ones_like(ids), torch.ones(2, 9 + NEW, dtype=torch.long)
+    results = []
+    for recorded in (False, True):
+        if recorded:
+            record(model)
+        first = generate(model, ids, attention_mask=ones)
+        cache = first.past_key_values
+        cache.reorder_cache(torch.tensor([1, 0]))
+        turned = first.sequences.flip(0)
+        results.append(generate(model, turned, past_key_values=cache, attention_mask=longer))
+    assert_close(results[1], results[0])
+
+
+def test_rooms_are_freed_at_once() -> None:
+    """They are gigabytes of a GPU, and Python collects garbage when it likes."""
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+    rooms = Rooms(cache.layers)
+    rooms.enter(cache.layers, None)
+    rooms.leave(cache.layers)
+    buffer = weakref.ref(rooms.rooms[0].keys)
+    del rooms, cache
+    assert buffer() is None
+
+
+def test_hybrids_whose_softmax_forgets_stay_plain(zoo: Zoo, record: Callable[[Any], Recorder]) -> None:
+    model, ids = zoo.model("mistral", HYBRID), tokens(2, 9)
+    plain, recorder = generate(model, ids), record(model)
+    assert_same(generate(model, ids), plain)
+    assert recorder.replayed == 0
+
+
+def test_a_mask_that_hides_more_than_padding_stays_plain(
+    zoo: Zoo, record: Callable[[Any], Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an architecture whose cache keeps what its masks hide."""
+    model, ids = zoo.model("llama", HYBRID), tokens(2, 9)
+    made = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def hiding(*args: Any, **kwargs: Any) -> Tensor:
+        mask = made(*args, **kwargs | {"allow_is_causal_skip": False}).clone()
+        mask[..., 1] = False
+        return mask
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", hiding)
+    plain, recorder = generate(model, ids), record(model)
+    assert_same(generate(model, ids), plain)
+    assert recorder.recorded == 0
+
+
+@pytest.mark.parametrize(
+    "reason", ["hybrid compiled", "teacher", "disabled", "hook", "beams", "hidden states", "training", "another call"]
 )
 def test_what_a_recording_would_miss_stays_plain(zoo: Zoo, record: Callable[[Any], Recorder], reason: str) -> None:
-    model, ids = zoo.model("llama", HYBRID if reason == "hybrid" else "all"), tokens(2, 9)
+    model, ids = zoo.model("llama", HYBRID if reason == "hybrid compiled" else "all"), tokens(2, 9)
     arguments = {
+        "hybrid compiled": {"compile_config": CompileConfig(backend="aot_eager")},
         "disabled": {"disable_compile": True},
         "beams": {"num_beams": 2},
         "hidden states": {"output_hidden_states": True},
