@@ -22,15 +22,15 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from .cache import CACHE_NAMES, cache_in, map_state
 from .interface import ALL, HYBRID, split_name
-from .rooms import BACKENDS, Rooms, grows
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ TENSORS = ("input_ids", "position_ids", "attention_mask")
 DEVICES = ("cuda",)
 # Files whose hooks do nothing that a recorded step would lack.
 OWN = ("seam", "position_hooks", "modeling_utils")
+# Attention functions whose masks say what a token sees, one column a token.
+BACKENDS = ("sdpa", "eager")
 # Whose waiting for the GPU is left out of a recording: masks are looked at there, and made in full while one runs.
 MASKS = "masking_utils.py"
 # The recorders of all calls of generate() that run now, and of some that are over, until Python collects them.
@@ -138,7 +140,8 @@ class Replay:
         try:
             if waited:
                 raise RuntimeError("they wait for the GPU")
-            rooms = Rooms(cache.layers) if kept else None
+            # A checkpoint has that file where layers keep softmax.
+            rooms = import_module(".rooms", __package__).Rooms(cache.layers) if kept else None
             step = Step(self.compiled or self.model, inputs, before, self.compiled is not None, rooms)
             self.check(step(inputs).logits, plain.logits, exactly=not (kept or self.compiled))
             self.step = step
@@ -167,7 +170,7 @@ class Step:
         inputs: dict[str, Any],
         states: list[Any],
         trial: bool = False,
-        rooms: Rooms | None = None,
+        rooms: Any = None,
     ) -> None:
         """`states` become the buffers; `rooms` has those of the layers that keep softmax. With `trial`, and with rooms,
         the step runs once before it is recorded. Raises ValueError where it would be wrong for later tokens."""
@@ -308,6 +311,11 @@ def give_up(graph: torch.cuda.CUDAGraph, x: Tensor) -> None:
         graph.capture_begin(capture_error_mode="thread_local")
         x.clone()
         graph.capture_end()
+
+
+def grows(layer: Any) -> bool:
+    """Whether a layer of a cache holds the keys of all tokens, in the order in which they came."""
+    return type(layer) is DynamicLayer and layer.is_initialized
 
 
 def dense_copy(x: Tensor) -> Tensor:

@@ -15,21 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from ..layers.softmax_step import obstacle, softmax_step
+from .cuda_graphs import grows
 
 # Room for so many tokens more, in all and as a part of those that are there.
 MORE, PART = 1024, 16
-# Attention functions whose masks say what a token sees, one column a place.
-BACKENDS = ("sdpa", "eager")
 # What else an attention function may be told of its scores; the kernel follows none of it.
 OTHER_SCORES = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "head_mask")
-
-
-def grows(layer: Any) -> bool:
-    """Whether a layer of a cache holds the keys of all tokens, in the order in which they came."""
-    return type(layer) is DynamicLayer and layer.is_initialized
 
 
 class Places:

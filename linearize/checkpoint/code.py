@@ -123,8 +123,10 @@ def captured(plan: Plan) -> bool:
 
 
 def plan_parts(plan: Plan) -> dict[str, str]:
-    """Files that options of the plan switch on, beside those of its mechanisms: flat name -> a name in it, sorted."""
-    found: dict[str, str] = {}
+    """Files that options of the plan switch on, beside those of its mechanisms, and one that decodes hybrids: flat name
+    -> a name in it, sorted."""
+    mixed = not plan.spec()["all_linear"]  # what config.json knows of layers that are kept
+    found: dict[str, str] = {"rooms": "Rooms"} if mixed and not captured(plan) else {}
     for step in plan.steps:
         found |= parts_of(step.mechanism, step.site, step.options)
     return dict(sorted(found.items()))

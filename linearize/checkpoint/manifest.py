@@ -62,12 +62,14 @@ def read_plan(folder: Path) -> Plan:
 
 
 def plan_of(config: dict[str, Any]) -> Plan:
-    """As much of a plan as a linearized config.json holds; a folder saved by transformers has no linearize.json."""
-    layers = config["linearize"]["layers"]
+    """As much of a plan as a linearized config.json holds; a folder saved by transformers has no linearize.json.
+
+    Why some layers are not linear it does not say: `reads_masks` stands for each reason."""
+    layers, mixed = config["linearize"]["layers"], not config["linearize"].get("all_linear", True)
     steps = tuple(Step(Site.from_dict(one["site"]), one["mechanism"], one["options"], 0, 0) for one in layers)
     architecture = config["architectures"][0].removeprefix("Linearized")
     model_type, dtype = config["model_type"].removeprefix("linearized_"), str(config.get("dtype"))
-    return Plan("", None, architecture, model_type, dtype, False, False, steps, (), 0, 0)
+    return Plan("", None, architecture, model_type, dtype, False, False, steps, (), 0, 0, reads_masks=mixed)
 
 
 def saved_again(folder: Path) -> Plan | None:

@@ -53,6 +53,17 @@ def test_one_side_after_the_other(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, nam
     assert "compared on" not in message
 
 
+# The proof takes two clean processes: all choices of layers with one architecture, each other one with one choice.
+PROVED = {
+    ("llama", "all"),
+    ("llama", HYBRID),
+    ("llama", "1,2,3"),
+    ("gemma2", "1,2,3"),
+    ("gpt2", "all"),
+    ("mistral", HYBRID),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "needed"), [("all", 1), (HYBRID, 2), ("1,2,3", 2)])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral"])
@@ -67,6 +78,8 @@ def test_the_first_layers_of_each_kind(
     room = room_for(folder, plan)
     assert room is not None
     assert room.layers == needed
+    if (name, layers) not in PROVED:
+        return
     message = verify(folder, "auto", opened, plan, False)
     assert LOGITS in message
     assert STEPS in message
