@@ -4,9 +4,9 @@
     python -m benchmarks.estimate FOLDER 8B 135M   # only models in whose names one of these stands
     python -m benchmarks.estimate FOLDER --tiny    # the same on a CPU with small models, which proves this file alone
 
-Eight recipes for models of 0.1B to 8B, and three of long rows: random weights of published shapes, nothing is downloaded.
-Each is a process of its own: `estimate --measure` prints the estimate and takes two steps of every stage. Those that do
-not fit the card are estimated and not measured.
+Eight recipes for models of 0.1B to 8B, and three of long rows: random weights of published shapes, nothing is
+downloaded. Each is a process of its own: `estimate --measure` prints the estimate and takes two steps of every stage.
+Those that do not fit the card are estimated and not measured.
 """
 
 from __future__ import annotations

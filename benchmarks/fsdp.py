@@ -36,6 +36,9 @@ STAGES = ("attention_transfer", "logit_kl")
 PEAKS = """
 import sys, torch
 from linearize import cli
+for card in range(torch.cuda.device_count()):  # 80 GB are what most people have
+    share = 79.2 * 2**30 / torch.cuda.get_device_properties(card).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), card)
 from linearize.train.session import Finetuner
 def told(name):
     method = getattr(Finetuner, name)

@@ -67,7 +67,8 @@ def card(name: str) -> Device:
 
 
 def present(cpu: bool) -> Device:
-    """The device that training takes here: the first GPU, or the CPU where there is none or `cpu` is asked for."""
+    """The device that training takes here: the first GPU, or the CPU where there is none or `cpu` is asked for. Of a
+    GPU's memory what the process may take, where torch holds it to a fraction."""
     if cpu:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device("cpu", "cpu", memory)
@@ -75,10 +76,11 @@ def present(cpu: bool) -> Device:
     written = re.sub(r"[^a-z0-9]+", "-", properties.name.lower())
     fits = [name for name in CARDS if name.partition("-")[0] in written.split("-")]
     fits = [name for name in fits if abs(CARDS[name][0] * GIB / properties.total_memory - 1) < 0.1] or fits[:0]
+    memory = int(properties.total_memory * torch.cuda.get_per_process_memory_fraction(0))
     if not fits:
-        return Device(properties.name, "cuda", properties.total_memory, reserved=CONTEXT)
+        return Device(properties.name, "cuda", memory, reserved=CONTEXT)
     _, flops, bandwidth, watts = CARDS[fits[0]]
-    return Device(fits[0], "cuda", properties.total_memory, flops * 1e12, bandwidth * 1e9, watts, CONTEXT)
+    return Device(fits[0], "cuda", memory, flops * 1e12, bandwidth * 1e9, watts, CONTEXT)
 
 
 def per_hour(price: str | None) -> float | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.estimate import kernels
 from linearize.estimate.advice import fitting_rows, written
 from linearize.estimate.estimate import estimate
-from linearize.estimate.gpus import CARDS, Device, card, cpu_rates, per_hour
+from linearize.estimate.gpus import CARDS, Device, card, cpu_rates, per_hour, present
 from linearize.estimate.kernels import most_of
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.step import Step
@@ -297,6 +298,16 @@ def test_cards_have_every_figure() -> None:
         one = card(name)
         assert None not in (one.flops, one.bandwidth, one.watts)
         assert one.memory > one.reserved > 0
+
+
+def test_a_process_that_may_take_a_part_of_a_card_plans_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = SimpleNamespace(name="NVIDIA H200", total_memory=139 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: whole)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 0.5)
+    found = present(cpu=False)
+    assert found.memory == whole.total_memory // 2
+    assert found.flops == card("h200").flops
+    assert present(cpu=True).kind == "cpu"
 
 
 def test_shards_divide_the_source_and_not_the_mixers(root: Path, tmp_path: Path) -> None:

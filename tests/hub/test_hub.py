@@ -695,6 +695,7 @@ def test_a_recipe_pushes_what_it_measured(hub: Hub, root: Path, tmp_path: Path) 
             assert str(tmp_path).encode() not in content, name  # nothing of this machine
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_commit_it_began_with(hub: Hub, root: Path, tmp_path: Path) -> None:
     repo = hub.repos.setdefault("user/linear", Repo())
     began = repo.commit({path.name: path.read_bytes() for path in base(root, "llama").iterdir()})
@@ -758,6 +759,7 @@ def test_a_recipe_asks_before_it_trains(
     assert linearize("finetune", recipe, "finish.push=tiny")[0] == Exit.USAGE
 
 
+@pytest.mark.slow
 def test_a_model_is_kept_when_its_push_fails(
     linearize: Command, hub: Hub, root: Path, tmp_path: Path, unverified: None
 ) -> None:

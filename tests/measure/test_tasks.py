@@ -112,6 +112,7 @@ def test_some_rows_behind_examples(
     assert "teacher" not in row["metrics"][0]
 
 
+@pytest.mark.slow
 def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Path) -> None:
     unsafe, images = task(tmp_path, "unsafe", unsafe_code=True), task(tmp_path, "images", doc_to_image="q")
     damaged = task(tmp_path, "damaged", test_split="nothing")

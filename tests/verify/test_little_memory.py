@@ -97,6 +97,7 @@ def test_a_wrong_step_is_found_in_the_first_layers(zoo: Zoo, tmp_path: Path, mon
         verify(folder, "auto", opened, plan, False)
 
 
+@pytest.mark.slow
 def test_too_little_for_any_is_said(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     source, folder = zoo.folders("llama", HYBRID)
     plan, opened, _ = planned(source, HYBRID)
@@ -108,6 +109,7 @@ def test_too_little_for_any_is_said(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
     assert room_for(folder, plan) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "layers", "most"), [(9, 0, 2), (5, 0, 1), (3.9, 2, 1), (0, None, 0)])
 def test_an_upgrade_compares_what_fits(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, share: float, layers: int | None, most: int

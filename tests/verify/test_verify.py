@@ -309,6 +309,7 @@ def test_warnings_fail_when_strict(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tm
     assert [c["name"] for c in found["checks"] if c["status"] == "failed"] == ["files", "reload"]
 
 
+@pytest.mark.slow
 def test_code_that_raises_fails_or_is_skipped_with_its_words(zoo: Zoo, tmp_path: Path) -> None:
     folder = copied(zoo.folders("llama", HYBRID)[1], tmp_path / "linear")
     old = "self._map(lambda part: part.index_select("
@@ -379,6 +380,7 @@ def test_a_child_says_how_much_is_done_and_may_write_more_than_a_pipe_holds() ->
     assert shares == [0.25, 0.75]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_processes")
 def test_a_clean_process_tells_all_of_its_work(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
