@@ -120,13 +120,13 @@ def zygotes() -> Iterator[Zygotes]:
 
 @pytest.fixture
 def real_processes() -> None:
-    """For a quick test whose clean processes shall not be forked."""
+    """For a test whose clean processes shall not be forked."""
 
 
 @pytest.fixture(autouse=True)
 def _forked_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, zygotes: Zygotes) -> None:
-    """In quick tests, clean processes are forked from a warm one."""
-    if request.node.get_closest_marker("slow") is None and "real_processes" not in request.fixturenames:
+    """Clean processes are forked from a warm one, but in tests that ask for real ones."""
+    if "real_processes" not in request.fixturenames:
         monkeypatch.setattr(reload, "subprocess", zygotes.patched())
 
 

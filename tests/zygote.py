@@ -1,7 +1,8 @@
 """The clean processes of linearize/verify/reload.py, forked from one that has imported torch and transformers.
 
 Of the seconds that such a process takes, nearly all are imports. The warm process runs the same PRELUDE: what a clean
-process refuses, it cannot have imported. The tests of `make test-slow` start real processes.
+process refuses, it cannot have imported. Some tests ask for real processes, by the fixture `real_processes`; commands
+that tests run in processes of their own, clean loads and the demo in CI start nothing else.
 """
 
 from __future__ import annotations

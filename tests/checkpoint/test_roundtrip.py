@@ -81,6 +81,7 @@ def test_every_mixer_parameter_gets_a_gradient(zoo: Zoo, name: str, layers: str)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_processes")
 def test_clean_processes_agree(zoo: Zoo, tmp_path: Path) -> None:
     for name in ARCHITECTURES:
         for layers in LAYERS:
@@ -89,6 +90,7 @@ def test_clean_processes_agree(zoo: Zoo, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_processes")
 def test_convert_proves_its_result(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source", "gemma2")
     messages: list[str] = []

@@ -263,6 +263,7 @@ def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_processes")
 def test_a_folder_of_links_passes_strictly(zoo: Zoo, tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
@@ -310,6 +311,7 @@ def test_warnings_fail_when_strict(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_processes")
 def test_code_that_raises_fails_or_is_skipped_with_its_words(zoo: Zoo, tmp_path: Path) -> None:
     folder = copied(zoo.folders("llama", HYBRID)[1], tmp_path / "linear")
     old = "self._map(lambda part: part.index_select("
