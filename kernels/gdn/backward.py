@@ -19,7 +19,7 @@ from .forward import (
     chunk_decay, chunk_edges, load_parts, load_state, load_tokens, locate, locate_row, piece_of, store_parts,
     store_state, within_reach,
 )  # fmt: skip
-from ..gpu.tiles import (
+from ..gpu.triton_helpers import (
     dot, dot_given, dot_given_left, dot_given_right, jit, load_each, load_rows, parts, segment_flow, store_rows, tl,
 )  # fmt: skip
 

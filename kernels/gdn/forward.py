@@ -18,7 +18,7 @@ chunks owns N + 1, slot n for what enters chunk n (launch.py).
 
 from __future__ import annotations
 
-from ..gpu.tiles import (
+from ..gpu.triton_helpers import (
     chunk, dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl,
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ Per chunk and block of key channels, with dA_ti = do_t.v_i, and q, k including s
     S_end . dS = e^{b_C} . (S . dS) + sum_i k_i . e^{b_C-b_i} . (dS v_i)
 
 S is what enters the chunk, dS the gradient of what leaves it: S_end . dS stands for all that comes after, so chunks are
-independent and no sum is longer than a chunk. dA^T is computed as such, not transposed (tiles.py says why).
+independent and no sum is longer than a chunk. dA^T is computed as such, not transposed (triton_helpers.py says why).
 """
 
 # mypy: disallow-untyped-defs=False
@@ -16,8 +16,8 @@ independent and no sum is longer than a chunk. dA^T is computed as such, not tra
 from __future__ import annotations
 
 from .forward import cast, exact, load_gate, load_scaled, middle_and_end, place
-from ..gsa.tiles import block_level, block_split, load_sums, reference
-from ..gpu.tiles import dot, dot_given, dot_given_left, jit, load_rows, segment_flow, store_rows, tl
+from ..gsa.triton_helpers import block_level, block_split, load_sums, reference
+from ..gpu.triton_helpers import dot, dot_given, dot_given_left, jit, load_rows, segment_flow, store_rows, tl
 
 
 @jit

@@ -13,8 +13,10 @@ consecutive slots, the last one idle. Read and write gates multiply the rows of 
 
 from __future__ import annotations
 
-from ..gsa.tiles import block_level, block_split, load_sums, reference
-from ..gpu.tiles import chunk, dot, dot_given_right, jit, load_each, load_rows, parts, segment_flow, store_rows, tl
+from ..gsa.triton_helpers import block_level, block_split, load_sums, reference
+from ..gpu.triton_helpers import (
+    chunk, dot, dot_given_right, jit, load_each, load_rows, parts, segment_flow, store_rows, tl,
+)
 
 
 @jit

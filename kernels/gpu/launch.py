@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .tiles import load_rows, triton
+from .triton_helpers import load_rows, triton
 
 # Calls and launches that were seen; past this number all are forgotten, so that lengths that never repeat cost little.
 REMEMBERED = 4096

@@ -10,14 +10,14 @@
 The last line makes chunks independent: S_end.dS_end stands for everything after the chunk. In the first pass dl is
 what do is in the second, so one kernel serves the key sides of both. No product takes the transpose of another
 product's result: p and dl travel through memory instead, and A^T is computed as such (triton 3.4 to 3.7 get some of
-those transposes wrong on Hopper). tiles.py has the parts and the letters.
+those transposes wrong on Hopper). triton_helpers.py has the parts and the letters.
 """
 
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 
-from .tiles import (
+from .triton_helpers import (
     block_level,
     block_split,
     load_gates,
@@ -34,7 +34,7 @@ from .tiles import (
     store_memory,
     write_strength,
 )
-from ..gpu.tiles import (
+from ..gpu.triton_helpers import (
     dot,
     dot_given,
     dot_given_left,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..gpu.launch import width
 from ..gpu.target import obstacle_of, target
-from ..gpu.tiles import triton
+from ..gpu.triton_helpers import triton
 
 
 class Walk(NamedTuple):
@@ -113,8 +113,8 @@ def safe(shared: int, M: int, D: int, DV: int, dtype: torch.dtype) -> Config:
         raise ValueError(f"{M} slots with head dim {max(D, DV)} need more than {shared} bytes of shared memory")
     chunk = fitting[0]
     hold = dtype == torch.bfloat16 and held_bytes(chunk, BM, wide) <= shared
-    # With bf16 inputs tiles.py cuts operands into parts, and only the step takes tf32. Three bf16 products carry
-    # 16 bits of each factor, enough for fp16; six carry 24. Three tf32 products left twice the error (one H200).
+    # With bf16 inputs triton_helpers.py cuts operands into parts, and only the step takes tf32. Three bf16 products
+    # carry 16 bits of each factor, enough for fp16; six carry 24. Three tf32 products left twice the error (one H200).
     precision = {torch.bfloat16: "tf32", torch.float16: "bf16x3", torch.float32: "bf16x6"}[dtype]
     return Config(chunk, BM, BD, BDV, hold, 1, 4, 4, 1, min(64, wide), 4, precision)
 

@@ -6,18 +6,20 @@
              that keys, values, memories and decays are read once for all of them
 
 Scratch: b [B,T,E,M]; memories [slots,E,M,D] fp32, where a row (or sequence) of N chunks owns N + 1 consecutive
-slots: slot n holds what enters chunk n, slot N what leaves the last. tiles.py has the parts and the letters.
+slots: slot n holds what enters chunk n, slot N what leaves the last. triton_helpers.py has the parts and the letters.
 """
 
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 
-from .tiles import (
+from .triton_helpers import (
     load_gates, load_memory, load_side, load_write, locate, mix_slots, read_side, read_slots, reference, softmax,
     store_memory, write_strength,
 )  # fmt: skip
-from ..gpu.tiles import as_operand, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl
+from ..gpu.triton_helpers import (
+    as_operand, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl,
+)
 
 
 @jit

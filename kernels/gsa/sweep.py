@@ -33,8 +33,8 @@ BX slots or columns; SHARE: gate heads of a key head.
 
 from __future__ import annotations
 
-from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, segment_flow, tl
-from .tiles import softmax, write_strength
+from ..gpu.triton_helpers import dot, dot_given, dot_given_left, dot_given_right, jit, segment_flow, tl
+from .triton_helpers import softmax, write_strength
 
 # Log-gates are clamped to this: e^-20 is below any rounding, and three such gates still decay by less than 2^RANGE.
 FLOOR = tl.constexpr(-20.0) if tl is not None else -20.0
@@ -44,7 +44,7 @@ FLOOR = tl.constexpr(-20.0) if tl is not None else -20.0
 
 @jit
 def parts(b_x, SPLIT: tl.constexpr):
-    """As `parts` of gpu/tiles.py, rounded by hand: conversions of what is exact go two at a time."""
+    """As `parts` of gpu/triton_helpers.py, rounded by hand: conversions of what is exact go two at a time."""
     if SPLIT:
         b_round = ((b_x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
         b_high, b_low = b_round.to(tl.bfloat16), (b_x - b_round).to(tl.bfloat16)

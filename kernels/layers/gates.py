@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..gpu.launch import interpreted, launch, scratch
 from ..gpu.operators import operator, own_namespace
-from ..gpu.tiles import jit, tl, triton
+from ..gpu.triton_helpers import jit, tl, triton
 
 # Rows of a program: of each tile, forward, and backward, where a program's part of the strength's gradient is one row.
 TILE, ROWS, ROWS_BACK = 16, 16, 128

@@ -20,7 +20,9 @@ from torch import Tensor
 from ..gpu.launch import launch, scratch, unavailable, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import obstacle_of, target
-from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, store_rows, tl, triton
+from ..gpu.triton_helpers import (
+    dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, store_rows, tl, triton,
+)
 
 # Rows of a tile, tiles of a program forward, and programs backward, each of which holds a gradient of the weights.
 TILE, TILES, PROGRAMS = 64, 4, 264

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..gpu.launch import interpreted, launch, scratch
 from ..gpu.operators import operator, own_namespace
-from ..gpu.tiles import jit, tl, triton
+from ..gpu.triton_helpers import jit, tl, triton
 
 
 def row_softmax(scores: Tensor, factor: float = 1.0, triangle: bool = False, *, plain: bool = False) -> Tensor:

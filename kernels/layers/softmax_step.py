@@ -23,7 +23,7 @@ from torch import Tensor
 from ..gpu.launch import dense, interpreted, launch, scratch, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import refusal, target
-from ..gpu.tiles import dot_given, jit, load_rows, store_rows, tl
+from ..gpu.triton_helpers import dot_given, jit, load_rows, store_rows, tl
 
 # exp is taken as a power of two; a score that no real one reaches, and with which sums stay numbers.
 LOG2E, LOWEST = 1.4426950408889634, -1e30

@@ -17,8 +17,8 @@ Each input is read once or twice, each output written once; sums are determinist
 
 from __future__ import annotations
 
-from .tiles import rows
-from ..gpu.tiles import as_operand, jit, tl
+from .triton_helpers import rows
+from ..gpu.triton_helpers import as_operand, jit, tl
 
 
 @jit

@@ -27,8 +27,8 @@ Letters as in linear.py; `BX`, `BZ` columns of x and z that a program holds.
 
 from __future__ import annotations
 
-from .tiles import given, given_right, numbers, places, rows, stretch, times_state
-from ..gpu.tiles import jit, tl
+from .triton_helpers import given, given_right, numbers, places, rows, stretch, times_state
+from ..gpu.triton_helpers import jit, tl
 
 
 @jit

@@ -7,8 +7,8 @@ Letters and the state's layout as in causal.py.
 
 from __future__ import annotations
 
-from .tiles import flow, given, given_left, given_right, numbers, pairs, part, places, rows
-from ..gpu.tiles import jit, load_each, tl
+from .triton_helpers import flow, given, given_left, given_right, numbers, pairs, part, places, rows
+from ..gpu.triton_helpers import jit, load_each, tl
 
 
 @jit

@@ -24,7 +24,7 @@ from __future__ import annotations
 from .forward import (
     block_numbers, load_summary, load_tile, locate, operands, own_weight, store_tile, tile_tokens, times,
 )  # fmt: skip
-from ..gpu.tiles import dot_given, dot_given_left, dot_given_right, jit, parts, tl
+from ..gpu.triton_helpers import dot_given, dot_given_left, dot_given_right, jit, parts, tl
 
 
 @jit

@@ -19,7 +19,7 @@ Forward keeps S, P and g for the backward pass: it makes nothing again. Where a 
 from __future__ import annotations
 
 from .forward import load_summary, load_tile, operands, store_tile, times
-from ..gpu.tiles import dot_given, dot_given_left, jit, parts, tl
+from ..gpu.triton_helpers import dot_given, dot_given_left, jit, parts, tl
 
 
 @jit

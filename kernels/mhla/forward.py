@@ -13,7 +13,7 @@ so does the second, run backwards.
 
 from __future__ import annotations
 
-from ..gpu.tiles import dot, dot_given, dot_given_left, dot_given_right, jit, parts, tl
+from ..gpu.triton_helpers import dot, dot_given, dot_given_left, dot_given_right, jit, parts, tl
 
 
 @jit

@@ -17,15 +17,15 @@ bf16: what makes sums, and gradients of which most cancels, goes into products i
 features, do so only with FINE.
 
 S lies transposed: part p at [p, Dv, D], then z at [p, D]; P parts, W numbers in all. Where a transpose goes into a
-product, it is of something loaded and scaled, not of a product (tiles.py says what triton makes of those).
+product, it is of something loaded and scaled, not of a product (triton_helpers.py says what triton makes of those).
 """
 
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 
-from ..linear.tiles import numbers, rows
-from ..gpu.tiles import jit, parts, tl
+from ..linear.triton_helpers import numbers, rows
+from ..gpu.triton_helpers import jit, parts, tl
 
 # ---------------------------------------------------------------- products and features
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..gpu.launch import launch, scratch, unavailable
 from ..gpu.operators import operator, own_namespace
-from ..gpu.tiles import jit, tl, triton
+from ..gpu.triton_helpers import jit, tl, triton
 
 # Numbers of a program's tile.
 TILE = 4096

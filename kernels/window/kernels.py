@@ -23,7 +23,7 @@ BN keys of a tile, C queries of a block, N blocks, X = S (D + DV) numbers of a s
 
 from __future__ import annotations
 
-from ..gpu.tiles import dot_given, jit, load_each, load_rows, store_rows, tl
+from ..gpu.triton_helpers import dot_given, jit, load_each, load_rows, store_rows, tl
 
 # What log Z is measured in, inside: exp2 is the instruction that there is.
 LOG2E = 1.4426950408889634

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..gpu.launch import dense, in_rows, launch, scratch, width
 from ..gpu.operators import operator, own_namespace
-from ..gpu.tiles import dot_given, jit, load_rows, store_rows, tl
+from ..gpu.triton_helpers import dot_given, jit, load_rows, store_rows, tl
 from .kernels import LOG2E, LOWEST, dot_computed
 from .launch import configure
 

@@ -1,4 +1,4 @@
-"""The text of the files that are written anew for each model, by the version that began to write them so.
+"""Templates of the code that is written anew for each model, by the version that began to write it so.
 
 `render` fills them in. A template of a released version stays as it is, for folders of that version are recognised by
 rendering it again: to change the text, add a template under the present version.

@@ -1,4 +1,4 @@
-"""Build a model on the meta device, run it once, and record every call of attention.
+"""Build a model on the meta device, run it once, and record every call of attention with heads, dims, scale and masks.
 
 No weights are read and no architecture is known by name.
 """

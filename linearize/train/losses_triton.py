@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linearize_kernels.gpu.launch import unavailable
-from linearize_kernels.gpu.tiles import jit, tl, triton
+from linearize_kernels.gpu.triton_helpers import jit, tl, triton
 
 LOWEST = -1e30  # stands for the maximum of no entry: less -inf would be nan
 WARPS = 8

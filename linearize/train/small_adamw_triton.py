@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linearize_kernels.gpu.launch import unavailable
-from linearize_kernels.gpu.tiles import jit, tl, triton
+from linearize_kernels.gpu.triton_helpers import jit, tl, triton
 
 BLOCKS, WARPS = 8, 4
 # Of ten: Philox with seven passes all tests of its paper (Salmon et al., SC 2011, table 2).

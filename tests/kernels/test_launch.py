@@ -45,7 +45,7 @@ def main(case: str) -> None:
     from triton.backends.compiler import GPUTarget
 
     from linearize_kernels.gpu import launch
-    from linearize_kernels.gpu.tiles import jit
+    from linearize_kernels.gpu.triton_helpers import jit
 
     shared = 232448
     launched: list[tuple[object, ...]] = []

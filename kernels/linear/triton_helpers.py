@@ -11,7 +11,7 @@ Letters as in causal.py.
 
 from __future__ import annotations
 
-from ..gpu.tiles import as_operand, jit, tl
+from ..gpu.triton_helpers import as_operand, jit, tl
 
 # ---------------------------------------------------------------- products
 

@@ -16,7 +16,7 @@ token of a row. `BM`, `BD`, `BDV` are M, D, Dv rounded up to a power of two.
 
 from __future__ import annotations
 
-from ..gpu.tiles import (
+from ..gpu.triton_helpers import (
     dot,
     dot_given,
     dot_given_left,
