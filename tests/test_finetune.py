@@ -562,7 +562,7 @@ def test_dry_run_names_the_data(
         code, _, err = linearize(*arguments)
         words = " ".join(err.split())
         assert code == 0
-        assert "attention_transfer trains on train.jsonl: 256 tokens asked for, in blocks of 32" in words
+        assert "attention_transfer trains on train.jsonl: 256 tokens in whole steps, in blocks of 32" in words
         assert "sft trains on 75% train.jsonl" in words
         assert "evaluated on heldout.txt, at most 65.5k tokens" in words
         assert words.count("heldout.txt") == 1  # both stages have it

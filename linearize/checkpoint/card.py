@@ -378,7 +378,8 @@ def with_tasks(text: str, result: dict[str, Any], name: str) -> str:
     lines = ["## Tasks", "", *(f"| {' | '.join(row)} |" for row in (headings, ["---"] * len(headings), *rows)), ""]
     of = f" Teacher: `{portable(result['teacher'])}`." if result["teacher"] else ""
     about = (
-        f"`linearize eval --tasks` with lm-evaluation-harness {result['harness']}.{of} Examples: before each question."
+        f"`linearize eval --tasks` with lm-evaluation-harness {result['harness']}.{of} "
+        "The column of examples says how many solved ones stand before each question."
     )
     before, mark, after = card.text.partition("\n## Recipe\n")
     card.text = redact("\n".join([before.rstrip("\n"), "", *lines, about, ""]) + mark + after)

@@ -71,7 +71,12 @@ def evaluate(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File for the result as JSON, which linearize report reads.", parser=path),
+        typer.Option(
+            "--output",
+            "-o",
+            help="File for the result as JSON: for linearize report, or with --tasks for linearize push.",
+            parser=path,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -113,14 +113,22 @@ class RunRecord:
     def same_blocks(self, stage: str) -> bool:
         """Whether a stage is evaluated on the text that the teacher was, in blocks of the same length."""
         own = next((one.get("data") or {} for one in self.stages if one["name"] == stage), {})
-        length = (own.get("pack") or {}).get("seq_len")
+        return own.get("eval") is None and self.block(stage) == self.block()
+
+    def block(self, stage: str = "") -> int | None:
+        """Tokens of a block, by a stage's own data or by those of all stages; None where the run did not note them."""
+        own = next((one.get("data") or {} for one in self.stages if one["name"] == stage), {})
         shared = self.values.get("data", {}).get("pack", {}).get("seq_len")
-        return own.get("eval") is None and length in (None, shared)
+        return (own.get("pack") or {}).get("seq_len") or shared
 
     def seconds(self, stage: str) -> float | None:
-        """Seconds of a stage from its first step to its last, with the evaluations between; None before its first."""
+        """Seconds of a stage from its first step to its last, with the evaluations between; None before its first.
+
+        A rate is that of the process that noted it, `since` the step from which it went on."""
         rated = [entry for entry in self.entries if entry["stage"] == stage and entry.get("tokens_per_s")]
-        return float(rated[-1]["tokens"] / rated[-1]["tokens_per_s"]) if rated else None
+        ends = {entry.get("since", 0): entry for entry in rated}  # the last step of each process
+        took = (e["tokens"] * (1 - since / e["step"]) / e["tokens_per_s"] for since, e in ends.items())
+        return sum(took) if rated else None
 
     def layers(self, when: str) -> dict[int, float]:
         """Relative squared error of each layer's output: `before`, as converted, or `after`."""
@@ -293,12 +301,16 @@ def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
     check_file(path)
     with undamaged(path, f"Write it again: linearize eval STUDENT --teacher MODEL -o {path}"):
         found = json.loads(path.read_text("utf-8"))
+    if isinstance(found, dict) and "tasks" in found:
+        raise LinearizeError(
+            f"{path} has what eval --tasks measured, which linearize push puts into the card. For the page, measure "
+            "perplexity and KL: linearize eval STUDENT --teacher MODEL -o ANOTHER"
+        )
+    with undamaged(path, f"Write it again: linearize eval STUDENT --teacher MODEL -o {path}"):
         if found.get("kind") in ("images", "masked"):
             if "kl" not in found:
                 raise ValueError("no kl, which linearize eval -o writes")
             return dict(found)
-        if "tasks" in found:
-            raise ValueError("--tasks wrote it, whose results linearize push reads")
         if "student_ppl" not in found or "teacher_ppl" not in found:
             raise ValueError("no student_ppl and teacher_ppl, which linearize eval -o writes")
         return dict(found)

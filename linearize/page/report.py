@@ -135,8 +135,10 @@ def summary(run: RunRecord) -> str:
 def _tiles(run: RunRecord) -> html.Tiles:
     """Figures of the run's last evaluation, and apart from them those of `linearize eval`, which read another text."""
     own, caption, ratio = list[tuple[str, str]](), "The run", run.ratio()
-    for read in [entry.get("eval_tokens") for entry in run.entries if is_evaluation(entry)][-1:]:
+    for entry in [entry for entry in run.entries if is_evaluation(entry)][-1:]:
+        read, length = entry.get("eval_tokens"), run.block(entry["stage"])
         caption += "'s last evaluation" + (f", {read:,} held-out {run.unit}" if read else "")
+        caption += f" in rows of {length:,}" if read and length and run.unit == "tokens" else ""
     own += _maps(run)
     for _, ppl in run.curve("eval_ppl")[-1:]:
         if run.unit == "images" and run.accuracy is not None:
@@ -158,6 +160,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
     heading = "linearize eval"
     if found.get("text"):
         heading += f", {found['tokens']:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
+        heading += f" in rows of {found['seq_len']:,}" if found.get("seq_len") else ""
     theirs = [
         (f"{found['student_ppl'] / found['teacher_ppl']:.3f}x", "perplexity over the teacher's"),
         (f"{found['student_ppl']:.4g}", f"perplexity (teacher {found['teacher_ppl']:.4g})"),
@@ -466,8 +469,9 @@ def _cost(run: RunRecord, drawn: Drawing | None) -> str:
         steps = [entry for entry in run.entries if entry["stage"] == stage["name"] and entry.get("tokens_per_s")]
         if steps:
             last, seconds = steps[-1], run.seconds(stage["name"]) or 0.0
-            memory = size(last["memory"]) if last.get("memory") else ""
-            cells = (f"{last['step']:,}", f"{last['tokens']:,}", f"{last['tokens_per_s']:,}", duration(seconds), memory)
+            most = max(entry.get("memory") or 0 for entry in steps)
+            rate = f"{last['tokens'] / seconds:,.0f}" if seconds else ""
+            cells = (f"{last['step']:,}", f"{last['tokens']:,}", rate, duration(seconds), size(most) if most else "")
             rows.append((stage["name"], ", ".join(stage["train"]), *cells))
     if not rows:
         return html.paragraph("No step was trained yet.")

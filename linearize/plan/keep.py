@@ -66,7 +66,7 @@ class Choice:
         shown = [f"{name}: {self.scores[name]:.3f}{' (kept)' * (name in kept)}" for name in order[:SCORES_SHOWN]]
         more = len(order) - len(shown)
         rest = f", and {more} more in linearize.json" if more else ""
-        return f"{self.asked}, scored by {self.method}, {MEANING[self.method]}: {', '.join(shown)}{rest}"
+        return f"{self.asked}, scored by {self.method} ({MEANING[self.method]}): {', '.join(shown)}{rest}"
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Choice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -11,14 +13,11 @@ from transformers.utils.import_utils import is_serve_available
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code, open_config, outdated
 from ..checkpoint.source import open_source, read_header
+from ..doctor import checkout, with_extra
 from ..errors import Exit, LinearizeError, did_you_mean
 from .folder import layers_of
 
 SERVERS = ("vllm", "transformers")
-NONE_INSTALLED = (
-    'no server is installed. Install one: pip install "linearize[vllm]" (many requests at a time), or '
-    'pip install "transformers[serving]" (one at a time)'
-)
 
 
 def server_command(
@@ -73,9 +72,18 @@ def choose(server: str) -> str:
     if server == "auto" and found:
         return found[0]
     if server not in found:
-        message = NONE_INSTALLED if server == "auto" else f"--server {server}: {NONE_INSTALLED.partition('. ')[2]}"
-        raise LinearizeError(message, Exit.RESOURCE)
+        what = "no server is installed" if server == "auto" else f"--server {server}: it is not installed"
+        raise LinearizeError(f"{what}. Install one: {remedies()}", Exit.RESOURCE)
     return server
+
+
+def remedies() -> str:
+    """The commands that install a server."""
+    place = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        place = checkout(importlib.metadata.distribution("linearize"))
+    many = f"{with_extra('vllm', place)} (many requests at a time)"
+    return f'{many}, or pip install "transformers[serving]" (one at a time)'
 
 
 def is_installed(server: str) -> bool:

@@ -322,7 +322,8 @@ def data_lines(plans: list[dict[str, Any]]) -> None:
         data = plan["data"]
         images = data["seq_len"] == 1
         asked = f"{plan['epochs']:g} epochs" if data["tokens"] is None else asked_for(data["tokens"], images)
-        train = f"{data['train']}: {asked} asked for" + ("" if images else f", in blocks of {data['seq_len']:,}")
+        whole = "" if data["tokens"] is None or images else " in whole steps"
+        train = f"{data['train']}: {asked}{whole}" + ("" if images else f", in blocks of {data['seq_len']:,}")
         if "passes" in data:
             train += f"; read {data['passes']} times or more, for there are fewer"
         held = (

@@ -114,6 +114,7 @@ class StageLoop:
         self.steps, self.parameters, self.schedule = steps, parameters, schedule
         self.power: dict[int, Tensor] = {}
         self.stopping = False
+        self.since = 0  # the step from which this process went on
         # Of the evaluations so far, also of those before a resume; every process has the same.
         lines = owner.run.scores(number) if owner.accelerator.is_main_process else []
         self.scores = broadcast_object_list([[worth(x) for x in lines]])[0]
@@ -152,7 +153,7 @@ class StageLoop:
             owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
 
     def _steps(self, start: int) -> None:
-        owner, began = self.owner, time.monotonic()
+        owner, began, self.since = self.owner, time.monotonic(), start
         later = owner.later(self.number)
         quiet = not owner.accelerator.is_main_process
         unit = unit_of(owner.recipe.data_for(self.stage).train)
@@ -321,7 +322,8 @@ class StageLoop:
     def _log(self, step: int, **values: float) -> None:
         if self.owner.accelerator.is_main_process:
             tokens = step * self.tokens_per_step
-            self.owner.run.log(stage=self.stage.name, step=step, tokens=tokens, **values, memory=memory_bytes())
+            here = {"memory": memory_bytes(), "since": self.since}
+            self.owner.run.log(stage=self.stage.name, step=step, tokens=tokens, **values, **here)
             self.owner.track(self.stage.name, step, values)
 
     def names(self) -> list[str]:

@@ -148,7 +148,7 @@ CHILD = Path(__file__).parent / "child"
 DONE = "done "
 # What else is said where keys alone were checked.
 NOT_COMPARED = "; logits and decoding not compared: "
-KEYS_ALONE = "; names and shapes alone, logits and decoding not compared"
+KEYS_ALONE = "; names and shapes alone: logits and decoding are compared by verify, and where finetune ends"
 FIRST = "; compared on the first {} layers, which hold one of each kind, since all of them exceed free memory"
 CUT = "; logits not compared with the source's: transformers does not dequantize blocks that an edge cuts"
 # The number of a layer in the name of a tensor, and what else has layers.

@@ -117,7 +117,9 @@ def test_the_proof_goes_beyond_the_window(tmp_path: Path, window: int, proved: s
 def test_a_proof_by_keys_says_what_it_leaves_out(tmp_path: Path) -> None:
     plan = plan_conversion(str(save_source(tmp_path / "source")), "gla")
     message = convert(*plan, tmp_path / "linear", level="keys", say=lambda text: None)
-    assert message.endswith("; names and shapes alone, logits and decoding not compared")
+    assert message.endswith(
+        "; names and shapes alone: logits and decoding are compared by verify, and where finetune ends"
+    )
 
 
 @pytest.mark.slow

@@ -537,7 +537,7 @@ def test_a_recipe_chooses_layers_then_heads_and_trains_the_rest(heads_place: Pat
 def test_scores_are_told_from_the_highest_on(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = {"0": 0.25, "1": 0.0, "2": 0.5, "3": 0.25}
     choice = Choice("auto:2", "swaps", (2, 3), scores)
-    start = "auto:2, scored by swaps, share of the loss that making it alone linear brings: "
+    start = "auto:2, scored by swaps (share of the loss that making it alone linear brings): "
     assert choice.scored() == start + "2: 0.500 (kept), 3: 0.250 (kept), 0: 0.250, 1: 0.000"
     monkeypatch.setattr(keep, "SCORES_SHOWN", 2)
     assert choice.scored() == start + "2: 0.500 (kept), 3: 0.250 (kept), and 2 more in linearize.json"

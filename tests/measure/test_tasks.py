@@ -303,4 +303,4 @@ def test_a_report_is_about_other_measures(linearize: Command, tmp_path: Path) ->
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "eval.json").write_text(json.dumps({"student": "x", "tasks": []}))
     code, _, err = linearize("report", tmp_path)
-    assert (code, "--tasks wrote it" in err) == (Exit.USAGE, True), err
+    assert (code, "which linearize push puts into the card" in err) == (Exit.USAGE, True), err

@@ -80,12 +80,29 @@ def test_tiles_keep_figures_of_the_run_and_of_eval_apart(run: Path) -> None:
     """The run ends at 12.0 over 10.0 and KL 0.1; linearize eval read another text, 10.5 over 10.0 and KL 0.07."""
     text = html.unescape(report_page(read_run(run)))
     own, theirs = re.findall(r'<p class="soft caption">(.*?)</p><div class="tiles">(.*?)</div></div>', text)
-    assert own[0] == "The run's last evaluation, 512 held-out tokens"
+    assert own[0] == "The run's last evaluation, 512 held-out tokens in rows of 32"
     assert re.findall("<b>(.*?)</b>", own[1])[:3] == ["1.200x", "12", "0.1000"]
     assert theirs[0] == "linearize eval, 999 tokens of held.txt"
     assert re.findall("<b>(.*?)</b>", theirs[1]) == ["1.050x", "10.5", "0.0700", "90.0%"]
     (run / "eval.json").unlink()
     assert report_page(read_run(run)).count('class="soft caption"') == 1
+
+
+def test_the_cost_of_a_run_that_was_resumed_is_that_of_all_its_processes(run: Path) -> None:
+    """Each notes its own rate: 100 tokens at 50 a second, then 100 more at 25, and the larger memory."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    stage = next(line["stage"] for line in lines if line.get("tokens_per_s"))
+    steps = [{"stage": stage, "step": n, "tokens": 10 * n, "tokens_per_s": 50, "memory": 3 << 30} for n in (5, 10)]
+    steps += [
+        {"stage": stage, "step": n, "tokens": 10 * n, "tokens_per_s": 25, "memory": 1 << 30, "since": 10}
+        for n in (15, 20)
+    ]
+    kept = [line for line in lines if line["stage"] != stage or not line.get("tokens_per_s")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept + steps))
+    assert read_run(run).seconds(stage) == 6.0
+    rows = re.findall(r"<tr>.*?</tr>", report_page(read_run(run)))
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows if stage in row]
+    assert [stage, "new", "20", "200", "33", "6 s", "3.0 GiB"] in cells
 
 
 def test_tiles_compare_the_same_blocks_alone(run: Path) -> None:

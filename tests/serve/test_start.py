@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_the_first_server_that_is_installed_is_chosen(installed: list[str]) -> None:
     with pytest.raises(
-        LinearizeError, match=r"no server is installed.*linearize\[vllm\].*transformers\[serving\]"
+        LinearizeError, match=r"no server is installed.*\[vllm\]\" \(many.*transformers\[serving\]"
     ) as none:
         start.choose("auto")
     assert none.value.code == Exit.RESOURCE
@@ -48,7 +48,7 @@ def test_the_first_server_that_is_installed_is_chosen(installed: list[str]) -> N
 
 def test_a_server_that_is_absent_or_unknown_is_refused(installed: list[str]) -> None:
     installed += ["transformers"]
-    with pytest.raises(LinearizeError, match=r"--server vllm: Install one: pip install") as absent:
+    with pytest.raises(LinearizeError, match=r"--server vllm: it is not installed. Install one: pip install") as absent:
         start.choose("vllm")
     assert absent.value.code == Exit.RESOURCE
     with pytest.raises(LinearizeError, match=r"--server vlm: .* Did you mean 'vllm'") as unknown:
