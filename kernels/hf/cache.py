@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from ..layout import TokenLayout, joined, part_of
 
@@ -209,6 +209,11 @@ def earlier(before: Any, layout: TokenLayout) -> Any:
 def restored(before: Any, now: Any) -> Any:
     """The inverse of `earlier`, with any state that came after it."""
     return before.restored(now) if hasattr(before, "restored") else before
+
+
+def grows(layer: Any) -> bool:
+    """Whether a layer of a cache holds the keys of all tokens, in the order in which they came."""
+    return type(layer) is DynamicLayer and layer.is_initialized
 
 
 def map_state(change: Callable[[Tensor], Tensor], state: Any) -> Any:

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
-from .cache import CACHE_NAMES, cache_in, map_state
+from .cache import CACHE_NAMES, cache_in, grows, map_state
 from .interface import ALL, HYBRID, split_name
 
 log = logging.getLogger(__name__)
@@ -311,11 +311,6 @@ def give_up(graph: torch.cuda.CUDAGraph, x: Tensor) -> None:
         graph.capture_begin(capture_error_mode="thread_local")
         x.clone()
         graph.capture_end()
-
-
-def grows(layer: Any) -> bool:
-    """Whether a layer of a cache holds the keys of all tokens, in the order in which they came."""
-    return type(layer) is DynamicLayer and layer.is_initialized
 
 
 def dense_copy(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..layers.softmax_step import obstacle, softmax_step
-from .cuda_graphs import grows
+from .cache import grows
 
 # Room for so many tokens more, in all and as a part of those that are there.
 MORE, PART = 1024, 16
