@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import platform
 import shutil
 import sys
@@ -13,13 +12,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from .errors import Exit, LinearizeError, existing_folder
+from .extras import checkout, with_extra
 from .terminal.output import size
 from .terminal.progress import imports, progress
 
@@ -59,22 +57,6 @@ def examine() -> dict[str, Any]:
         }
         advance(ANSWER)
     return found
-
-
-def checkout(distribution: importlib.metadata.Distribution) -> str | None:
-    """The folder that `pip install -e` was given; None where the package itself was installed."""
-    about = json.loads(distribution.read_text("direct_url.json") or "{}")
-    if not about.get("dir_info", {}).get("editable"):
-        return None
-    return url2pathname(urlsplit(about["url"]).path)
-
-
-def with_extra(extra: str, checkout: str | None) -> str:
-    """The command that adds an extra."""
-    if checkout is None:
-        return f'pip install "linearize[{extra}]"'
-    place = "." if Path(checkout).resolve() == Path.cwd() else checkout
-    return f'pip install -e "{place}[{extra}]"'
 
 
 def _needed(distribution: importlib.metadata.Distribution, extra: str) -> Iterator[Requirement]:

@@ -13,8 +13,8 @@ from transformers.utils.import_utils import is_serve_available
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code, open_config, outdated
 from ..checkpoint.source import open_source, read_header
-from ..doctor import checkout, with_extra
 from ..errors import Exit, LinearizeError, did_you_mean
+from ..extras import checkout, with_extra
 from .folder import layers_of
 
 SERVERS = ("vllm", "transformers")
