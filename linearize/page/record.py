@@ -301,12 +301,11 @@ def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
     check_file(path)
     with undamaged(path, f"Write it again: linearize eval STUDENT --teacher MODEL -o {path}"):
         found = json.loads(path.read_text("utf-8"))
-    if isinstance(found, dict) and "tasks" in found:
-        raise LinearizeError(
-            f"{path} has what eval --tasks measured, which linearize push puts into the card. For the page, measure "
-            "perplexity and KL: linearize eval STUDENT --teacher MODEL -o ANOTHER"
-        )
-    with undamaged(path, f"Write it again: linearize eval STUDENT --teacher MODEL -o {path}"):
+        if "tasks" in found:
+            raise LinearizeError(
+                f"{path} has what eval --tasks measured, which linearize push puts into the card. For the page, "
+                "measure perplexity and KL: linearize eval STUDENT --teacher MODEL -o ANOTHER"
+            )
         if found.get("kind") in ("images", "masked"):
             if "kl" not in found:
                 raise ValueError("no kl, which linearize eval -o writes")
