@@ -6,8 +6,10 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-# Python compiles what is imported when it is; of all packages that takes as long as the installation.
+# Python compiles what is imported when it is; of all packages that takes longer than the installation. What it has
+# compiled it must be allowed to keep, or each process of the tests compiles torch and transformers again.
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 CLEAN := .venv-clean-current .venv-clean-517
 
 .PHONY: demo test test-slow lint types unit clean-load architectures architectures-docs digits serving docs environments environment clean
