@@ -1,3 +1,3 @@
 """linearize: replace softmax attention in pretrained Transformers by linear-time mechanisms."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -44,7 +44,7 @@ def load(folder: Path) -> None:
     except ValueError as error:
         refusal = str(error)
     assert "trust_remote_code" in refusal, refusal or "loads without trust_remote_code"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / NAME, trust_remote_code=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / NAME)
     options = {"trust_remote_code": True, "dtype": torch.float32}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / NAME, **options)
     prompt = tokenizer("import os\n", return_tensors="pt")

@@ -135,7 +135,7 @@ def check_one(expected: Path) -> str:
     auto = inputs().auto_class(transformers.AutoConfig.from_pretrained(place, trust_remote_code=True))
     model, report = getattr(transformers, auto).from_pretrained(place, trust_remote_code=True, output_loading_info=True)
     assert not any(report.values()), f"{place}: {report}"
-    refused_without_trust(place)
+    refused_without_trust(place, auto)
     theirs, ours = torch.load(expected), compute(model.eval())
     if "teacher" in theirs:
         with model.teacher():
@@ -151,14 +151,14 @@ def check_one(expected: Path) -> str:
     return f"{place.name}: {type(model).__name__}"
 
 
-def refused_without_trust(place: Path) -> None:
+def refused_without_trust(place: Path, auto: str) -> None:
     """Loading without trust_remote_code fails, rather than giving a softmax model."""
     import transformers
 
     message = "it loads"
     try:
-        transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except ValueError as error:
+        getattr(transformers, auto).from_pretrained(place, trust_remote_code=False)
+    except (ValueError, OSError) as error:
         message = str(error)
     assert "trust_remote_code" in message, f"{place} without trust_remote_code: {message}"
 

@@ -736,7 +736,7 @@ def test_the_manifest_and_the_card_tell_the_facts(source: Path) -> None:
     )
     saved = json.loads((folder / "config.json").read_text())
     assert saved["linearize"] == json.loads(json.dumps(plan.spec()))
-    assert saved["model_type"] == "linearized_llama"
+    assert saved["model_type"] == "llama"
     card = (folder / "README.md").read_text()
     for fact in (
         "`source` with its softmax",

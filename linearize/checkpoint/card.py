@@ -41,7 +41,7 @@ Written by linearize {version}. {training}
 from transformers import {imports}
 
 {place}
-{processor} = {loader}.from_pretrained(name, trust_remote_code={code})
+{processor} = {loader}.from_pretrained(name{trust})
 model = {auto}.from_pretrained(name, trust_remote_code=True)
 {adapter}```
 
@@ -50,9 +50,9 @@ model = {auto}.from_pretrained(name, trust_remote_code=True)
 - `modeling_linearized.py` names the classes; `config.json` says which layers have which mechanism.
 - The other files are the mechanisms and what they share, as linearize has them; `linearize verify` tells whether they
   are unchanged. A file named after a mechanism reads like its paper.
-{tokenizers}
-PEFT has no default for this type of model. `LoraConfig(target_modules="all-linear")` adapts the projections of
-attention (q, k, v, o), those of the mechanism, and the MLP.
+
+PEFT's defaults leave out the projections of the mechanism. `LoraConfig(target_modules="all-linear")` adapts those, the
+projections of attention (q, k, v, o), and the MLP.
 
 | | |
 |---|---|
@@ -62,7 +62,6 @@ attention (q, k, v, o), those of the mechanism, and the MLP.
 {decoding}| options | {options} |
 {notes}{results}"""
 
-TOKENIZERS = "- The tokenizer needs no code. `AutoTokenizer` reads `config.json` first, and would ask about it.\n"
 PICTURES = "pictures"  # the folder beside the card
 PLACE = 'name = "."  # the folder with these files'
 # Where LoRA was not merged: what is measured below is with it.
@@ -117,8 +116,7 @@ def model_card(
         new_parameters=plan.new_parameters,
         decoding=decoding(plan),
         **loading(plan),
-        code=not tokenizer_alone(plan, origin),
-        tokenizers=TOKENIZERS if tokenizer_alone(plan, origin) else "",
+        trust="" if tokenizer_alone(plan, origin) else ", trust_remote_code=True",
         adapter=ADAPTER if recipe is not None and recipe.keeps_adapter else "",
         options=options_text(plan),
         notes=notes + "\n" if notes else "",

@@ -91,6 +91,7 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
     names = dict.fromkeys((*carried.items(), *parts.items()))
     imports = [f"from .{file} import {name}" for file, name in names]
     capture = templates.capture if captured(plan) else ""
+    class_pairs = ", ".join(f'("{m.__name__}", "Linearized{m.__name__}")' for m in natives.models)
     return templates.modeling.format(
         version=written(version),
         architecture=plan.architecture,
@@ -102,7 +103,8 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
         classes="\n".join(
             templates.model_class.format(native=m.__name__, config=config, capture=capture) for m in natives.models
         ),
-        pairs=_conversion_pairs(natives),
+        pairs=", ".join([f'("{natives.model_type}", "linearized_{natives.model_type}")', class_pairs]),
+        class_pairs=class_pairs,
     )
 
 
@@ -130,12 +132,6 @@ def plan_parts(plan: Plan) -> dict[str, str]:
     for step in plan.steps:
         found |= parts_of(step.mechanism, step.site, step.options)
     return dict(sorted(found.items()))
-
-
-def _conversion_pairs(natives: SourceClasses) -> str:
-    pairs = [(natives.model_type, "linearized_" + natives.model_type)]
-    pairs += [(m.__name__, "Linearized" + m.__name__) for m in natives.models]
-    return ", ".join(f'("{native}", "{own}")' for native, own in pairs)
 
 
 def _imports(classes: list[type]) -> str:

@@ -23,7 +23,10 @@ from .templates import DEVELOPED, TEMPLATES, number
 PATH = Path(__file__).with_name("known_code.txt")
 COMMAND = "python -m linearize.checkpoint.known_code"
 # Versions that users have -> sha256 of their lines.
-RELEASED = {"0.1.0": "2b1411f1e898c5542f258ac91db5f62cbbcfc3d442a141f1076d6584d2c224d8"}
+RELEASED = {
+    "0.1.0": "2b1411f1e898c5542f258ac91db5f62cbbcfc3d442a141f1076d6584d2c224d8",
+    "0.2.0": "7d6a724787c436145cc0023c09a49c10ddd78ff76dbc93589de660dca6d1e9cf",
+}
 
 Row = tuple[str, str, str]  # version, name, sha256
 

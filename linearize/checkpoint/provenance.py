@@ -227,8 +227,8 @@ def check_config(folder: Path) -> None:
 
 def differences(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
     """What a config.json says otherwise than its plan, in sentences."""
-    if config.get("model_type") != f"linearized_{plan.model_type}":
-        yield f"model_type is {config.get('model_type')!r}, the plan has 'linearized_{plan.model_type}'"
+    if config.get("model_type") not in (plan.model_type, f"linearized_{plan.model_type}"):  # the latter before 0.3.0
+        yield f"model_type is {config.get('model_type')!r}, the plan has {plan.model_type!r}"
     yield from layer_differences(plan, config)
 
 

@@ -77,7 +77,8 @@ class Source:
     @property
     def converted(self) -> bool:
         """Whether the config is that of a model that linearize wrote."""
-        return str(self.config["model_type"]).startswith("linearized_")
+        classes = self.config.get("architectures") or []
+        return "linearize" in self.config or any(str(name).startswith("Linearized") for name in classes)
 
 
 def open_source(model: str, revision: str | None, *, weights: bool = True) -> Source:

@@ -131,9 +131,18 @@ _INIT_0_2_0 = f"""    def __init__(self, linearize=None, transformers_weights=No
 """
 _MODELING_0_2_0 = _MODELING_0_1_0.replace(_INIT_0_1_0, _INIT_0_2_0)
 
+# From here on a converted model keeps its source's type. AutoTokenizer reads the config first, and of a type that
+# it does not know it asks whether to run code. The classes that transformers has for the type refuse the weights.
+_TYPE_0_2_0 = """
+    model_type = "linearized_{model_type}"
+"""
+_PAIRS_0_3_0 = '(("{model_type}", "{model_type}"), {class_pairs})'
+_MODELING_0_3_0 = _MODELING_0_2_0.replace(_TYPE_0_2_0, "").replace("({pairs})", _PAIRS_0_3_0)
+
 TEMPLATES = {
     "0.1.0": Templates(_MODELING_0_1_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
     "0.2.0": Templates(_MODELING_0_2_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
+    "0.3.0": Templates(_MODELING_0_3_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
 }
 
 

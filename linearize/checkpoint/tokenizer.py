@@ -1,7 +1,7 @@
 """Which class the tokenizer of a source has, where its own files do not say it.
 
-transformers then takes the class from the model's type. A converted folder has a type of its own, so the class must
-stand in its tokenizer_config.json.
+transformers then takes the class from the class of the model's config. With trust_remote_code=True that is the folder's
+own, so the tokenizer's class must stand in its tokenizer_config.json.
 """
 
 from __future__ import annotations

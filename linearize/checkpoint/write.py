@@ -75,10 +75,11 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: SourceCl
 
 
 def converted_config(config: dict[str, Any], plan: Plan, natives: SourceClasses) -> dict[str, Any]:
-    """The source's config.json with our model type, classes and plan."""
+    """The source's config.json with our classes and plan. The model type stays: programs that know it ask for no trust
+    until they load the model, and `refusing` keeps their classes from the weights."""
     changed = {
         **config,
-        "model_type": "linearized_" + natives.model_type,
+        "model_type": natives.model_type,
         "architectures": ["Linearized" + natives.head.__name__],
         "auto_map": {**_other_code(config), **auto_map(natives)},
         "linearize": plan.spec(),

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from conftest import Command, with_slow
-from models import Zoo, copied
-from training import stage, write_recipe
+from models import Zoo, copied, load
+from training import byte_tokenizer, stage, write_recipe
+from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linearize import __version__
@@ -30,13 +31,16 @@ OLD = "0.1.0"
 DATA = Path(__file__).parent / "data"
 
 
+def unpacked(version: str, place: Path) -> Path:
+    with tarfile.open(DATA / f"written-by-{version}.tar.xz") as archive:
+        archive.extractall(place, filter="data")
+    return place
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders that 0.1.0 wrote; not to be changed."""
-    place = tmp_path_factory.mktemp("written")
-    with tarfile.open(DATA / f"written-by-{OLD}.tar.xz") as archive:
-        archive.extractall(place, filter="data")
-    return place
+    return unpacked(OLD, tmp_path_factory.mktemp("written"))
 
 
 @pytest.fixture
@@ -163,6 +167,40 @@ def test_finetune_trains_with_the_code_of_this_version(linearize: Command, writt
     code, _, err = linearize("finetune", recipe)  # resumed: the base has been upgraded
     assert code == 0, err
     assert "has the code of" not in err
+
+
+@pytest.fixture
+def asks(tmp_path: Path) -> Path:
+    """The folder of 0.2.0, of a type that transformers does not know."""
+    folder = unpacked("0.2.0", tmp_path) / "llama-gsa"
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "linearized_llama"
+    return folder
+
+
+def test_a_type_of_its_own_is_trusted(linearize: Command, asks: Path) -> None:
+    assert origin(asks) == ("0.2.0", [])
+    assert linearize("push", asks, "me/model", "--dry-run")[0] == 0
+    config = json.loads((asks / "config.json").read_text())
+    (asks / "config.json").write_text(json.dumps(config | {"model_type": "linearized_gpt2"}))
+    code, _, err = linearize("push", asks, "me/model", "--dry-run")
+    assert code == 3
+    assert "model_type is 'linearized_gpt2', the plan has 'llama'" in " ".join(err.split())
+
+
+@pytest.mark.slow
+def test_a_type_of_its_own_is_upgraded_to_the_source_s(linearize: Command, asks: Path, tmp_path: Path) -> None:
+    """Until then it is verified and generated from; what was saved of it by transformers comes back as well."""
+    assert linearize("verify", asks)[0] == 0
+    assert linearize("generate", asks, "ab", "--max-new-tokens", "5", "--device", "cpu")[0] == 0
+    for part in (load(asks), byte_tokenizer()):
+        part.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "linearized_llama"
+    assert linearize("generate", tmp_path / "again", "ab", "--max-new-tokens", "5", "--device", "cpu")[0] == 0
+    code, _, err = linearize("upgrade", asks, "-o", tmp_path / "new")
+    assert code == 0, err
+    assert "logits equal those of before" in " ".join(err.split())
+    assert type(AutoConfig.from_pretrained(tmp_path / "new")) is LlamaConfig  # nothing is asked
+    assert linearize("verify", tmp_path / "new")[0] == 0
 
 
 def test_push(linearize: Command, written: Path) -> None:

@@ -105,7 +105,7 @@ BROKEN = {
         "        self.seen += key_states.shape[-2]\n",
         "        self.seen += key_states.shape[-2]\n        self.kept = (*getattr(self, 'kept', ()), key_states)\n",
     ),
-    "trust": ("config.json", '"model_type": "linearized_llama"', '"model_type": "llama"'),
+    "trust": ("config.json", '"transformers_weights"', '"other_weights"'),
 }  # fmt: skip
 
 

@@ -11,11 +11,13 @@ has failed, or is skipped where softmax raises the same.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,13 +215,15 @@ def held_bytes(value: Any) -> int:
 
 def loads_without_trust(folder: str) -> str:
     """Why a user who does not run the folder's code gets a model of softmax in silence, or nothing."""
-    from transformers import AutoConfig
+    import transformers
 
-    try:
-        kind = type(AutoConfig.from_pretrained(folder, trust_remote_code=False)).__name__
-    except Exception:
-        return ""
-    return f"without trust_remote_code it loads as {kind}, its mixers ignored"
+    entries = json.loads((Path(folder) / "config.json").read_text("utf-8")).get("auto_map", {})
+    autos = [getattr(transformers, name, None) for name in entries if name.startswith("AutoModel")]
+    for auto in filter(None, autos):  # another transformers may not have one of them
+        with contextlib.suppress(Exception):
+            kind = type(auto.from_pretrained(folder, trust_remote_code=False)).__name__
+            return f"without trust_remote_code it loads as {kind}, its mixers ignored"
+    return ""
 
 
 def one_line(error: Exception) -> str:
