@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,6 +91,7 @@ def evaluate(
         from ..errors import LinearizeError
         from ..recipe.data import DemoSource
         from ..recipe.recipe import load_recipe
+        from ..train.runs import heldout_of
 
     teacher = teacher and named_base(teacher)
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}
@@ -124,7 +126,7 @@ def evaluate(
     text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths
-    from ..measure.evaluate import warn_of_chance
+    from ..measure.evaluate import remarks, warn_of_chance
     from ..measure.generate import load_any, with_tokenizer
     from ..terminal.tables import answers_table, comparison_table
     from ..train.teacher import vocabulary_of
@@ -132,7 +134,8 @@ def evaluate(
 
     check_eval(text)
     if not recipe and isinstance(text.data.eval, DemoSource):
-        say(NO_RECIPE)
+        own = heldout_of(Path(student))
+        say(NO_RECIPE + (f". Its own run measured it with: {shlex.join(own)}" if own else ""))
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
     result = {"student": student, "teacher": teacher, "seed": seed}
@@ -144,7 +147,7 @@ def evaluate(
         result |= compare(models[0], models[1], text, request)
         comparison_table(result)
         random = warn_of_chance(result["teacher_ppl"], vocabulary_of(theirs.model))
-        for warning in filter(None, (random, result["positions"]["warning"])):
+        for warning in filter(None, (random, result["positions"]["warning"], *remarks(result))):
             say(warning)
     else:
         _refuse(given, OF_TEXT, f"a {type(ours.model).__name__} writes no text")

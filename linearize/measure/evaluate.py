@@ -36,6 +36,20 @@ def warn_of_chance(ppl: float, words: int) -> str:
     )
 
 
+def remarks(result: dict[str, Any]) -> list[str]:
+    """Sentences on figures of `linearize eval` that are easily misread."""
+    found = []
+    if result["ppl_ratio"] < 1:
+        found.append(
+            "note: a perplexity below the teacher's means that the student was trained on text like this one. How "
+            "close it is to the teacher, KL and the likeliest tokens say"
+        )
+    for task in ("recall", "needle"):
+        if result[task] and not any(row[who]["accuracy"] for row in result[task] for who in ("student", "teacher")):
+            found.append(f"note: {task} compares nothing here: the teacher itself finds none")
+    return found
+
+
 def batches(samples: Samples, size: int, max_tokens: int, accelerator: Accelerator) -> Iterator[Batch]:
     """This process's share of the first samples, in order, `size` at a time, up to max_tokens tokens over all.
 

@@ -7,14 +7,16 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers.utils.import_utils import is_serve_available
 
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code, open_config, outdated
-from ..checkpoint.source import open_source, read_header
+from ..checkpoint.source import open_source, read_header, read_json
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..extras import checkout, with_extra
+from ..terminal.output import say
 from .folder import layers_of
 
 SERVERS = ("vllm", "transformers")
@@ -48,6 +50,9 @@ def server_command(
     if "AutoModelForCausalLM" not in config.auto_map:
         message = f"{config.architectures[0]} writes no text, which is what servers are for. Load it in Python"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
+    note = "" if "--chat-template" in options else chat_note(source.folder)
+    if note:
+        say(note)
     listening = ["--host", host, "--port", str(port), *options]
     if chosen == "transformers":
         if reason := outdated(source.folder, plan):
@@ -59,6 +64,15 @@ def server_command(
         raise LinearizeError(f"{error}. Or add --server transformers", Exit.INCOMPATIBLE) from error
     named = ["--trust-remote-code", "--served-model-name", model]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *named, *listening]
+
+
+def chat_note(folder: Path) -> str:
+    """What to say of a model without a template for chats, which a server only tells with each request; else empty."""
+    settings = folder / "tokenizer_config.json"
+    known = settings.is_file() and read_json(settings).get("chat_template")
+    if known or any(folder.glob("chat_template*")):
+        return ""
+    return "note: the model has no chat template, so /v1/chat/completions answers with an error. /v1/completions works"
 
 
 def choose(server: str) -> str:

@@ -349,6 +349,8 @@ def estimate_table(found: dict[str, Any]) -> None:
     rows = []
     for part in (*parts, "total"):
         held = [row["memory"][part] for row in found["stages"]]
+        if part == "weights" and all(1000 * row["memory"][part] < row["memory"]["masters"] for row in found["stages"]):
+            continue  # of buffers alone: each weight is a master
         rows.append(("sum" if part == "total" else part, *(size(count) if count else "0" for count in held)))
     count = f"each of {device['count']} x " if device["count"] > 1 else ""
     out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])})"))
@@ -369,7 +371,7 @@ def estimate_table(found: dict[str, Any]) -> None:
     if device["name"] == "cpu":
         out.print(
             "These are tensors. On a CPU a run shows the peak of its whole process, with Python, its packages and "
-            "memory that was freed and is kept"
+            "memory that was freed and is kept. The time is that of cores which nothing else uses"
         )
     for row in found["stages"]:
         if row["uncounted"]:

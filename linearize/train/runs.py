@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import CARD, base_hashes
 from ..checkpoint.shards import file_hashes, sha256
-from ..errors import LinearizeError, check_file, json_object, os_error, undamaged, writing
+from ..errors import MALFORMED, LinearizeError, check_file, json_object, os_error, undamaged, writing
 from ..plan.plan import some
 from ..recipe.data import unit_of
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weighty
@@ -461,6 +461,16 @@ def refuse_foreign(foreign: Sequence[Path]) -> None:
             f"{some(list(map(str, foreign)))}: linearize did not write that, and this start would remove it. Move "
             "it away, or choose a new output_dir"
         )
+
+
+def heldout_of(model: Path) -> list[str]:
+    """Overrides by which `linearize eval` reads the text that a run measured its finished `model` on; none where the
+    model is not in the folder of a run with such a text."""
+    with contextlib.suppress(OSError, *MALFORMED):
+        data = json.loads((model.parent / "run.json").read_text("utf-8"))["recipe"]["data"]
+        if model.name == "final" and data["eval"] is not None and "demo" not in data["eval"]:
+            return [f"data.eval={json.dumps(data['eval'])}", f"data.pack.seq_len={data['pack']['seq_len']}"]
+    return []
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:

@@ -89,6 +89,9 @@ def test_an_estimate_has_every_part_and_stage_on_80_columns(
     rows = {line.split()[0]: line.split()[1:] for line in lines[3:11]}
     assert [*rows] == [*parts[:7], "sum"]
     assert rows["sum"] == ["8.0", "GiB"] * 3
+    memory["weights"] = 128  # buffers: every weight is a master
+    estimate_table(found)
+    assert "weights" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("terminal", "variable", "red"), [(True, "", True), (True, "1", False), (False, "", False)])

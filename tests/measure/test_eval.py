@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +27,13 @@ from linearize.errors import Exit, LinearizeError
 from linearize.measure import compare as measures
 from linearize.measure.compare import EvalRequest, compare, state_bytes
 from linearize.measure.continuation import continued
+from linearize.measure.evaluate import remarks
 from linearize.measure.freely import answered, freely, repetition
 from linearize.measure.generate import load
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
 from linearize.recipe.recipe import load_recipe
+from linearize.train.runs import heldout_of
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
 from linearize_kernels.hf.seam import mixers_of
@@ -464,6 +467,15 @@ def test_a_student_that_forgets_past_its_length_is_warned_about() -> None:
     assert warning_of({"trained_length": 8, "blocks": blocks, "grows": 1.09}) is None
 
 
+def test_figures_that_are_easily_misread_have_a_note() -> None:
+    some, none = ({"accuracy": value} for value in (0.5, 0.0))
+    found = [{"student": none, "teacher": some}]
+    assert remarks({"ppl_ratio": 1.1, "recall": found, "needle": []}) == []
+    below, recall = remarks({"ppl_ratio": 0.9, "recall": [{"student": none, "teacher": none}], "needle": found})
+    assert below.startswith("note: a perplexity below the teacher's")
+    assert recall == "note: recall compares nothing here: the teacher itself finds none"
+
+
 def test_text_without_a_recipe_is_named(
     linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,6 +488,19 @@ def test_text_without_a_recipe_is_named(
     assert "tokens of the demo's heldout documents" in err
     own = tmp_path / "own.txt"
     own.write_text("def f(x):\n    return x\n" * 100)
+    run = tmp_path / "run"
+    shutil.copytree(folder, run / "final")
+    recipe = load_recipe("demo", ["model.base=demo", f"data.eval={{files: [{own}]}}", "data.pack.seq_len=64"])
+    (run / "run.json").write_text(json.dumps({"recipe": recipe.resolved()}))
+    found = heldout_of(run / "final")
+    assert found == [f'data.eval={{"files": ["{own}"]}}', "data.pack.seq_len=64"]
+    code, _, err = linearize("eval", run / "final", *given)
+    assert f"Its own run measured it with: {shlex.join(found)}" in " ".join(err.split())
+    code, out, err = linearize("eval", run / "final", *given, *found, "--json")
+    assert (code, json.loads(out)["text"]) == (0, str(own)), err
+    assert heldout_of(folder) == []  # not in a run
+    (run / "run.json").write_text("{}")
+    assert heldout_of(run / "final") == []
     code, out, err = linearize("eval", folder, *given, f"data.eval={{files: [{own}]}}", "--json")
     assert code == 0, err
     assert json.loads(out)["text"] == str(own)

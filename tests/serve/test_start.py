@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from models import copied
 
 from linearize.errors import Exit, LinearizeError
 from linearize.serve import start, with_transformers
@@ -85,6 +86,24 @@ def test_the_command_line_starts_transformers(
     assert started == [
         [sys.executable, "-m", "linearize.serve.with_transformers", str(folder), "--host", "0.0.0.0", "--port", "8000"]
     ]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("", ""), ("chat_template.jinja", "{{ x }}"), ("tokenizer_config.json", '{"chat_template": "x"}')],
+)
+def test_a_model_without_a_template_for_chats_is_told(
+    linearize: Command, zoo: Zoo, installed: list[str], started: list[list[str]], tmp_path: Path, file: str, text: str
+) -> None:
+    folder = copied(zoo.folders("llama")[1], tmp_path / "linear")
+    installed += ["vllm"]
+    if file:
+        (folder / file).write_text(text)
+    code, _, told = linearize("serve", folder)
+    assert code == 0, told
+    assert ("note: the model has no chat template" in told) == (not file)
+    assert "no chat template" not in linearize("serve", folder, "--", "--chat-template", "x.jinja")[2]
+    assert len(started) == 2
 
 
 def test_a_model_that_is_not_converted_is_refused(linearize: Command, zoo: Zoo, installed: list[str]) -> None:
