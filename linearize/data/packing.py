@@ -143,16 +143,18 @@ def data_fingerprint(blocks: Blocks | MixedBlocks) -> str:
 class BlockOrder:
     """An endless stream over blocks, reshuffled every epoch.
 
-    Sample k is a function of (n_blocks, seed, k) alone: a run resumes anywhere, and processes need not talk.
+    Sample k is a function of (n_blocks, seed, k) alone: a run resumes anywhere, and processes need not talk. Each block
+    of an epoch comes `repeats` times in a row, and the epoch ends after n_blocks samples as before.
     """
 
     n_blocks: int
     seed: int
+    repeats: int = 1
 
     def block(self, k: int) -> int:
         """The block that is the k-th sample of the stream."""
         epoch, position = divmod(k, self.n_blocks)
-        return int(_permutation(self.n_blocks, self.seed, epoch)[position])
+        return int(_permutation(self.n_blocks, self.seed, epoch)[position // self.repeats])
 
     def batch(self, step: int, micro: int, rank: int, world: int, per_device: int, accumulate: int) -> list[int]:
         """The `per_device` blocks of micro batch `micro` (< accumulate) of a rank.

@@ -442,7 +442,10 @@ def _memory(run: RunRecord, drawn: Drawing | None) -> str:
         less = cache["source"] / max(1, cache["converted"])
         rows.append((f"{tokens:,}", size(cache["source"]), size(cache["converted"]), f"{less:.1f}x"))
     columns = {"context, tokens": "number", "source": "number", "converted": "number", "less": "number"}
-    words = f"Computed from the plan, for one sequence in {run.plan.dtype}."
+    words = (
+        f"Computed from the plan, for one sequence in {run.plan.dtype}, also at lengths that the model was not made "
+        "for. How far it is good, the perplexity by position says."
+    )
     return html.paragraph(words) + _figure(drawn) + html.table(columns, rows)
 
 

@@ -194,6 +194,9 @@ class Pack(Strict):
     """The key, or column, that holds the text."""
 
 
+OF_IMAGES = ("augment", "erase", "mixup", "cutmix", "repeats")  # keys of `Data` that text has no use for
+
+
 class Data(Strict):
     train: TrainSource
     """Text or images to learn from."""
@@ -213,11 +216,19 @@ class Data(Strict):
     cutmix: Alpha = 0.0
     """CutMix: a rectangle of each image, and that share of its class, is replaced by another image of the batch. The
     share is drawn from a beta distribution with this alpha; 0: none. With mixup, each gets half of the batches."""
+    repeats: Count = 1
+    """Repeated augmentation: this factor of copies of each image, each changed otherwise, in a row. An epoch is as
+    long as before, so it has fewer different images."""
 
-    @field_validator("augment", "erase", "mixup", "cutmix")
+    @field_validator(*OF_IMAGES)
     @classmethod
     def _of_images(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and "train" in info.data and not holds_images(info.data["train"]):
+        if (
+            value
+            and (info.field_name, value) != ("repeats", 1)
+            and "train" in info.data
+            and not holds_images(info.data["train"])
+        ):
             raise ValueError("is for images, and data.train holds text")
         return value
 

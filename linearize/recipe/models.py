@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator
 
 from ..plan.keep import Method
-from .data import Data, Pack, StageData, holds_images
+from .data import OF_IMAGES, Data, Pack, StageData, holds_images
 from .types import (
     Count,
     Decay,
@@ -337,6 +337,8 @@ class SFT(Stage):
     """The model learns from the data alone, without a teacher."""
     smoothing: Ratio = 0.0
     """Label smoothing: the share of each target that all classes or tokens get alike."""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Stochastic depth: the chance that a sample goes past the last layer; it falls evenly to 0 at the first."""
 
     @property
     def answers_alone(self) -> bool:
@@ -483,7 +485,7 @@ class Recipe(Strict):
         train = own.train or shared.train
         changes: dict[str, Any] = {}
         if holds_images(train):
-            changes = {key: getattr(shared, key) for key in ("augment", "erase", "mixup", "cutmix")}
+            changes = {key: getattr(shared, key) for key in OF_IMAGES}
         return Data(train=train, eval=own.eval or shared.eval, pack=pack, **changes)
 
     def resolved(self) -> dict[str, Any]:

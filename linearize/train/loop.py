@@ -30,9 +30,10 @@ from ..data.images import Images
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError, resource_error
 from ..recipe.data import unit_of
-from ..recipe.recipe import AttentionTransfer, OnPolicyKL, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, OnPolicyKL, Stage
 from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
+from .drop_path import dropping
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
 from .offload import Host, offloaded
@@ -146,7 +147,8 @@ class StageLoop:
         owner = self.owner
         self.read_ahead(start)
         try:
-            self._steps(start)
+            with dropping(owner.model, self.stage.drop_path if isinstance(self.stage, SFT) else 0.0):
+                self._steps(start)
         finally:
             self.over.value, self.reader = True, None  # which ends its processes
         if self.wrapped is not owner.model:

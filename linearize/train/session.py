@@ -44,11 +44,12 @@ from ..measure.evaluate import (
 )
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.models import Scratch
-from ..recipe.recipe import AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
 from ..terminal.output import nats, percent
 from ..verify.child.inputs import make_inputs, most_tokens
 from .chunked_head import obstacle
 from .deepspeed_zero3 import partition, read_config
+from .drop_path import layers_of
 from .fit import Fit
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, batch_norms, seed_for
@@ -238,7 +239,7 @@ class Finetuner:
         assert steps is not None
         parameters = self.prepare(number, stage)
         optimizer = make_optimizer(self.student.groups(stage, parameters), stage, self.device, self.recipe.seed)
-        order = BlockOrder(len(blocks), self.recipe.seed)
+        order = BlockOrder(len(blocks), self.recipe.seed, self.recipe.data_for(stage).repeats)
         schedule = make_schedule(stage, optimizer, steps)
         loop = StageLoop(self, number, stage, blocks, order, steps, parameters, optimizer, schedule)
         if isinstance(stage, AttentionTransfer):
@@ -500,6 +501,20 @@ def doubtful(model: Any, recipe: Recipe, stage: Stage, samples: int) -> str:
     return f"{message}. Give it batch.per_device: 64, or as many as memory holds and the rest by batch.accumulate"
 
 
+def check_drop_path(model: Any, stage: SFT) -> None:
+    """Refuse (exit 3) stochastic depth of a model that has its own, or no layers that it is for."""
+    own = getattr(model.config, "drop_path_rate", None)
+    if own is not None:
+        raise LinearizeError(
+            f"{stage.name}: {type(model).__name__} has stochastic depth of its own; the drop_path_rate in its config "
+            f"is {own}. Set drop_path to 0",
+            Exit.INCOMPATIBLE,
+        )
+    if not layers_of(model):
+        message = f"{stage.name}: {type(model).__name__} has no layers that drop_path could leave out. Set it to 0"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+
+
 def check_model(model: Any, recipe: Recipe) -> None:
     """Refuse (exit 3) what the model cannot do, and data that it cannot learn from; `model` may be without weights."""
     if isinstance(recipe.model.base, Scratch) and (norm := next(batch_norms(model), None)) is not None:
@@ -519,6 +534,8 @@ def check_model(model: Any, recipe: Recipe) -> None:
         if isinstance(stage, FeatureCosine) == has_head(model) and not isinstance(stage, AttentionTransfer):
             what, other = ("has a head", "logit_kl or sft") if has_head(model) else ("has no head", "feature_cosine")
             raise LinearizeError(f"{stage.name}: {type(model).__name__} {what}; use {other}", Exit.INCOMPATIBLE)
+        if isinstance(stage, SFT) and stage.drop_path:
+            check_drop_path(model, stage)
         if isinstance(stage, OnPolicyKL):
             check_writing(model, stage, recipe.data_for(stage).pack.seq_len)
         if seen is not None and (not isinstance(stage, AttentionTransfer) or recipe.data_for(stage).eval is not None):

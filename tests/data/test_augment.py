@@ -95,6 +95,23 @@ def test_every_pass_over_the_images_changes_them_otherwise_and_evaluation_does_n
     assert torch.equal(Stream(plain, order, 5)[places[0]]["pixel_values"], plain[3]["pixel_values"])
 
 
+def test_copies_of_an_image_follow_one_another_and_are_changed_otherwise(tmp_path: Path) -> None:
+    found = find_images(ImageSource(images=str(pictures(tmp_path / "p"))), Path())
+    images = Images(found, PROCESSOR, None, False, crop)
+    n = len(images)
+    order = BlockOrder(n, 0, repeats=3)
+    first, second = ([order.block(k) for k in range(e * n, (e + 1) * n)] for e in (0, 1))
+    once = [BlockOrder(n, 0).block(k) for k in range(n)]
+    assert first == [once[k // 3] for k in range(n)]  # an epoch is as long as before
+    assert first != second
+    one, other = (Stream(images, order, 5)[place]["pixel_values"] for place in (0, 1))
+    assert one.shape == other.shape
+    assert not torch.equal(one, other)
+    with pytest.raises(LinearizeError, match=r"data\.repeats: is for images, and data\.train holds text"):
+        load_recipe("demo", ["data.repeats=2"])
+    assert load_recipe("demo", ["data.repeats=1"]).data.repeats == 1
+
+
 def test_what_is_no_picture_is_not_augmented(tmp_path: Path) -> None:
     np.savez(tmp_path / "a", images=np.zeros((2, 3, 8, 8), np.float32))
     found = find_images(ArraySource(arrays=str(tmp_path / "a.npz")), Path())
@@ -129,6 +146,7 @@ def words(folder: Path, preset: str, name: str, *more: str) -> list[Any]:
         PROCESSOR.save_pretrained(base)
         pictures(folder / "pictures")
     drop = ["convert.allow_drop=[score_bias]"] if name == "swin" else []
+    drop += ["stages.sft.drop_path=0"] * (preset == "vit-saga-pretrain")  # both have their own
     return [
         "finetune", preset, *drop, f"model.base={base}", f"output_dir={folder / 'run'}",
         f"data.train={{images: {folder / 'pictures'}}}", f"data.eval={{images: {folder / 'pictures'}}}",
@@ -284,7 +302,7 @@ def test_a_run_erases_and_mixes_images_and_goes_on_with_the_same(
     tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("linearize.convert.verify", lambda *arguments: "not verified")
-    none = ["data.augment=crop", "data.erase=0", "data.mixup=0", "data.cutmix=0"]
+    none = ["data.augment=crop", "data.erase=0", "data.mixup=0", "data.cutmix=0", "data.repeats=1"]
     losses = {}
     for run, given in {
         "plain": none,
@@ -292,6 +310,7 @@ def test_a_run_erases_and_mixes_images_and_goes_on_with_the_same(
         "blended": [*none, "data.mixup=0.8"],
         "cut": [*none, "data.cutmix=1"],
         "again": [*none, "data.cutmix=1"],
+        "copies": [*none, "data.repeats=4"],
     }.items():
         steps = [*small_steps("sft"), f"output_dir={tmp_path / run}", *given]
         code, _, err = linearize(*words(tmp_path, "vit-saga-pretrain", "pvt", *steps, "--max-steps", "2"))
@@ -299,7 +318,7 @@ def test_a_run_erases_and_mixes_images_and_goes_on_with_the_same(
         lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
         losses[run] = tuple(json.loads(line)["loss"] for line in lines if "loss" in json.loads(line))
     assert losses["cut"] == losses.pop("again")
-    assert len({*losses.values()}) == 4, losses
+    assert len({*losses.values()}) == 5, losses
 
 
 def test_mixing_needs_two_images_a_pass_and_images(tmp_path: Path) -> None:
@@ -317,4 +336,4 @@ def test_mixing_needs_two_images_a_pass_and_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ["vit-saga-pretrain", "vit-mhla-pretrain"])
 def test_the_presets_have_the_augmentation_of_deit(preset: str) -> None:
     data = load_recipe(preset).data
-    assert (data.augment, data.erase, data.mixup, data.cutmix) == ("randaugment", 0.25, 0.8, 1.0)
+    assert (data.augment, data.erase, data.mixup, data.cutmix, data.repeats) == ("randaugment", 0.25, 0.8, 1.0, 3)

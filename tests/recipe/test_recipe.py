@@ -147,7 +147,7 @@ def test_stage_inherits_data(tmp_path: Path) -> None:
         "stages.logit_kl.data={train: {files: [a.txt, b.jsonl]}, pack: {seq_len: 64}}",
     )
     transfer, kl = (recipe.data_for(stage).model_dump(exclude_none=True) for stage in recipe.stages)
-    heldout, unchanged = {"demo": "heldout"}, {"erase": 0.0, "mixup": 0.0, "cutmix": 0.0}
+    heldout, unchanged = {"demo": "heldout"}, {"erase": 0.0, "mixup": 0.0, "cutmix": 0.0, "repeats": 1}
     assert transfer == unchanged | {
         "train": {"demo": "train"}, "eval": heldout, "pack": {"seq_len": 2048, "text_key": "body"},
     }  # fmt: skip
