@@ -79,7 +79,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, s
 
 
 @pytest.mark.parametrize(
-    ("kind", "parts"), [KINDS[0], pytest.param(*KINDS[1], marks=pytest.mark.slow), KINDS[2]], ids=str
+    ("kind", "parts"), [KINDS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in KINDS[1:])], ids=str
 )
 def test_micro_batches_add_up_to_the_batch(kind: str, parts: Any, root: Path, tmp_path: Path) -> None:
     """However four blocks are divided, also where they hold different numbers of targets and of padding."""
@@ -191,6 +191,7 @@ def test_budgets(budget: dict[str, Any], root: Path, tmp_path: Path, monkeypatch
     assert metrics(tmp_path, "tokens") == [2 * T * n for n in range(1, steps + 1)]
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_no_bit(root: Path, tmp_path: Path, recwarn: Any) -> None:
     """Dropout on: the same random numbers are drawn again."""
     for on in (False, True):
@@ -270,6 +271,7 @@ def test_evaluation(root: Path, tmp_path: Path) -> None:
         assert [f"{block['from']:,} to {block['to']:,}", *figures] in rows
 
 
+@pytest.mark.slow
 def test_loss_weights_and_temperature(root: Path, tmp_path: Path) -> None:
     first = {}
     for name, loss in {
@@ -389,6 +391,7 @@ def test_sft_learns_what_the_assistant_says(root: Path, tmp_path: Path, monkeypa
     assert (chat != -100).any()
 
 
+@pytest.mark.slow
 def test_plain_text_files_and_a_stage_of_its_own_length(root: Path, tmp_path: Path) -> None:
     data = {"train": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
     own = {"pack": {"seq_len": 2 * T}}
@@ -397,6 +400,7 @@ def test_plain_text_files_and_a_stage_of_its_own_length(root: Path, tmp_path: Pa
     assert metrics(tmp_path, "tokens")[3:5] == [8 * T, 4 * T]
 
 
+@pytest.mark.slow
 def test_seed_orders_the_data(root: Path, tmp_path: Path) -> None:
     for seed in (1, 2):
         train(make_recipe(tmp_path / str(seed), base(root, "llama"), stage("logit_kl"), seed=seed))
@@ -536,6 +540,7 @@ def test_dry_run_needs_a_config_and_no_more(root: Path, tmp_path: Path, capsys: 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_dry_run_names_the_data(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], linearize: Command
 ) -> None:
@@ -730,6 +735,7 @@ def logged_values(lines: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", with_slow(TRACKERS, "mlflow", "tensorboard"))  # these have tests of their own
 def test_a_tracker_gets_the_metrics(kind: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged, steps, config = {}, [], {}
@@ -774,6 +780,7 @@ def test_tensorboard_gets_the_metrics(root: Path, tmp_path: Path) -> None:
     assert {key: found[key] for key in wanted} == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 def test_mlflow_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -788,6 +795,7 @@ def test_mlflow_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pytest
     assert run.data.params["stages.1.kind"] == "logit_kl"
 
 
+@pytest.mark.slow
 def test_a_teacher_that_guesses_is_named(root: Path, tmp_path: Path) -> None:
     """A random model has a perplexity near the size of its vocabulary; others are not warned of."""
     words = len(byte_tokenizer())

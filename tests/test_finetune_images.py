@@ -98,6 +98,7 @@ SFT = {"kind": "sft", "train": "all", "epochs": 5}
 FEATURES = {"kind": "feature_cosine", "train": "all"}
 
 
+@pytest.mark.slow
 def test_a_vision_model_is_distilled_and_learns_its_classes(place: Path) -> None:
     report = finetune(recipe_of(place, "vit", [TRANSFER, KL, SFT], verify=True))
     assert [row["name"] for row in report["stages"]] == ["converted", "attention_transfer", "logit_kl", "sft"]

@@ -64,6 +64,7 @@ def test_heads_that_are_kept_are_the_sources_and_the_state_is_theirs(model: Any,
     assert sum(step.state_bytes for step in plan.steps) == at[0]["converted"]
 
 
+@pytest.mark.slow
 def test_verify_counts_the_state_beside_the_keys_of_those_heads(linearize: Command, folder: Path) -> None:
     code, out, err = linearize("verify", folder, "--strict", "--json")
     assert code == 0, err

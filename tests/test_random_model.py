@@ -199,6 +199,7 @@ def test_a_twin_goes_on_where_it_stopped_and_starts_over(tmp_path: Path, lineari
     assert (code, "mine.txt" in err) == (2, True), err
 
 
+@pytest.mark.slow
 def test_a_conversion_starts_over_where_a_twin_was(
     tmp_path: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

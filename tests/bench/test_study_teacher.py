@@ -31,6 +31,7 @@ def made(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, *arguments: s
     return facts
 
 
+@pytest.mark.slow
 def test_the_same_steps_make_the_same_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = (made(tmp_path, monkeypatch, name, "--steps", "6") for name in ("first", "again"))
     assert (first["steps"], first["tokens"]) == (6, 6 * 64)

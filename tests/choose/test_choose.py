@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TOLERANCE, Command, relative_error
+from conftest import TOLERANCE, Command, relative_error, with_slow
 from models import SMALL, convert_folder, load, save_source, small_model
 from training import SMALL as TRAINED
 from training import byte_tokenizer, recipe_values, stage, write_data
@@ -473,7 +473,7 @@ def test_heads_are_checked_first_and_layers_of_named_ones_become_linear(heads_pl
 
 
 @pytest.mark.usefixtures("_less_text")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", with_slow(METHODS, *METHODS[1:]))
 def test_convert_chooses_the_head_that_matters(
     heads_place: Path, tmp_path: Path, linearize: Command, method: str
 ) -> None:
@@ -494,6 +494,7 @@ def test_convert_chooses_the_head_that_matters(
         assert load(tmp_path / "heads")(torch.arange(9)[None]).logits.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_less_text")
 def test_heads_are_chosen_beside_layers_whose_softmax_has_a_window(heads_place: Path, linearize: Command) -> None:
     """Such a layer has none to choose, and nothing to train."""

@@ -14,6 +14,7 @@ from benchmarks import pairs
 from linearize.choose import choose
 
 
+@pytest.mark.slow
 def test_every_pair_is_compared_on_text_lists_and_needles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_layers_and_windows_of_a_model_with_experts(
     assert (code, bool(out)) == (0, True), err
 
 
+@pytest.mark.slow
 def test_auto_goes_to_the_end(source: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TRANSFER_STEPS": 3, "SCORE_TOKENS": 512, "BATCH_TOKENS": 256, "RECALLS": 1}.items():
         monkeypatch.setattr(choose, name, value)

@@ -93,6 +93,7 @@ def test_layers_get_a_window_where_it_costs_little(place: Path) -> None:
     assert planned(place, f"auto:{WINDOW}:0.000000001").local == ()
 
 
+@pytest.mark.slow
 def test_a_cost_is_that_of_the_layer_alone_past_the_window(place: Path, tmp_path: Path) -> None:
     windows = planned(place, f"auto:{WINDOW}").window_choice
     assert windows is not None

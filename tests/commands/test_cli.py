@@ -168,6 +168,7 @@ def test_an_interrupt_is_130(linearize: Command, monkeypatch: pytest.MonkeyPatch
 # ---------------------------------------------------------------- threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "spins"), [({}, "0"), ({"GOMP_SPINCOUNT": "77"}, "77")])
 def test_threads_that_wait_leave_the_core_unless_told_otherwise(given: dict[str, str], spins: str) -> None:
     """As the OpenMP of torch for Linux says when torch is imported."""

@@ -107,7 +107,7 @@ for folder in sys.argv[1:]:
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        ("TokenizersBackend", True),
+        pytest.param("TokenizersBackend", True, marks=pytest.mark.slow),
         pytest.param("TokenizersBackend", False, marks=pytest.mark.slow),
         pytest.param("GPT2Tokenizer", True, marks=pytest.mark.slow),
         ("GPT2Tokenizer", False),
@@ -258,6 +258,7 @@ def test_trl_dpo(folder: Path, tmp_path: Path) -> None:
     comes_back(tmp_path / "saved", tmp_path)
 
 
+@pytest.mark.slow
 def test_trl_grpo(folder: Path, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     rows = Dataset.from_list([{"prompt": one[:10]} for one in SENTENCES])

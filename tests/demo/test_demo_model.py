@@ -129,6 +129,7 @@ def test_generation_gives_text(model, tokenizer):
     assert "\ufffd" not in written
 
 
+@pytest.mark.slow
 def test_a_student_that_does_not_load_fails_a_check(tmp_path, monkeypatch):
     monkeypatch.setattr(tour, "NEW_TOKENS", 2)
     with pytest.raises(LinearizeError, match="nothing") as error:

@@ -176,6 +176,7 @@ def test_a_longer_block_and_more_rows_take_more(root: Path, tmp_path: Path) -> N
     assert growing(per_device=8) == pytest.approx(2 * growing(per_device=4), rel=0.25)
 
 
+@pytest.mark.slow
 def test_products_are_those_of_the_weights(root: Path, tmp_path: Path) -> None:
     """Frozen: two passes forward, one backward; 2 products a weight and token, and little for attention."""
     folder = base(root, "llama")
@@ -416,6 +417,7 @@ def test_nothing_is_imported_while_tensors_are_fake(root: Path, tmp_path: Path) 
     subprocess.run([sys.executable, "-c", ALONE, str(recipe)], check=True)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_change_that_fits(root: Path, tmp_path: Path, crowded: Any) -> None:
     folder = base(root, "llama")
     recipe = make_recipe(tmp_path, folder, stage("logit_kl", "all", batch={"per_device": 8}))

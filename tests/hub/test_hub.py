@@ -709,6 +709,7 @@ def test_a_run_goes_on_from_the_commit_it_began_with(hub: Hub, root: Path, tmp_p
         train(recipe, resume="never")
 
 
+@pytest.mark.slow
 def test_a_teacher_is_compared_before_any_weights_are_fetched(hub: Hub, root: Path, tmp_path: Path) -> None:
     """At the revision that the recipe names; neither those of the base, converted or not, nor the teacher's own."""
     linear, source = base(root, "llama"), base(root, "llama").parent / "source"
@@ -840,7 +841,7 @@ def test_a_card_explains_the_code_in_the_folder(root: Path) -> None:
     folder = base(root, "llama")
     text = (folder / "README.md").read_text()
     about = text[text.index("`trust_remote_code=True` loads") : text.index("| source |")]
-    assert about.count("\n- ") == 3
+    assert about.count("\n- ") == 2
     assert "`modeling_linearized.py`" in about
     assert (folder / "modeling_linearized.py").is_file()
 

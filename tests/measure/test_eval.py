@@ -550,6 +550,7 @@ def test_python_and_repetition_are_told() -> None:
     assert repetition([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_texts_are_written_where_they_are_asked_for(
     linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,6 +571,7 @@ def test_texts_are_written_where_they_are_asked_for(
     assert same["student"] == same["teacher"] == told["teacher"]
 
 
+@pytest.mark.slow
 def test_what_a_teacher_did_alone_is_taken_from_before(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Pa
         assert (found, message in err) == (code, True), err
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_while_it_runs(
     linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

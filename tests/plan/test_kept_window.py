@@ -91,6 +91,7 @@ def test_a_cache_is_bounded_and_verify_passes(place: Path) -> None:
     assert {"prefill and steps", "left padding", "packed documents", "beams", "constant state"} <= found.keys()
 
 
+@pytest.mark.slow
 def test_it_is_trained_like_any_hybrid(place: Path) -> None:
     """With attention transfer, in which a window has nothing to learn."""
     values = {"mechanism": "gsa", "options": {"slots": 8}, "keep_softmax": "1,3", "kept_window": 7}

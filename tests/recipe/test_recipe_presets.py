@@ -90,7 +90,7 @@ def tiny(preset: Preset, folder: Path) -> list[str]:
 # ---------------------------------------------------------------- what ships
 
 
-QUICK = ("gsa-window", "vit-saga")
+QUICK = ("gsa-window",)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ def test_best_weights_with_a_flipped_bit_are_refused(
     assert Path(train(asked)["output"]).is_dir()
 
 
+@pytest.mark.slow
 def test_what_is_left_is_of_all_stages(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of logit KL of all weights counts as three of attention transfer; --stage leaves no later ones."""
     shown: list[float] = []

@@ -174,6 +174,7 @@ def test_long_rows_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [(1, T // 4)]
 
 
+@pytest.mark.slow
 def test_each_stage_tells_its_own_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[bool] = []
     monkeypatch.setattr(loop, "forget_peak", lambda: begun.append(True))

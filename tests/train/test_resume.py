@@ -75,8 +75,8 @@ KILLS = [
     pytest.param("step", 1, [0, 0, 0], marks=pytest.mark.slow),
     ("step", 9, [2, 0]),
     pytest.param("write", 2, [2, 0, 0], marks=pytest.mark.slow),
-    ("write", 6, [4, 0]),
-    ("end", 1, []),
+    pytest.param("write", 6, [4, 0], marks=pytest.mark.slow),
+    pytest.param("end", 1, [], marks=pytest.mark.slow),
 ]
 
 
@@ -133,6 +133,7 @@ signal.signal(signal.SIGHUP, signal.SIG_IGN)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "code"),
     [
@@ -168,6 +169,7 @@ loop.deaf = noted
 READING = {"runtime": {"device": "cpu", "workers": 1}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", with_slow(["SIGTERM", "SIGHUP", "SIGINT"], "SIGHUP", "SIGINT"))
 def test_a_signal_to_all_of_a_group_saves_the_run_that_reads_ahead(
     kind: str, root: Path, tmp_path: Path, forks: Forks
@@ -277,6 +279,7 @@ def test_checkpoints_are_few_and_ends_of_stages_stay(
     }
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_drops_what_came_after(
     root: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +295,7 @@ def test_a_named_checkpoint_drops_what_came_after(
         train(recipe, resume=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_takes_another_learning_rate(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +391,7 @@ def test_a_source_changed_through_its_link_is_refused(
     assert train(recipe)["output"]
 
 
+@pytest.mark.slow
 def test_other_versions_are_noted(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     halfway(tmp_path, root, monkeypatch)
     record = tmp_path / "run" / "run.json"
@@ -402,7 +407,7 @@ def test_other_versions_are_noted(root: Path, tmp_path: Path, monkeypatch: pytes
     assert json.loads(record.read_text())["versions"]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("name", ["trained.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("name", with_slow(["trained.safetensors", "optimizer.pt"], "optimizer.pt"))
 @pytest.mark.parametrize("keep", with_slow([0, 0.5], 0.5))
 def test_a_checkpoint_that_was_cut_short_is_told_without_hashes(
     name: str, keep: float, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

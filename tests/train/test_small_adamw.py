@@ -233,6 +233,7 @@ def test_what_is_open_is_small_beside_small_shards(root: Path, tmp_path: Path, m
     assert [one.optimizer.memory for one in plainly(recipe).stages] == ["small", "small", "full"]
 
 
+@pytest.mark.slow
 def test_all_stages_are_small_where_one_shard_is_too_large(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -517,6 +517,7 @@ def test_a_run_may_stop_early_on_stored_logits(root: Path, tmp_path: Path, monke
     assert report["max_steps"] == 1
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_row_is_found_when_it_is_read(root: Path, tmp_path: Path) -> None:
     """In any of its numbers, which safetensors does not look at."""
     folder = tmp_path / "logits"

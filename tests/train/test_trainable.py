@@ -388,6 +388,7 @@ def test_a_merge_must_be_exact(root: Path, tmp_path: Path, monkeypatch: pytest.M
     assert caught.value.code == Exit.CHECK_FAILED
 
 
+@pytest.mark.slow
 def test_rounding_is_told_and_refuses_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     recipe = make_recipe(tmp_path, base(root, "llama", "bfloat16"), stage("logit_kl", ["new"]), finish={"verify": True})

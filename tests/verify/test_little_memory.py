@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import with_slow
 from models import HYBRID, Zoo, copied
 
 from linearize.checkpoint import upgrade
@@ -41,7 +40,8 @@ def forgetful(folder: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", with_slow(["llama", "gemma2", "gpt2", "qwen2"], "gemma2", "gpt2", "qwen2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen2"])
 def test_one_side_after_the_other(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     source, folder = zoo.folders(name, HYBRID)
     plan, opened, _ = planned(source, HYBRID)

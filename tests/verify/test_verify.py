@@ -348,6 +348,7 @@ def test_a_child_says_whether_it_came_to_load() -> None:
             result_of(child)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "words"),
     [
