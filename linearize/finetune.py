@@ -456,8 +456,10 @@ def dry_run(
         if measure:
             if gpu is not None:
                 raise LinearizeError("--measure runs on the device that is here: leave out --gpu")
-            for row, found in zip(rows, measure_stages(rehearsal, [one.stage for one in cost.stages]), strict=True):
-                row["measured"] = found
+            measured = measure_stages(rehearsal, [one.stage for one in cost.stages])
+            for one, row, found in zip(cost.stages, rows, measured, strict=True):
+                one.take_measured(found["tokens_per_s"])
+                row |= {"measured": found, "hours": one.row(device)["hours"]}
         return {"stages": rows, **cost.summary(price)}
 
 

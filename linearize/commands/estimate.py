@@ -19,7 +19,12 @@ def estimate(
         str | None, typer.Option(help="Card to estimate for: a100-80g, h100, h200, 4090, .. Default: this machine's.")
     ] = None,
     price: Annotated[str | None, typer.Option(help="Price of one device for an hour: 2.5/h.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run two steps of each stage, on random weights.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Run two steps of each stage, on random weights, and compute the time from them."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Estimate what a recipe costs: peak memory by its parts, tokens a second, hours, energy, price, disk.

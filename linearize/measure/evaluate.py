@@ -22,6 +22,8 @@ from ..train.stages import Listener, listen
 from ..train.student import Student
 
 SUMS = 8  # figures that an evaluation adds up, in `sums_of`
+NEAR = 0.01  # of the teacher: an untrained student is 1.05 times and more away from one that uses its attention
+LOWER = 0.995  # times the teacher's perplexity; nearer to 1 is noise
 CHANCE = 0.5  # of the vocabulary's size: a random model has about all of it as perplexity
 
 
@@ -39,10 +41,10 @@ def warn_of_chance(ppl: float, words: int) -> str:
 def remarks(result: dict[str, Any]) -> list[str]:
     """Sentences on figures of `linearize eval` that are easily misread."""
     found = []
-    if result["ppl_ratio"] < 1:
+    if result["ppl_ratio"] < LOWER:
         found.append(
-            "note: a perplexity below the teacher's means that the student was trained on text like this one. How "
-            "close it is to the teacher, KL and the likeliest tokens say"
+            "note: a perplexity below the teacher's means that the student was trained on text more like this one, or "
+            "on longer rows. How close it is to the teacher, KL and the likeliest tokens say"
         )
     for task in ("recall", "needle"):
         if result[task] and not any(row[who]["accuracy"] for row in result[task] for who in ("student", "teacher")):
@@ -82,6 +84,19 @@ class Score(NamedTuple):
     kl: float | None = None
     agreement: float | None = None
     error: float | None = None
+
+
+def note_of_little(student: Score, teacher: Score) -> str:
+    """What to say of a student that is near its teacher before any training; else empty."""
+    if student.ppl is None or teacher.ppl is None or student.kl is None:
+        return ""
+    ratio = student.ppl / teacher.ppl
+    if ratio > 1 + NEAR or student.kl > NEAR:
+        return ""
+    return (
+        f"note: before any training the student has {ratio:.3f} times its teacher's perplexity, with a KL of "
+        f"{student.kl:.4f}. Such a teacher hardly uses the attention that was replaced, so distilling can show little"
+    )
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
 from ..terminal.tables import alike, attention, chosen_options, evaluation_figures, short
-from ..train.runs import is_evaluation
+from ..train.runs import is_evaluation, text_words
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
@@ -407,7 +408,10 @@ def not_measured(run: RunRecord) -> str:
     folder, teacher = Path(portable(str(run.folder))), run.values.get("model", {}).get("base", "MODEL")
     teacher = teacher if isinstance(teacher, str) else "MODEL"
     teacher = teacher if portable(teacher) == teacher else f"PATH/TO/{portable(teacher)}"
-    command = f"linearize eval {folder / FINAL} --teacher {teacher} -o {folder / EVAL}\nlinearize report {folder}"
+    data = portable(run.values.get("data"))
+    text = shlex.join(text_words(data)) if data else ""
+    words = f"linearize eval {folder / FINAL} --teacher {teacher} {text}".rstrip()
+    command = f"{words} -o {folder / EVAL}\nlinearize report {folder}"
     where = "" if folder == run.folder else ", in the folder that holds the run,"
     return html.missing(f"Not measured. These commands{where} measure it and write this page again:", command)
 

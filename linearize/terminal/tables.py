@@ -349,8 +349,9 @@ def estimate_table(found: dict[str, Any]) -> None:
     rows = []
     for part in (*parts, "total"):
         held = [row["memory"][part] for row in found["stages"]]
-        if part == "weights" and all(1000 * row["memory"][part] < row["memory"]["masters"] for row in found["stages"]):
-            continue  # of buffers alone: each weight is a master
+        if part == "weights":  # where each weight is a master, what is left are buffers
+            masters = [row["memory"]["masters"] for row in found["stages"]]
+            held = [count * (1000 * count > master) for count, master in zip(held, masters, strict=True)]
         rows.append(("sum" if part == "total" else part, *(size(count) if count else "0" for count in held)))
     count = f"each of {device['count']} x " if device["count"] > 1 else ""
     out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])})"))
@@ -607,7 +608,7 @@ def runs_table(found: list[dict[str, Any]]) -> None:
             rows.append((one["run"], "", "", one["error"], *[""] * (len(columns) - 4)))
             continue
         ratio = "" if one["ppl_ratio"] is None else f"{one['ppl_ratio']:.3f}"
-        attention = "+".join(one["mechanisms"]) + (f", softmax in {ranges(one['kept'])}" if one["kept"] else "")
+        attention = "+".join(one["mechanisms"]) + (f", softmax in layers {ranges(one['kept'])}" if one["kept"] else "")
         changed = one["changed"][:16].replace("T", " ")
         count = asked_for(one["tokens"], one["unit"] == "images") if images else short(one["tokens"])
         cells: tuple[str, ...] = (one["run"], one["base"], attention, one["at"], count, ratio)

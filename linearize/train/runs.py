@@ -467,10 +467,16 @@ def heldout_of(model: Path) -> list[str]:
     """Overrides by which `linearize eval` reads the text that a run measured its finished `model` on; none where the
     model is not in the folder of a run with such a text."""
     with contextlib.suppress(OSError, *MALFORMED):
-        data = json.loads((model.parent / "run.json").read_text("utf-8"))["recipe"]["data"]
-        if model.name == "final" and data["eval"] is not None and "demo" not in data["eval"]:
-            return [f"data.eval={json.dumps(data['eval'])}", f"data.pack.seq_len={data['pack']['seq_len']}"]
+        if model.name == "final":
+            return text_words(json.loads((model.parent / "run.json").read_text("utf-8"))["recipe"]["data"])
     return []
+
+
+def text_words(data: Mapping[str, Any]) -> list[str]:
+    """Overrides that name the held-out text of a resolved recipe's `data`; none where it has none, or the demo's."""
+    if data["eval"] is None or "demo" in data["eval"]:
+        return []
+    return [f"data.eval={json.dumps(data['eval'])}", f"data.pack.seq_len={data['pack']['seq_len']}"]
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ from ..measure.evaluate import (
     Score,
     batches,
     layer_fidelity,
+    note_of_little,
     sample_count,
     score,
     stored_score,
@@ -311,6 +312,8 @@ class Finetuner:
                 self.say(warning)
         if converted is not None:
             self.log_evaluation("converted", 0, 0, converted)
+            if teacher is not None and (note := note_of_little(converted, teacher)):
+                self.say(note)
         layers = self.fidelity()
         if layers and self.accelerator.is_main_process:
             self.run.log(stage="converted", step=0, tokens=0, layers=layers)

@@ -477,6 +477,9 @@ def test_the_command_prints_and_measures(linearize: Any, root: Path, tmp_path: P
     assert code == 0, err
     found = json.loads(out)
     assert [row["measured"]["tokens_per_s"] > 0 for row in found["stages"]] == [True, True]
+    for row in found["stages"]:  # the time is that of what was measured
+        assert row["hours"] == pytest.approx(row["tokens"] / row["measured"]["tokens_per_s"] / 3600, rel=0.01)
+    assert found["hours_of"]["training"] == pytest.approx(sum(row["hours"] for row in found["stages"]), rel=0.01)
     assert found["price"] > 0
     assert found["disk"]["total"] > 0
     assert all(part in err for part in ("weights", "optimizer", "teacher", "logits"))

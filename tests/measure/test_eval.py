@@ -27,7 +27,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.measure import compare as measures
 from linearize.measure.compare import EvalRequest, compare, state_bytes
 from linearize.measure.continuation import continued
-from linearize.measure.evaluate import remarks
+from linearize.measure.evaluate import Score, note_of_little, remarks
 from linearize.measure.freely import answered, freely, repetition
 from linearize.measure.generate import load
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
@@ -471,6 +471,12 @@ def test_figures_that_are_easily_misread_have_a_note() -> None:
     some, none = ({"accuracy": value} for value in (0.5, 0.0))
     found = [{"student": none, "teacher": some}]
     assert remarks({"ppl_ratio": 1.1, "recall": found, "needle": []}) == []
+    assert remarks({"ppl_ratio": 0.999, "recall": found, "needle": []}) == []  # noise
+    teacher = Score(100.0, 0.5)
+    for far in (Score(102.0, 0.5, 0.001), Score(100.0, 0.5, 0.02), Score(None, None, 0.001)):
+        assert note_of_little(far, teacher) == ""
+    near = note_of_little(Score(99.9, 0.5, 0.0018), teacher)
+    assert near.startswith("note: before any training the student has 0.999 times")
     below, recall = remarks({"ppl_ratio": 0.9, "recall": [{"student": none, "teacher": none}], "needle": found})
     assert below.startswith("note: a perplexity below the teacher's")
     assert recall == "note: recall compares nothing here: the teacher itself finds none"
