@@ -53,6 +53,7 @@ from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
 from .terminal.output import counted, duration, short, size
 from .terminal.progress import progress
+from .terminal.tables import chosen_options
 from .train.device import device_name, on_cpu
 from .train.progress import pace
 from .train.random_model import write_random
@@ -438,7 +439,13 @@ def dry_run(
                 say(note)
         if planned is not None:
             plan = planned[0]
-            say(f"{plan.source}: {counted(len(plan.linear), 'layer')} become {plan.linear[0].mechanism}")
+            step, memory = plan.linear[0], plan.cache_bytes(32768)
+            say(f"{plan.source}: {counted(len(plan.linear), 'layer')} become {step.mechanism}, {chosen_options(step)}")
+            said = f"{plan.new_parameters:,} new parameters"
+            if memory["source"]:
+                before = f"{size(memory['source'])} before"
+                said += f"; a sequence of 32,768 tokens holds {size(memory['converted'])} while decoding, {before}"
+            say(said)
             say_rounding(plan, say)
             if plan.choice is not None:
                 kept, of = len(plan.softmax_layers), counted(len(plan.steps) + len(plan.kept), "layer")

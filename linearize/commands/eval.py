@@ -126,9 +126,9 @@ def evaluate(
     text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths
-    from ..measure.evaluate import remarks, warn_of_chance
+    from ..measure.evaluate import warn_of_chance
     from ..measure.generate import load_any, with_tokenizer
-    from ..terminal.tables import answers_table, comparison_table
+    from ..terminal.tables import answers_table, comparison_table, remarks
     from ..train.teacher import vocabulary_of
     from ..verify.child.inputs import writes_text
 

@@ -210,6 +210,7 @@ def measure(
                 size = max(1, request.batch_tokens // length)
                 scores = {who: score(model, rows, size, advance) for who, model in models.items()}
                 result[task].append({"length": length, "entries": rows[0].entries, **scores})
+        result["dtypes"] = {who: str(model.dtype).removeprefix("torch.") for who, model in models.items()}
         result["state"] = [
             {"length": length, "student": state_bytes(student, length), "teacher": state_bytes(teacher, length)}
             for length in request.lengths

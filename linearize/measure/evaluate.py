@@ -23,7 +23,6 @@ from ..train.student import Student
 
 SUMS = 8  # figures that an evaluation adds up, in `sums_of`
 NEAR = 0.01  # of the teacher: an untrained student is 1.05 times and more away from one that uses its attention
-LOWER = 0.995  # times the teacher's perplexity; nearer to 1 is noise
 CHANCE = 0.5  # of the vocabulary's size: a random model has about all of it as perplexity
 
 
@@ -36,20 +35,6 @@ def warn_of_chance(ppl: float, words: int) -> str:
         f"warning: the teacher's perplexity {ppl:,.0f} is near its vocabulary of {words:,} tokens: on this text it is "
         "nearly random, and a student can learn nothing from it. Check the model, its tokenizer and the text"
     )
-
-
-def remarks(result: dict[str, Any]) -> list[str]:
-    """Sentences on figures of `linearize eval` that are easily misread."""
-    found = []
-    if result["ppl_ratio"] < LOWER:
-        found.append(
-            "note: a perplexity below the teacher's means that the student was trained on text more like this one, or "
-            "on longer rows. How close it is to the teacher, KL and the likeliest tokens say"
-        )
-    for task in ("recall", "needle"):
-        if result[task] and not any(row[who]["accuracy"] for row in result[task] for who in ("student", "teacher")):
-            found.append(f"note: {task} compares nothing here: the teacher itself finds none")
-    return found
 
 
 def batches(samples: Samples, size: int, max_tokens: int, accelerator: Accelerator) -> Iterator[Batch]:

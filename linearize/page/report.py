@@ -17,13 +17,13 @@ from .. import __version__
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
-from ..terminal.tables import alike, attention, chosen_options, evaluation_figures, short
+from ..terminal.tables import alike, attention, chosen_options, evaluation_figures, note_below, short
 from ..train.runs import is_evaluation, text_words
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
 from .html import Section
-from .record import EVAL, FINAL, RunRecord
+from .record import EVAL, FINAL, RunRecord, mean_needles
 
 PAGE = "report.html"
 NEEDLES_WIDTH = 520.0
@@ -297,6 +297,8 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
     first = "Figures" if last and not run.curve("eval_ppl") else first
     words = f"{first} are over {held:,} held-out {run.unit}. " if held else ""
     words += "Faint lines are single steps, strong ones running means over 4 % of a stage."
+    if run.unit == "tokens" and (note := note_below(run.ratio())):
+        words += f" {note[0].upper()}{note[1:]}."
     return html.paragraph(words) + _figure(drawn) + (html.table(columns, rows) if rows else "")
 
 
@@ -399,6 +401,8 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
         "A needle is a pair of words within ordinary text, asked for at the end. Columns are lengths of the text in "
         "tokens, rows are depths: 0 % is the beginning."
     )
+    if not any(mean_needles(run.evaluation, who) for who in ("student", "teacher")):
+        words += " The teacher itself finds none, so they compare nothing here."
     return html.paragraph(words) + _figure(drawn)
 
 

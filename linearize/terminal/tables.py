@@ -411,6 +411,8 @@ def report_table(report: dict[str, Any]) -> None:
     if rows:
         columns = {name: "number" if name else "text" for name in rows[0]}
         out.print(table(columns, [tuple(row.values()) for row in rows], f"held-out {[*rows[0]][2]}"))
+    if unit == "tokens" and report["stages"] and (note := note_below(report["stages"][-1].get("ppl_ratio"))):
+        out.print(note)
     positions_table(report.get("positions"))
     if report["layers"]:
         columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")
@@ -486,6 +488,26 @@ WRITTEN_FREELY = {
 }
 
 
+def note_below(ppl_ratio: float | None) -> str:
+    """What to say of a student with less perplexity than its teacher; else empty."""
+    if ppl_ratio is None or ppl_ratio > 0.995:  # nearer to 1 is noise
+        return ""
+    return (
+        "note: a perplexity below the teacher's makes no better model. A weak teacher may gain from a window by "
+        "itself, and training on text more like this one lowers it, too. How close the student is, KL and the "
+        "likeliest tokens say"
+    )
+
+
+def remarks(result: dict[str, Any]) -> list[str]:
+    """Sentences on figures of `linearize eval` that are easily misread."""
+    found = [note_below(result["ppl_ratio"])]
+    for task in ("recall", "needle"):
+        if result[task] and not any(row[who]["accuracy"] for row in result[task] for who in ("student", "teacher")):
+            found.append(f"note: {task} compares nothing here: the teacher itself finds none")
+    return [note for note in found if note]
+
+
 def comparison_table(result: dict[str, Any]) -> None:
     """What `linearize eval` measured."""
     student, teacher = result["student_ppl"], result["teacher_ppl"]
@@ -505,8 +527,11 @@ def comparison_table(result: dict[str, Any]) -> None:
             lists = f"{counted(free['rows'], 'list')} of {free['length']} tokens"
             count = lists if key == "recall" else counted(free["texts"], "text")
             rows.append((f"{words}, {count}", *(percent(free[who][key]) for who in ("student", "teacher"))))
+    dtypes = result["dtypes"]
+    apart = dtypes["student"] != dtypes["teacher"]
     for row in result["state"]:
-        rows.append((f"state at {row['length']} tokens", size(row["student"]), size(row["teacher"])))
+        cells = [size(row[who]) + f" ({dtypes[who]})" * apart for who in ("student", "teacher")]
+        rows.append((f"state at {row['length']} tokens", *cells))
     columns = {"": "text", "student": "number", "teacher": "number"}
     console().print(
         table(columns, rows, f"{result['tokens']:,} tokens of {result['text']}, in blocks of {result['seq_len']}")

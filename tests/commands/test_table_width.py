@@ -31,6 +31,7 @@ COMPARED = {
     **PPL, "top1_agreement": 0.912, "recall": [ANSWER], "needle": [ANSWER], "positions": POSITIONS,
     "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32}, "tokens": 1048576, "text": "wikitext-103-raw-v1",
     "state": [{"length": 131072, "student": 2.5e7, "teacher": 4e9}], "seq_len": 4096,
+    "dtypes": {"student": "bfloat16", "teacher": "float32"},
 }  # fmt: skip
 ANSWERS = {
     "kind": "images", "predicts": "classes", "labelled": 50000, "asked": 50001, "student_accuracy": 0.81,

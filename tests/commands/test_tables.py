@@ -12,7 +12,7 @@ from rich.console import Console
 
 from linearize.plan.mechanisms import mechanism_names, summary
 from linearize.terminal.output import say_error
-from linearize.terminal.tables import demo_table, estimate_table, table
+from linearize.terminal.tables import demo_table, estimate_table, report_table, table
 
 
 def shown(columns: dict[str, str], rows: list[tuple[str, ...]], width: int = 80) -> list[str]:
@@ -57,6 +57,13 @@ def test_the_demo_puts_both_students_beside_the_teacher(capsys: pytest.CaptureFi
     assert ["perplexity", "9.000", "13.500", "18.000"] in lines
     assert ["KL", "from", "the", "teacher", "0.2500", "0.5000"] in lines
     assert ["cache", "at", "32,768", "tokens", "256.0", "KiB", "128.0", "KiB", "1.0", "KiB"] in lines
+
+
+def test_a_perplexity_below_the_teachers_is_told_where_it_is_no_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    for ratio, told in ((1.02, False), (0.999, False), (None, False), (0.97, True)):
+        stages = [{"name": "logit_kl", "tokens": 9, "ppl": 9.0, "ppl_ratio": ratio, "kl": 0.1, "accuracy": None}]
+        report_table({"teacher_ppl": None, "stages": stages, "layers": []})
+        assert ("makes no better model" in " ".join(capsys.readouterr().err.split())) == told
 
 
 def test_an_estimate_has_every_part_and_stage_on_80_columns(

@@ -27,12 +27,13 @@ from linearize.errors import Exit, LinearizeError
 from linearize.measure import compare as measures
 from linearize.measure.compare import EvalRequest, compare, state_bytes
 from linearize.measure.continuation import continued
-from linearize.measure.evaluate import Score, note_of_little, remarks
+from linearize.measure.evaluate import Score, note_of_little
 from linearize.measure.freely import answered, freely, repetition
 from linearize.measure.generate import load
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
 from linearize.recipe.recipe import load_recipe
+from linearize.terminal.tables import remarks
 from linearize.train.runs import heldout_of
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
@@ -478,7 +479,7 @@ def test_figures_that_are_easily_misread_have_a_note() -> None:
     near = note_of_little(Score(99.9, 0.5, 0.0018), teacher)
     assert near.startswith("note: before any training the student has 0.999 times")
     below, recall = remarks({"ppl_ratio": 0.9, "recall": [{"student": none, "teacher": none}], "needle": found})
-    assert below.startswith("note: a perplexity below the teacher's")
+    assert below.startswith("note: a perplexity below the teacher's makes no better model")
     assert recall == "note: recall compares nothing here: the teacher itself finds none"
 
 
