@@ -459,14 +459,14 @@ def dry_run(
             say(teacher_line(named, rehearsal.student.other))
         if cost.too_large:
             say(f"note: {refusal(cost, advise(rehearsal, device, cost)).message}")
+        if measure and gpu is not None:
+            raise LinearizeError("--measure runs on the device that is here: leave out --gpu")
+        measured = measure_stages(rehearsal, [one.stage for one in cost.stages]) if measure else []
+        for one, found in zip(cost.stages, measured, strict=measure):
+            one.take_measured(found["tokens_per_s"])
         rows = [one.row(device) | {"data": data_of(recipe, one)} for one in cost.stages]
-        if measure:
-            if gpu is not None:
-                raise LinearizeError("--measure runs on the device that is here: leave out --gpu")
-            measured = measure_stages(rehearsal, [one.stage for one in cost.stages])
-            for one, row, found in zip(cost.stages, rows, measured, strict=True):
-                one.take_measured(found["tokens_per_s"])
-                row |= {"measured": found, "hours": one.row(device)["hours"]}
+        for row, found in zip(rows, measured, strict=measure):
+            row["measured"] = found
         return {"stages": rows, **cost.summary(price)}
 
 

@@ -22,7 +22,7 @@ from ..train.stages import Listener, listen
 from ..train.student import Student
 
 SUMS = 8  # figures that an evaluation adds up, in `sums_of`
-NEAR = 0.01  # of the teacher: an untrained student is 1.05 times and more away from one that uses its attention
+NEAR = 0.01  # nats, and of the teacher's perplexity: a student so near before any training has little to learn
 CHANCE = 0.5  # of the vocabulary's size: a random model has about all of it as perplexity
 
 
@@ -72,7 +72,7 @@ class Score(NamedTuple):
 
 
 def note_of_little(student: Score, teacher: Score) -> str:
-    """What to say of a student that is near its teacher before any training; else empty."""
+    """A note where a student is near its teacher before any training; empty where it is not."""
     if student.ppl is None or teacher.ppl is None or student.kl is None:
         return ""
     ratio = student.ppl / teacher.ppl

@@ -223,12 +223,8 @@ class Data(Strict):
     @field_validator(*OF_IMAGES)
     @classmethod
     def _of_images(cls, value: Any, info: ValidationInfo) -> Any:
-        if (
-            value
-            and (info.field_name, value) != ("repeats", 1)
-            and "train" in info.data
-            and not holds_images(info.data["train"])
-        ):
+        changed = value != cls.model_fields[str(info.field_name)].default
+        if changed and "train" in info.data and not holds_images(info.data["train"]):
             raise ValueError("is for images, and data.train holds text")
         return value
 

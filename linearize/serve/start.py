@@ -67,7 +67,8 @@ def server_command(
 
 
 def chat_note(folder: Path) -> str:
-    """What to say of a model without a template for chats, which a server only tells with each request; else empty."""
+    """A note where a folder has no chat template: the server itself answers each chat with an error. Empty where it has
+    one."""
     settings = folder / "tokenizer_config.json"
     known = settings.is_file() and read_json(settings).get("chat_template")
     if known or any(folder.glob("chat_template*")):

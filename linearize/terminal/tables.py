@@ -489,7 +489,7 @@ WRITTEN_FREELY = {
 
 
 def note_below(ppl_ratio: float | None) -> str:
-    """What to say of a student with less perplexity than its teacher; else empty."""
+    """A note where a student has less perplexity than its teacher; empty where it has not."""
     if ppl_ratio is None or ppl_ratio > 0.995:  # nearer to 1 is noise
         return ""
     return (

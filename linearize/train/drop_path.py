@@ -16,8 +16,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """A model's layers in their order; of those that hold others, such as the stages of a Swin, what they hold."""
-    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return [one for one in found if not any(other is not one and other in found for other in one.modules())]
+
+    def inside(module: nn.Module) -> list[nn.Module]:
+        return [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer) and one is not module]
+
+    return [one for one in inside(model) if not inside(one)]
 
 
 def chances(count: int, rate: float) -> list[float]:
