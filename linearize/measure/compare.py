@@ -197,7 +197,8 @@ def measure(
 ) -> dict[str, Any]:
     """`compare` for models at hand, which are on one device; what the teacher does alone with `both`."""
     number = sample_count(blocks, max_tokens)
-    models = {"student": student, "teacher": teacher} if both else {"student": student}
+    pair = {"student": student, "teacher": teacher}
+    models = pair if both else {"student": student}
     asked = len(TASKS) * request.trials * sum(request.lengths)
     total = 2 * number * blocks.seq_len + len(models) * asked
     with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
@@ -210,7 +211,7 @@ def measure(
                 size = max(1, request.batch_tokens // length)
                 scores = {who: score(model, rows, size, advance) for who, model in models.items()}
                 result[task].append({"length": length, "entries": rows[0].entries, **scores})
-        result["dtypes"] = {who: str(model.dtype).removeprefix("torch.") for who, model in models.items()}
+        result["dtypes"] = {who: str(model.dtype).removeprefix("torch.") for who, model in pair.items()}
         result["state"] = [
             {"length": length, "student": state_bytes(student, length), "teacher": state_bytes(teacher, length)}
             for length in request.lengths
