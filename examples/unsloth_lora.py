@@ -2,8 +2,9 @@
 
     python examples/unsloth_lora.py runs/llama-gsa/final chats.jsonl
 
-Unsloth has kernels for the softmax attention of known architectures. A converted model is none of these: it is loaded
-by its own code, and Unsloth adds gradient checkpointing and LoRA. docs/works-with.md says what of this was run.
+FastModel loads a converted model by its own code, and adds gradient checkpointing and LoRA. FastLanguageModel would put
+kernels of its own in the place of a Llama's attention, and the model refuses to run so. docs/works-with.md says what of
+this was run.
 """
 
 import sys
@@ -23,6 +24,7 @@ def main(folder: str, data: str) -> None:
         max_seq_length=4096,
         load_in_4bit=False,
         trust_remote_code=True,  # the folder has code of its own
+        attn_implementation="sdpa",  # for the layers that keep softmax
         use_exact_model_name=True,
     )
     model = FastModel.get_peft_model(model, r=16, lora_alpha=32, target_modules=TARGETS)

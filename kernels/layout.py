@@ -272,19 +272,32 @@ def document_numbers(positions: Tensor, padding: Tensor | None) -> Tensor:
 def token_padding(mask: Tensor, B: int, T: int, seen: int) -> Tensor:
     """Which of the T new tokens are real, [B,T] bool: the end of a 2D mask, the diagonal of a 4D one.
 
+    Some open the rows of left padding, which are hidden from all, to all columns, so that softmax has something to add
+    up. Such a token sees the last one, and the last one does not see it.
     Raises NotImplementedError for masks that are no tensor.
     """
     if not isinstance(mask, Tensor):
-        raise NotImplementedError(f"{type(mask).__name__} masks have no diagonal to read; use sdpa")
+        name = type(mask).__name__
+        raise NotImplementedError(f'{name} has no diagonal to read. Load the model with attn_implementation="sdpa"')
     if mask.ndim == 2:
         return mask[:, -T:].bool()
     if mask.shape[-2] == 1:  # one row for all queries
         mask = mask.expand(-1, -1, T, -1)
-    # A static cache has more columns than tokens seen so far, a sliding one fewer.
-    diagonal = mask[:, 0].diagonal(offset=min(mask.shape[-1] - T, seen), dim1=-2, dim2=-1)
-    # Some hide by -10000, others by the lowest number.
-    real = diagonal > -5000.0 if diagonal.is_floating_point() else diagonal.bool()
-    return real.expand(B, T)
+    new = new_block(mask, T, seen)
+    opened = shown(mask[:, 0, :, -1]) & ~shown(new[:, -1])
+    return (shown(new.diagonal(dim1=-2, dim2=-1)) & ~opened).expand(B, T)
+
+
+def new_block(mask: Tensor, T: int, seen: int) -> Tensor:
+    """Of a mask [B,heads,T,S] the columns of the new tokens, [B,T,T], for the first head. A static cache has more
+    columns than tokens `seen` so far, a sliding one fewer."""
+    start = min(mask.shape[-1] - T, seen)
+    return mask[:, 0, :, start : start + T]
+
+
+def shown(mask: Tensor) -> Tensor:
+    """A mask as bool: some hide by -10000, others by the lowest number."""
+    return mask > -5000.0 if mask.is_floating_point() else mask.bool()
 
 
 def check_columns(mask: Any, T: int, seen: int | None) -> None:
@@ -330,10 +343,8 @@ def check_direction(path: str, mask: Any, T: int, seen: int | None, causal: bool
 
 def _other_direction(mask: Tensor, T: int, seen: int, causal: bool) -> Tensor:
     """Whether [] bool the new tokens of a mask [B,heads,T,S] see otherwise, as `check_direction` says."""
-    start = min(mask.shape[-1] - T, seen)
-    new = mask[:, 0, :, start : start + T]
-    new = new > -5000.0 if new.is_floating_point() else new.bool()
-    real = new.diagonal(dim1=-2, dim2=-1)
+    new = shown(new_block(mask, T, seen))
+    real = token_padding(mask, len(mask), T, seen) if causal else new.diagonal(dim1=-2, dim2=-1)
     wrong = new.triu(1) if causal else new != new.transpose(1, 2)
     return (wrong & real[:, :, None] & real[:, None]).any()
 
@@ -352,7 +363,7 @@ def read_mask(
     Raises ValueError for anything else. It waits for the GPU to know; a compiled graph asserts it.
     """
     (B, T), S = shape, mask.shape[-1]
-    visible = mask > -5000.0 if mask.is_floating_point() else mask.bool()
+    visible = shown(mask)
     same = (visible == visible[:, :1]).all()  # for all heads
     if mask.is_floating_point():
         same = same & ((mask == 0) | ~visible).all()

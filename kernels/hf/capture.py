@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .interface import TRANSFER, split_name
-from ..layout import this_thread, token_padding
+from ..layout import shown, this_thread, token_padding
 
 PRODUCTS = {"matmul", "bmm", "baddbmm"}
 # These change nothing that is known of scores; on the meta device a division alone takes 150 us.
@@ -178,7 +178,7 @@ class Capture(TorchFunctionMode):
         real = token_padding(mask, B, T, self.seen)
         found.real = real if found.real is None else found.real & real
         if self.whole:
-            visible = mask > -5000.0 if mask.is_floating_point() else mask.bool()
+            visible = shown(mask)
             found.visible = visible if found.visible is None else found.visible & visible
 
     def fused(

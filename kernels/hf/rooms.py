@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..layout import shown
 from ..layers.softmax_step import obstacle, softmax_step
 from .cache import grows
 
@@ -99,8 +100,7 @@ class Room(CacheLayerMixin):
     def _check(self, mask: Any) -> None:
         if not isinstance(mask, Tensor) or mask.ndim != 4:
             raise ValueError("a layer that keeps softmax has no mask to read")
-        seen = mask > -5000.0 if mask.is_floating_point() else mask.bool()
-        if not bool((seen == self.places.real[:, None, None]).all()):
+        if not bool((shown(mask) == self.places.real[:, None, None]).all()):
             raise ValueError("a layer that keeps softmax sees other tokens than padding leaves")
         self.attended = True
 

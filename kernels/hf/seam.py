@@ -33,6 +33,7 @@ from ..layout import (
     is_causal,
     is_own_mask,
     reduce_keys,
+    shown,
     this_thread,
     watch_patches,
 )
@@ -126,9 +127,12 @@ def after_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
         student_call(module, mixer, bind(module, args, kwargs), output)
     del mixer.calls[this_thread()]
     if not call.used:
+        forward = getattr(module.forward, "__func__", module.forward)
+        name = getattr(forward, "__qualname__", type(forward).__name__)
         raise RuntimeError(
-            f"{mixer.site.path} ({type(module).__name__}) ran without calling transformers' attention interface, so "
-            "its mixer was skipped. This transformers version may not fit this checkpoint"
+            f"{mixer.site.path} ran without calling transformers' attention interface, so its mixer was skipped. Its "
+            f"forward is {name} of {getattr(forward, '__module__', 'unknown')}: where another package put it there, "
+            "load the model without that; else this transformers version may not fit"
         )
 
 
@@ -398,7 +402,7 @@ def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         number = (mask != 0).cumsum(-1)[:, -T:]  # some say 2 of the second document
     elif is_own_mask(mask) and mask.shape[-2] == T and getattr(part.config, "sliding_window", None) is None:
         # A token sees those of its document up to itself.
-        number = (mask[:, 0] > -5000.0 if mask.is_floating_point() else mask[:, 0].bool()).sum(-1).expand(len(x), -1)
+        number = shown(mask[:, 0]).sum(-1).expand(len(x), -1)
     else:
         return None
     places = (number - 1).clamp_min(0)

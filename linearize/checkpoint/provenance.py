@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_header, read_
 
 # A line of code that knows the cache by the name that transformers gives it from 5.24 on.
 KNOWS_CACHE = 'CACHE_NAMES = ("cache",'
+# A Trainer saves its checkpoints within the folder where it saves the model.
+CHECKPOINT = re.compile(r"^checkpoint-\d+/")
 
 
 class Origin(NamedTuple):
@@ -269,8 +272,9 @@ def origin_of(folder: Path, plan: Plan) -> Origin:
     """Which version wrote the code in a folder: the one of which fewest files differ.
 
     `changed` are the files that decide which code runs and are not that version's: Python, and JSON that names code.
-    Python also in folders, for transformers runs custom_generate/generate.py; folders may be links. A `plan` from which
-    no version writes code, as that of a fork's mechanism, is among them.
+    Python also in folders, for transformers runs custom_generate/generate.py; folders may be links. Checkpoints that a
+    Trainer left in the folder have the same files. A `plan` from which no version writes code, as that of a fork's
+    mechanism, is among them.
     """
     try:
         natives = natives_of(plan)
@@ -289,7 +293,7 @@ def origin_of(folder: Path, plan: Plan) -> Origin:
     for version, known in known_files().items():
         rendered = set() if unread else {sha256_of(modeling(version, plan, natives, texts))}
         ours = known | {MODELING_FILE: rendered}
-        wrong = {name for name, value in hashes.items() if value not in ours.get(name, ())}
+        wrong = {name for name, value in hashes.items() if value not in ours.get(CHECKPOINT.sub("", name), ())}
         origins.append(Origin(version, sorted(wrong | unread | missing_files(texts))))
     origin = min(origins, key=lambda one: len(one.changed))
     changed = [with_origin(name, hashes.get(name)) for name in origin.changed]

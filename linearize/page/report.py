@@ -335,18 +335,19 @@ def _fidelity(run: RunRecord, drawn: Drawing | None) -> str:
 # ---------------------------------------------------------------- what linearize eval measures
 
 
-def position_blocks(run: RunRecord) -> tuple[list[dict[str, Any]], int | None]:
-    """Stretches of long texts with their perplexities, and the length of a row in training."""
-    for found in (run.evaluation, run.report):
+def position_blocks(run: RunRecord) -> tuple[list[dict[str, Any]], int | None, str]:
+    """Stretches of long texts with their perplexities, the length of a row in training, and what measured them:
+    `linearize eval` comes before the end of finetune."""
+    for found, origin in ((run.evaluation, "by linearize eval"), (run.report, "at the end of finetune")):
         positions = (found or {}).get("positions")
         if positions and positions.get("blocks"):
-            return list(positions["blocks"]), positions.get("trained_length")
-    return [], None
+            return list(positions["blocks"]), positions.get("trained_length"), origin
+    return [], None, ""
 
 
 def draw_positions(run: RunRecord) -> Drawing:
     """Perplexity by position, of student and teacher: a level for each stretch of the text."""
-    blocks, _ = position_blocks(run)
+    blocks, *_ = position_blocks(run)
     series = []
     for who, colour in (("student", "blue"), ("teacher", "soft")):
         points = [(float(block[end]), block[f"{who}_ppl"]) for block in blocks for end in ("from", "to")]
@@ -363,14 +364,15 @@ def draw_positions(run: RunRecord) -> Drawing:
 def _positions(run: RunRecord, drawn: Drawing | None) -> str:
     if drawn is None:
         return not_measured(run)
-    blocks, trained = position_blocks(run)
+    blocks, trained, origin = position_blocks(run)
     rows = []
     for block in blocks:
         perplexities = (f"{block[key]:.4f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio"))
         rows.append((f"{block['from']:,} to {block['to']:,}", *perplexities, nats(block["kl"])))
     columns = {"position": "text"} | dict.fromkeys(("student", "teacher", "ratio", "KL"), "number")
     words = f"Training had rows of {trained:,} tokens; what lies further right was never seen. " if trained else ""
-    return html.paragraph(words + "KL is in nats a token.") + _figure(drawn) + html.table(columns, rows)
+    words += f"Measured {origin}; KL is in nats a token."
+    return html.paragraph(words) + _figure(drawn) + html.table(columns, rows)
 
 
 def draw_needles(run: RunRecord) -> Drawing:

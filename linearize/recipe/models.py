@@ -226,6 +226,11 @@ class Stage(Strict):
         """Whether only answers are targets, in rows that have them."""
         return False
 
+    @property
+    def loss_name(self) -> str:
+        """What the number of each step is called: only numbers of one name can be compared."""
+        return "loss"
+
     @field_validator("lora")
     @classmethod
     def _iff_trained(cls, lora: Lora | None, info: ValidationInfo) -> Lora | None:
@@ -260,6 +265,10 @@ class AttentionTransfer(Stage):
     """Parameters that learn: new (the mechanism's own) or lora."""
     loss: TransferLoss = TransferLoss()
     """How a layer's error is measured."""
+
+    @property
+    def loss_name(self) -> str:
+        return "attention error"
 
 
 class LogitLoss(Strict):

@@ -159,7 +159,7 @@ class StageLoop:
         later = owner.later(self.number)
         quiet = not owner.accelerator.is_main_process
         unit = unit_of(owner.recipe.data_for(self.stage).train)
-        with StageProgress(self.stage.name, self.steps, start, quiet, unit) as bar, self._interruptible():
+        with StageProgress(self.stage, self.steps, start, quiet, unit) as bar, self._interruptible():
             for step in range(start, self.steps):
                 loss, norm, lr, terms = self.step(step)
                 done = step + 1

@@ -30,9 +30,9 @@ class StageProgress:
     """Shows stage, step, loss, tokens or images (`unit`) per second, memory and the time that is left; use as a context
     manager."""
 
-    def __init__(self, stage: str, steps: int, start: int, quiet: bool = False, unit: str = "tokens") -> None:
-        self.unit = unit
-        self.stage, self.steps = stage, steps
+    def __init__(self, stage: Stage, steps: int, start: int, quiet: bool = False, unit: str = "tokens") -> None:
+        self.unit, self.loss = unit, stage.loss_name
+        self.stage, self.steps = stage.name, steps
         self.console = Console(stderr=True, quiet=quiet)
         self.last_line = time.monotonic()
         columns = ("[bold]{task.description}", "{task.completed}/{task.total}", "{task.fields[text]}")
@@ -43,7 +43,7 @@ class StageProgress:
             console=self.console,
             disable=quiet or not sys.stderr.isatty(),
         )
-        self.task = self.bar.add_task(stage, total=steps, completed=start, text="")
+        self.task = self.bar.add_task(stage.name, total=steps, completed=start, text="")
 
     def __enter__(self) -> StageProgress:
         self.bar.start()
@@ -56,7 +56,7 @@ class StageProgress:
 
     def update(self, step: int, loss: float, rate: float, left: str) -> None:
         """After an optimizer step: loss, tokens or images per second over this session, and the time that is left."""
-        text = f"loss {loss:.4g}  {rate:,.0f} {self.unit}/s  {memory_bytes() / 2**30:.1f} GiB  {left}"
+        text = f"{self.loss} {loss:.4g}  {rate:,.0f} {self.unit}/s  {memory_bytes() / 2**30:.1f} GiB  {left}"
         self.bar.update(self.task, completed=step, text=text)
         now = time.monotonic()
         if self.bar.disable and (now - self.last_line > LINE_EVERY or step == self.steps):

@@ -28,6 +28,7 @@ from .reload import clean_command, free_memory, result_of, started
 
 # Tokens of a row: more than a chunk; strict: more than two chunks of the largest size.
 LENGTH, STRICT_LENGTH = 100, 560
+OTHER_BYTES = f". Where another tool trained them and copied {MANIFEST}, remove that file: the weights count as trained"
 BEHAVIOURS = "from linearize_child.behaviours import main; main()"
 
 
@@ -163,12 +164,13 @@ def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:
 
 def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[str, str]:
     """What linearize.json calls untouched, or what is `recorded`, has the bytes that were recorded."""
-    recorded = manifest_of(folder).get("untouched") if recorded is None else recorded
+    own = recorded is None
+    recorded = manifest_of(folder).get("untouched") if own else recorded
     if not recorded:
         return "warning", "no hashes are recorded"
     shards, tensors = recorded["shards"], recorded["tensors"]
     if not shards and not tensors:
-        return "passed", "none to compare"
+        return "passed", "none: all weights are new, trained or cast"
     hashes = file_hashes(folder, [folder / name for name in shards]).values()
     wrong = [name for name, value in zip(shards, hashes, strict=True) if value != shards[name]]
     if tensors:
@@ -182,7 +184,7 @@ def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[
         wrong += [name for name, value in zip(held, found, strict=True) if value != tensors[name]]
         wrong += [f"{name} (missing)" for name in tensors.keys() - held]
     if wrong:
-        return "failed", f"not the recorded bytes: {some(sorted(wrong))}"
+        return "failed", f"not the recorded bytes: {some(sorted(wrong))}" + OTHER_BYTES * own
     others = f", {counted(len(tensors), 'tensor')} of other shards" if tensors else ""
     return "passed", counted(len(shards), "shard") + others
 

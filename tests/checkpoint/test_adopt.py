@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,17 @@ def test_a_folder_that_linearize_wrote_is_pushed_as_it_is(hybrid: Path, tmp_path
         assert folder == hybrid
     with adopted(tmp_path / "nothing") as folder:  # the push says what is wrong
         assert folder == tmp_path / "nothing"
+
+
+def test_checkpoints_within_the_folder_are_no_other_code(saved: Path, tmp_path: Path) -> None:
+    """As a Trainer leaves it that saves the model where it saved its checkpoints."""
+    shutil.copytree(saved, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint").rename(saved / "checkpoint-3")
+    adopt(saved, tmp_path / "whole")
+    assert not (tmp_path / "whole" / "checkpoint-3").exists()
+    (saved / "checkpoint-3" / "mixer.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(LinearizeError, match=r"checkpoint-3/mixer\.py"):
+        adopt(saved, tmp_path / "again")
 
 
 def test_other_code_is_not_adopted(saved: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from conftest import TOLERANCE, relative_error
 from models import HYBRID, Zoo, convert_folder, load, logits, save_source, small_model, tokens
 from torch import Tensor
 from transformers import AutoModel, BertConfig, BertModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from linearize.convert import convert, plan_conversion
 from linearize_kernels import layout
@@ -206,6 +208,33 @@ def test_masks_of_transformers_are_not_read_again(zoo: Zoo, monkeypatch: pytest.
     model.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     with pytest.raises(pytest.fail.Exception):
         logits(model, ids, attention_mask={"full_attention": documents((12,)), "sliding_attention": documents((12,))})
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_opened_rows_of_padding_are_padding(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tagged: bool) -> None:
+    """Some packages let the rows of left padding, which see nothing, see everything; one that compiles the function
+    takes away what says how the mask was asked for."""
+    plain = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        mask = plain(*args, **kwargs)
+        return None if mask is None else mask | ~mask.any(-1, keepdim=True)
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", opened)
+    monkeypatch.setattr(sys.modules["linearize_kernels.hf.interface"], "is_tracing", lambda mask: not tagged)
+    model, ids = zoo.model("llama", HYBRID), tokens(2, 12)
+    names = vars(sys.modules[type(model).__module__.rpartition(".")[0] + ".interface"])
+    monkeypatch.setitem(names, "is_tracing", lambda mask: not tagged)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    for cache in (False, True):
+        with torch.no_grad():
+            both = model(input_ids=ids, attention_mask=mask, use_cache=cache).logits
+        for row, start in ((0, 4), (1, 0)):
+            assert relative_error(both[row, start:], logits(model, ids[row : row + 1, start:])[0]) < EXACT
+    written = model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    alone = model.generate(ids[:1, 4:], max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert torch.equal(written[0, 12:], alone[0, 8:])
 
 
 def model_layout(model: Any) -> dict[str, Any]:

@@ -88,6 +88,14 @@ def test_tiles_keep_figures_of_the_run_and_of_eval_apart(run: Path) -> None:
     assert report_page(read_run(run)).count('class="soft caption"') == 1
 
 
+def test_positions_are_of_eval_where_it_measured_some_and_say_so(run: Path) -> None:
+    found, report = (json.loads((run / name).read_text()) for name in ("eval.json", "report.json"))
+    (run / "report.json").write_text(json.dumps(report | {"positions": found["positions"]}))
+    assert "Measured by linearize eval; KL" in Page(report_page(read_run(run))).words
+    (run / "eval.json").unlink()
+    assert "Measured at the end of finetune; KL" in Page(report_page(read_run(run))).words
+
+
 def test_the_cost_of_a_run_that_was_resumed_is_that_of_all_its_processes(run: Path) -> None:
     """Each notes its own rate: 100 tokens at 50 a second, then 100 more at 25, and the larger memory."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -99,7 +99,7 @@ BROKEN = {
     ),
     "packed documents": ("seam.py", LAYOUT, LAYOUT + "    layout = layout._replace(segments=None)\n"),
     "beams": ("cache.py", "self._map(lambda part: part.index_select(0, beam_idx.to(part.device)))", "pass"),
-    "generate": ("layout.py", "offset=min(mask.shape[-1] - T, seen)", "offset=0"),
+    "generate": ("layout.py", "start = min(mask.shape[-1] - T, seen)", "start = 0"),
     "constant state": (
         "cache.py",
         "        self.seen += key_states.shape[-2]\n",
@@ -198,7 +198,7 @@ def misplace(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], Callable[[Path], tuple[str, str]], str, str]] = {
-    "flipped byte": (flip, checks.check_hashes, "failed", SOURCE_SHARD),
+    "flipped byte": (flip, checks.check_hashes, "failed", f"{SOURCE_SHARD}. Where another tool trained them"),
     "not finite": (not_finite, lambda folder: checks.check_new(folder, False), "failed", "not finite"),
     "index": (misplace, checks.check_index, "failed", "lm_head.weight is in"),
     "lost file": (lambda folder: (folder / "gsa.py").unlink(), checks.check_files, "failed", "missing: gsa.py"),
