@@ -67,9 +67,12 @@ def run(module: Any, *args: Any, **kwargs: Any) -> Any:
     call = mixer.calls[this_thread()]
 
     def attend(found: Scores, v: Tensor, softmax: Callable[[], Tensor]) -> Tensor:
-        # A mask whose diagonal says which tokens are real, without memory of its own.
-        mask: Any = None if found.real is None else found.real[:, None, :, None].expand(-1, 1, -1, v.shape[2])
-        if mask is not None:
+        mask: Any = None
+        if found.real is not None:
+            # A mask that says which of the new tokens are real, with memory for one row.
+            before = min(v.shape[2] - shape[1], seen)
+            columns = F.pad(found.real, (before, v.shape[2] - shape[1] - before))
+            mask = columns[:, None, None].expand(-1, 1, shape[1], -1)
             mask.of_transformers = "causal" if mixer.site.causal else "bidirectional"
         mask = mask if found.visible is None else found.visible
         q, k = (part.reshape(*v.shape[:1], -1, *part.shape[-2:]).to(v.dtype) for part in (found.q, found.k))
