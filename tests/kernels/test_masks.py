@@ -201,7 +201,7 @@ def test_masks_of_transformers_are_not_read_again(zoo: Zoo, monkeypatch: pytest.
     """They are T x T, and known; reading them would take longer than many a layer."""
     model, ids = zoo.model("gemma2", HYBRID), tokens(2, 12)
     monkeypatch.setattr(layout, "read_mask", lambda *_: pytest.fail("read"))
-    monkeypatch.setitem(model_layout(model), "read_mask", lambda *_: pytest.fail("read"))
+    monkeypatch.setitem(carried(model, "layout"), "read_mask", lambda *_: pytest.fail("read"))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     logits(model, ids, attention_mask=mask)
@@ -223,8 +223,7 @@ def test_opened_rows_of_padding_are_padding(zoo: Zoo, monkeypatch: pytest.Monkey
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", opened)
     monkeypatch.setattr(sys.modules["linearize_kernels.hf.interface"], "is_tracing", lambda mask: not tagged)
     model, ids = zoo.model("llama", HYBRID), tokens(2, 12)
-    names = vars(sys.modules[type(model).__module__.rpartition(".")[0] + ".interface"])
-    monkeypatch.setitem(names, "is_tracing", lambda mask: not tagged)
+    monkeypatch.setitem(carried(model, "interface"), "is_tracing", lambda mask: not tagged)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     for cache in (False, True):
@@ -237,9 +236,9 @@ def test_opened_rows_of_padding_are_padding(zoo: Zoo, monkeypatch: pytest.Monkey
     assert torch.equal(written[0, 12:], alone[0, 8:])
 
 
-def model_layout(model: Any) -> dict[str, Any]:
-    """The names of the layout.py that came with a checkpoint."""
-    return vars(__import__("sys").modules[type(model).__module__.rpartition(".")[0] + ".layout"])
+def carried(model: Any, name: str) -> dict[str, Any]:
+    """The names of a file, such as layout.py, that came with a checkpoint."""
+    return vars(sys.modules[f"{type(model).__module__.rpartition('.')[0]}.{name}"])
 
 
 @pytest.mark.slow
