@@ -30,16 +30,21 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------- help
 
 
-def test_help_answers_at_once() -> None:
-    """In processor time, which does not grow with whatever else the machine is doing; the best of three."""
-    times = []
-    for _ in range(3):
-        child = subprocess.Popen([sys.executable, "-m", "linearize", "--help"], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        assert child.returncode == 0
-        times.append(usage.ru_utime + usage.ru_stime)
-    assert min(times) < 0.4
+def processor_time(*words: str) -> float:
+    """The seconds of processor time that a command of Python takes; other work of the machine lengthens it little."""
+    child = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_help_answers_at_once(tmp_path: Path) -> None:
+    """Beside the help of an empty app, since the machines that run this differ; importing torch alone takes ten."""
+    empty = tmp_path / "empty.py"
+    empty.write_text("import typer\napp = typer.Typer()\napp.command()(lambda: None)\napp()\n", "utf-8")
+    pairs = [(processor_time("-m", "linearize", "--help"), processor_time(str(empty), "--help")) for _ in range(3)]
+    assert min(ours for ours, _ in pairs) < 2.5 * min(theirs for _, theirs in pairs), pairs
 
 
 # Runs each command in this process and says which packages it has imported then; the last is what a model class needs.
