@@ -11,6 +11,7 @@ not end before --seconds is left out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import time
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from linearize import api
+from linearize.train.compiled import CompiledLayers
 from linearize.train.save import load_whole
 
 from .study import _value, claim, lean
@@ -90,11 +92,9 @@ def trained(model: Any, seed: int, tokens: Tensor, arguments: argparse.Namespace
     """Train all weights on rows that the seed draws; the loss of the last tenth of the steps, and what it took."""
     device = tokens.device
     lean(model).to(device).train()
-    loss_now = loss_of
+    loss_now, layers = loss_of, contextlib.nullcontext
     if device.type == "cuda":
-        loss_now = torch.compile(loss_of, dynamic=False)
-        for layer in model.model.layers:
-            layer.mlp.compile(dynamic=False)
+        loss_now, layers = torch.compile(loss_of, dynamic=False), CompiledLayers(model).on
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": arguments.decay}, {"params": others, "weight_decay": 0.0}]
@@ -110,10 +110,11 @@ def trained(model: Any, seed: int, tokens: Tensor, arguments: argparse.Namespace
             group["lr"] = arguments.lr * min((step + 1) / max(1, WARMUP * steps), cosine)
         given = blocks(tokens, arguments.rows, arguments.block, generator)
         for part in given.split(arguments.micro):
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                logits = model(input_ids=part, use_cache=False).logits
-            loss = loss_now(logits, part) * len(part) / len(given)
-            loss.backward()
+            with layers():
+                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                    logits = model(input_ids=part, use_cache=False).logits
+                loss = loss_now(logits, part) * len(part) / len(given)
+                loss.backward()
         losses.append(loss.detach() * len(given) / len(part))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

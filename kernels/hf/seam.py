@@ -95,11 +95,13 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     bound = bind(module, args, kwargs)
     cache = cache_in(bound)
     recurrent = prefix != TRANSFER and cache is not None and mixer.site.causal
-    # Modules that serve several layers are told which.
-    index = next(
-        i for i in (bound.get("layer_idx"), getattr(module, "layer_idx", None), mixer.site.layer) if i is not None
-    )
-    slot = state_slot(cache, index, alone=prefix == ALL) if recurrent else None
+    slot = None
+    if recurrent:  # without a cache no layer's number is read: torch.compile would compile each layer for its own
+        # Modules that serve several layers are told which.
+        index = next(
+            i for i in (bound.get("layer_idx"), getattr(module, "layer_idx", None), mixer.site.layer) if i is not None
+        )
+        slot = state_slot(cache, index, alone=prefix == ALL)
     if slot is not None:
         check_kind(slot, mixer.kind)
         check_rows(slot.state, bound[hidden_name(mixer)].shape[0])

@@ -39,6 +39,7 @@ def measure_stages(rehearsal: Rehearsal, chosen: list[Stage]) -> list[dict[str, 
             step = Step(recipe, stage, student, rehearsal.precision, rehearsal.stored_logits)
             step.prepare()
             if stage in chosen:
+                step.compile()
                 found.append(measure_steps(step, device, advance))
     return found
 

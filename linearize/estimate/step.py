@@ -16,6 +16,7 @@ from ..data.batches import Batch, has_head, kind_of
 from ..data.logits import StoredLogits, empty_rows
 from ..measure.evaluate import sums_of
 from ..recipe.recipe import AttentionTransfer, Recipe, Stage
+from ..train.compiled import CompiledLayers
 from ..train.loop import set_checkpointing, set_training
 from ..train.offload import Host, offloaded
 from ..train.runtime import caches_casts
@@ -38,6 +39,7 @@ class Step:
         self.precision = precision
         self.transfers = isinstance(stage, AttentionTransfer)
         self.host: Host | None = None
+        self.compiled: Callable[[], Any] = contextlib.nullcontext
         self.parameters: list[torch.nn.Parameter] = []
 
     @property
@@ -48,6 +50,11 @@ class Step:
         """What the stage trains, as `Finetuner.prepare` does."""
         self.parameters = self.student.prepare(self.stage, wide=self.wide)
         set_checkpointing(self.student.model, self.recipe.runtime.gradient_checkpointing and not self.transfers)
+
+    def compile(self) -> None:
+        """Compile what the recipe asks for, which takes a device and time; what is only counted is as in Python."""
+        if self.recipe.runtime.compile and not self.transfers:
+            self.compiled = CompiledLayers(self.student.model).on
 
     def batch(self) -> Batch:
         """One micro batch of the recipe's size on the model's device: random tokens, all of which count, or black
@@ -96,7 +103,8 @@ class Step:
             saving: Callable[[], Any] = contextlib.nullcontext
             if self.recipe.runtime.offload_activations:
                 saving = partial(offloaded, self.host or Host(model))
-            backward(end_to_end_loss(self.stage, self.student, model, batch, tokens, autocast, saving)[0])
+            with self.compiled():
+                backward(end_to_end_loss(self.stage, self.student, model, batch, tokens, autocast, saving)[0])
 
     def evaluate(self, batch: Batch) -> None:
         """What an evaluation does with a batch, as `measure.evaluate.score`."""

@@ -33,6 +33,7 @@ from ..recipe.data import unit_of
 from ..recipe.recipe import SFT, AttentionTransfer, OnPolicyKL, Stage
 from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
+from .compiled import CompiledLayers
 from .drop_path import dropping
 from .fsdp import like, reshard, whole
 from .losses import IGNORED
@@ -133,8 +134,9 @@ class StageLoop:
         self.replicated = not self.transfers and accelerator.num_processes > 1 and not owner.sharded
         if self.replicated:
             self.wrapped = accelerator.prepare_model(owner.model)
+        self.compiled: Callable[[], Any] = contextlib.nullcontext
         if not self.transfers and owner.recipe.runtime.compile:
-            self.wrapped = torch.compile(self.wrapped)
+            self.compiled = CompiledLayers(owner.model).on
         set_checkpointing(owner.model, owner.recipe.runtime.gradient_checkpointing and not self.transfers)
         self.saving: Callable[[], Any] = contextlib.nullcontext
         if owner.recipe.runtime.offload_activations:
@@ -152,7 +154,7 @@ class StageLoop:
         finally:
             self.over.value, self.reader = True, None  # which ends its processes
         if self.wrapped is not owner.model:
-            owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
+            owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
 
     def _steps(self, start: int) -> None:
         owner, began, self.since = self.owner, time.monotonic(), start
@@ -273,9 +275,10 @@ class StageLoop:
             with accelerator.autocast():
                 return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward), {}
         given = self.stage, owner.student, self.wrapped, batch, tokens
-        loss, terms = end_to_end_loss(*given, accelerator.autocast, self.saving)
-        # DDP and FSDP take the mean over processes of what has to be a sum.
-        accelerator.backward(loss * accelerator.num_processes)
+        with self.compiled():
+            loss, terms = end_to_end_loss(*given, accelerator.autocast, self.saving)
+            # DDP and FSDP take the mean over processes of what has to be a sum.
+            accelerator.backward(loss * accelerator.num_processes)
         return loss.detach(), terms
 
     def batch(self, step: int, micro: int) -> dict[str, Tensor]:

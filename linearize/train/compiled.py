@@ -1,0 +1,45 @@
+"""torch.compile of a model's layers, one by one: layers that are alike share one compilation, which takes seconds where
+the whole model would take minutes. Mixers' kernels stay what they are; what lies between them is fused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .drop_path import layers_of
+
+# Layers with softmax and with each mechanism, those before the first that trains, student and teacher: torch's 8 are
+# soon used up, and what is over runs uncompiled without a word.
+COMPILATIONS = 64
+
+
+class CompiledLayers:
+    """A model whose layers can be switched between torch.compile and plain Python."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: list[tuple[Any, Any]] = []
+        for layer in layers_of(model):
+            layer.compile(dynamic=False)
+            self.layers.append((layer, layer._compiled_call_impl))
+        self._switch(False)
+
+    def _switch(self, on: bool) -> None:
+        for layer, compiled in self.layers:
+            layer._compiled_call_impl = compiled if on else None
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Within: layers are compiled. Each shape of their inputs is compiled anew, so what runs in here has one."""
+        # A mixer notes its call and forgets it afterwards, which needs no second time where activations are computed
+        # again.
+        known = {"recompile_limit": COMPILATIONS, "skip_fwd_side_effects_in_bwd_under_checkpoint": True}
+        self._switch(True)
+        try:
+            with torch._dynamo.config.patch(known):
+                yield
+        finally:
+            self._switch(False)

@@ -1,0 +1,98 @@
+"""runtime.compile: the same run, one compilation for all layers that are alike, and Python outside of the steps."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import convert_folder, small_model
+from torch import nn
+from training import BASES, base, byte_tokenizer, make_recipe, metrics, stage, tensors, train
+
+from linearize.estimate.measure import measure_stages
+from linearize.estimate.memory import Rehearsal
+from linearize.train.compiled import CompiledLayers
+from linearize.train.save import load_converted
+
+KL = stage("logit_kl", "all")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What torch.compile is asked to do from here on, by its own counts; graphs are run and not turned into kernels,
+    which takes a CPU a minute."""
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters
+
+
+def near(first: Path, second: Path) -> None:
+    """Two runs have the same losses and weights, but for the order of sums."""
+    assert metrics(first) == pytest.approx(metrics(second), rel=1e-4)
+    ours, theirs = (tensors(folder / "run" / "final") for folder in (first, second))
+    for name, weight in ours.items():
+        # Adam makes whole steps of gradients that are rounding.
+        assert (weight - theirs[name]).abs().max() < 5e-3, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "options", "one", "checkpointing"),
+    [
+        pytest.param("all", {}, KL, True, id="all weights"),
+        pytest.param("all", {}, KL, False, id="stored activations"),
+        pytest.param("1", {"window": 8, "sink": 1}, stage("logit_kl", ["mixer"]), True, id="hybrid"),
+        pytest.param("all", {}, stage("logit_kl", ["new", "lora"]), True, id="lora"),
+        pytest.param("all", {}, stage("sft", "all"), True, id="sft"),
+    ],
+)
+def test_it_is_the_same_run(
+    root: Path, tmp_path: Path, graphs: Any, layers: str, options: dict[str, Any], one: dict[str, Any],
+    checkpointing: bool,
+) -> None:  # fmt: skip
+    folder = base(root, "llama", layers=layers, **options)
+    for on in (False, True):
+        assert not graphs["stats"]
+        runtime = {"device": "cpu", "gradient_checkpointing": checkpointing, "compile": on}
+        train(make_recipe(tmp_path / str(on), folder, stage("attention_transfer"), one, runtime=runtime))
+    assert graphs["stats"]["unique_graphs"] > 0
+    assert not graphs["graph_break"]
+    near(tmp_path / "True", tmp_path / "False")
+
+
+def test_layers_that_are_alike_share_one_compilation(root: Path, graphs: Any) -> None:
+    shape = {**BASES["llama"], "num_hidden_layers": 7}
+    small_model("llama", **shape).save_pretrained(root / "seven")
+    byte_tokenizer().save_pretrained(root / "seven")
+    model = load_converted(convert_folder(root / "seven", root / "seven-linear"), torch.float32, False).train()
+    given = {"input_ids": torch.arange(40)[None] % 7, "use_cache": False}
+    layers = CompiledLayers(model)
+    model(**given)
+    assert not graphs["stats"]
+    with layers.on():
+        for _ in range(2):
+            model(**given).logits.sum().backward()
+    assert graphs["stats"]["unique_graphs"] == 1
+    with torch.no_grad():  # another shape, as an evaluation has it
+        model(input_ids=torch.zeros(1, 9, dtype=torch.long), use_cache=False)
+    assert graphs["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+def test_an_estimate_measures_it(root: Path, tmp_path: Path, graphs: Any) -> None:
+    folder = base(root, "llama")
+    recipe = make_recipe(tmp_path, folder, KL, runtime={"device": "cpu", "compile": True})
+    rehearsal = Rehearsal(recipe, None, folder, "no", gpu=False)
+    rehearsal.stage(0)
+    assert not graphs["stats"]
+    assert measure_stages(rehearsal, list(recipe.stages))[0]["tokens_per_s"] > 0
+    assert graphs["stats"]["unique_graphs"] > 0
