@@ -116,6 +116,8 @@ def trained(model: Any, seed: int, tokens: Tensor, arguments: argparse.Namespace
                 loss = loss_now(logits, part) * len(part) / len(given)
                 loss.backward()
         losses.append(loss.detach() * len(given) / len(part))
+        if step % max(1, steps // 10) == 0:
+            print(f"step {step} of {steps}, {time.strftime('%X')}", flush=True)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -55,11 +55,11 @@ def bench_model(
     """Measure a folder or Hub id, of which only the config is read, or a shape by name, converted to `mechanism` or as
     a recipe's `preset` does; `options` override the preset's. Without both it is the preset FIRST.
 
-    Of text `given` may have lengths to `train` at and `contexts`, of images `sizes`; `compiled` also decodes by a
-    compiled step, or computes images by a compiled model. `tell` gets each row as a line of text when it is measured.
-    Returns plain data: `machine`, `model`, and the tables of `bench_text` or of `bench_images`. Raises LinearizeError:
-    2 unless either a model or a known shape is given, for a mechanism beside a preset, an unknown preset, and an option
-    of the other kind of model; 3 where no step can be compiled, and whatever planning raises.
+    Of text `given` may have lengths to `train` at and `contexts`, of images `sizes`; `compiled` also trains and decodes
+    by compiled steps, or computes images by a compiled model. `tell` gets each row as a line of text when it is
+    measured. Returns plain data: `machine`, `model`, and the tables of `bench_text` or of `bench_images`. Raises
+    LinearizeError: 2 unless either a model or a known shape is given, for a mechanism beside a preset, an unknown
+    preset, and an option of the other kind of model; 3 where no step can be compiled, and whatever planning raises.
     """
     asked = settle(mechanism, preset, options or {})
     planned = plan_for(model, shape, asked.mechanism, asked.options, asked.layers)

@@ -10,6 +10,7 @@ on a GPU.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,10 +28,12 @@ from ..errors import LinearizeError
 from ..measure.generate import check_compiles
 from ..plan.plan import Plan
 from ..terminal.progress import progress
+from ..train.compiled import CompiledLayers
 from ..train.loop import set_checkpointing
 from ..train.save import meta_model
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import most_tokens, with_cache
+from .case import COMPILED
 from .kernels import attempt
 from .timing import allocated, beside_device, device_ms, faster, here, peak_mib, timed, wait, working_ms
 
@@ -91,18 +94,20 @@ def bench_text(
     compiled: bool = False,
     tell: Tell = lambda *_: None,
 ) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
-    """The model, and its tables: `train` by length, `prefill` by context, `decode` by context and batch, also by a
-    compiled step. `tell` gets a table's name and each row when it is measured; rows of the model called `mechanism`
-    come before those of its peers.
+    """The model, and its tables: `train` by length, `prefill` by context, `decode` by context and batch. With
+    `compiled` steps of both models are measured compiled, too: decode as a whole, training layer by layer. `tell` gets
+    a table's name and each row when it is measured; rows of the model called `mechanism` come before those of its
+    peers.
     """
     result: dict[str, list[dict[str, Any]]] = {"train": [], "prefill": [], "decode": []}
     decoded = len(contexts) * len(batches) * (4 if compiled else 3)
-    total = 1 + 4 * len(train) + 2 * len(contexts) + decoded  # building the model, and the rows
+    trained = 4 * len(train) * (2 if compiled else 1)
+    total = 1 + trained + 2 * len(contexts) + decoded  # building the model, and the rows
 
     def measure(table: str, what: dict[str, Any], rows: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
         ours: dict[str, Any] = {}
         for name, work in rows.items():
-            with built.teacher() if name in (SOFTMAX, STATIC) else contextlib.nullcontext():
+            with built.teacher() if name.removesuffix(COMPILED) in (SOFTMAX, STATIC) else contextlib.nullcontext():
                 record = {"name": name, **what, **attempt(work)}
             ours = ours or record
             result[table].append(record | faster(ours, record))
@@ -117,16 +122,17 @@ def bench_text(
             check_compiles(built)
         advance(1)
         for length in train:
-            for checkpointing in (False, True):
-                step = partial(training, built, length, checkpointing)
-                measure("train", {"tokens": length, "checkpointing": checkpointing}, {mechanism: step, SOFTMAX: step})
+            for checkpointing, how in itertools.product((False, True), ("", COMPILED) if compiled else ("",)):
+                step = partial(training, built, length, checkpointing, compiled=bool(how))
+                what = {"tokens": length, "checkpointing": checkpointing}
+                measure("train", what, {mechanism + how: step, SOFTMAX + how: step})
         for context in contexts:
             prompt = partial(prefill, built, context)
             measure("prefill", {"context": context}, {mechanism: prompt, SOFTMAX: prompt})
         for context in contexts:
             for batch in batches:
                 steps = partial(decode, built, context, batch)
-                recorded = {f"{mechanism}, compiled": partial(steps, compiled=True)} if compiled else {}
+                recorded = {mechanism + COMPILED: partial(steps, compiled=True)} if compiled else {}
                 rows = {mechanism: steps, **recorded, SOFTMAX: steps, STATIC: partial(steps, static=True)}
                 measure("decode", {"context": context, "batch": batch}, rows)
     return built, result
@@ -147,15 +153,17 @@ def some_tokens(model: Any, batch: int, length: int) -> Tensor:
 # ---------------------------------------------------------------- training
 
 
-def training(model: Any, length: int, checkpointing: bool) -> dict[str, Any]:
+def training(model: Any, length: int, checkpointing: bool, compiled: bool = False) -> dict[str, Any]:
     """Tokens per second of forward and backward, and peak memory with weights and gradients."""
     batch = max(1, STEP_TOKENS // length) if here() == "cuda" else 1
     ids = some_tokens(model, batch, length)
     model.train()
     set_checkpointing(model, checkpointing)
+    layers = CompiledLayers(model).on if compiled else contextlib.nullcontext
 
     def step() -> None:
-        model(ids, labels=ids, use_cache=False).loss.backward()
+        with layers():
+            model(ids, labels=ids, use_cache=False).loss.backward()
         model.zero_grad(set_to_none=True)
 
     try:

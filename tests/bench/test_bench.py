@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 import types
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +414,25 @@ def test_softmax_with_a_static_cache_is_compiled_where_transformers_does(
         assert bench_text.decode(model, 6, 2, static=True)["ms"] > 0
     assert clocks == [bench_text.FIRST + 1, bench_text.TOKENS + 1] * 2  # the prompt is put, too
     assert graphs["unique_graphs"] == 1  # for both calls of generate()
+
+
+@pytest.mark.slow
+def test_compiled_training_is_measured_on_demand(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours beside softmax, each compiled by layers; the graphs are run as they are."""
+    monkeypatch.setattr(bench_text, "check_compiles", lambda model: None)
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    planned = bench_model.plan_for(str(zoo.folders("llama")[0]), None, "gsa", {})
+    graphs, counts = torch._dynamo.utils.counters["stats"], list[int]()
+    torch._dynamo.reset()
+    graphs.clear()
+    result = bench_text.bench_text(
+        planned, "gsa", train=(6,), contexts=(), compiled=True, tell=lambda *_: counts.append(graphs["unique_graphs"])
+    )[1]
+    names = ["gsa", "softmax, SDPA", "gsa, compiled", "softmax, SDPA, compiled"]
+    assert [one["name"] for one in result["train"]] == names * 2
+    assert all(one["ms"] > 0 for one in result["train"])
+    assert counts == sorted(counts)
+    assert counts[1] == 0 < counts[2] < counts[3] == counts[5] < counts[6] < counts[7]
 
 
 def test_the_device_is_told_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
