@@ -22,11 +22,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from linearize_kernels.hf.seam import mixers_of
 
 from ..errors import Exit, LinearizeError
-from ..recipe.recipe import Recipe
 from .deepspeed_zero3 import flat
 
 
-def read_plugin(recipe: Recipe, precision: str) -> FullyShardedDataParallelPlugin | None:
+def read_plugin(precision: str) -> FullyShardedDataParallelPlugin | None:
     """What `accelerate launch` was told about FSDP, or None; one unit per decoder layer unless it said otherwise.
 
     Raises LinearizeError (exit 3) for what is not supported.
@@ -43,7 +42,6 @@ def read_plugin(recipe: Recipe, precision: str) -> FullyShardedDataParallelPlugi
         "FSDP's activation checkpointing is not supported: set runtime.gradient_checkpointing: true": (
             plugin.activation_checkpointing
         ),
-        "FSDP with runtime.compile is not supported: set runtime.compile: false": recipe.runtime.compile,
         "FSDP with runtime.precision fp16 is not supported: use bf16": precision == "fp16",
     }
     for message, found in refused.items():

@@ -76,7 +76,7 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     track = None if recipe.track.to == "none" else recipe.track.to
     # Another run in this process may have had another precision, which accelerate would hold against this one.
     AcceleratorState._reset_state(True)
-    plugin, zero = read_plugin(recipe, precision), read_config(recipe, precision)
+    plugin, zero = read_plugin(precision), read_config(recipe, precision)
     if plugin or zero:
         check_divided(recipe, zero=zero is not None)
     casts = AutocastKwargs(cache_enabled=caches_casts(recipe, zero is not None))

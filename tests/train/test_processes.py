@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,18 @@ def launch(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
 
 
-def together(forks: Forks, *arguments: Any, script: str = "") -> list[Done]:
-    """Two processes with FSDP and the variables that a launcher sets."""
+def together(forks: Forks, *arguments: Any, script: str = "", environment: Mapping[str, str] = FSDP) -> list[Done]:
+    """Two processes with FSDP, or other settings, and the variables that a launcher sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {**FSDP, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared = {
+        **environment,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
     return forks.together([Task([*map(str, arguments)], environment=rank, script=script) for rank in ranks])
 
@@ -278,6 +285,40 @@ def test_shards_make_the_logits_of_some_tokens_at_a_time(
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
+# The command line with torch.compile, whose graphs are run as they are: to make kernels of them takes a CPU minutes.
+GRAPHS = """
+import functools, sys
+import torch
+from linearize import cli
+torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+sys.argv = ["linearize", *sys.argv[1:]]
+cli.main()
+assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+assert not torch._dynamo.utils.counters["graph_break"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{}, FSDP], ids=["ddp", "fsdp"])
+def test_compiled_layers_in_two_processes(
+    environment: dict[str, str], model: Path, tmp_path: Path, forks: Forks
+) -> None:
+    settings = {"data": DATA, "eval": {"max_tokens": 3 * T}}
+
+    def run(per_device: int, on: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        batch = {"per_device": per_device, "accumulate": 2}
+        one = stage("logit_kl", ["all"], steps=STEPS, batch=batch, optimizer={"lr": 1e-4})
+        return one, {**settings, "runtime": {"device": "cpu", "gradient_checkpointing": on, "compile": on}}
+
+    one, plain = run(2, False)
+    train(make_recipe(tmp_path / "one", model, one, **plain))
+    one, compiled = run(1, True)
+    recipe = write_recipe(tmp_path / "two", model, one, **compiled)
+    ended = together(forks, "finetune", recipe, script=GRAPHS, environment=environment)
+    assert [done.code for done in ended] == [0, 0], ended
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
 @pytest.mark.slow
 def test_shards_with_small_moments_go_on_in_another_number_of_processes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks
@@ -332,7 +373,6 @@ FSDP_REFUSED = [
     ({"FSDP_VERSION": "1"}, {}, "--fsdp_version 2"),
     ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "--fsdp_offload_params false"),
     ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "runtime.gradient_checkpointing: true"),
-    ({}, {"compile": True}, "runtime.compile: false"),
 ]
 
 
