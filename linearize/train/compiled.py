@@ -22,7 +22,7 @@ class CompiledLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[tuple[Any, Any]] = []
-        for layer in layers_of(model):
+        for layer in layers_of(model) or [model]:  # a model may have none that transformers would checkpoint
             layer.compile(dynamic=False)
             self.layers.append((layer, layer._compiled_call_impl))
         self._switch(False)
