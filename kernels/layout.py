@@ -322,9 +322,9 @@ def is_own_mask(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.ndim > 2 and not hasattr(mask, "of_transformers")
 
 
-def check_direction(path: str, mask: Any, T: int, seen: int | None, causal: bool) -> None:
-    """Raise ValueError where a 4D mask of transformers' makes T > 1 new tokens see otherwise than the linear layer at
-    `path` does: later ones in a causal layer; in a bidirectional one, a token that is not seen by one that it sees.
+def check_direction(site: Any, mask: Any, T: int, seen: int | None, causal: bool) -> None:
+    """Raise ValueError where a 4D mask of transformers' makes T > 1 new tokens see otherwise than the linear layer of
+    `site` does: later ones in a causal layer; in a bidirectional one, a token that is not seen by one that it sees.
 
     `of_transformers` of a mask says how it was asked for. Where it says neither the layer's direction, nor anything, as
     on another device and in compiled graphs, the mask itself is read; a compiled graph asserts it.
@@ -334,11 +334,11 @@ def check_direction(path: str, mask: Any, T: int, seen: int | None, causal: bool
         return
     if mask.shape[-2] != T:  # one row for all queries
         return
-    message = f"{path}: {_DIRECTIONS[causal]}. {_OTHER_DIRECTION}"
-    if is_tracing(mask):
+    message = f"{_DIRECTIONS[causal]}. {_OTHER_DIRECTION}"
+    if is_tracing(mask):  # a path that was read would have torch.compile compile each layer for its own
         torch._assert_async(~_other_direction(mask, T, seen or 0, causal), message)
     elif once(mask, ("direction", T, seen, causal), lambda: bool(_other_direction(mask, T, seen or 0, causal))):
-        raise ValueError(message)
+        raise ValueError(f"{site.path}: {message}")
 
 
 def _other_direction(mask: Tensor, T: int, seen: int, causal: bool) -> Tensor:

@@ -53,6 +53,8 @@ class Config(NamedTuple):
     sweep_programs: int = 132
     # Tokens times memories from where on they run: their launches are more, and below that the host is what waits.
     sweep_from: int = 0
+    # Tokens of a chunk there; 0: `chunk`.
+    sweep_chunk: int = 0
 
 
 # triton 3.4 to 3.7 miscompile some products with the transpose of a product, which a memory in sweep.py is. With 3.6
@@ -60,7 +62,7 @@ class Config(NamedTuple):
 UNCHECKED = ("3.4", "3.5", "3.7")
 
 # (capability, BM, wider of BD and BDV) -> what differs from `safe` for bf16. Measured: one H200, 64 and 128 slots x 128;
-# the sweep of 64 slots on one H100. With heads of 64 it was slower there.
+# the sweep of 64 slots and heads of 256 on one H100, of rows of 2048 with 8 heads. With heads of 64 it was slower there.
 SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
     ((9, 0), 64, 64): {"stack": 2, "key_stages": 2, "step_warps": 2},
     ((9, 0), 64, 128): {
@@ -68,6 +70,8 @@ SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
     },
     ((9, 0), 128, 64): {"sweep": (Walk(64, 4, 1),) * 4},
     ((9, 0), 128, 128): {"sweep": (Walk(64, 4, 1), Walk(128, 8, 2), Walk(128, 8, 2), Walk(64, 4, 1))},
+    ((9, 0), 64, 256): {"sweep": (Walk(64, 4, 1),) * 4, "sweep_from": 1 << 17, "sweep_chunk": 64},
+    ((9, 0), 128, 256): {"sweep": (Walk(64, 4, 1),) * 4, "sweep_chunk": 64},
 }
 
 

@@ -54,6 +54,9 @@ class GSAProblem(Problem):
         self.g, self.scale, self.segments = call.g.contiguous(), call.scale, call.segments
         self.start = [None if x is None else x.float().contiguous() for x in (call.K0, call.V0)]
         (self.E, self.M), self.config = call.g.shape[2:], configure(call.q, call.v, call.g)
+        self.swept = sweeps(self)
+        if self.swept and self.config.sweep_chunk:
+            self.config = self.config._replace(chunk=self.config.sweep_chunk)
         self.layout = lay_out(call.q, call.cu, self.config.chunk)
         self.grid = self.layout.chunks, self.B * self.E
         # What chunk kernels take after their tensors and strides.
@@ -150,7 +153,7 @@ def results(x: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 def forward(number: int, call: Call, o: Tensor, K1: Tensor, V1: Tensor) -> None:
     x = GSAProblem(number, call)
-    if sweeps(x):
+    if x.swept:
         _sweep_forward(Sweep(x), o, K1, V1)
         return
     m = memories(x, [K1, V1])
@@ -165,7 +168,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, g and of the entering memories."""
     x, do = GSAProblem(number, call), dense(do)
-    if sweeps(x):
+    if x.swept:
         return _sweep_backward(Sweep(x), do, dK1, dV1)
     m, side_by_side = memories(x, [None, None]), x.config.warps * x.stack
 
@@ -217,7 +220,7 @@ def sweeps(x: GSAProblem) -> bool:
     c = x.config
     if c.sweep_from > x.B * x.T * x.E:
         return False
-    plain = x.layout.per_chunk is None and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
+    plain = x.call.cu is None and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
     return plain and bool(c.sweep) and all(x.M % walk.part == x.D % walk.part == 0 for walk in c.sweep)
 
 

@@ -75,7 +75,7 @@ class Call:
     def check(self, mixer: Mixer, mask: Any, T: int, seen: int | None, causal: bool) -> None:
         """`check_direction` of a mask that transformers made; the caller's own is read whole, regions are windows'."""
         if "own_mask" not in self.places and not self.geometry.windows:
-            check_direction(mixer.site.path, mask, T, seen, causal)
+            check_direction(mixer.site, mask, T, seen, causal)
 
 
 def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -48,6 +48,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "sweep_in_pieces": [
         {"sweep": 4, "E": 2, "T": 70, "state": True},
+        {"sweep": 4, "E": 2, "T": 70, "state": True, "chunk": 16},
         {"sweep": 8, "E": 2, "T": 70, "segments": 33, "B": 2},
     ],
     "sweep_in_steps": [
@@ -134,16 +135,18 @@ def test_safe_configurations_fit_their_budget(sizes: tuple[int, int, int]) -> No
         assert kernel.metadata.shared <= budget * 1024, (name, config)
 
 
+@pytest.mark.parametrize("D", [128, 256])
 @pytest.mark.parametrize("M", [64, 128])
 @pytest.mark.parametrize("name", ["read", "mix", "keys", "gates"])
-def test_sweeps_of_hopper_fit_its_shared_memory(name: str, M: int) -> None:
+def test_sweeps_of_hopper_fit_its_shared_memory(name: str, M: int, D: int) -> None:
     from linearize_kernels.gsa import sweep
     from linearize_kernels.gsa.config import choose
 
-    config = choose((9, 0), 227 * 1024, M, 128, 128, torch.bfloat16)
+    config = choose((9, 0), 227 * 1024, M, D, D, torch.bfloat16)
+    config = config._replace(chunk=config.sweep_chunk or config.chunk)
     part, warps, stages = config.sweep[("read", "mix", "keys", "gates").index(name)]
-    size = M if name in ("read", "gates") else 128
-    constants = overrides_for(config, M, 128) | {
+    size = M if name in ("read", "gates") else D
+    constants = overrides_for(config, M, D) | {
         **dict.fromkeys(("CUT", "START", "LAST", "SEGMENTS", "STEPS"), False), "BX": part, "SPLIT": size // part,
         "p_seg": None,
     }  # fmt: skip
@@ -166,9 +169,9 @@ def test_a_short_call_of_few_slots_does_not_sweep() -> None:
     from linearize_kernels.gsa import config, launch
 
     chosen = config.choose((9, 0), 227 * 1024, 64, 128, 128, torch.bfloat16)
-    layout = SimpleNamespace(per_chunk=None)
+    whole = SimpleNamespace(cu=None)
     for T, expected in ((2048, True), (2047, False)):
-        call = SimpleNamespace(config=chosen, B=4, T=T, H=32, E=32, M=64, D=128, DV=128, layout=layout)
+        call = SimpleNamespace(config=chosen, B=4, T=T, H=32, E=32, M=64, D=128, DV=128, call=whole)
         assert launch.sweeps(call) == expected
 
 
@@ -264,12 +267,13 @@ def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict
 
 
 def compare(case: dict[str, Any]) -> dict[str, float]:
-    """`sweep`: the kernels of sweep.py, with that many programs to fill the GPU."""
+    """`sweep`: the kernels of sweep.py, with that many programs to fill the GPU; `chunk`: their tokens of a chunk."""
     from linearize_kernels.gsa import launch
     from linearize_kernels.gsa.config import Walk
 
     made, configure = build(case), launch.configure
-    walks = {"sweep": (Walk(16, 4, 1),) * 4, "sweep_programs": case["sweep"]} if "sweep" in case else {}
+    walks = {"sweep": (Walk(16, 4, 1),) * 4, "sweep_programs": case.get("sweep"), "sweep_chunk": case.get("chunk", 0)}
+    walks = walks if "sweep" in case else {}
     with mock.patch.object(launch, "configure", lambda *inputs: configure(*inputs)._replace(**walks)):
         return largest_errors(results(case, made, False), results(case, made, True))
 

@@ -5,7 +5,9 @@ Masks that a caller makes are in test_masks.py.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,10 +127,10 @@ def test_masks_without_a_name_are_read() -> None:
             fits = [mask is causal, mask is both]
             for looks_back, fit in zip((True, False), fits, strict=True):
                 if fit:
-                    check_direction("a", form, 6, None, looks_back)
+                    check_direction(SimpleNamespace(path="a"), form, 6, None, looks_back)
                     continue
                 with pytest.raises(ValueError, match=r"^a: this call (lets|hides)"):
-                    check_direction("a", form, 6, None, looks_back)
+                    check_direction(SimpleNamespace(path="a"), form, 6, None, looks_back)
 
 
 @pytest.mark.slow
@@ -140,11 +142,19 @@ def test_compiled_graphs_refuse(zoo: Zoo) -> None:
         assert relative_error(compiled(model, block_sequence_ids=TEXT), logits(model, ids)) < EXACT
         with pytest.raises(RuntimeError, match="Linear layers follow a mask"):  # it cannot tell who made the mask
             compiled(model, block_sequence_ids=IMAGE)
-    graph = torch.compile(lambda mask: check_direction("a", mask, 6, None, True), backend="aot_eager", fullgraph=True)
+
+
+def test_layers_share_one_compiled_check() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    checked = functools.partial(check_direction, T=6, seen=None, causal=True)
+    graph = torch.compile(checked, backend="aot_eager", fullgraph=True)
     both = torch.ones(1, 1, 6, 6, dtype=torch.bool)
-    graph(both.tril())
-    with pytest.raises(RuntimeError, match="a: this call lets tokens see later ones"):
-        graph(both)
+    for path in "ab":
+        graph(SimpleNamespace(path=path), both.tril())
+    with pytest.raises(RuntimeError, match="this call lets tokens see later ones"):
+        graph(SimpleNamespace(path="a"), both)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # ---------------------------------------------------------------- architectures that ask for such masks
