@@ -27,7 +27,7 @@ from linearize.checkpoint.source import read_header
 from linearize.checkpoint.write import MANIFEST
 from linearize.convert import convert, next_step, plan_conversion, unread
 from linearize.errors import Exit, LinearizeError
-from linearize.plan.mechanisms import build_mixer
+from linearize.plan.mechanisms import build_mixer, parse_settings, resolve_options
 from linearize.plan.plan import Plan, choose_layers
 from linearize.probe.found import Found
 from linearize.recipe.recipe import load_recipe
@@ -305,7 +305,11 @@ def test_options_of_some_layers(source: Path, tmp_path: Path) -> None:
     model = load(folder)
     assert [mixer.slots for mixer in mixers_of(model).values()] == [8, 16, 4, 8]
     assert model(tokens(1, 9)).logits.isfinite().all()
-    assert "layers 1: `{'slots': 16}`; layers 2: `{'slots': 4}`" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "layers 1: `slots=16`; layers 2: `slots=4`; layers 3: `" in card
+    row = re.findall(r"\| options \| `(.+?)`", card)[0]
+    assert "rope=true" in row
+    assert resolve_options("gsa", parse_settings(row.split(", "))) == plan.steps[0].options
 
 
 # ---------------------------------------------------------------- bad sources, each with its exit code
@@ -764,7 +768,7 @@ def test_the_manifest_and_the_card_tell_the_facts(source: Path) -> None:
         "trust_remote_code=True",
         f"{plan.new_parameters:,}",
         f"{sum(step.state_bytes for step in plan.steps):,} bytes",
-        "'rope': False",
+        "rope=false",
     ):
         assert fact in card
 

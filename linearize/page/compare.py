@@ -318,7 +318,7 @@ def memory(lanes: Lanes) -> Drawing | None:
             series.append(Series(name, points, colour, dashed))
     if not series:
         return None
-    x = Axis("context, tokens", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
+    x = Axis("tokens of context", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
     return lines("State and cache while decoding", series, x, Axis("bytes", True, bytes_text), height=300)
 
 

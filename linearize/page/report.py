@@ -356,7 +356,7 @@ def draw_positions(run: RunRecord) -> Drawing:
     return lines(
         "Perplexity by position in long texts",
         series,
-        Axis("position, tokens", False, binary, edges),
+        Axis("tokens into the text", False, binary, edges),
         Axis("perplexity"),
     )
 
@@ -453,7 +453,7 @@ def draw_memory(run: RunRecord) -> Drawing:
     values = [value for points in found.values() for _, value in points]
     powers = range(math.floor(math.log2(min(values)) / 2) * 2, math.ceil(math.log2(max(values))) + 1, 2)
     marks = tuple(2.0**power for power in powers)[:: 1 if len(powers) < 9 else 2]
-    x = Axis("context, tokens", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
+    x = Axis("tokens of context", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
     return lines("Memory of a sequence while decoding", series, x, Axis("bytes", True, bytes_text, marks))
 
 

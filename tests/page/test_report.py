@@ -235,8 +235,18 @@ def test_pictures_are_png_files_with_something_on_them(run: Path) -> None:
         with Image.open(run / name) as image:
             assert image.width >= 1000
             assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 5
-        assert about
+        assert "at the end" not in about
         assert len(data) < 150_000
+
+
+def test_what_a_picture_shows_says_where(run: Path) -> None:
+    """In words, for whoever does not see it."""
+    about = {name: drawn.about for name, drawn in pictures(read_run(run)).items()}
+    assert about["memory"].startswith("Memory of a sequence while decoding, at 1M tokens of context: source: cache ")
+    assert "Held-out perplexity, at 5.12k training tokens: student 12, teacher 10" in about["training"]
+    assert about["positions"].startswith("Perplexity by position in long texts, at 2k tokens into the text: student ")
+    two = [charts.Series(name, [(1.0, 2.0), (end, 3.0)], "blue") for name, end in (("a", 5.0), ("b", 9.0))]
+    assert charts.lines("t", two, charts.Axis("x"), charts.Axis("y")).about == "t, at the end: a 3, b 3"
 
 
 def test_without_pillow_there_are_no_pictures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
