@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .checkpoint.again import as_source, mixer_prefixes, plan_converted, write_again
 from .checkpoint.atomic import check_output, output_folder
+from .checkpoint.card import loading
 from .checkpoint.carried import carried_files, left_behind
 from .checkpoint.code import SourceClasses
 from .checkpoint.fp8 import float_tensors
@@ -41,7 +43,6 @@ Pricer = Callable[[Plan, Source, SourceClasses], Choice]
 WindowChooser = Callable[[Plan, Source, SourceClasses, str, float], WindowChoice]
 # What to write in place of `auto`.
 NAMED = {"--keep-softmax": "layers, such as --keep-softmax 7,15", "--keep-heads": "heads, such as --keep-heads 3:0"}
-NEXT = "distil it: linearize finetune hybrid model.base={folder} convert=null"
 UNREAD = "not copied, because loading the model does not need it: {}"
 
 
@@ -236,6 +237,15 @@ def convert(
             message = verify(folder, level, source, plan, trust_remote_code)
     say(message)
     return message
+
+
+def next_step(plan: Plan, folder: Path) -> str:
+    """How to go on with the conversion in `folder`, also with one's own data."""
+    of_images = loading(plan)["processor"] == "image_processor"
+    recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
+    command = shlex.join(["linearize", "finetune", recipe, f"model.base={folder}", "convert=null"])
+    own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
+    return f"distil it: {command}\nIts data are on the Hub. For your own add {own}"
 
 
 def unread(source: Source, *_: Any) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import struct
 import time
@@ -23,11 +25,12 @@ from linearize.checkpoint.carried import NAMES
 from linearize.checkpoint.manifest import read_plan
 from linearize.checkpoint.source import read_header
 from linearize.checkpoint.write import MANIFEST
-from linearize.convert import convert, plan_conversion, unread
+from linearize.convert import convert, next_step, plan_conversion, unread
 from linearize.errors import Exit, LinearizeError
-from linearize.plan.mechanisms import build_mixer
+from linearize.plan.mechanisms import build_mixer, parse_settings, resolve_options
 from linearize.plan.plan import Plan, choose_layers
 from linearize.probe.found import Found
+from linearize.recipe.recipe import load_recipe
 from linearize.terminal.output import ranges
 from linearize.train.save import meta_model
 from linearize_kernels.hf.seam import mixers_of
@@ -271,6 +274,21 @@ def test_mechanisms_and_options_are_checked(
     assert caught.value.code == Exit.USAGE
 
 
+@pytest.mark.parametrize(
+    ("architecture", "files"), [("LlamaForCausalLM", "files"), ("ViTForImageClassification", "images")]
+)
+def test_how_a_conversion_goes_on_can_be_pasted(shared: Path, architecture: str, files: str) -> None:
+    """With the recipe's data, and with one's own."""
+    plan = dataclasses.replace(plan_conversion(str(shared), "la")[0], architecture=architecture)
+    run, own = next_step(plan, Path("my model")).splitlines()
+    command, words = shlex.split(run.partition("it: ")[2]), shlex.split(own.partition(" add ")[2])
+    assert command[:2] == ["linearize", "finetune"]
+    assert load_recipe(command[2], command[3:]).convert is None
+    recipe = load_recipe(command[2], [*command[3:], *words])
+    assert (recipe.model.base, recipe.convert) == ("my model", None)
+    assert all(files in source.model_fields_set for source in (recipe.data.train, recipe.data.eval))
+
+
 def test_published_options_come_with_faithful(shared: Path) -> None:
     options = plan_conversion(str(shared), "gsa", options={"faithful": "true", "slots": "8"})[0].steps[0].options
     assert (options["feature_map"], options["rope"], options["slots"]) == ("swish", False, 8)
@@ -287,7 +305,11 @@ def test_options_of_some_layers(source: Path, tmp_path: Path) -> None:
     model = load(folder)
     assert [mixer.slots for mixer in mixers_of(model).values()] == [8, 16, 4, 8]
     assert model(tokens(1, 9)).logits.isfinite().all()
-    assert "layers 1: `{'slots': 16}`; layers 2: `{'slots': 4}`" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "layers 1: `slots=16`; layers 2: `slots=4`; layers 3: `" in card
+    row = re.findall(r"\| options \| `(.+?)`", card)[0]
+    assert "rope=true" in row
+    assert resolve_options("gsa", parse_settings(row.split(", "))) == plan.steps[0].options
 
 
 # ---------------------------------------------------------------- bad sources, each with its exit code
@@ -746,7 +768,7 @@ def test_the_manifest_and_the_card_tell_the_facts(source: Path) -> None:
         "trust_remote_code=True",
         f"{plan.new_parameters:,}",
         f"{sum(step.state_bytes for step in plan.steps):,} bytes",
-        "'rope': False",
+        "rope=false",
     ):
         assert fact in card
 

@@ -286,6 +286,18 @@ def test_commands_in_the_headers_of_recipes_parse(preset: Preset) -> None:
     check_command(words[1:])
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_the_first_pages_convert_as_their_recipe_does(name: str) -> None:
+    """Or a reader wonders which of the two is right."""
+    commands = {words[0]: words for words in reversed(linearize_commands(ROOT / name)) if words[1:]}
+    given = parse(commands["convert"])[1]
+    asked = load_recipe(commands["finetune"][1], commands["finetune"][2:]).convert
+    assert asked is not None
+    assert (given["to"], given["keep_softmax"]) == (asked.mechanism, asked.keep_softmax)
+    options = (parse_settings(given["settings"]), asked.options)
+    assert resolve_options("gsa", options[0]) == resolve_options("gsa", options[1])
+
+
 @every_page
 def test_other_commands_name_what_exists(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))

@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from .. import __version__
 from ..errors import redact
 from ..plan.heads import written
+from ..plan.mechanisms import to_settings
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
@@ -157,14 +158,15 @@ def untrained(plan: Plan) -> str:
 
 
 def options_text(plan: Plan) -> str:
-    """The options of the linear layers: once where all have the same, else by layers what differs from the first's."""
-    first = plan.linear[0].options
-    others: dict[str, list[int]] = {}
+    """The options of the linear layers, as --set takes them: once where all have the same, else by layers what differs
+    from the first's."""
+    first, others = plan.linear[0].options, dict[str, list[int]]()
     for step in plan.linear:
         changed = {name: value for name, value in step.options.items() if first.get(name) != value}
         if changed:
-            others.setdefault(f"`{changed}`", []).append(step.site.layer)
-    return "; ".join([f"`{first}`", *(f"layers {ranges(layers)}: {text}" for text, layers in others.items())])
+            others.setdefault(", ".join(to_settings(changed)), []).append(step.site.layer)
+    rest = (f"layers {ranges(layers)}: `{text}`" for text, layers in others.items())
+    return "; ".join([f"`{', '.join(to_settings(first))}`", *rest])
 
 
 def decoding(plan: Plan) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,7 +158,7 @@ def convert(
         target = output or Path(name_of(plan))
         how = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
         checked = story.convert(*planned, target, **how, say=say)
-        say(f"saved {target}. Next: {story.NEXT.format(folder=shlex.quote(str(target)))}")
+        say(f"saved {target}. Next: {story.next_step(plan, target)}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)

@@ -39,8 +39,8 @@ def evaluate(
     recipe: Annotated[
         str,
         typer.Option(
-            help="Recipe or preset that names the text: data.eval, data.pack and eval.max_tokens. Without it the text "
-            "is the held-out part of Python's standard library."
+            help="Recipe or preset that names the text: data.eval, data.pack and eval.max_tokens. The folder of a run: "
+            "its text and its teacher. Without it the text is the held-out part of Python's standard library."
         ),
     ] = "",
     lengths: Annotated[
@@ -93,6 +93,8 @@ def evaluate(
         from ..recipe.recipe import load_recipe
         from ..train.runs import heldout_of
 
+    run, own = Path(recipe), list[str]()
+    of_run = bool(recipe) and (run / "run.json").is_file()
     teacher = teacher and named_base(teacher)
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}
     given |= {"batch_tokens": batch_tokens, "dtype": dtype, "tasks": tasks, "limit": limit, "few_shot": few_shot}
@@ -118,12 +120,20 @@ def evaluate(
         _write(result, output, as_json)
         return
     _refuse(given, OF_TASKS, "only --tasks have rows and examples")
+    if of_run:
+        from ..measure.compare import SET_EVAL
+
+        own, base = heldout_of(run)
+        teacher = teacher or base
+        if not any(word.startswith("data.eval") for word in (*own, *(overrides or []))):
+            raise LinearizeError(f"--recipe {recipe}: the run has no held-out data; {SET_EVAL}")
     if not teacher:
         named = ""
         with suppress(LinearizeError):
             named = f"; its linearize.json says {read_plan(Path(student)).source}"
         raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
-    text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
+    words = [f"model.base={json.dumps(teacher)}", *own, *(overrides or [])]
+    text = load_recipe("demo" if of_run else recipe or "demo", words)
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths
     from ..measure.evaluate import warn_of_chance
@@ -134,8 +144,9 @@ def evaluate(
 
     check_eval(text)
     if not recipe and isinstance(text.data.eval, DemoSource):
-        own = heldout_of(Path(student))
-        say(NO_RECIPE + (f". Its own run measured it with: {shlex.join(own)}" if own else ""))
+        home = Path(student).parent
+        there = Path(student).name == "final" and (home / "run.json").is_file()
+        say(NO_RECIPE + (f". For the text of its own run: --recipe {shlex.quote(str(home))}" if there else ""))
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
     result = {"student": student, "teacher": teacher, "seed": seed}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import Annotated
 
 import typer
@@ -39,5 +40,5 @@ def serve(
         trust_remote_code=trust_remote_code,
         options=options or (),
     )
-    say(" ".join(command[2:]))
+    say(f"starting {shlex.join(command)}")
     os.execv(command[0], command)  # signals then reach the server itself

@@ -26,7 +26,6 @@ from ..verify.reload import Level
 from .probe import Part, build, probe
 from .write import FORMATS, INDEX_FILE, WEIGHTS, other_files, write_pipeline
 
-NEXT = "train its mixers, see docs/diffusers.md"
 # Classes that older checkpoints name, with the norm that tells what became of them.
 FORMER = {("Transformer2DModel", "ada_norm_zero"): "DiTTransformer2DModel"}
 
@@ -160,6 +159,11 @@ def _part(folder: Path, name: str, config: dict[str, Any], kind: str, diffusers:
     source = Source(folder, folder.name, None, config, *find_shards(folder, weights, FORMATS))
     check_secrets(source)
     return Part(name, source, build(getattr(diffusers, kind), source))
+
+
+def next_step(plan: Plan, folder: Path) -> str:
+    """How to go on with a conversion."""
+    return "train its mixers, see docs/diffusers.md"
 
 
 def unread(source: Source, parts: list[Part]) -> list[str]:

@@ -27,6 +27,12 @@ Say = Callable[[str], None]
 EXPECTED = (".gitattributes", "README.md", "LICENSE")
 # For each answer while files are sent: the Hub puts a large file together before it says a word.
 UPLOAD_SECONDS = 120
+# What the metadata of a card should have: why it may lack it, and the line to add.
+WANTED = {
+    "license": ("the source's card names none", "license: other  # or its name on the Hub: apache-2.0, mit, llama3.2"),
+    "base_model": ("the source was a local folder", "base_model: USER/NAME  # the source, where it is on the Hub"),
+}
+TRUST = "Load it with `trust_remote_code=True`, which runs the Python files of this repository."
 # What every folder holds that linearize writes.
 ALWAYS = ("config.json", "model.safetensors.index.json")
 # What reading the files takes beside loading the model in a clean process: 0.8 and 8 s for the demo, on two CPU cores.
@@ -167,8 +173,8 @@ def check_secrets(path: Path) -> None:
 
 
 def check_card(path: Path) -> list[str]:
-    """What the card of a public model should say and this one does not. Raises LinearizeError (exit 6) when it
-    cannot be read, or names a base that is no Hub repository.
+    """What the card of a public model should say and this one does not, with the lines to add. Raises LinearizeError
+    (exit 6) when it cannot be read, or names a base that is no Hub repository.
     """
     import yaml
     from huggingface_hub import metadata_load
@@ -182,10 +188,14 @@ def check_card(path: Path) -> list[str]:
             validate_repo_id(base)
     except (ValueError, TypeError, yaml.YAMLError, HFValidationError) as error:
         raise _failed(f"{path}: its metadata cannot be used: {error}") from error
-    wanted = {"license": "the source's card names none", "base_model": "the source was a local folder"}
-    notes = [f"the card names no {key}: {why}. Add it to {path}" for key, why in wanted.items() if not data.get(key)]
+    notes, lacking = [], {key: told for key, told in WANTED.items() if not data.get(key)}
+    if lacking:
+        names = " and ".join(f"no {key} ({why})" for key, (why, _) in lacking.items())
+        lines = [line for _, line in lacking.values()]
+        where, lines = ("below the first ---", lines) if data else ("at its top", ["---", *lines, "---"])
+        notes.append("\n".join([f"the card names {names}. Add to README.md, {where}:", *lines]))
     if "trust_remote_code" not in path.read_text("utf-8"):
-        notes.append(f"the card does not say that loading needs trust_remote_code=True. Add it to {path}")
+        notes.append(f"the card does not say that loading runs code. Add to README.md:\n{TRUST}")
     return notes
 
 

@@ -170,7 +170,9 @@ def lines(
                 shapes.append(Dot(across(a), down(b), 2.6, one.colour, hint=hint))
     shapes += legend([(one.name, one.colour, one.dashed) for one in shown if not one.faint], width)
     about = ", ".join(f"{one.name} {y.text(one.points[-1][1])}" for one in shown if not one.faint)
-    return Drawing(width, height, f"{title}, at the end: {about}", tuple(shapes))
+    last = {one.points[-1][0] for one in shown if not one.faint}
+    where = f"{x.text(last.pop())} {x.label}" if len(last) == 1 else "the end"  # of each line, where they differ
+    return Drawing(width, height, f"{title}, at {where}: {about}", tuple(shapes))
 
 
 def frame(

@@ -21,7 +21,19 @@ from . import html
 from .charts import Axis, Series, binary, bytes_text, lines
 from .drawing import SERIES, Drawing
 from .html import Section
-from .record import EVAL, FINAL, RUN, ModelRecord, RunRecord, find_runs, no_run, read_evaluation, read_run, whole
+from .record import (
+    EVAL,
+    FINAL,
+    RUN,
+    ModelRecord,
+    RunRecord,
+    find_runs,
+    no_run,
+    progress,
+    read_evaluation,
+    read_run,
+    whole,
+)
 from .report import CONTEXTS, mechanisms
 
 # Students by name, each the runs that made it, one after the other.
@@ -306,7 +318,7 @@ def memory(lanes: Lanes) -> Drawing | None:
             series.append(Series(name, points, colour, dashed))
     if not series:
         return None
-    x = Axis("context, tokens", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
+    x = Axis("tokens of context", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
     return lines("State and cache while decoding", series, x, Axis("bytes", True, bytes_text), height=300)
 
 
@@ -354,12 +366,3 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
         changed = datetime.datetime.fromtimestamp(when, datetime.UTC).isoformat(timespec="seconds")
         rows.append({**row, "changed": changed})
     return rows
-
-
-def progress(run: RunRecord) -> str:
-    """`finished`, or the stage and step that a run is at; of a finished run also that its model is not there now."""
-    if run.finished:
-        return "finished" if (run.folder / FINAL).is_dir() else f"finished, but {FINAL}/ is gone"
-    names = [stage["name"] for stage in run.stages]
-    steps = [entry for entry in run.entries if entry["stage"] in names]
-    return f"{steps[-1]['stage']} step {steps[-1]['step']}" if steps else "begun"

@@ -167,6 +167,15 @@ def mean_needles(evaluation: dict[str, Any] | None, who: str) -> float | None:
     return sum(found) / len(found) if found else None
 
 
+def progress(run: RunRecord) -> str:
+    """`finished`, or the stage and step that a run is at; of a finished run also that its model is not there now."""
+    if run.finished:
+        return "finished" if (run.folder / FINAL).is_dir() else f"finished, but {FINAL}/ is gone"
+    names = [stage["name"] for stage in run.stages]
+    steps = [entry for entry in run.entries if entry["stage"] in names]
+    return f"{steps[-1]['stage']} step {steps[-1]['step']}" if steps else "begun"
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelRecord(RunRecord):
     """A model beside runs: a student that `linearize eval` measured, or a `teacher` as a run or an evaluation saw it.

@@ -18,12 +18,12 @@ from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
 from ..terminal.tables import alike, attention, chosen_options, evaluation_figures, note_below, short
-from ..train.runs import is_evaluation, text_words
+from ..train.runs import is_evaluation
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
 from .html import Section
-from .record import EVAL, FINAL, RunRecord, mean_needles
+from .record import EVAL, FINAL, RunRecord, mean_needles, progress
 
 PAGE = "report.html"
 NEEDLES_WIDTH = 520.0
@@ -356,7 +356,7 @@ def draw_positions(run: RunRecord) -> Drawing:
     return lines(
         "Perplexity by position in long texts",
         series,
-        Axis("position, tokens", False, binary, edges),
+        Axis("tokens into the text", False, binary, edges),
         Axis("perplexity"),
     )
 
@@ -410,16 +410,30 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
 
 def not_measured(run: RunRecord) -> str:
     """What to run so that a page has what `linearize eval` measures. A page may be published: it has no paths of this
-    machine."""
-    folder, teacher = Path(portable(str(run.folder))), run.values.get("model", {}).get("base", "MODEL")
-    teacher = teacher if isinstance(teacher, str) else "MODEL"
-    teacher = teacher if portable(teacher) == teacher else f"PATH/TO/{portable(teacher)}"
-    data = portable(run.values.get("data"))
-    text = shlex.join(text_words(data)) if data else ""
-    words = f"linearize eval {folder / FINAL} --teacher {teacher} {text}".rstrip()
-    command = f"{words} -o {folder / EVAL}\nlinearize report {folder}"
-    where = "" if folder == run.folder else ", in the folder that holds the run,"
-    return html.missing(f"Not measured. These commands{where} measure it and write this page again:", command)
+    machine, and `linearize eval` takes those of the teacher and of the text from the run."""
+    folder, where = as_typed(run)
+    model, data = run.values.get("model") or {}, run.values.get("data") or {}
+    words = ["linearize", "eval", str(folder / FINAL), "--recipe", str(folder)]
+    words += [] if run.values.get("convert") and isinstance(model.get("base"), str) else ["--teacher", "MODEL"]
+    words += ["--trust-remote-code"] if model.get("trust_remote_code") else []
+    words += [] if data.get("eval") else ["data.eval={files: [FILE.txt]}"]
+    command = f"{shlex.join([*words, '-o', str(folder / EVAL)])}\nlinearize report {shlex.quote(str(folder))}"
+    begin = "Not measured. These commands"
+    if not (run.folder / FINAL).is_dir():
+        state = progress(run) if run.finished else f"not finished ({progress(run)})"
+        begin = f"Not measured: the run is {state}. Once {FINAL}/ is there, these commands"
+    return html.missing(f"{begin}{where} measure it and write this page again:", command)
+
+
+def as_typed(run: RunRecord) -> tuple[Path, str]:
+    """The folder of a run as commands on its page name it, and where these are for, empty where that is here."""
+    typed, place = Path(run.values.get("output_dir", "/")), run.folder.absolute()
+    above = place.parents[len(typed.parts) - 1 : len(typed.parts)]
+    if not typed.is_absolute() and above and above[0] / typed == place:
+        # From there relative names in its recipe are read, such as that of the teacher.
+        return typed, "" if above[0] == Path.cwd() else ", in the folder where the run was started,"
+    folder = Path(portable(str(run.folder)))
+    return folder, "" if folder == run.folder else ", in the folder that holds the run,"
 
 
 # ---------------------------------------------------------------- memory, samples, cost
@@ -439,7 +453,7 @@ def draw_memory(run: RunRecord) -> Drawing:
     values = [value for points in found.values() for _, value in points]
     powers = range(math.floor(math.log2(min(values)) / 2) * 2, math.ceil(math.log2(max(values))) + 1, 2)
     marks = tuple(2.0**power for power in powers)[:: 1 if len(powers) < 9 else 2]
-    x = Axis("context, tokens", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
+    x = Axis("tokens of context", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
     return lines("Memory of a sequence while decoding", series, x, Axis("bytes", True, bytes_text, marks))
 
 

@@ -184,6 +184,11 @@ def parse_settings(settings: list[str]) -> dict[str, str]:
     return parsed
 
 
+def to_settings(options: dict[str, Any]) -> list[str]:
+    """Options as `parse_settings` takes them: `["slots=64", "rope=true"]`."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
+
+
 def build_mixer(name: str, site: Any, options: dict[str, Any]) -> Any:
     """A mixer for one site; options that do not fit together become a LinearizeError (exit 2)."""
     from linearize_kernels.mixer import mixer_at

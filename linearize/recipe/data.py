@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -126,12 +127,23 @@ def unit_of(source: Any) -> str:
     return "images" if holds_images(source) else "tokens"
 
 
+# Keys by which sources name folders and files, beside `files`.
+LOCAL = ("images", "arrays", "classes")
+
+
 def local_paths(source: Any, start: Path) -> tuple[Path, ...]:
     """The files, or the folder and its file of classes, that a source names; relative ones begin at `start`, ~ is the
     user's folder."""
     names: tuple[str, ...] = getattr(source, "files", ())
-    names += tuple(name for key in ("images", "arrays", "classes") if (name := getattr(source, key, None)) is not None)
+    names += tuple(name for key in LOCAL if (name := getattr(source, key, None)) is not None)
     return tuple(start / Path(name).expanduser() for name in names)
+
+
+def rooted(source: Mapping[str, Any], start: Path) -> dict[str, Any]:
+    """A resolved source whose relative paths begin at `start`, with paths that can be read from anywhere."""
+    found = {key: str(start / Path(source[key]).expanduser()) for key in LOCAL if source.get(key) is not None}
+    files = {"files": [str(start / Path(name).expanduser()) for name in source["files"]]} if "files" in source else {}
+    return {**source, **found, **files}
 
 
 def _source_tag(value: Any) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +35,7 @@ def server_command(
     options: Sequence[str] = (),
 ) -> list[str]:
     """The command that serves a converted model of a folder or of the Hub; `options` go to the server as they are.
+    Says what a request looks like.
 
     Raises LinearizeError: 2 for an unknown server, 3 for a model that is not converted, that needs trust, or that the
     server cannot run, 4 for a server that is not installed, 5 for the Hub.
@@ -50,30 +53,51 @@ def server_command(
     if "AutoModelForCausalLM" not in config.auto_map:
         message = f"{config.architectures[0]} writes no text, which is what servers are for. Load it in Python"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    note = "" if "--chat-template" in options else chat_note(source.folder)
-    if note:
-        say(note)
     listening = ["--host", host, "--port", str(port), *options]
     if chosen == "transformers":
         if reason := outdated(source.folder, plan):
             raise LinearizeError(reason, Exit.INCOMPATIBLE)
-        return [sys.executable, "-m", "linearize.serve.with_transformers", folder, *listening]
-    try:
-        layers_of(config)
-    except ValueError as error:
-        raise LinearizeError(f"{error}. Or add --server transformers", Exit.INCOMPATIBLE) from error
-    named = ["--trust-remote-code", "--served-model-name", model]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *named, *listening]
+        name = folder
+        command = [sys.executable, "-m", "linearize.serve.with_transformers", folder, *listening]
+    else:
+        try:
+            layers_of(config)
+        except ValueError as error:
+            raise LinearizeError(f"{error}. Or add --server transformers", Exit.INCOMPATIBLE) from error
+        name = value_of(options, "--served-model-name") or model
+        named = ["--trust-remote-code", "--served-model-name", model]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *named, *listening]
+    chats = has_chat_template(source.folder) or value_of(options, "--chat-template") is not None
+    if not chats:
+        say("note: the model has no chat template, so the server answers /v1/chat/completions with an error")
+    say(f"requests give the model's name, {name}. When the server is ready:\n{request(name, listening, chats)}")
+    return command
 
 
-def chat_note(folder: Path) -> str:
-    """A note where a folder has no chat template: the server itself answers each chat with an error. Empty where it has
-    one."""
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model's folder says how a chat is written."""
     settings = folder / "tokenizer_config.json"
     known = settings.is_file() and read_json(settings).get("chat_template")
-    if known or any(folder.glob("chat_template*")):
-        return ""
-    return "note: the model has no chat template, so /v1/chat/completions answers with an error. /v1/completions works"
+    return bool(known) or any(folder.glob("chat_template*"))
+
+
+def request(name: str, options: Sequence[str], chats: bool) -> str:
+    """A request to a server with these options, as a command: a chat, or text to continue."""
+    host, port = (value_of(options, option) or "" for option in ("--host", "--port"))
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # all addresses; a request goes to one
+    place = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/{'chat/' if chats else ''}completions"
+    asked = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Hello"}
+    body = json.dumps({"model": name, **asked, "max_tokens": 40}, ensure_ascii=False)
+    return shlex.join(["curl", place, "-H", "Content-Type: application/json", "-d", body])
+
+
+def value_of(options: Sequence[str], name: str) -> str | None:
+    """The value of a server's option, the last where it stands twice, as servers take it; None where it is absent."""
+    found = None
+    for option, after in zip(options, [*options[1:], ""], strict=False):
+        if option == name or option.startswith(f"{name}="):
+            found = after if option == name else option.partition("=")[2]
+    return found
 
 
 def choose(server: str) -> str:

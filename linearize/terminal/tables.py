@@ -281,11 +281,12 @@ def converted_table(inspection: Converted) -> None:
 
 def chosen_options(step: Step) -> str:
     """The options of a layer that are not the mechanism's defaults: `slots=32 window=64`."""
-    from ..plan.mechanisms import resolve_options
+    from ..plan.mechanisms import resolve_options, to_settings
 
     base = {"base": step.options["base"]} if "base" in step.options else {}
     defaults = resolve_options(step.mechanism, base) | {"base": None}
-    return " ".join(f"{k}={value}" for k, value in step.options.items() if defaults.get(k) != value) or "defaults"
+    chosen = {key: value for key, value in step.options.items() if defaults.get(key) != value}
+    return " ".join(to_settings(chosen)) or "defaults"
 
 
 def recipe_table(plans: list[dict[str, Any]]) -> None:

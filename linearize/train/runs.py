@@ -31,9 +31,9 @@ from safetensors import SafetensorError
 from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import CARD, base_hashes
 from ..checkpoint.shards import file_hashes, sha256
-from ..errors import MALFORMED, LinearizeError, check_file, json_object, os_error, undamaged, writing
+from ..errors import LinearizeError, check_file, json_object, os_error, undamaged, writing
 from ..plan.plan import some
-from ..recipe.data import unit_of
+from ..recipe.data import rooted, unit_of
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weighty
 from ..terminal.output import finite
 
@@ -226,6 +226,7 @@ class Run:
         settings: dict[str, Any] = {
             "max_steps": self.max_steps,
             "processes": processes(),
+            "folder": str(self.recipe.folder.absolute()),  # where its relative data files start
             "commit": commit,
             "finished": False,
         }
@@ -463,20 +464,19 @@ def refuse_foreign(foreign: Sequence[Path]) -> None:
         )
 
 
-def heldout_of(model: Path) -> list[str]:
-    """Overrides by which `linearize eval` reads the text that a run measured its finished `model` on; none where the
-    model is not in the folder of a run with such a text."""
-    with contextlib.suppress(OSError, *MALFORMED):
-        if model.name == "final":
-            return text_words(json.loads((model.parent / "run.json").read_text("utf-8"))["recipe"]["data"])
-    return []
+def heldout_of(run: Path) -> tuple[list[str], str]:
+    """Overrides by which `linearize eval` reads the data that a run is measured on, none where it names none, and the
+    model that it converts, empty where that has no name.
 
-
-def text_words(data: Mapping[str, Any]) -> list[str]:
-    """Overrides that name the held-out text of a resolved recipe's `data`; none where it has none, or the demo's."""
-    if data["eval"] is None or "demo" in data["eval"]:
-        return []
-    return [f"data.eval={json.dumps(data['eval'])}", f"data.pack.seq_len={data['pack']['seq_len']}"]
+    Raises LinearizeError (exit 2) for a run.json that is damaged.
+    """
+    with undamaged(run / "run.json", "Restore it"):
+        settings = json_object(run / "run.json")
+        recipe, start = settings["recipe"], Path(settings.get("folder", ""))
+        base = recipe["model"]["base"] if recipe["convert"] else ""
+        held, pack, most = recipe["data"]["eval"], recipe["data"]["pack"], recipe["eval"]["max_tokens"]
+        read = {"data.eval": rooted(held, start), "data.pack": pack, "eval.max_tokens": most} if held else {}
+    return [f"{key}={json.dumps(value)}" for key, value in read.items()], base if isinstance(base, str) else ""
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from linearize.convert import convert, plan_conversion
 from linearize.data.documents import open_dataset
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import dry_run
-from linearize.hub.push import plan_push, push
+from linearize.hub.push import check_card, plan_push, push
 from linearize.logits import write_logits
 from linearize.recipe.recipe import load_recipe
 from linearize.terminal.output import nats
@@ -252,6 +252,26 @@ def test_a_dry_run_prints_what_would_be_uploaded(linearize: Command, hub: Hub, f
     for message in (*listed, f'name = "{REPO}"', "for linearize did not write them: notes.txt", "names no license"):
         assert message in err
     assert hub.requests == []
+
+
+def test_what_a_card_lacks_can_be_pasted(folder: Path) -> None:
+    """Where it has metadata, and where somebody wrote a card without."""
+    path = folder / "README.md"
+    first, *others = check_card(path)
+    begin, *lines = first.splitlines()
+    assert begin.startswith("the card names no license (the source's card names none) and no base_model (the source")
+    assert begin.endswith("). Add to README.md, below the first ---:")
+    path.write_text("\n".join(["---", *lines, path.read_text("utf-8").removeprefix("---\n")]), "utf-8")
+    assert (check_card(path), others) == ([], [])
+    assert {"license": "other", "library_name": "transformers"}.items() <= (metadata_load(path) or {}).items()
+
+    path.write_text("# mine\n", "utf-8")
+    for note in check_card(path):
+        assert "Add to README.md" in note.splitlines()[0]
+        added, old = "\n".join(note.splitlines()[1:]), path.read_text("utf-8")
+        path.write_text(f"{added}\n{old}" if "at its top" in note else f"{old}\n{added}\n", "utf-8")
+    assert check_card(path) == []
+    assert (metadata_load(path) or {})["base_model"] == "USER/NAME"
 
 
 def test_private_pull_request_and_message(linearize: Command, hub: Hub, folder: Path, unverified: None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +31,9 @@ from linearize.measure.freely import answered, freely, repetition
 from linearize.measure.generate import load
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
+from linearize.recipe.data import rooted
 from linearize.recipe.recipe import load_recipe
 from linearize.terminal.tables import remarks
-from linearize.train.runs import heldout_of
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
 from linearize_kernels.hf.seam import mixers_of
@@ -499,19 +498,49 @@ def test_text_without_a_recipe_is_named(
     shutil.copytree(folder, run / "final")
     recipe = load_recipe("demo", ["model.base=demo", f"data.eval={{files: [{own}]}}", "data.pack.seq_len=64"])
     (run / "run.json").write_text(json.dumps({"recipe": recipe.resolved()}))
-    found = heldout_of(run / "final")
-    assert found == [f'data.eval={{"files": ["{own}"]}}', "data.pack.seq_len=64"]
     code, _, err = linearize("eval", run / "final", *given)
-    assert f"Its own run measured it with: {shlex.join(found)}" in " ".join(err.split())
-    code, out, err = linearize("eval", run / "final", *given, *found, "--json")
-    assert (code, json.loads(out)["text"]) == (0, str(own)), err
-    assert heldout_of(folder) == []  # not in a run
-    (run / "run.json").write_text("{}")
-    assert heldout_of(run / "final") == []
+    assert f"For the text of its own run: --recipe {run}" in " ".join(err.split())
     code, out, err = linearize("eval", folder, *given, f"data.eval={{files: [{own}]}}", "--json")
     assert code == 0, err
     assert json.loads(out)["text"] == str(own)
     assert "no --recipe" not in err
+
+
+def test_a_run_names_its_text_and_its_teacher(linearize: Command, folder: Path, tmp_path: Path) -> None:
+    """Also where its recipe, whose folder its relative paths begin at, is elsewhere."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "own.txt").write_text("def f(x):\n    return x\n" * 100)
+    run, source = tmp_path / "run", folder.parent / "source"
+    run.mkdir()
+    words = [f"model.base={source}", "data.eval={files: [own.txt]}", "data.pack.seq_len=32", "eval.max_tokens=512"]
+    settings = {"recipe": load_recipe("demo", words).resolved(), "folder": str(tmp_path / "data")}
+    (run / "run.json").write_text(json.dumps(settings))
+    code, out, err = linearize("eval", folder, "--recipe", run, *SMALL, "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["text"] == str(tmp_path / "data" / "own.txt")
+    assert (told["teacher"], told["seq_len"]) == (str(source), 32)
+    assert told["tokens"] <= 512
+    settings["recipe"]["data"]["eval"] = None
+    (run / "run.json").write_text(json.dumps(settings))
+    code, _, err = linearize("eval", folder, "--recipe", run)
+    assert (code, f"--recipe {run}: the run has no held-out data; set it, for example data.eval=" in err) == (2, True)
+    settings["recipe"]["convert"] = None
+    (run / "run.json").write_text(json.dumps(settings))
+    assert "--teacher is missing" in linearize("eval", folder, "--recipe", run, "data.eval={demo: heldout}")[2]
+    (run / "run.json").write_text("{}")
+    assert "run.json is damaged" in linearize("eval", folder, "--recipe", run)[2]
+
+
+def test_a_run_notes_where_its_data_files_start(tmp_path: Path) -> None:
+    recipe = load_recipe("demo", ["model.base=x", f"data.eval={{files: [{tmp_path}/a.txt, ~/b.txt, c/d.txt]}}"])
+    found = rooted(recipe.resolved()["data"]["eval"], tmp_path)
+    assert found == {"files": [f"{tmp_path}/a.txt", str(Path("~/b.txt").expanduser()), f"{tmp_path}/c/d.txt"]}
+    assert rooted({"images": "a", "classes": None, "seed": 1}, tmp_path) == {
+        "images": f"{tmp_path}/a",
+        "classes": None,
+        "seed": 1,
+    }
 
 
 # ---------------------------------------------------------------- what models write

@@ -138,13 +138,47 @@ def test_a_long_run_makes_a_small_page(root: Path, tmp_path: Path) -> None:
 
 def test_what_was_not_measured_names_the_command_that_measures_it(run: Path) -> None:
     (run / "eval.json").unlink()
-    page = Page(report_page(read_run(run)))
-    assert page.sections == SECTIONS
-    assert (
-        page.words.count("linearize eval run/final --teacher PATH/TO/linear -o run/eval.json\nlinearize report run")
-        == 2
-    )
-    assert page.words.count("in the folder that holds the run,") == 2
+    (run / "final").mkdir()
+    settings = json.loads((run / "run.json").read_text())
+    for convert, data, other in (
+        ({"mechanism": "gsa"}, {"eval": {"files": ["/held out.txt"]}}, ""),
+        (None, {"eval": None}, " --teacher MODEL 'data.eval={files: [FILE.txt]}'"),
+    ):
+        settings["recipe"] |= {"convert": convert, "data": {**settings["recipe"]["data"], **data}}
+        (run / "run.json").write_text(json.dumps(settings))
+        page = Page(report_page(read_run(run)))
+        assert page.sections == SECTIONS
+        commands = f"linearize eval run/final --recipe run{other} -o run/eval.json\nlinearize report run"
+        assert page.words.count(commands) == 2
+        assert page.words.count("Not measured. These commands, in the folder that holds the run, measure it") == 2
+
+
+def test_commands_of_a_page_are_for_the_folder_where_the_run_was_started(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There relative names in its recipe are those of files."""
+    (run / "eval.json").unlink()
+    (tmp_path / "my runs").mkdir()
+    place = run.rename(tmp_path / "my runs" / "run")
+    settings = json.loads((place / "run.json").read_text())
+    settings["recipe"]["output_dir"] = "my runs/run"
+    (place / "run.json").write_text(json.dumps(settings))
+    words = Page(report_page(read_run(place))).words
+    assert "these commands, in the folder where the run was started, measure it" in words
+    assert "linearize report 'my runs/run'" in words
+    monkeypatch.chdir(tmp_path)
+    words = Page(report_page(read_run(Path("my runs/run")))).words
+    assert "these commands measure it" in words
+    assert "linearize eval 'my runs/run/final' --recipe 'my runs/run'" in words
+
+
+def test_a_page_of_a_run_without_a_model_says_what_there_is(run: Path) -> None:
+    (run / "eval.json").unlink()
+    told = "Not measured: the run is finished, but final/ is gone. Once final/ is there, these commands"
+    assert Page(report_page(read_run(run))).words.count(told) == 2
+    (run / "report.json").unlink()
+    told = "Not measured: the run is not finished (logit_kl step 40). Once final/ is there, these commands"
+    assert Page(report_page(read_run(run))).words.count(told) == 2
 
 
 def test_a_page_of_a_run_has_no_paths_of_this_machine(
@@ -201,8 +235,18 @@ def test_pictures_are_png_files_with_something_on_them(run: Path) -> None:
         with Image.open(run / name) as image:
             assert image.width >= 1000
             assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 5
-        assert about
+        assert "at the end" not in about
         assert len(data) < 150_000
+
+
+def test_what_a_picture_shows_says_where(run: Path) -> None:
+    """In words, for whoever does not see it."""
+    about = {name: drawn.about for name, drawn in pictures(read_run(run)).items()}
+    assert about["memory"].startswith("Memory of a sequence while decoding, at 1M tokens of context: source: cache ")
+    assert "Held-out perplexity, at 5.12k training tokens: student 12, teacher 10" in about["training"]
+    assert about["positions"].startswith("Perplexity by position in long texts, at 2k tokens into the text: student ")
+    two = [charts.Series(name, [(1.0, 2.0), (end, 3.0)], "blue") for name, end in (("a", 5.0), ("b", 9.0))]
+    assert charts.lines("t", two, charts.Axis("x"), charts.Axis("y")).about == "t, at the end: a 3, b 3"
 
 
 def test_without_pillow_there_are_no_pictures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +371,7 @@ def test_finetune_ends_with_a_page_and_with_pictures_in_the_card(root: Path, tmp
     assert [set(sample) for sample in report["samples"]] == [{"prompt", "teacher", "student", "text"}] * 3
     words = Page((tmp_path / "run" / "report.html").read_text()).words
     assert "1 of 2 softmax layers became GSA; layer 1 keeps softmax" in words
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["folder"] == str(tmp_path)
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     named = re.findall(r"!\[.+\]\((.+)\)", card)
     assert named[0] == "pictures/converted.png"

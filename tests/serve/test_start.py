@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +106,42 @@ def test_a_model_without_a_template_for_chats_is_told(
     assert ("note: the model has no chat template" in told) == (not file)
     assert "no chat template" not in linearize("serve", folder, "--", "--chat-template", "x.jinja")[2]
     assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    ("server", "given", "place", "named"),
+    [
+        ("vllm", ["--port", "8123"], "http://127.0.0.1:8123", "{}"),
+        ("vllm", ["--host", "0.0.0.0", "--", "--served-model-name=mine"], "http://127.0.0.1:8000", "mine"),
+        ("transformers", ["--host", "::", "--", "--port", "81"], "http://[::1]:81", "{}"),
+    ],
+)
+def test_a_request_to_the_server_can_be_pasted(
+    linearize: Command,
+    zoo: Zoo,
+    installed: list[str],
+    started: list[list[str]],
+    tmp_path: Path,
+    server: str,
+    given: list[str],
+    place: str,
+    named: str,
+) -> None:
+    """It names the model as it is served, and the place that takes what the model can do."""
+    folder = copied(zoo.folders("llama")[1], tmp_path / "it's linear")
+    installed += [server]
+    for path, key in (("completions", "prompt"), ("chat/completions", "messages")):
+        code, _, told = linearize("serve", folder, *given)
+        assert code == 0, told
+        name = named.format(folder)
+        assert f"the model's name, {name}." in told
+        words = shlex.split(next(line for line in told.splitlines() if line.startswith("curl ")))
+        assert words[:5] == ["curl", f"{place}/v1/{path}", "-H", "Content-Type: application/json", "-d"]
+        body = json.loads(words[5])
+        assert body["model"] == name
+        assert key in body
+        assert f"starting {shlex.join(started[-1])}" in told
+        (folder / "chat_template.jinja").write_text("{{ x }}")
 
 
 def test_a_model_that_is_not_converted_is_refused(linearize: Command, zoo: Zoo, installed: list[str]) -> None:
