@@ -235,7 +235,8 @@ def evaluate(
     Returns:
         `tokens` read, `student_ppl`, `teacher_ppl`, `ppl_ratio`, `kl` (nats a token), `top1_agreement` (share of
         tokens), and a row for each `length` in `recall` and `needle` (`student` and `teacher`, each with `accuracy` and
-        `loss`) and in `state` (bytes of the caches of `student` and `teacher`); `generated`, None where that is 0.
+        `loss`) and in `state` (bytes of the caches of `student` and `teacher`, both in `state_dtype`); `generated`,
+        None where that is 0.
 
     Raises:
         LinearizeError: 2 for text or lengths, 3 for models that do not belong together, 4 for resources.

@@ -50,6 +50,7 @@ EVALUATED = {
     "recall": [{"length": int, "student": RECALLED, "teacher": RECALLED}],
     "needle": [{"length": int, "student": RECALLED, "teacher": RECALLED}],
     "state": [{"length": int, "student": int, "teacher": int}],
+    "state_dtype": str,
 }
 PLANNED = {"steps": tuple, "kept": tuple, "notes": list}
 

@@ -172,7 +172,7 @@ def decoding(plan: Plan) -> str:
     state = sum(step.state_bytes for step in plan.steps)
     exact = [name for name, there in (("layers", plan.kept), ("heads", plan.softmax_groups)) if there]
     kv = f" (plus the KV cache of the softmax {' and '.join(exact)})" if exact else ""
-    return f"| decode state per sequence | {state:,} bytes, whatever the length{kv} |\n" if state else ""
+    return f"| decode state per sequence, {plan.dtype} | {state:,} bytes, whatever the length{kv} |\n" if state else ""
 
 
 def loading(plan: Plan) -> dict[str, str]:

@@ -212,8 +212,12 @@ def measure(
                 scores = {who: score(model, rows, size, advance) for who, model in models.items()}
                 result[task].append({"length": length, "entries": rows[0].entries, **scores})
         result["dtypes"] = {who: str(model.dtype).removeprefix("torch.") for who, model in pair.items()}
+        # What a model keeps in float32 in every dtype cannot be told from the rest of a float32 model, so the narrower
+        # model is counted in the wider dtype, and never the other way round.
+        wider = max(student.dtype, teacher.dtype, key=lambda dtype: dtype.itemsize)
+        result["state_dtype"] = str(wider).removeprefix("torch.")
         result["state"] = [
-            {"length": length, "student": state_bytes(student, length), "teacher": state_bytes(teacher, length)}
+            {"length": length, **{who: state_bytes(model, length, wider.itemsize) for who, model in pair.items()}}
             for length in request.lengths
         ]
     return result
@@ -257,8 +261,9 @@ def predictions(
 
 
 @torch.no_grad()
-def state_bytes(model: Any, tokens: int) -> int:
-    """Bytes that a cache holds for one sequence of so many tokens, in layers of every kind."""
+def state_bytes(model: Any, tokens: int, item: int = 1) -> int:
+    """Bytes that a cache holds for one sequence of so many tokens, in layers of every kind; a floating number has at
+    least `item`."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     layers = cache_of(model(input_ids=ids, use_cache=True)).layers
-    return sum(held_bytes(vars(layer)) for layer in layers)
+    return sum(held_bytes(vars(layer), item) for layer in layers)

@@ -213,6 +213,10 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
         images = all(run.unit == "images" for run in students)
         others = "images: compare each run with its teacher, not accuracies" if images else ""
         found.append(f"the runs were evaluated on different {others or 'text: compare x teacher, not perplexities'}")
+    dtypes = {run.plan.dtype: run.name for run in runs if run.plan is not None and run.bytes_at(MEMORY_AT)}
+    if len(dtypes) > 1:
+        each = ", ".join(f"{dtype} of {name}" for dtype, name in dtypes.items())
+        found.append(f"states are counted in the dtype of each model ({each}): their sizes do not compare")
     return found
 
 

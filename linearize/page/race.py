@@ -78,7 +78,8 @@ def teacher_row(lane: Lane) -> dict[str, Any]:
     """The teacher in the same numbers."""
     plan = lane.last.plan
     state = {str(n): plan.cache_bytes(n)["source"] for n in CACHED} if plan else {}
-    return {"name": lane.last.base, **measures(lane.evaluation, "teacher"), "state": state}
+    dtype = plan.dtype if plan else None
+    return {"name": lane.last.base, **measures(lane.evaluation, "teacher"), "state": state, "state_dtype": dtype}
 
 
 def measures(found: Mapping[str, Any], who: str) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def race_tables(found: Mapping[str, Any]) -> list[Table]:
     titles = ("recall", "needles", "unaided", "Python", "repeats", *(f"at {count:,}" for count in CACHED))
     lengths = ", ".join(teacher["recall"])
     about = f"recall and needles in % at {lengths} tokens; what each writes by itself; bytes of state by tokens"
+    about += f", {teacher['state_dtype']}" if teacher["state_dtype"] else ""
     return [
         Table(title(found), columns, near),
         Table(about, {"": "short"} | dict.fromkeys(titles, "number"), does),

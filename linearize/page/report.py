@@ -152,7 +152,9 @@ def _tiles(run: RunRecord) -> html.Tiles:
     own.append((short(run.tokens), f"training {run.unit}"))
     if run.plan is not None and run.plan.cache_bytes(1)["source"]:
         cache = run.plan.cache_bytes(32768)
-        own.append((size(cache["converted"]), f"state at 32k tokens (softmax {size(cache['source'])})"))
+        own.append(
+            (size(cache["converted"]), f"state at 32k tokens, {run.plan.dtype} (softmax {size(cache['source'])})")
+        )
     found = run.evaluation
     if found is None:
         return {caption: own}

@@ -457,7 +457,8 @@ def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
         ("needles found", *(percent(one["needle"]) for one in found.values())),
     ]
     for tokens in found["teacher"]["cache"]:
-        rows.append((f"cache at {tokens:,} tokens", *(size(one["cache"][tokens]) for one in found.values())))
+        sizes = (size(one["cache"][tokens]) for one in found.values())
+        rows.append((f"cache at {tokens:,} tokens, {found['teacher']['dtype']}", *sizes))
     columns = {"": "text"} | dict.fromkeys(("teacher", f"softmax in {kept}", "all linear"), "number")
     console().print(table(columns, rows, "teacher and students, on Python that none was trained on"))
 
@@ -527,11 +528,9 @@ def comparison_table(result: dict[str, Any]) -> None:
             lists = f"{counted(free['rows'], 'list')} of {free['length']} tokens"
             count = lists if key == "recall" else counted(free["texts"], "text")
             rows.append((f"{words}, {count}", *(percent(free[who][key]) for who in ("student", "teacher"))))
-    dtypes = result["dtypes"]
-    apart = dtypes["student"] != dtypes["teacher"]
     for row in result["state"]:
-        cells = [size(row[who]) + f" ({dtypes[who]})" * apart for who in ("student", "teacher")]
-        rows.append((f"state at {row['length']} tokens", *cells))
+        cells = [size(row[who]) for who in ("student", "teacher")]
+        rows.append((f"state at {row['length']} tokens, {result['state_dtype']}", *cells))
     columns = {"": "text", "student": "number", "teacher": "number"}
     console().print(
         table(columns, rows, f"{result['tokens']:,} tokens of {result['text']}, in blocks of {result['seq_len']}")
@@ -679,8 +678,8 @@ def mechanism_table(one: dict[str, Any]) -> None:
     out.print(f"{direction(one)}; backends: {', '.join(one['backends'])}\n\n{one['about']}\n")
     out.print(f"State, bytes per layer and sequence: {one['state_formula']}")
     out.print(
-        f"In {example['site']}: {example['new_parameters']:,} new parameters and a state of "
-        f"{size(example['state_bytes'])}. A KV cache of {example['tokens']:,} tokens in 16 bits takes "
+        f"In {example['site']}, in 16 bits: {example['new_parameters']:,} new parameters and a state of "
+        f"{size(example['state_bytes'])}. A KV cache of {example['tokens']:,} tokens takes "
         f"{size(example['cache_bytes'])}.\n"
     )
     columns = {"option": "short", "default": "short", "published": "short", "what it sets": "text"}

@@ -49,6 +49,7 @@ def test_mechanisms_have_whole_words(linearize: Command) -> None:
 def test_the_demo_puts_both_students_beside_the_teacher(capsys: pytest.CaptureFixture[str]) -> None:
     found = {
         who: {"ppl": 9 * ratio, "ppl_ratio": ratio, "kl": kl, "needle": 0.5, "cache": {512: size, 32768: 64 * size}}
+        | {"dtype": "float32"}
         for who, ratio, kl, size in (("teacher", 1.0, 0.0, 4096), ("hybrid", 1.5, 0.25, 2048), ("linear", 2.0, 0.5, 16))
     }
     demo_table(found, "4,5")
@@ -56,7 +57,7 @@ def test_the_demo_puts_both_students_beside_the_teacher(capsys: pytest.CaptureFi
     assert ["teacher", "softmax", "in", "4,5", "all", "linear"] in lines
     assert ["perplexity", "9.000", "13.500", "18.000"] in lines
     assert ["KL", "from", "the", "teacher", "0.2500", "0.5000"] in lines
-    assert ["cache", "at", "32,768", "tokens", "256.0", "KiB", "128.0", "KiB", "1.0", "KiB"] in lines
+    assert ["cache", "at", "32,768", "tokens,", "float32", "256.0", "KiB", "128.0", "KiB", "1.0", "KiB"] in lines
 
 
 def test_a_perplexity_below_the_teachers_is_told_where_it_is_no_noise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,6 +252,23 @@ def test_the_state_is_what_the_cache_holds(linearize: Command, folder: Path) -> 
     assert half["teacher"] == told[448]["teacher"] // 2
 
 
+@pytest.mark.parametrize("narrow", ["student", "teacher"])
+def test_states_of_models_in_two_dtypes_are_counted_in_one(
+    linearize: Command, folder: Path, tmp_path: Path, narrow: str
+) -> None:
+    known = measured(linearize, folder, "--dtype", "float32")["state"]
+    pair = {"student": folder, "teacher": folder.parent / "source"}
+    half = AutoModelForCausalLM.from_pretrained(pair[narrow], trust_remote_code=True, dtype=torch.bfloat16)
+    pair[narrow] = shutil.copytree(pair[narrow], tmp_path / narrow)
+    half.save_pretrained(pair[narrow])
+    given = ("--teacher", pair["teacher"], "--recipe", recipe(folder), *SMALL, "--trust-remote-code")
+    code, out, err = linearize("eval", pair["student"], *given, "--json")
+    told = json.loads(out)
+    assert (code, told["dtypes"][narrow], told["state_dtype"]) == (0, "bfloat16", "float32"), err
+    assert told["state"] == known
+    assert "state at 448 tokens, float32" in err
+
+
 def test_layers_that_were_linear_before_count_too() -> None:
     model = architectures.small_model("qwen3_next").eval()
     config = model.config
