@@ -57,7 +57,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks of lm-evaluation-harness instead, for example arc_easy,hellaswag, or a task's own file.yaml."
+            help="Tasks of lm-evaluation-harness instead, for example arc_easy,hellaswag, or a file.yaml with a task "
+            "of your own."
         ),
     ] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: only this many rows of each.")] = None,

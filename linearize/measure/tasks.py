@@ -35,6 +35,9 @@ HARNESS = "lm_eval"
 # The first version whose TaskManager loads tasks without running them.
 OLDEST = "0.4.12"
 NEEDED = f'--tasks needs lm-evaluation-harness: pip install "lm-eval>={OLDEST}"'
+OWN_TASK = (
+    "A task of your own needs no Hub: --tasks file.yaml, whose rows are in a file of yours (docs/evaluate.md has one)"
+)
 # What a row of text is taken to have when a batch is counted in tokens: a question with an answer is seldom longer.
 ROW_TOKENS = 512
 # Entries of the harness's results that are no metrics.
@@ -122,10 +125,10 @@ def task_errors(text: str) -> Iterator[None]:
     try:
         with hub_errors(text, "", offline):
             yield
-    except LinearizeError:
-        raise
+    except LinearizeError as error:
+        raise LinearizeError(f"{error.message}. {OWN_TASK}", error.code) from error
     except OSError as error:  # so the package datasets says of the Hub
-        message = f"--tasks {text}: cannot read the data: {reason_of(error)}"
+        message = f"--tasks {text}: cannot read the data: {reason_of(error)}. {OWN_TASK}"
         raise LinearizeError(message, Exit.HUB) from error
     except Exception as error:  # tasks are data and code of many people
         raise LinearizeError(
