@@ -260,14 +260,24 @@ def needed_packages(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Within: the harness says nothing but errors, and what tasks print goes to stderr, away from a result's JSON."""
+    """Within: the harness says nothing but errors, its bars are for terminals alone, and what tasks print goes to
+    stderr, away from a result's JSON."""
+    from tqdm import tqdm
+
     log = logging.getLogger("lm_eval")
     level = log.level
     log.setLevel(logging.ERROR)
     # The harness asks git for the commit of the folder in which it runs; outside a repository git prints an error.
     without_git = mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None, create=True)
+    made = tqdm.__init__
+
+    def for_terminals(bar: Any, *given: Any, **asked: Any) -> None:
+        made(bar, *given, **asked | {"disable": asked.get("disable") or not sys.stderr.isatty()})
+
+    # The harness asks for bars explicitly, which overrules TQDM_DISABLE.
+    bars = mock.patch.object(tqdm, "__init__", for_terminals)
     try:
-        with contextlib.redirect_stdout(sys.stderr), without_git:
+        with contextlib.redirect_stdout(sys.stderr), without_git, bars:
             yield
     finally:
         log.setLevel(level)
