@@ -41,6 +41,7 @@ FINETUNED = {
 }
 RECALLED = {"accuracy": float, "loss": float}
 EVALUATED = {
+    "read": int,
     "tokens": int,
     "student_ppl": float,
     "teacher_ppl": float,

@@ -91,7 +91,6 @@ def evaluate(
         from ..diffusion.convert import holds_diffusers
         from ..errors import LinearizeError
         from ..recipe.data import DemoSource
-        from ..recipe.recipe import load_recipe
         from ..train.runs import heldout_of
 
     teacher = teacher and named_base(teacher)
@@ -124,15 +123,15 @@ def evaluate(
         with suppress(LinearizeError):
             named = f"; its linearize.json says {read_plan(Path(student)).source}"
         raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
-    text = load_recipe(recipe or "demo", [f"model.base={json.dumps(teacher)}", *(overrides or [])])
     from ..measure.answers import compare_answers
-    from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths
+    from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
     from ..measure.evaluate import warn_of_chance
     from ..measure.generate import load_any, with_tokenizer
     from ..terminal.tables import answers_table, comparison_table, remarks
     from ..train.teacher import vocabulary_of
     from ..verify.child.inputs import writes_text
 
+    text = text_recipe(recipe, teacher, overrides or [])
     check_eval(text)
     if not recipe and isinstance(text.data.eval, DemoSource):
         own = heldout_of(Path(student))

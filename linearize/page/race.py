@@ -137,8 +137,9 @@ def title(found: Mapping[str, Any]) -> str:
 def race_page(lanes: Sequence[Lane], found: Mapping[str, Any], common: Recipe) -> str:
     """The HTML file of a race."""
     first, devices = lanes[0].evaluation, " and ".join(sorted({lane.evaluation["device"] for lane in lanes}))
+    read = first.get("read", first["tokens"])  # earlier versions did not say
     words = (
-        f"Each is measured beside the teacher on {first['tokens']:,} held-out tokens, on {devices}. KL "
+        f"Each is measured beside the teacher on {read:,} held-out tokens, on {devices}. KL "
         "is in nats a token, top-1 is how often both find the same token the likeliest. Train is the time of steps; in "
         "all has conversion, the choice of layers and the run's own evaluations, too. Unaided is recall where the "
         "model's own answers stay in the text, Python is what still parses, repeats are runs of four tokens that were "

@@ -162,7 +162,8 @@ def _tiles(run: RunRecord) -> html.Tiles:
         return {caption: own, f"linearize eval, {found['asked']:,} of {portable(found['data'])}": _answers(found)}
     heading = "linearize eval"
     if found.get("text"):
-        heading += f", {found['tokens']:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
+        read = found.get("read", found["tokens"])  # earlier versions did not say
+        heading += f", {read:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
         heading += f" in rows of {found['seq_len']:,}" if found.get("seq_len") else ""
     theirs = [
         (f"{found['student_ppl'] / found['teacher_ppl']:.3f}x", "perplexity over the teacher's"),
@@ -416,8 +417,7 @@ def not_measured(run: RunRecord) -> str:
     folder, teacher = Path(portable(str(run.folder))), run.values.get("model", {}).get("base", "MODEL")
     teacher = teacher if isinstance(teacher, str) else "MODEL"
     teacher = teacher if portable(teacher) == teacher else f"PATH/TO/{portable(teacher)}"
-    data = portable(run.values.get("data"))
-    text = shlex.join(text_words(data)) if data else ""
+    text = shlex.join(text_words(portable(run.values))) if run.values else ""
     words = f"linearize eval {folder / FINAL} --teacher {teacher} {text}".rstrip()
     command = f"{words} -o {folder / EVAL}\nlinearize report {folder}"
     where = "" if folder == run.folder else ", in the folder that holds the run,"

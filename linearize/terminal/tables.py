@@ -532,9 +532,8 @@ def comparison_table(result: dict[str, Any]) -> None:
         cells = [size(row[who]) for who in ("student", "teacher")]
         rows.append((f"state at {row['length']} tokens, {result['state_dtype']}", *cells))
     columns = {"": "text", "student": "number", "teacher": "number"}
-    console().print(
-        table(columns, rows, f"{result['tokens']:,} tokens of {result['text']}, in blocks of {result['seq_len']}")
-    )
+    title = f"{result['read']:,} tokens of {result['text']}, in blocks of {result['seq_len']}"
+    console().print(table(columns, rows, f"{title}; {result['tokens']:,} of them are predicted"))
     positions_table(result["positions"])
 
 

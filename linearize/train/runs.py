@@ -468,15 +468,18 @@ def heldout_of(model: Path) -> list[str]:
     model is not in the folder of a run with such a text."""
     with contextlib.suppress(OSError, *MALFORMED):
         if model.name == "final":
-            return text_words(json.loads((model.parent / "run.json").read_text("utf-8"))["recipe"]["data"])
+            return text_words(json.loads((model.parent / "run.json").read_text("utf-8"))["recipe"])
     return []
 
 
-def text_words(data: Mapping[str, Any]) -> list[str]:
-    """Overrides that name the held-out text of a resolved recipe's `data`; none where it has none, or the demo's."""
+def text_words(recipe: Mapping[str, Any]) -> list[str]:
+    """Overrides that name the held-out text of a resolved recipe, and how much of it is read; none where it has none,
+    or the demo's."""
+    data = recipe["data"]
     if data["eval"] is None or "demo" in data["eval"]:
         return []
-    return [f"data.eval={json.dumps(data['eval'])}", f"data.pack.seq_len={data['pack']['seq_len']}"]
+    words = [f"data.eval={json.dumps(data['eval'])}", f"data.pack.seq_len={data['pack']['seq_len']}"]
+    return [*words, f"eval.max_tokens={recipe['eval']['max_tokens']}"]
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,8 @@ ANSWER = {"student": {"accuracy": 0.5}, "teacher": {"accuracy": 1.0}, "length": 
 FREELY = {who: {"recall": 0.5, "python": 0.25, "repeated": 0.125} for who in ("student", "teacher")}
 COMPARED = {
     **PPL, "top1_agreement": 0.912, "recall": [ANSWER], "needle": [ANSWER], "positions": POSITIONS,
-    "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32}, "tokens": 1048576, "text": "wikitext-103-raw-v1",
+    "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32}, "text": "wikitext-103-raw-v1",
+    "read": 1048576, "tokens": 1048320,
     "state": [{"length": 131072, "student": 2.5e7, "teacher": 4e9}], "seq_len": 4096,
     "state_dtype": "bfloat16",
 }  # fmt: skip

@@ -25,7 +25,7 @@ from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.measure import compare as measures
-from linearize.measure.compare import EvalRequest, compare, state_bytes
+from linearize.measure.compare import EvalRequest, compare, state_bytes, text_recipe
 from linearize.measure.continuation import continued
 from linearize.measure.evaluate import Score, note_of_little
 from linearize.measure.freely import answered, freely, repetition
@@ -86,6 +86,7 @@ def test_the_measures_are_those_of_the_logits(linearize: Command, folder: Path, 
         ours, theirs = (model(ids).logits[:, :-1].double().log_softmax(-1) for model in (student, teacher))
     losses = [-log_p.gather(-1, ids[:, 1:, None]).mean().item() for log_p in (ours, theirs)]
     assert told["tokens"] == ids[:, 1:].numel()
+    assert told["read"] == ids.numel() + 64  # the last block has what ends the text
     assert told["student_ppl"] == pytest.approx(math.exp(losses[0]), rel=1e-4)
     assert told["teacher_ppl"] == pytest.approx(math.exp(losses[1]), rel=1e-4)
     assert told["ppl_ratio"] == pytest.approx(math.exp(losses[0] - losses[1]), rel=1e-4)
@@ -112,7 +113,7 @@ def test_a_teacher_may_have_any_name(linearize: Command, folder: Path, tmp_path:
 def test_the_text_is_the_recipes(linearize: Command, folder: Path, tmp_path: Path) -> None:
     """Its data.eval, data.pack and eval.max_tokens, whatever model the recipe is about."""
     some = measured(linearize, folder, "eval.max_tokens=512", "data.pack.seq_len=32")
-    assert some["tokens"] == 16 * 31
+    assert (some["read"], some["tokens"]) == (512, 16 * 31)
     (tmp_path / "other.jsonl").write_text(json.dumps({"body": "abc" * 500}))
     other = measured(linearize, folder, f"data.eval={{files: [{tmp_path / 'other.jsonl'}]}}", "data.pack.text_key=body")
     assert other["tokens"] == 23 * 63 + 28
@@ -392,6 +393,7 @@ def test_the_table_has_every_measure(linearize: Command, folder: Path) -> None:
     )
     assert (code, out) == (0, "")
     for words in (
+        "heldout.txt, in blocks of 64; 1,386 of them are predicted",
         "perplexity",
         "KL from the teacher",
         "same likeliest token",
@@ -401,7 +403,7 @@ def test_the_table_has_every_measure(linearize: Command, folder: Path) -> None:
         "perplexity by position in",
         "128-256",
     ):
-        assert words in err
+        assert words in " ".join(err.split())
 
 
 # ---------------------------------------------------------------- by position
@@ -517,7 +519,7 @@ def test_text_without_a_recipe_is_named(
     recipe = load_recipe("demo", ["model.base=demo", f"data.eval={{files: [{own}]}}", "data.pack.seq_len=64"])
     (run / "run.json").write_text(json.dumps({"recipe": recipe.resolved()}))
     found = heldout_of(run / "final")
-    assert found == [f'data.eval={{"files": ["{own}"]}}', "data.pack.seq_len=64"]
+    assert found == [f'data.eval={{"files": ["{own}"]}}', "data.pack.seq_len=64", "eval.max_tokens=32768"]
     code, _, err = linearize("eval", run / "final", *given)
     assert f"Its own run measured it with: {shlex.join(found)}" in " ".join(err.split())
     code, out, err = linearize("eval", run / "final", *given, *found, "--json")
@@ -529,6 +531,19 @@ def test_text_without_a_recipe_is_named(
     assert code == 0, err
     assert json.loads(out)["text"] == str(own)
     assert "no --recipe" not in err
+
+
+def test_a_text_of_ones_own_is_read_as_far_as_finetune_reads_it() -> None:
+    own, demo = "data.eval={files: [own.txt]}", load_recipe("demo", ["model.base=demo"]).eval.max_tokens
+    usual = load_recipe("gsa", ["model.base=demo", own]).eval.max_tokens
+    assert demo < usual
+    for recipe, given, tokens in (
+        ("", [], demo),
+        ("", [own], usual),
+        ("", [own, "eval.max_tokens=512"], 512),
+        ("demo", [own], demo),
+    ):
+        assert text_recipe(recipe, "demo", given).eval.max_tokens == tokens
 
 
 # ---------------------------------------------------------------- what models write
