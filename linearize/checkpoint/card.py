@@ -299,7 +299,7 @@ def by_position(found: dict[str, Any] | None) -> list[str]:
     if not found or not found["blocks"]:
         return []
     lines = ["", f"Trained on rows of {found['trained_length']:,} tokens. By position in longer texts:", ""]
-    lines += ["| tokens | perplexity | teacher | x teacher | KL |", "|---|---|---|---|---|"]
+    lines += ["| tokens | perplexity | teacher | x teacher | KL, nats a token |", "|---|---|---|---|---|"]
     for row in found["blocks"]:
         figures = " | ".join(f"{row[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio"))
         lines.append(f"| {row['from']:,} to {row['to']:,} | {figures} | {nats(row['kl'])} |")

@@ -121,7 +121,7 @@ def race_tables(found: Mapping[str, Any]) -> list[Table]:
     about = f"recall and needles in % at {lengths} tokens; what each writes by itself; bytes of state by tokens"
     about += f", {teacher['state_dtype']}" if teacher["state_dtype"] else ""
     return [
-        Table(title(found), columns, near),
+        Table(f"{title(found)}; KL in nats a token", columns, near),
         Table(about, {"": "short"} | dict.fromkeys(titles, "number"), does),
     ]
 

@@ -179,7 +179,7 @@ def choice_table(choice: Choice, flag: str) -> None:
     out.print(f"scored on {choice.tokens:,} tokens{rows} of {choice.text}{recall}, mixers trained for a moment")
     for kind, linear in choice.kl["linear"].items():
         these = nats(choice.kl["kept"][kind])
-        out.print(f"KL from the source, {kind}: {nats(linear)} with no {what} kept, {these} with these")
+        out.print(f"KL from the source in nats a token, {kind}: {nats(linear)} with no {what} kept, {these} with these")
     again = f"'{regrouped(choice.kept)}'" if what == "head" else ",".join(names)
     out.print(f"{flag} {again} repeats this without scoring")
 
@@ -201,7 +201,7 @@ def cost_lines(costs: dict[str, dict[str, float]], text: str) -> list[str]:
         where = text if kind == "text" else "texts that ask for a repetition"
         lines.append(
             f"cost of the window in the kept layers of the source, at the end of {where} of {cost['length']:,} tokens: "
-            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {nats(cost['kl'])}"
+            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {nats(cost['kl'])} nats a token"
         )
     return lines
 
@@ -436,13 +436,13 @@ def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, s
     """The figures of an evaluation by their headings, in order; `form` is that of perplexities. Of maps of classes the
     share of patches or pixels that have the teacher's class, and of numbers the error relative to the teacher's."""
     if row.get("agreement") is not None:
-        return {"same class": percent(row["agreement"]), "KL": nats(row.get("kl"))}
+        return {"same class": percent(row["agreement"]), "KL, nats a patch or pixel": nats(row.get("kl"))}
     if row.get("error") is not None:
         return {"relative squared error": nats(row["error"])}
     figures = [
         ("perplexity", format(row["ppl"], form)),
         ("x teacher", "" if row.get("ppl_ratio") is None else format(row["ppl_ratio"], form)),
-        ("KL", nats(row.get("kl"))),
+        (f"KL, nats {'an image' if unit == 'images' else 'a token'}", nats(row.get("kl"))),
     ]
     accuracy = ("accuracy" if unit == "images" else "top-1", percent(row.get("accuracy")))
     return dict(accuracy_first(unit, accuracy, figures))
@@ -450,10 +450,11 @@ def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, s
 
 def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
     """The demo's teacher and students side by side, by what `linearize.demo.tour.compared` found."""
+    distances = ("" if who == "teacher" else nats(one["kl"]) for who, one in found.items())
     rows = [
         ("perplexity", *(f"{one['ppl']:.3f}" for one in found.values())),
         ("x teacher", *(f"{one['ppl_ratio']:.3f}" for one in found.values())),
-        ("KL from the teacher", *("" if who == "teacher" else nats(one["kl"]) for who, one in found.items())),
+        ("KL from the teacher, nats a token", *distances),
         ("needles found", *(percent(one["needle"]) for one in found.values())),
     ]
     for tokens in found["teacher"]["cache"]:
@@ -467,7 +468,7 @@ def positions_table(found: dict[str, Any] | None) -> None:
     """Perplexity and KL by position in long texts, where there were any."""
     if not found or not found["blocks"]:
         return
-    columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL"), "number")
+    columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL, nats a token"), "number")
     rows = [
         (
             f"{row['from']}-{row['to']}",
