@@ -106,7 +106,7 @@ def plan_table(plan: Plan) -> None:
         cost = f"{step.new_parameters:,}", (size(step.state_bytes) if site.causal else "none") + kv
         rows.append((site.layer, (site.path, heads, attention(plan, step) + exact + stays, *cost)))
     for site in plan.kept:
-        how = "restored" if last and site.path in last.restored else "kept"
+        how = "given back" if last and site.path in last.restored else "kept"
         rows.append(
             (site.layer, (site.path, site.kind, f"softmax\n({how})", "", "KV cache" if site.causal else "none"))
         )
@@ -341,6 +341,10 @@ def asked_for(count: int, images: bool) -> str:
     return f"{short(count)} {'images' if images else 'tokens'}"
 
 
+# What the parts of an estimate's memory are called where that is not their key.
+PART_NAMES = {"masters": "float32 weights", "total": "sum"}
+
+
 def estimate_table(found: dict[str, Any]) -> None:
     """What a run costs: memory of each stage by its parts, then time, and what holds for all."""
     out, device = console(), found["device"]
@@ -349,13 +353,14 @@ def estimate_table(found: dict[str, Any]) -> None:
     rows = []
     for part in (*parts, "total"):
         held = [row["memory"][part] for row in found["stages"]]
-        if part == "weights":  # where each weight is a master, what is left are buffers
+        if part == "weights":  # where every weight trains in float32, what is left are buffers
             masters = [row["memory"]["masters"] for row in found["stages"]]
             held = [count * (1000 * count > master) for count, master in zip(held, masters, strict=True)]
-        rows.append(("sum" if part == "total" else part, *(size(count) if count else "0" for count in held)))
+        rows.append((PART_NAMES.get(part, part), *(size(count) if count else "0" for count in held)))
     count = f"each of {device['count']} x " if device["count"] > 1 else ""
     out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])})"))
     unit = unit_of_stages(found["stages"])
+    beside = "needs: the sum above, and what CUDA and its allocator take besides"
     columns = {"stage": "short", "needs": "number", "fits": "short", f"{unit}/s": "number", "time": "number"}
     measured = any(row.get("measured") for row in found["stages"])
     columns |= {"measured": "text"} if measured else {}
@@ -368,7 +373,7 @@ def estimate_table(found: dict[str, Any]) -> None:
             one = row["measured"]
             cells += (f"{one['tokens_per_s']:,.0f} {unit}/s, {size(one['peak'])}",)
         rows.append(cells)
-    out.print(table(columns, rows, "with the CUDA context" if device["name"] != "cpu" else None))
+    out.print(table(columns, rows, beside if device["name"] != "cpu" else None))
     if device["name"] == "cpu":
         out.print(
             "These are tensors. On a CPU a run shows the peak of its whole process, with Python, its packages and "

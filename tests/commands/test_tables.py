@@ -121,10 +121,11 @@ def test_an_estimate_has_every_part_and_stage_on_80_columns(
     lines = capsys.readouterr().err.splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert lines[1].split() == ["part", *names]
-    rows = {line.split()[0]: line.split()[1:] for line in lines[3:11]}
-    assert [*rows] == [*parts[:7], "sum"]
-    assert rows["sum"] == ["8.0", "GiB"] * 3
-    memory["weights"] = 128  # buffers: every weight is a master
+    rows = {name: sizes for name, *sizes in (re.split("  +", line.strip()) for line in lines[3:11])}
+    assert [*rows] == ["weights", "float32 weights", *parts[2:7], "sum"]
+    assert rows["sum"] == ["8.0 GiB"] * 3
+    assert "needs: the sum above, and what CUDA and its allocator take besides" in " ".join(" ".join(lines).split())
+    memory["weights"] = 128  # buffers: every weight trains in float32
     estimate_table(found)
     assert next(line for line in capsys.readouterr().err.splitlines() if "weights" in line).split()[1:] == ["0"] * 3
 

@@ -509,9 +509,9 @@ def test_text_without_a_recipe_is_named(
     given = ("--teacher", folder.parent / "source", *SMALL, "data.pack.seq_len=64", "eval.max_tokens=512")
     code, out, err = linearize("eval", folder, *given, "--json")
     assert code == 0, err
-    assert json.loads(out)["text"] == "the demo's heldout documents"
+    assert json.loads(out)["text"] == "the held-out part of Python's standard library"
     assert "no --recipe: measured on the held-out part of Python's standard library" in err
-    assert "tokens of the demo's heldout documents" in err
+    assert "tokens of the held-out part of Python's standard library" in err
     own = tmp_path / "own.txt"
     own.write_text("def f(x):\n    return x\n" * 100)
     run = tmp_path / "run"
