@@ -208,8 +208,8 @@ def _mechanism(one: dict[str, Any]) -> list[str]:
     lines += ["`--set faithful=true` starts from what is published.", ""]
     lines += ["## State", "", f"Bytes for a layer and a sequence: {_escape(one['state_formula'])}.", ""]
     new, state, cache = (f"{example[key]:,}" for key in ("new_parameters", "state_bytes", "cache_bytes"))
-    lines += [f"For {example['site']}: {new} new parameters and {state} bytes of state."]
-    lines += [f"The keys and values of {example['tokens']:,} tokens take {cache} bytes there, in 16 bits."]
+    lines += [f"For {example['site']}, in 16 bits: {new} new parameters and {state} bytes of state."]
+    lines += [f"The keys and values of {example['tokens']:,} tokens take {cache} bytes there."]
     return [*lines, ""]
 
 

@@ -233,18 +233,19 @@ def evaluate(
         generate: Texts that each model writes by itself: recall without help, Python that parses, repetition.
 
     Returns:
-        `tokens` read, `student_ppl`, `teacher_ppl`, `ppl_ratio`, `kl` (nats a token), `top1_agreement` (share of
-        tokens), and a row for each `length` in `recall` and `needle` (`student` and `teacher`, each with `accuracy` and
-        `loss`) and in `state` (bytes of the caches of `student` and `teacher`); `generated`, None where that is 0.
+        `read` (tokens), `tokens` (of these predicted), `student_ppl`, `teacher_ppl`, `ppl_ratio`, `kl` (nats a token),
+        `top1_agreement` (share of tokens), and a row for each `length` in `recall` and `needle` (`student` and
+        `teacher`, each with `accuracy` and `loss`) and in `state` (bytes of the caches of `student` and `teacher`, both
+        in `state_dtype`); `generated`, None where that is 0.
 
     Raises:
         LinearizeError: 2 for text or lengths, 3 for models that do not belong together, 4 for resources.
     """
-    from .measure.compare import EvalRequest, check_eval, compare
+    from .measure.compare import EvalRequest, check_eval, compare, text_recipe
     from .measure.generate import load as load_for_text
-    from .recipe.recipe import load_recipe
 
-    text = load_recipe(recipe, [f"model.base={json.dumps(str(teacher))}", *_overrides(overrides)])
+    # Its default, which stays, is what the command reads without a recipe.
+    text = text_recipe("" if recipe == "demo" else recipe, teacher, _overrides(overrides))
     check_eval(text)
     request = EvalRequest(tuple(lengths), trials, seed, batch_tokens, generate)
     how: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}

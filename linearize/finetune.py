@@ -443,8 +443,8 @@ def dry_run(
             say(f"{plan.source}: {counted(len(plan.linear), 'layer')} become {step.mechanism}, {chosen_options(step)}")
             said = f"{plan.new_parameters:,} new parameters"
             if memory["source"]:
-                before = f"{size(memory['source'])} before"
-                said += f"; a sequence of 32,768 tokens holds {size(memory['converted'])} while decoding, {before}"
+                held = f"{size(memory['converted'])} while decoding, {size(memory['source'])} before"
+                said += f"; a sequence of 32,768 tokens holds, in {plan.dtype}, {held}"
             say(said)
             say_rounding(plan, say)
             if plan.choice is not None:

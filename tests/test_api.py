@@ -41,6 +41,7 @@ FINETUNED = {
 }
 RECALLED = {"accuracy": float, "loss": float}
 EVALUATED = {
+    "read": int,
     "tokens": int,
     "student_ppl": float,
     "teacher_ppl": float,
@@ -50,6 +51,7 @@ EVALUATED = {
     "recall": [{"length": int, "student": RECALLED, "teacher": RECALLED}],
     "needle": [{"length": int, "student": RECALLED, "teacher": RECALLED}],
     "state": [{"length": int, "student": int, "teacher": int}],
+    "state_dtype": str,
 }
 PLANNED = {"steps": tuple, "kept": tuple, "notes": list}
 

@@ -547,7 +547,7 @@ def test_dry_run_names_the_data(
     passes = math.ceil(json.loads(out)["stages"][0]["data"]["tokens"] / (other.parent / "train.jsonl").stat().st_size)
     assert f"read {passes} times or more, for there are fewer" in " ".join(err.split())
     assert "note: rows of sft have 4,096 tokens, and" in err
-    assert second["train"] == "75% train.jsonl, short.txt + 25% the demo's train documents"
+    assert second["train"] == "75% train.jsonl, short.txt + 25% Python's standard library without the held-out part"
     for arguments in (("finetune", recipe, "--dry-run"), ("estimate", recipe)):
         code, _, err = linearize(*arguments)
         words = " ".join(err.split())

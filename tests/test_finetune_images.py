@@ -124,13 +124,13 @@ def test_images_are_counted_as_images_and_accuracy_comes_first(place: Path, line
     assert (code, json.loads(out)["unit"]) == (0, "images"), err
     assert re.search(r"teacher: held-out accuracy [\d.]+%, perplexity", err)
     assert re.search(r"held-out accuracy *\n", err), "the title of the table"
-    assert re.search(r"training images +accuracy +perplexity +x teacher +KL", err)
+    assert re.search(r"training images +accuracy +perplexity +x teacher +KL, nats an image", err)
     assert "images/s" in err
     assert "tokens" not in err
 
     run = place / "run-vit"
     card = (run / "final" / "README.md").read_text()
-    assert "| | training images | held-out images | accuracy | perplexity | x teacher | KL |" in card
+    assert "| | training images | held-out images | accuracy | perplexity | x teacher | KL, nats an image |" in card
     assert "| logit_kl | 12 | 24 | " in card
     page = (run / "report.html").read_text()
     words = re.sub("<[^>]+>", " ", page)

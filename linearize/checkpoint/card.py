@@ -174,7 +174,7 @@ def decoding(plan: Plan) -> str:
     state = sum(step.state_bytes for step in plan.steps)
     exact = [name for name, there in (("layers", plan.kept), ("heads", plan.softmax_groups)) if there]
     kv = f" (plus the KV cache of the softmax {' and '.join(exact)})" if exact else ""
-    return f"| decode state per sequence | {state:,} bytes, whatever the length{kv} |\n" if state else ""
+    return f"| decode state per sequence, {plan.dtype} | {state:,} bytes, whatever the length{kv} |\n" if state else ""
 
 
 def loading(plan: Plan) -> dict[str, str]:
@@ -301,7 +301,7 @@ def by_position(found: dict[str, Any] | None) -> list[str]:
     if not found or not found["blocks"]:
         return []
     lines = ["", f"Trained on rows of {found['trained_length']:,} tokens. By position in longer texts:", ""]
-    lines += ["| tokens | perplexity | teacher | x teacher | KL |", "|---|---|---|---|---|"]
+    lines += ["| tokens | perplexity | teacher | x teacher | KL, nats a token |", "|---|---|---|---|---|"]
     for row in found["blocks"]:
         figures = " | ".join(f"{row[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio"))
         lines.append(f"| {row['from']:,} to {row['to']:,} | {figures} | {nats(row['kl'])} |")

@@ -159,7 +159,7 @@ def choose(
     """
     heads = isinstance(units[0], tuple)
     of = counted(len(units), "key head") if heads else f"layers {ranges([*units])}"
-    scoring.say(f"choosing {count} of {of} to keep softmax, scored by {scoring.method} on text: {scoring.text}")
+    scoring.say(f"choosing {count} of {of} to keep softmax by --score-by {scoring.method}, on text: {scoring.text}")
     model = load_source(source, natives, plan, scoring)
     tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
     seq_len = min(scoring.seq_len, most_tokens(model) or scoring.seq_len)

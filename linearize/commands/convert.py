@@ -55,7 +55,8 @@ def convert(
     score_by: Annotated[
         str,
         typer.Option(
-            help="How auto compares layers or heads: restore (one after the other), swaps (fastest) or gates."
+            help="How auto compares layers or heads: restore (gives softmax back to one after the other), swaps (makes "
+            "one at a time linear, fastest) or gates (learns how much softmax each needs)."
         ),
     ] = "restore",
     score_text: Annotated[
@@ -172,7 +173,7 @@ def name_of(plan: Any) -> str:
         return f"{Path(plan.source).name}-{plan.linear[0].mechanism}"
     done = plan.again[-1]
     new = {step.mechanism for step in plan.steps if step.site.path in done.added}
-    return f"{Path(done.folder).name}-{min(new, default='restored')}"
+    return f"{Path(done.folder).name}-{min(new, default='more-softmax')}"
 
 
 def of_scoring(method: str, text: Path | None) -> dict[str, Any]:

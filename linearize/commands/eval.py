@@ -57,7 +57,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks of lm-evaluation-harness instead, for example arc_easy,hellaswag, or a task's own file.yaml."
+            help="Tasks of lm-evaluation-harness instead, for example arc_easy,hellaswag, or a file.yaml with a task "
+            "of your own."
         ),
     ] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: only this many rows of each.")] = None,
@@ -90,7 +91,6 @@ def evaluate(
         from ..diffusion.convert import holds_diffusers
         from ..errors import LinearizeError
         from ..recipe.data import DemoSource
-        from ..recipe.recipe import load_recipe
         from ..train.runs import heldout_of
 
     run, own = Path(recipe), list[str]()
@@ -132,16 +132,15 @@ def evaluate(
         with suppress(LinearizeError):
             named = f"; its linearize.json says {read_plan(Path(student)).source}"
         raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
-    words = [f"model.base={json.dumps(teacher)}", *own, *(overrides or [])]
-    text = load_recipe("demo" if of_run else recipe or "demo", words)
     from ..measure.answers import compare_answers
-    from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths
+    from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
     from ..measure.evaluate import warn_of_chance
     from ..measure.generate import load_any, with_tokenizer
     from ..terminal.tables import answers_table, comparison_table, remarks
     from ..train.teacher import vocabulary_of
     from ..verify.child.inputs import writes_text
 
+    text = text_recipe("" if of_run else recipe, teacher, [*own, *(overrides or [])])
     check_eval(text)
     if not recipe and isinstance(text.data.eval, DemoSource):
         home = Path(student).parent

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ..demo import TEXTS
 from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, reason_of
 from ..hub.download import unanswered
 
@@ -49,7 +50,7 @@ class TextSource:
             raise LinearizeError("a data source is exactly one of `files`, `path` and `demo`")
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.files)) or self.path or f"the demo's {self.demo} documents"
+        return ", ".join(map(str, self.files)) or self.path or TEXTS[str(self.demo)]
 
 
 class Piece(NamedTuple):

@@ -4,6 +4,13 @@ from pathlib import Path
 
 DEMO = "demo"  # what commands and recipes call the model
 
+# Its texts, by their names in recipes, as a person would name them.
+TEXTS = {
+    "train": "Python's standard library without the held-out part",
+    "heldout": "the held-out part of Python's standard library",
+    "packages": "the source code of torch, transformers, accelerate and peft",
+}
+
 
 def model_folder() -> Path:
     """Where the shipped model and its tokenizer lie."""

@@ -93,7 +93,7 @@ def tour(output: Path | None, prompt: str, say: Say) -> dict[str, Any]:
 
 def compared(recipe: Recipe, folders: Mapping[str, Path], reports: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Teacher and students, by name: perplexity on held-out text, its ratio to the teacher's, KL from it, the share of
-    needles found, and bytes of the cache (the plan's count) by tokens of text."""
+    needles found, and bytes of the cache (the plan's count, in `dtype`) by tokens of text."""
     found: dict[str, dict[str, Any]] = {
         "teacher": {"ppl": reports["hybrid"]["teacher_ppl"], "ppl_ratio": 1.0, "kl": 0.0}
     }
@@ -108,6 +108,7 @@ def compared(recipe: Recipe, folders: Mapping[str, Path], reports: Mapping[str, 
         if name in reports:
             last, plan = reports[name]["stages"][-1], read_plan(folder)
             found[name] = {key: last[key] for key in ("ppl", "ppl_ratio", "kl")}
+            found[name]["dtype"] = found["teacher"]["dtype"] = plan.dtype
             found[name]["cache"] = {tokens: plan.cache_bytes(tokens)["converted"] for tokens in CACHED}
             found["teacher"]["cache"] = {tokens: plan.cache_bytes(tokens)["source"] for tokens in CACHED}
         found[name]["needle"] = score(loaded.model, rows, 16)["accuracy"]

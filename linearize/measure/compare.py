@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from ..data.cache_key import fingerprint
 from ..data.documents import TextSource
 from ..data.packing import Blocks, build_blocks
 from ..errors import Exit, LinearizeError
-from ..recipe.data import holds_images
-from ..recipe.recipe import Recipe
+from ..recipe.data import DemoSource, holds_images
+from ..recipe.models import Eval
+from ..recipe.recipe import Recipe, load_recipe
 from ..terminal.progress import Advance, progress, silent
 from ..train.chunked_head import logits_of, stretches
 from ..train.losses import IGNORED, cross_entropy, logit_kl
@@ -35,6 +37,7 @@ from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_
 from .recall import Row, Writer, rows_of, score
 
 TASKS = ("recall", "needle")
+USUAL = "demo"  # the preset whose text is read where no recipe is given
 SET_EVAL = "set it, for example data.eval='{files: [heldout.jsonl]}'"
 
 
@@ -83,6 +86,19 @@ def check_lengths(student: Loaded, teacher: Loaded, recipe: Recipe, request: Eva
             if most is not None and length > most:
                 message = f"{type(model).__name__} takes at most {most} tokens"
                 raise LinearizeError(f"{option}{length}: {message}. Give {option}{most}, or less")
+
+
+def text_recipe(recipe: str | Path, teacher: str | Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe that names the text of an evaluation: without one (empty), the demo's.
+
+    With a text of one's own it then reads as much of that as `finetune` does by default: what the demo's recipe says is
+    for the demo's text, and short so that the demo takes minutes.
+    """
+    named = f"model.base={json.dumps(str(teacher))}"
+    text = load_recipe(recipe or USUAL, [named, *overrides])
+    if recipe or isinstance(text.data.eval, DemoSource):
+        return text
+    return load_recipe(USUAL, [named, f"eval.max_tokens={Eval().max_tokens}", *overrides])
 
 
 @device_memory()
@@ -212,8 +228,12 @@ def measure(
                 scores = {who: score(model, rows, size, advance) for who, model in models.items()}
                 result[task].append({"length": length, "entries": rows[0].entries, **scores})
         result["dtypes"] = {who: str(model.dtype).removeprefix("torch.") for who, model in pair.items()}
+        # What a model keeps in float32 in every dtype cannot be told from the rest of a float32 model, so the narrower
+        # model is counted in the wider dtype, and never the other way round.
+        wider = max(student.dtype, teacher.dtype, key=lambda dtype: dtype.itemsize)
+        result["state_dtype"] = str(wider).removeprefix("torch.")
         result["state"] = [
-            {"length": length, "student": state_bytes(student, length), "teacher": state_bytes(teacher, length)}
+            {"length": length, **{who: state_bytes(model, length, wider.itemsize) for who, model in pair.items()}}
             for length in request.lengths
         ]
     return result
@@ -226,7 +246,8 @@ def predictions(
     """Perplexities, KL(teacher, student) in nats a token, and how often both find the same token the likeliest.
 
     Over the next-token targets of the first `max_tokens` tokens; documents in a block are kept apart. `advance` is told
-    of tokens that are done.
+    of tokens that are done. `read` counts what `finetune` counts, `tokens` what was predicted: all but the first token
+    of each piece of a document in a block.
     """
     sums, count = torch.zeros(4, dtype=torch.float64), 0
     number, size = sample_count(blocks, max_tokens), max(1, batch_tokens // blocks.seq_len)
@@ -247,6 +268,7 @@ def predictions(
         advance(2 * whole.numel())
     student_loss, teacher_loss, kl, same = (sums / max(count, 1)).tolist()
     return {
+        "read": number * blocks.seq_len,
         "tokens": count,
         "student_ppl": math.exp(min(student_loss, 700.0)),
         "teacher_ppl": math.exp(min(teacher_loss, 700.0)),
@@ -257,8 +279,9 @@ def predictions(
 
 
 @torch.no_grad()
-def state_bytes(model: Any, tokens: int) -> int:
-    """Bytes that a cache holds for one sequence of so many tokens, in layers of every kind."""
+def state_bytes(model: Any, tokens: int, item: int = 1) -> int:
+    """Bytes that a cache holds for one sequence of so many tokens, in layers of every kind; a floating number has at
+    least `item`."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     layers = cache_of(model(input_ids=ids, use_cache=True)).layers
-    return sum(held_bytes(vars(layer)) for layer in layers)
+    return sum(held_bytes(vars(layer), item) for layer in layers)

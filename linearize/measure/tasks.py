@@ -35,6 +35,9 @@ HARNESS = "lm_eval"
 # The first version whose TaskManager loads tasks without running them.
 OLDEST = "0.4.12"
 NEEDED = f'--tasks needs lm-evaluation-harness: pip install "lm-eval>={OLDEST}"'
+OWN_TASK = (
+    "A task of your own needs no Hub: --tasks file.yaml, whose rows are in a file of yours (docs/evaluate.md has one)"
+)
 # What a row of text is taken to have when a batch is counted in tokens: a question with an answer is seldom longer.
 ROW_TOKENS = 512
 # Entries of the harness's results that are no metrics.
@@ -122,10 +125,10 @@ def task_errors(text: str) -> Iterator[None]:
     try:
         with hub_errors(text, "", offline):
             yield
-    except LinearizeError:
-        raise
+    except LinearizeError as error:
+        raise LinearizeError(f"{error.message}. {OWN_TASK}", error.code) from error
     except OSError as error:  # so the package datasets says of the Hub
-        message = f"--tasks {text}: cannot read the data: {reason_of(error)}"
+        message = f"--tasks {text}: cannot read the data: {reason_of(error)}. {OWN_TASK}"
         raise LinearizeError(message, Exit.HUB) from error
     except Exception as error:  # tasks are data and code of many people
         raise LinearizeError(
@@ -257,14 +260,24 @@ def needed_packages(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Within: the harness says nothing but errors, and what tasks print goes to stderr, away from a result's JSON."""
+    """Within: the harness says nothing but errors, its bars are for terminals alone, and what tasks print goes to
+    stderr, away from a result's JSON."""
+    from tqdm import tqdm
+
     log = logging.getLogger("lm_eval")
     level = log.level
     log.setLevel(logging.ERROR)
     # The harness asks git for the commit of the folder in which it runs; outside a repository git prints an error.
     without_git = mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None, create=True)
+    made = tqdm.__init__
+
+    def for_terminals(bar: Any, *given: Any, **asked: Any) -> None:
+        made(bar, *given, **asked | {"disable": asked.get("disable") or not sys.stderr.isatty()})
+
+    # The harness asks for bars explicitly, which overrules TQDM_DISABLE.
+    bars = mock.patch.object(tqdm, "__init__", for_terminals)
     try:
-        with contextlib.redirect_stdout(sys.stderr), without_git:
+        with contextlib.redirect_stdout(sys.stderr), without_git, bars:
             yield
     finally:
         log.setLevel(level)

@@ -170,7 +170,7 @@ def columns(runs: Sequence[RunRecord]) -> dict[str, str]:
     names = [units.pop() if len(units) == 1 else "trained on"]
     images = [run.unit == "images" for run in runs]
     names += ["accuracy", "teacher's accuracy"] if any(images) else []
-    names += ["perplexity", "teacher's", "x teacher", "KL", "same top-1"]
+    names += ["perplexity", "teacher's", "x teacher", "KL, nats", "same top-1"]
     names += ["relative error"] if any(figures(run)["relative_error"] is not None for run in runs) else []
     names += [] if all(images) else ["needles", "state at 32k"]
     return dict.fromkeys(("run", "base", "attention", "kept"), "text") | dict.fromkeys(names, "number")
@@ -206,7 +206,7 @@ def cells(run: RunRecord, label: str) -> dict[str, str]:
         "perplexity": written("ppl", ".4g"),
         "teacher's": written("teacher_ppl", ".4g"),
         "x teacher": written("ppl_ratio", ".4f"),
-        "KL": nats(row["kl"]),
+        "KL, nats": nats(row["kl"]),
         "same top-1": percent(row["top1_agreement"]),
         "relative error": nats(row["relative_error"]),
         "needles": percent(row["needles"]),
@@ -225,6 +225,10 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
         images = all(run.unit == "images" for run in students)
         others = "images: compare each run with its teacher, not accuracies" if images else ""
         found.append(f"the runs were evaluated on different {others or 'text: compare x teacher, not perplexities'}")
+    dtypes = {run.plan.dtype: run.name for run in runs if run.plan is not None and run.bytes_at(MEMORY_AT)}
+    if len(dtypes) > 1:
+        each = ", ".join(f"{dtype} of {name}" for dtype, name in dtypes.items())
+        found.append(f"states are counted in the dtype of each model ({each}): their sizes do not compare")
     return found
 
 

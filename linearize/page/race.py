@@ -78,7 +78,8 @@ def teacher_row(lane: Lane) -> dict[str, Any]:
     """The teacher in the same numbers."""
     plan = lane.last.plan
     state = {str(n): plan.cache_bytes(n)["source"] for n in CACHED} if plan else {}
-    return {"name": lane.last.base, **measures(lane.evaluation, "teacher"), "state": state}
+    dtype = plan.dtype if plan else None
+    return {"name": lane.last.base, **measures(lane.evaluation, "teacher"), "state": state, "state_dtype": dtype}
 
 
 def measures(found: Mapping[str, Any], who: str) -> dict[str, Any]:
@@ -118,8 +119,9 @@ def race_tables(found: Mapping[str, Any]) -> list[Table]:
     titles = ("recall", "needles", "unaided", "Python", "repeats", *(f"at {count:,}" for count in CACHED))
     lengths = ", ".join(teacher["recall"])
     about = f"recall and needles in % at {lengths} tokens; what each writes by itself; bytes of state by tokens"
+    about += f", {teacher['state_dtype']}" if teacher["state_dtype"] else ""
     return [
-        Table(title(found), columns, near),
+        Table(f"{title(found)}; KL in nats a token", columns, near),
         Table(about, {"": "short"} | dict.fromkeys(titles, "number"), does),
     ]
 
@@ -135,8 +137,9 @@ def title(found: Mapping[str, Any]) -> str:
 def race_page(lanes: Sequence[Lane], found: Mapping[str, Any], common: Recipe) -> str:
     """The HTML file of a race."""
     first, devices = lanes[0].evaluation, " and ".join(sorted({lane.evaluation["device"] for lane in lanes}))
+    read = first.get("read", first["tokens"])  # earlier versions did not say
     words = (
-        f"Each is measured beside the teacher on {first['tokens']:,} held-out tokens, on {devices}. KL "
+        f"Each is measured beside the teacher on {read:,} held-out tokens, on {devices}. KL "
         "is in nats a token, top-1 is how often both find the same token the likeliest. Train is the time of steps; in "
         "all has conversion, the choice of layers and the run's own evaluations, too. Unaided is recall where the "
         "model's own answers stay in the text, Python is what still parses, repeats are runs of four tokens that were "

@@ -152,7 +152,9 @@ def _tiles(run: RunRecord) -> html.Tiles:
     own.append((short(run.tokens), f"training {run.unit}"))
     if run.plan is not None and run.plan.cache_bytes(1)["source"]:
         cache = run.plan.cache_bytes(32768)
-        own.append((size(cache["converted"]), f"state at 32k tokens (softmax {size(cache['source'])})"))
+        own.append(
+            (size(cache["converted"]), f"state at 32k tokens, {run.plan.dtype} (softmax {size(cache['source'])})")
+        )
     found = run.evaluation
     if found is None:
         return {caption: own}
@@ -160,7 +162,8 @@ def _tiles(run: RunRecord) -> html.Tiles:
         return {caption: own, f"linearize eval, {found['asked']:,} of {portable(found['data'])}": _answers(found)}
     heading = "linearize eval"
     if found.get("text"):
-        heading += f", {found['tokens']:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
+        read = found.get("read", found["tokens"])  # earlier versions did not say
+        heading += f", {read:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
         heading += f" in rows of {found['seq_len']:,}" if found.get("seq_len") else ""
     theirs = [
         (f"{found['student_ppl'] / found['teacher_ppl']:.3f}x", "perplexity over the teacher's"),

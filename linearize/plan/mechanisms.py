@@ -260,7 +260,7 @@ def describe(name: str) -> dict[str, Any]:
         "example": {
             "site": EXAMPLE_NAME,
             "new_parameters": sum(p.numel() for p in built.parameters()),
-            "state_bytes": built.state_bytes(EXAMPLE_TOKENS),
+            "state_bytes": built.state_bytes(EXAMPLE_TOKENS, 2),
             "cache_bytes": 2 * EXAMPLE_TOKENS * site.kv_heads * (site.key_dim + site.value_dim),
             "tokens": EXAMPLE_TOKENS,
         },

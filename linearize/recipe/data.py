@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, ValidationInfo, field_validator
 
+from ..demo import TEXTS
 from ..errors import did_you_mean
 from ..terminal.output import counted
 from .types import Alpha, Count, Listed, Names, Positive, Ratio, Strict, Text, as_list
@@ -192,7 +193,7 @@ def described(source: Any) -> str:
         first, rest = ", ".join(source.files[:3]), len(source.files) - 3
         return first + (f" and {counted(rest, 'more file')}" if rest > 0 else "")
     if isinstance(source, DemoSource):
-        return f"the demo's {source.demo} documents"
+        return TEXTS[source.demo]
     if isinstance(source, DatasetSource):
         parts = (source.name, *source.data_files, source.split)
         return f"{source.path} ({', '.join(part for part in parts if part)})"

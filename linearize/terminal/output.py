@@ -52,7 +52,10 @@ CHATTY = ("torchao", "bitsandbytes.backends.cpu.ops", "torch.utils._pytree")
 
 def tame_others() -> None:
     """From now on log records and warnings of other packages, which quote configs and paths, are `printable`, and
-    those that CHATTY packages give when they are imported are silent."""
+    those that CHATTY packages give when they are imported are silent. So are their bars where no terminal shows them:
+    `tqdm` reads the variable when it is imported, here and in child processes."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
     logging.setLogRecordFactory(PrintableRecord)
     warnings.formatwarning = printable_warning
     for name in CHATTY:

@@ -106,7 +106,7 @@ def plan_table(plan: Plan) -> None:
         cost = f"{step.new_parameters:,}", (size(step.state_bytes) if site.causal else "none") + kv
         rows.append((site.layer, (site.path, heads, attention(plan, step) + exact + stays, *cost)))
     for site in plan.kept:
-        how = "restored" if last and site.path in last.restored else "kept"
+        how = "given back" if last and site.path in last.restored else "kept"
         rows.append(
             (site.layer, (site.path, site.kind, f"softmax\n({how})", "", "KV cache" if site.causal else "none"))
         )
@@ -179,7 +179,7 @@ def choice_table(choice: Choice, flag: str) -> None:
     out.print(f"scored on {choice.tokens:,} tokens{rows} of {choice.text}{recall}, mixers trained for a moment")
     for kind, linear in choice.kl["linear"].items():
         these = nats(choice.kl["kept"][kind])
-        out.print(f"KL from the source, {kind}: {nats(linear)} with no {what} kept, {these} with these")
+        out.print(f"KL from the source in nats a token, {kind}: {nats(linear)} with no {what} kept, {these} with these")
     again = f"'{regrouped(choice.kept)}'" if what == "head" else ",".join(names)
     out.print(f"{flag} {again} repeats this without scoring")
 
@@ -201,7 +201,7 @@ def cost_lines(costs: dict[str, dict[str, float]], text: str) -> list[str]:
         where = text if kind == "text" else "texts that ask for a repetition"
         lines.append(
             f"cost of the window in the kept layers of the source, at the end of {where} of {cost['length']:,} tokens: "
-            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {nats(cost['kl'])}"
+            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {nats(cost['kl'])} nats a token"
         )
     return lines
 
@@ -342,6 +342,10 @@ def asked_for(count: int, images: bool) -> str:
     return f"{short(count)} {'images' if images else 'tokens'}"
 
 
+# What the parts of an estimate's memory are called where that is not their key.
+PART_NAMES = {"masters": "float32 weights", "total": "sum"}
+
+
 def estimate_table(found: dict[str, Any]) -> None:
     """What a run costs: memory of each stage by its parts, then time, and what holds for all."""
     out, device = console(), found["device"]
@@ -350,13 +354,14 @@ def estimate_table(found: dict[str, Any]) -> None:
     rows = []
     for part in (*parts, "total"):
         held = [row["memory"][part] for row in found["stages"]]
-        if part == "weights":  # where each weight is a master, what is left are buffers
+        if part == "weights":  # where every weight trains in float32, what is left are buffers
             masters = [row["memory"]["masters"] for row in found["stages"]]
             held = [count * (1000 * count > master) for count, master in zip(held, masters, strict=True)]
-        rows.append(("sum" if part == "total" else part, *(size(count) if count else "0" for count in held)))
+        rows.append((PART_NAMES.get(part, part), *(size(count) if count else "0" for count in held)))
     count = f"each of {device['count']} x " if device["count"] > 1 else ""
     out.print(table(columns, rows, f"peak memory of {count}{device['name']} ({size(device['memory'])})"))
     unit = unit_of_stages(found["stages"])
+    beside = "needs: the sum above, and what CUDA and its allocator take besides"
     columns = {"stage": "short", "needs": "number", "fits": "short", f"{unit}/s": "number", "time": "number"}
     measured = any(row.get("measured") for row in found["stages"])
     columns |= {"measured": "text"} if measured else {}
@@ -369,7 +374,7 @@ def estimate_table(found: dict[str, Any]) -> None:
             one = row["measured"]
             cells += (f"{one['tokens_per_s']:,.0f} {unit}/s, {size(one['peak'])}",)
         rows.append(cells)
-    out.print(table(columns, rows, "with the CUDA context" if device["name"] != "cpu" else None))
+    out.print(table(columns, rows, beside if device["name"] != "cpu" else None))
     if device["name"] == "cpu":
         out.print(
             "These are tensors. On a CPU a run shows the peak of its whole process, with Python, its packages and "
@@ -437,13 +442,13 @@ def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, s
     """The figures of an evaluation by their headings, in order; `form` is that of perplexities. Of maps of classes the
     share of patches or pixels that have the teacher's class, and of numbers the error relative to the teacher's."""
     if row.get("agreement") is not None:
-        return {"same class": percent(row["agreement"]), "KL": nats(row.get("kl"))}
+        return {"same class": percent(row["agreement"]), "KL, nats a patch or pixel": nats(row.get("kl"))}
     if row.get("error") is not None:
         return {"relative squared error": nats(row["error"])}
     figures = [
         ("perplexity", format(row["ppl"], form)),
         ("x teacher", "" if row.get("ppl_ratio") is None else format(row["ppl_ratio"], form)),
-        ("KL", nats(row.get("kl"))),
+        (f"KL, nats {'an image' if unit == 'images' else 'a token'}", nats(row.get("kl"))),
     ]
     accuracy = ("accuracy" if unit == "images" else "top-1", percent(row.get("accuracy")))
     return dict(accuracy_first(unit, accuracy, figures))
@@ -451,14 +456,16 @@ def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, s
 
 def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
     """The demo's teacher and students side by side, by what `linearize.demo.tour.compared` found."""
+    distances = ("" if who == "teacher" else nats(one["kl"]) for who, one in found.items())
     rows = [
         ("perplexity", *(f"{one['ppl']:.3f}" for one in found.values())),
         ("x teacher", *(f"{one['ppl_ratio']:.3f}" for one in found.values())),
-        ("KL from the teacher", *("" if who == "teacher" else nats(one["kl"]) for who, one in found.items())),
+        ("KL from the teacher, nats a token", *distances),
         ("needles found", *(percent(one["needle"]) for one in found.values())),
     ]
     for tokens in found["teacher"]["cache"]:
-        rows.append((f"cache at {tokens:,} tokens", *(size(one["cache"][tokens]) for one in found.values())))
+        sizes = (size(one["cache"][tokens]) for one in found.values())
+        rows.append((f"cache at {tokens:,} tokens, {found['teacher']['dtype']}", *sizes))
     columns = {"": "text"} | dict.fromkeys(("teacher", f"softmax in {kept}", "all linear"), "number")
     console().print(table(columns, rows, "teacher and students, on Python that none was trained on"))
 
@@ -467,7 +474,7 @@ def positions_table(found: dict[str, Any] | None) -> None:
     """Perplexity and KL by position in long texts, where there were any."""
     if not found or not found["blocks"]:
         return
-    columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL"), "number")
+    columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL, nats a token"), "number")
     rows = [
         (
             f"{row['from']}-{row['to']}",
@@ -528,15 +535,12 @@ def comparison_table(result: dict[str, Any]) -> None:
             lists = f"{counted(free['rows'], 'list')} of {free['length']} tokens"
             count = lists if key == "recall" else counted(free["texts"], "text")
             rows.append((f"{words}, {count}", *(percent(free[who][key]) for who in ("student", "teacher"))))
-    dtypes = result["dtypes"]
-    apart = dtypes["student"] != dtypes["teacher"]
     for row in result["state"]:
-        cells = [size(row[who]) + f" ({dtypes[who]})" * apart for who in ("student", "teacher")]
-        rows.append((f"state at {row['length']} tokens", *cells))
+        cells = [size(row[who]) for who in ("student", "teacher")]
+        rows.append((f"state at {row['length']} tokens, {result['state_dtype']}", *cells))
     columns = {"": "text", "student": "number", "teacher": "number"}
-    console().print(
-        table(columns, rows, f"{result['tokens']:,} tokens of {result['text']}, in blocks of {result['seq_len']}")
-    )
+    title = f"{result['read']:,} tokens of {result['text']}, in blocks of {result['seq_len']}"
+    console().print(table(columns, rows, f"{title}; {result['tokens']:,} of them are predicted"))
     positions_table(result["positions"])
 
 
@@ -680,8 +684,8 @@ def mechanism_table(one: dict[str, Any]) -> None:
     out.print(f"{direction(one)}; backends: {', '.join(one['backends'])}\n\n{one['about']}\n")
     out.print(f"State, bytes per layer and sequence: {one['state_formula']}")
     out.print(
-        f"In {example['site']}: {example['new_parameters']:,} new parameters and a state of "
-        f"{size(example['state_bytes'])}. A KV cache of {example['tokens']:,} tokens in 16 bits takes "
+        f"In {example['site']}, in 16 bits: {example['new_parameters']:,} new parameters and a state of "
+        f"{size(example['state_bytes'])}. A KV cache of {example['tokens']:,} tokens takes "
         f"{size(example['cache_bytes'])}.\n"
     )
     columns = {"option": "short", "default": "short", "published": "short", "what it sets": "text"}

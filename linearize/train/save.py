@@ -381,7 +381,7 @@ def drift(ours: Tensor, theirs: Tensor, words: int) -> tuple[float, str, float]:
     """
     if words and ours.numel() % words == 0:
         p, q = (x.view(-1, words).log_softmax(-1) for x in (theirs, ours))
-        return float((p.exp() * (p - q)).sum(-1).mean()), "a mean KL of", ROUNDED_KL
+        return float((p.exp() * (p - q)).sum(-1).mean()), "a mean KL in nats of", ROUNDED_KL
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-6)), "a root mean square of", ROUNDED_RMS
 
 

@@ -343,7 +343,10 @@ class Finetuner:
             self.track(name, step, values)
         told = {"accuracy": percent(found.accuracy) if kind_of(self.model) != "text" else ""}
         told |= {"perplexity": "" if found.ppl is None else f"{found.ppl:.4g}", "same class": percent(found.agreement)}
-        told |= {"KL": nats(found.kl), "relative squared error": nats(found.error)}
+        told |= {
+            "KL": f"{nats(found.kl)} nats" if found.kl is not None else "",
+            "relative squared error": nats(found.error),
+        }
         figures = ", ".join(f"{what} {value}" for what, value in told.items() if value)
         self.say(f"{name}{f' step {step}' if step else ''}: held-out {figures}")
 

@@ -162,6 +162,9 @@ def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:
     return ("failed", fault) if fault else ("passed", f"{len(index)} tensors")
 
 
+NONE_UNTOUCHED = ("passed", "nothing to compare: all weights are new, trained or cast")
+
+
 def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[str, str]:
     """What linearize.json calls untouched, or what is `recorded`, has the bytes that were recorded."""
     own = recorded is None
@@ -170,7 +173,7 @@ def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[
         return "warning", "no hashes are recorded"
     shards, tensors = recorded["shards"], recorded["tensors"]
     if not shards and not tensors:
-        return "passed", "none: all weights are new, trained or cast"
+        return NONE_UNTOUCHED
     hashes = file_hashes(folder, [folder / name for name in shards]).values()
     wrong = [name for name, value in zip(shards, hashes, strict=True) if value != shards[name]]
     if tensors:

@@ -204,7 +204,7 @@ def test_the_command_line_converts_again(place: Path, tmp_path: Path, linearize:
     for part in (
         "trained is converted already: layers 3 become gsa; layers 0 get softmax back, and their mixers are dropped",
         "all other weights stay as they are",
-        "(restored)",
+        "(given back)",
         "(as it is)",
     ):
         assert part in words

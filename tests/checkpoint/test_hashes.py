@@ -61,7 +61,7 @@ def test_rewritten_shards_are_covered(tmp_path: Path, how: str) -> None:
     found = manifest_of(folder)
     held = {name for path in folder.glob("*.safetensors") for name in names(path)}
     assert found["written"]["tensors"].keys() | found["untouched"]["tensors"].keys() == held
-    assert check_hashes(folder) == ("passed", "none: all weights are new, trained or cast")
+    assert check_hashes(folder) == ("passed", "nothing to compare: all weights are new, trained or cast")
     tensor = "model.layers.3.mlp.up_proj.weight"
     flip(folder / SOURCE, tensor)
     assert check_new(folder, False) == ("failed", f"not the recorded bytes: {tensor}")

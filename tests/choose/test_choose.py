@@ -588,4 +588,4 @@ def test_recalls_ask_for_values_alone() -> None:
 
 def test_without_a_text_python_sources_are_read() -> None:
     assert Scoring().text == PACKAGES
-    assert str(PACKAGES) == "the demo's packages documents"
+    assert str(PACKAGES) == "the source code of torch, transformers, accelerate and peft"

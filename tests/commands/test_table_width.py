@@ -29,9 +29,10 @@ ANSWER = {"student": {"accuracy": 0.5}, "teacher": {"accuracy": 1.0}, "length": 
 FREELY = {who: {"recall": 0.5, "python": 0.25, "repeated": 0.125} for who in ("student", "teacher")}
 COMPARED = {
     **PPL, "top1_agreement": 0.912, "recall": [ANSWER], "needle": [ANSWER], "positions": POSITIONS,
-    "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32}, "tokens": 1048576, "text": "wikitext-103-raw-v1",
+    "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32}, "text": "wikitext-103-raw-v1",
+    "read": 1048576, "tokens": 1048320,
     "state": [{"length": 131072, "student": 2.5e7, "teacher": 4e9}], "seq_len": 4096,
-    "dtypes": {"student": "bfloat16", "teacher": "float32"},
+    "state_dtype": "bfloat16",
 }  # fmt: skip
 ANSWERS = {
     "kind": "images", "predicts": "classes", "labelled": 50000, "asked": 50001, "student_accuracy": 0.81,
@@ -109,7 +110,11 @@ SHOWN: dict[str, Callable[[Path], Any]] = {
     "estimate_table": lambda _: tables.estimate_table(COST),
     "report_table": lambda _: tables.report_table(REPORT),
     "demo_table": lambda _: tables.demo_table(
-        {who: {"ppl": 123.4, "ppl_ratio": 1.5, "kl": 0.2, "needle": 0.5, "cache": {32768: 4096}} for who in WHO}, "4,5"
+        {
+            who: {"ppl": 123.4, "ppl_ratio": 1.5, "kl": 0.2, "needle": 0.5, "dtype": "bfloat16", "cache": {32768: 4096}}
+            for who in WHO
+        },
+        "4,5",
     ),
     "positions_table": lambda _: tables.positions_table(POSITIONS),
     "comparison_table": lambda _: tables.comparison_table(COMPARED),

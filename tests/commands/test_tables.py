@@ -10,9 +10,18 @@ import pytest
 from conftest import Command
 from rich.console import Console
 
+from linearize.plan.keep import Choice
 from linearize.plan.mechanisms import mechanism_names, summary
 from linearize.terminal.output import say_error
-from linearize.terminal.tables import demo_table, estimate_table, report_table, table
+from linearize.terminal.tables import (
+    choice_table,
+    cost_lines,
+    demo_table,
+    estimate_table,
+    positions_table,
+    report_table,
+    table,
+)
 
 
 def shown(columns: dict[str, str], rows: list[tuple[str, ...]], width: int = 80) -> list[str]:
@@ -49,14 +58,33 @@ def test_mechanisms_have_whole_words(linearize: Command) -> None:
 def test_the_demo_puts_both_students_beside_the_teacher(capsys: pytest.CaptureFixture[str]) -> None:
     found = {
         who: {"ppl": 9 * ratio, "ppl_ratio": ratio, "kl": kl, "needle": 0.5, "cache": {512: size, 32768: 64 * size}}
+        | {"dtype": "float32"}
         for who, ratio, kl, size in (("teacher", 1.0, 0.0, 4096), ("hybrid", 1.5, 0.25, 2048), ("linear", 2.0, 0.5, 16))
     }
     demo_table(found, "4,5")
     lines = [line.split() for line in capsys.readouterr().err.splitlines()]
     assert ["teacher", "softmax", "in", "4,5", "all", "linear"] in lines
     assert ["perplexity", "9.000", "13.500", "18.000"] in lines
-    assert ["KL", "from", "the", "teacher", "0.2500", "0.5000"] in lines
-    assert ["cache", "at", "32,768", "tokens", "256.0", "KiB", "128.0", "KiB", "1.0", "KiB"] in lines
+    assert ["KL", "from", "the", "teacher,", "nats", "a", "token", "0.2500", "0.5000"] in lines
+    assert ["cache", "at", "32,768", "tokens,", "float32", "256.0", "KiB", "128.0", "KiB", "1.0", "KiB"] in lines
+
+
+def test_every_divergence_has_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once a table, in its heading or its title; in a sentence beside the number."""
+    found = {"linear": {"text": 0.5}, "kept": {"text": 0.1}}
+    kept = Choice("auto:1", "swaps", (3,), {"3": 0.5}, "text", 4096, 0, found)
+    lost = {"text": {"source_ppl": 7.8, "ppl": 8.1, "kl": 0.0123, "tokens": 1024.0, "length": 8192.0}}
+    ppl = {"student_ppl": 9.0, "teacher_ppl": 8.0, "ppl_ratio": 1.1, "kl": 0.1}
+    blocks = {"rows": 2, "text": "joined", "trained_length": 64, "blocks": [{"from": 0, "to": 64, **ppl}]}
+    stages = [{"name": "logit_kl", "tokens": 9, "ppl": 9.0, "ppl_ratio": 1.1, "kl": 0.1, "accuracy": None}]
+    for show, words in (
+        (lambda: choice_table(kept, "--keep-softmax"), "KL from the source in nats a token, text: 0.5000"),
+        (lambda: print(*cost_lines(lost, "text"), file=sys.stderr), "KL 0.0123 nats a token"),
+        (lambda: positions_table(blocks), "KL, nats a token"),
+        (lambda: report_table({"teacher_ppl": None, "stages": stages, "layers": []}), "KL, nats a token"),
+    ):
+        show()
+        assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_perplexity_below_the_teachers_is_told_where_it_is_no_noise(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,10 +121,11 @@ def test_an_estimate_has_every_part_and_stage_on_80_columns(
     lines = capsys.readouterr().err.splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert lines[1].split() == ["part", *names]
-    rows = {line.split()[0]: line.split()[1:] for line in lines[3:11]}
-    assert [*rows] == [*parts[:7], "sum"]
-    assert rows["sum"] == ["8.0", "GiB"] * 3
-    memory["weights"] = 128  # buffers: every weight is a master
+    rows = {name: sizes for name, *sizes in (re.split("  +", line.strip()) for line in lines[3:11])}
+    assert [*rows] == ["weights", "float32 weights", *parts[2:7], "sum"]
+    assert rows["sum"] == ["8.0 GiB"] * 3
+    assert "needs: the sum above, and what CUDA and its allocator take besides" in " ".join(" ".join(lines).split())
+    memory["weights"] = 128  # buffers: every weight trains in float32
     estimate_table(found)
     assert next(line for line in capsys.readouterr().err.splitlines() if "weights" in line).split()[1:] == ["0"] * 3
 

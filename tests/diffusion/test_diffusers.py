@@ -28,9 +28,11 @@ pytest.importorskip("diffusers")
 import diffusers
 from diffusion import pipeline, sample, saved_pipelines, transformer
 
+from linearize.checkpoint.shards import tensor_sha256
+from linearize.checkpoint.source import read_header
 from linearize.diffusion import code
 from linearize.diffusion.convert import convert, plan_conversion
-from linearize.diffusion.verify import check_keys, source_outputs, verify_folder
+from linearize.diffusion.verify import check_hashes, check_keys, source_outputs, verify_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.verify.child import latents
 from linearize.verify.child.latents import INPUTS, denoised, make_latents
@@ -702,3 +704,17 @@ def test_damage_is_found(sources: dict[str, Path], tmp_path: Path) -> None:
     for number, (message, harm) in enumerate(torn.items()):
         with pytest.raises(LinearizeError, match=message):
             verify_files(changed(tmp_path / "linear", tmp_path / f"torn{number}", harm))
+
+
+def test_untouched_weights_are_those_of_all_parts(tmp_path: Path) -> None:
+    """A folder without untouched files may have untouched tensors in a part."""
+    (tmp_path / "transformer").mkdir()
+    path = tmp_path / "transformer" / "model.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+    for tensors, told in (
+        ({}, "nothing to compare: all weights are new, trained or cast"),
+        ({"transformer/a": tensor_sha256(path, read_header(path)["a"])}, "0 shards, 1 tensor of other shards"),
+    ):
+        hashes = {"untouched": {"shards": {}, "tensors": tensors}, "written": {"shards": {}, "tensors": {}}}
+        (tmp_path / "linearize.json").write_text(json.dumps(hashes))
+        assert check_hashes(tmp_path, ["transformer"]) == ("passed", told)

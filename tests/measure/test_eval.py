@@ -24,7 +24,7 @@ from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.measure import compare as measures
-from linearize.measure.compare import EvalRequest, compare, state_bytes
+from linearize.measure.compare import EvalRequest, compare, state_bytes, text_recipe
 from linearize.measure.continuation import continued
 from linearize.measure.evaluate import Score, note_of_little
 from linearize.measure.freely import answered, freely, repetition
@@ -85,6 +85,7 @@ def test_the_measures_are_those_of_the_logits(linearize: Command, folder: Path, 
         ours, theirs = (model(ids).logits[:, :-1].double().log_softmax(-1) for model in (student, teacher))
     losses = [-log_p.gather(-1, ids[:, 1:, None]).mean().item() for log_p in (ours, theirs)]
     assert told["tokens"] == ids[:, 1:].numel()
+    assert told["read"] == ids.numel() + 64  # the last block has what ends the text
     assert told["student_ppl"] == pytest.approx(math.exp(losses[0]), rel=1e-4)
     assert told["teacher_ppl"] == pytest.approx(math.exp(losses[1]), rel=1e-4)
     assert told["ppl_ratio"] == pytest.approx(math.exp(losses[0] - losses[1]), rel=1e-4)
@@ -111,7 +112,7 @@ def test_a_teacher_may_have_any_name(linearize: Command, folder: Path, tmp_path:
 def test_the_text_is_the_recipes(linearize: Command, folder: Path, tmp_path: Path) -> None:
     """Its data.eval, data.pack and eval.max_tokens, whatever model the recipe is about."""
     some = measured(linearize, folder, "eval.max_tokens=512", "data.pack.seq_len=32")
-    assert some["tokens"] == 16 * 31
+    assert (some["read"], some["tokens"]) == (512, 16 * 31)
     (tmp_path / "other.jsonl").write_text(json.dumps({"body": "abc" * 500}))
     other = measured(linearize, folder, f"data.eval={{files: [{tmp_path / 'other.jsonl'}]}}", "data.pack.text_key=body")
     assert other["tokens"] == 23 * 63 + 28
@@ -251,6 +252,23 @@ def test_the_state_is_what_the_cache_holds(linearize: Command, folder: Path) -> 
     assert half["teacher"] == told[448]["teacher"] // 2
 
 
+@pytest.mark.parametrize("narrow", ["student", "teacher"])
+def test_states_of_models_in_two_dtypes_are_counted_in_one(
+    linearize: Command, folder: Path, tmp_path: Path, narrow: str
+) -> None:
+    known = measured(linearize, folder, "--dtype", "float32")["state"]
+    pair = {"student": folder, "teacher": folder.parent / "source"}
+    half = AutoModelForCausalLM.from_pretrained(pair[narrow], trust_remote_code=True, dtype=torch.bfloat16)
+    pair[narrow] = shutil.copytree(pair[narrow], tmp_path / narrow)
+    half.save_pretrained(pair[narrow])
+    given = ("--teacher", pair["teacher"], "--recipe", recipe(folder), *SMALL, "--trust-remote-code")
+    code, out, err = linearize("eval", pair["student"], *given, "--json")
+    told = json.loads(out)
+    assert (code, told["dtypes"][narrow], told["state_dtype"]) == (0, "bfloat16", "float32"), err
+    assert told["state"] == known
+    assert "state at 448 tokens, float32" in err
+
+
 def test_layers_that_were_linear_before_count_too() -> None:
     model = architectures.small_model("qwen3_next").eval()
     config = model.config
@@ -374,6 +392,7 @@ def test_the_table_has_every_measure(linearize: Command, folder: Path) -> None:
     )
     assert (code, out) == (0, "")
     for words in (
+        "heldout.txt, in blocks of 64; 1,386 of them are predicted",
         "perplexity",
         "KL from the teacher",
         "same likeliest token",
@@ -383,7 +402,7 @@ def test_the_table_has_every_measure(linearize: Command, folder: Path) -> None:
         "perplexity by position in",
         "128-256",
     ):
-        assert words in err
+        assert words in " ".join(err.split())
 
 
 # ---------------------------------------------------------------- by position
@@ -489,9 +508,9 @@ def test_text_without_a_recipe_is_named(
     given = ("--teacher", folder.parent / "source", *SMALL, "data.pack.seq_len=64", "eval.max_tokens=512")
     code, out, err = linearize("eval", folder, *given, "--json")
     assert code == 0, err
-    assert json.loads(out)["text"] == "the demo's heldout documents"
+    assert json.loads(out)["text"] == "the held-out part of Python's standard library"
     assert "no --recipe: measured on the held-out part of Python's standard library" in err
-    assert "tokens of the demo's heldout documents" in err
+    assert "tokens of the held-out part of Python's standard library" in err
     own = tmp_path / "own.txt"
     own.write_text("def f(x):\n    return x\n" * 100)
     run = tmp_path / "run"
@@ -541,6 +560,19 @@ def test_a_run_notes_where_its_data_files_start(tmp_path: Path) -> None:
         "classes": None,
         "seed": 1,
     }
+
+
+def test_a_text_of_ones_own_is_read_as_far_as_finetune_reads_it() -> None:
+    own, demo = "data.eval={files: [own.txt]}", load_recipe("demo", ["model.base=demo"]).eval.max_tokens
+    usual = load_recipe("gsa", ["model.base=demo", own]).eval.max_tokens
+    assert demo < usual
+    for recipe, given, tokens in (
+        ("", [], demo),
+        ("", [own], usual),
+        ("", [own, "eval.max_tokens=512"], 512),
+        ("demo", [own], demo),
+    ):
+        assert text_recipe(recipe, "demo", given).eval.max_tokens == tokens
 
 
 # ---------------------------------------------------------------- what models write

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import Command
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants, metadata_load
 from training import base, byte_tokenizer, text
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
@@ -109,6 +109,7 @@ def test_some_rows_behind_examples(
     row = next(row for row in told["tasks"] if row["task"] == "left")
     assert (row["rows"], row["of_rows"], row["few_shot"]) == (5, 12, 1)
     assert row["metrics"][0]["student"] == pytest.approx(accuracy(folder, ROWS[:5], example))
+    assert "\r" not in err  # what draws a bar
     assert "teacher" not in row["metrics"][0]
 
 
@@ -128,6 +129,18 @@ def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Pa
     ):
         found, _, err = linearize("eval", folder, "--tasks", names)
         assert (found, message in err) == (code, True), err
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no route"), OSError("no such dataset")], ids=["network", "data"])
+@pytest.mark.parametrize("offline", [True, False])
+def test_without_the_hub_a_task_of_ones_own_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, offline: bool
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    words = r"arc_easy.*\. A task of your own needs no Hub: --tasks file\.yaml"
+    with pytest.raises(LinearizeError, match=words) as told, tasks.task_errors("arc_easy"):
+        raise error
+    assert told.value.code == Exit.HUB
 
 
 @pytest.mark.slow

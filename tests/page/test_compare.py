@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,15 @@ def test_a_comparison_has_a_row_for_each_run(two: list[Path]) -> None:
     table = invoke("compare", *map(str, two))
     assert "1.2000" in table
     assert "1.1000" in table
+
+
+def test_states_in_two_dtypes_are_named(two: list[Path]) -> None:
+    runs = [read_run(folder) for folder in two]
+    assert not [note for note in notes(runs) if "dtype" in note]
+    assert runs[1].plan is not None
+    half = dataclasses.replace(runs[1], plan=dataclasses.replace(runs[1].plan, dtype="bfloat16"))
+    (note,) = (note for note in notes([runs[0], half]) if "dtype" in note)
+    assert "(float32 of a, bfloat16 of b)" in note
 
 
 def test_the_page_of_a_comparison_draws_every_run(two: list[Path], tmp_path: Path) -> None:

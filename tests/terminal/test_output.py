@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -51,6 +52,14 @@ def test_a_cpu_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     for threads, name in ((1, "CPU, 1 thread"), (2, "CPU, 2 threads")):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         assert device_name(torch.device("cpu")) == name
+
+
+def test_bars_of_other_packages_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    for tame, bars in (("", True), ("tame_others(); ", False)):
+        program = f"from linearize.terminal.output import tame_others; {tame}from tqdm import tqdm; [*tqdm('ab')]"
+        ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True)
+        assert ("it/s" in ended.stderr) is bars
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(4.4, "4 s"), (99, "99 s"), (600, "10 min"), (7200, "2.0 h")])

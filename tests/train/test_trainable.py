@@ -392,10 +392,11 @@ def test_a_merge_must_be_exact(root: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_rounding_is_told_and_refuses_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     recipe = make_recipe(tmp_path, base(root, "llama", "bfloat16"), stage("logit_kl", ["new"]), finish={"verify": True})
-    monkeypatch.setattr(export, "drift", lambda *given: (0.02, "a mean KL of", 1e-2))
+    monkeypatch.setattr(export, "drift", lambda *given: (0.02, "a mean KL in nats of", 1e-2))
     finetune(recipe, say=messages.append)
     assert any(
-        "rounding to bfloat16 changed them by a mean KL of 2.0e-02 (warning: more than 1e-02" in s for s in messages
+        "rounding to bfloat16 changed them by a mean KL in nats of 2.0e-02 (warning: more than 1e-02" in s
+        for s in messages
     )
 
 

@@ -205,12 +205,14 @@ def constant_state(model: Any, ids: Tensor) -> str:
     return "" if held[0] == held[1] else f"the state grows from {sum(held[0])} to {sum(held[1])} bytes"
 
 
-def held_bytes(value: Any) -> int:
-    """Bytes of the tensors in a value, single numbers not counted."""
+def held_bytes(value: Any, item: int = 1) -> int:
+    """Bytes of the tensors in a value, single numbers not counted. Floating numbers of fewer than `item` bytes count as
+    if they had so many."""
     if isinstance(value, Tensor):
-        return value.nbytes if value.ndim else 0
+        each = max(value.element_size(), item if value.is_floating_point() else 1)
+        return value.numel() * each if value.ndim else 0
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return sum(map(held_bytes, parts))
+    return sum(held_bytes(part, item) for part in parts)
 
 
 def loads_without_trust(folder: str) -> str:
