@@ -83,8 +83,9 @@ def moments(kind: str, total: int, count: int) -> list[int]:
     return [generator.randrange(low, max(high, low + 1)) for low, high in pairwise(bounds)]
 
 
-@pytest.mark.parametrize("overwrite", with_slow([False, True], False))
-@pytest.mark.parametrize("part", with_slow(range(5), *range(1, 5)))
+@pytest.mark.slow
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("part", range(5))
 def test_a_killed_convert_leaves_the_old_or_the_new(forks: Forks, source: Path, part: int, overwrite: bool) -> None:
     """Ten random moments of a first conversion, ten of one that replaces another; two of them in each part."""
     before, parent, output = snapshot(source), source.parent, source.parent / "linear"
@@ -236,6 +237,7 @@ def test_a_run_killed_before_it_had_a_name_can_start(shared: Path, tmp_path: Pat
     assert {path.name for path in (tmp_path / "run").rglob("*")} == {"run.json", "checkpoints", "cache"}
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_bug() -> None:
     """`linearize mechanisms --json | head -c 0` ended with the exit code of a bug."""
     reader, writer = os.pipe()

@@ -69,6 +69,7 @@ def test_what_was_saved_is_trained_on(saved: Path, tmp_path: Path) -> None:
     assert read_plan(tmp_path / "run" / "final").kept
 
 
+@pytest.mark.slow
 def test_what_was_saved_is_pushed_whole_and_left_as_it_is(saved: Path) -> None:
     before = sorted(path.name for path in saved.parent.rglob("*"))
     result = CliRunner().invoke(app, ["push", str(saved), "user/repo", "--dry-run", "--json"])

@@ -69,6 +69,7 @@ def planned(place: Path, kept_window: str, how: Scoring | None = None, **asked: 
     return plan_conversion(str(place / "source"), "gsa", choose_windows=chooser, **asked)[0]
 
 
+@pytest.mark.slow
 def test_layers_get_a_window_where_it_costs_little(place: Path) -> None:
     """A layer's cost is that of the model which has this layer local and all others whole."""
     plan = planned(place, f"auto:{WINDOW}")

@@ -76,7 +76,9 @@ def allocated(work: Any) -> int:
     return highest
 
 
-@pytest.mark.parametrize("name", with_slow(RECIPES, "all, after a transfer", "lora", "mixer", "sft"))
+@pytest.mark.parametrize(
+    "name", with_slow(RECIPES, "accumulated", "all", "all, after a transfer", "lora", "mixer", "sft")
+)
 def test_parts_are_those_of_a_real_step(root: Path, tmp_path: Path, name: str) -> None:
     """fp32 on a CPU: weights, gradients, optimizer and teacher exactly, what autograd saves within 10 %."""
     recipe = make_recipe(tmp_path, base(root, "llama"), *RECIPES[name])
@@ -440,6 +442,7 @@ def test_what_nothing_makes_fit_says_so(root: Path, tmp_path: Path, crowded: Any
         train(make_recipe(tmp_path, base(root, "llama"), KL))
 
 
+@pytest.mark.slow
 def test_a_source_is_not_converted_for_nothing(root: Path, tmp_path: Path, crowded: Any) -> None:
     crowded(1000)
     convert = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}}

@@ -56,34 +56,24 @@ def proved_and_disproved(graph: Any, path: Path, rows: Any, expected: list[torch
     prove(graph, path, rows, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "arguments", "operators"),
     [
         # Slides, and caps.
-        pytest.param(
-            *("gemma2", ("--to", "gla", "--keep-softmax", "0"), {"LinearAttention": 1, "Attention": 1}),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        ("gemma2", ("--to", "gla", "--keep-softmax", "0"), {"LinearAttention": 1, "Attention": 1}),
+        (
             "llama",
             ("--to", "retnet", "--set", "state_heads=query", "--set", "window=6", "--set", "sink=2"),
             {"LinearAttention": 2, "Attention": 0},
-            marks=pytest.mark.slow,
         ),
         ("qwen3", ("--to", "gdn", "--keep-softmax", "1"), {"LinearAttention": 1, "Attention": 1}),
-        pytest.param(
-            *("llama", ("--to", "window", "--set", "window=64", "--layers", "1")),
-            {"LinearAttention": 0, "Attention": 1},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("llama", ("--to", "gla", "--keep-heads", "1:0"), {"LinearAttention": 2, "Attention": 1}),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("gemma2", ("--to", "gdn", "--set", "window=6", "--keep-heads", "0:1;1:0")),
+        ("llama", ("--to", "window", "--set", "window=64", "--layers", "1"), {"LinearAttention": 0, "Attention": 1}),
+        ("llama", ("--to", "gla", "--keep-heads", "1:0"), {"LinearAttention": 2, "Attention": 1}),
+        (
+            "gemma2",
+            ("--to", "gdn", "--set", "window=6", "--keep-heads", "0:1;1:0"),
             {"LinearAttention": 2, "Attention": 2},
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["gla", "retnet with a window", "gdn", "window", "heads", "heads that slide and cap"],

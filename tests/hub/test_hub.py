@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Command, with_slow
+from conftest import Command
 from hub_server import TOKEN, Hub, Repo, serve
 from huggingface_hub import HfApi, constants, get_session, metadata_load
 from models import HYBRID, Zoo, load, logits, save_source, tokens
@@ -485,7 +485,8 @@ def source_weights(hub: Hub) -> set[str]:
     return {name for name in names if name.endswith((".safetensors", ".bin", ".onnx", ".pt"))}
 
 
-@pytest.mark.parametrize("shard", with_slow(["5GB", "20KB"], "5GB"), ids=["one file", "many files"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["5GB", "20KB"], ids=["one file", "many files"])
 def test_a_source_comes_from_the_hub(hub: Hub, tmp_path: Path, shard: str) -> None:
     others = {"pytorch_model.bin": b"same in bin", "consolidated.safetensors": b"same again", "x.onnx": b"and again"}
     nested = {"original/model.safetensors": b"again", "onnx/model.onnx": b"again", "curve.csv": b"1,2"}
@@ -686,6 +687,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bases")
 
 
+@pytest.mark.slow
 def test_a_recipe_pushes_what_it_measured(hub: Hub, root: Path, tmp_path: Path) -> None:
     data = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
     llama = Path(shutil.copytree(base(root, "llama"), tmp_path / "linear"))

@@ -67,11 +67,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("group", with_slow(CASES, "pieces", "sizes"))
+@pytest.mark.parametrize("group", with_slow(CASES, "layouts", "pieces", "sizes"))
 def test_kernels_match_the_reference(group: str) -> None:
     assert complaints(compare, CASES[group], TOLERANCE) == []
 
 
+@pytest.mark.slow
 def test_operators_compile_checkpoint_and_count() -> None:
     interpreted(check_operators)
 

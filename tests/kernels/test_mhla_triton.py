@@ -52,7 +52,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-SLOW = ("far", "grids", "heads_and_sizes", "many_groups_of_documents", "segments", "sequences")
+SLOW = ("far", "grids", "heads_and_sizes", "lengths", "many_groups_of_documents", "segments", "sequences")
 
 
 @pytest.mark.parametrize("group", with_slow(CASES, *SLOW))

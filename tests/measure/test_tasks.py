@@ -236,6 +236,7 @@ ROW |= {"split": "test", "few_shot": 0, "rows": 2376, "of_rows": 2376, "metrics"
 FOUND = {"student": "x", "teacher": "/srv/source", "harness": "0.4.13", "limit": None, "tasks": [ROW]}
 
 
+@pytest.mark.slow
 def test_a_card_tells_the_results(linearize: Command, folder: Path, tmp_path: Path) -> None:
     local = {**ROW, "task": "own", "dataset": None, "metrics": [{**METRIC, "teacher": 0.5, "teacher_error": None}]}
     part = {**ROW, "task": "part", "part_of": "mmlu", "config": "other"}

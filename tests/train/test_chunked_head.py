@@ -71,6 +71,7 @@ def test_gradients_of_many_stretches_add_up_in_bfloat16() -> None:
     assert float(weight.grad) == 1024
 
 
+@pytest.mark.slow
 def test_the_logits_take_less(root: Path, tmp_path: Path) -> None:
     def logits(size: int | None) -> int:
         one = stage("logit_kl", "all", loss={"tokens_at_once": size})

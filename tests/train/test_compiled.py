@@ -69,6 +69,7 @@ def test_it_is_the_same_run(
     near(tmp_path / "True", tmp_path / "False")
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_share_one_compilation(tmp_path: Path, graphs: Any) -> None:
     small_model("llama", **{**BASES["llama"], "num_hidden_layers": 4}).save_pretrained(tmp_path / "four")
     byte_tokenizer().save_pretrained(tmp_path / "four")

@@ -92,6 +92,7 @@ def test_a_model_with_a_rate_of_its_own_or_without_layers_is_refused(
         check_model(model, recipe)
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_it_and_is_the_same_again(tmp_path: Path) -> None:
     folder, losses = base(tmp_path, "llama"), {}
     for name, rate in {"plain": 0.0, "dropped": 0.5, "again": 0.5}.items():

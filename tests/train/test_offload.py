@@ -21,7 +21,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bases")
 
 
-@pytest.mark.parametrize("one", [stage("logit_kl", "all"), KL], ids=["whole", "pieces"])
+@pytest.mark.parametrize(
+    "one", [pytest.param(stage("logit_kl", "all"), marks=pytest.mark.slow), KL], ids=["whole", "pieces"]
+)
 def test_it_changes_no_bit(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: dict[str, Any]) -> None:
     monkeypatch.setattr(offload, "LEAST", 1)
     moved, brought = [0], [0]

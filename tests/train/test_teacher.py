@@ -402,6 +402,7 @@ def test_a_writer_that_was_stopped_goes_on(root: Path, tmp_path: Path, monkeypat
         written(recipe, out, 4)
 
 
+@pytest.mark.slow
 def test_a_run_on_stored_logits_goes_on(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "logits"
     written(recipe_of(tmp_path, root, teacher=str(root / "large")), folder, 4)

@@ -133,7 +133,7 @@ def test_a_stage_moves_what_it_names_and_never_the_teacher(
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", with_slow(["fp32", "bf16"], "fp32"))
 @pytest.mark.parametrize("model", with_slow(["llama", "gpt2"], "gpt2"))
 def test_the_teacher_stays_through_a_run_of_every_kind(
     model: str, precision: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -276,6 +276,7 @@ def test_a_folder_of_links_passes_strictly(zoo: Zoo, tmp_path: Path) -> None:
     assert set(behaviours.CHECKS) < {check["name"] for check in found["checks"]}
 
 
+@pytest.mark.slow
 def test_a_broken_folder_fails_with_every_reason(zoo: Zoo, tmp_path: Path) -> None:
     folder = copied(zoo.folders("llama", HYBRID)[1], tmp_path / "linear")
     shard = folder / "model-mixers.safetensors"
