@@ -202,6 +202,8 @@ REASONS = {
     r" bench (?:kernels|model) ": "minutes, or a GPU: tests/bench",
     r" bench paper .*(?:--save|--claims|\|)": "minutes, or a GPU: tests/bench/test_paper.py has every claim",
     r" bench paper la --tiny": "a minute of compiled C++: tests/bench/test_paper.py",
+    r" runtime.compile=true --measure": "a minute of compiled C++: tests/train/test_compiled.py",
+    r" finetune sla-pretrain\b": "the memory of a whole size, half a minute each: tests/recipe plans it small",
     r" export ": "a minute, and the packages of ONNX: tests/export",
     r"--tasks": "data sets of the Hub: tests/company runs lm-evaluation-harness on a task of its own",
     r"auto:|(?:finetune|estimate) hybrid": "chooses layers, half a minute each: tests/choose",
