@@ -45,6 +45,7 @@ from linearize.recipe.data import described
 from linearize.recipe.models import Data
 from linearize.recipe.recipe import Recipe, load_recipe
 from linearize.terminal.output import nats
+from linearize.terminal.tables import evaluation_cells
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
 from linearize.train.runtime import make_schedule
@@ -248,12 +249,23 @@ def test_evaluation(root: Path, tmp_path: Path) -> None:
     assert "`linearize finetune --max-steps 3`, CPU" in cards[1]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in cards[0].splitlines() if line.startswith("|")]
     for row in report["stages"]:  # the card has perplexity, its ratio and KL of each stage, and by position
-        assert [row["name"], f"{row['ppl_ratio']:.4g}", nats(row["kl"])] in [
+        assert [evaluation_cells(row, "tokens")[""], f"{row['ppl_ratio']:.4g}", nats(row["kl"])] in [
             [r[0], *r[4:6]] for r in rows if len(r) > 5
         ]
     for block in report["positions"]["blocks"]:
         figures = *(f"{block[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio")), nats(block["kl"])
         assert [f"{block['from']:,} to {block['to']:,}", *figures] in rows
+
+
+def test_the_first_figures_are_called_calibrated_where_calibration_ran(root: Path, tmp_path: Path) -> None:
+    """Before it `linearize eval` finds other ones; mixers that were trained are not calibrated."""
+    model = base(root, "llama")
+    for name, told in (("first", "converted, calibrated"), ("again", "converted")):
+        (tmp_path / name).mkdir()
+        row = train(make_recipe(tmp_path / name, model, stage("logit_kl"), data=EVAL))["stages"][0]
+        assert evaluation_cells(row, "tokens")[""] == told
+        model = tmp_path / name / "run" / "final"
+        assert f"| {told} | 0 |" in (model / "README.md").read_text()
 
 
 @pytest.mark.slow

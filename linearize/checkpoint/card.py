@@ -22,7 +22,7 @@ from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
 from ..terminal.output import nats, ranges
-from ..terminal.tables import evaluation_figures, task_rows
+from ..terminal.tables import evaluation_figures, row_name, task_rows
 from ..train.device import on_cpu
 from .carried import is_licence
 from .code import auto_names
@@ -288,7 +288,7 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
         who = f"teacher ({report['teacher']['model']})" if report.get("teacher") else "teacher (softmax)"
         found = {"ppl": teacher, "ppl_ratio": 1.0, "accuracy": report.get("teacher_accuracy")}
         lines.append(line(who, "", found | {"eval_tokens": rows[0]["eval_tokens"]}))
-    lines += [line(row["name"], f"{row['tokens']:,}", row) for row in rows]
+    lines += [line(row_name(row["name"], row.get("calibrated")), f"{row['tokens']:,}", row) for row in rows]
     lines += by_position(report.get("positions"))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     # What the recipe below does not say.

@@ -115,22 +115,25 @@ def evaluate(
         from ..measure.tasks import find_tasks, run_tasks
         from ..terminal.tables import tasks_table
 
+        if teacher:
+            _note_converted(teacher)
         result = run_tasks(student, teacher, find_tasks(tasks, batch_tokens, limit, few_shot), **options)
         tasks_table(result)
         _write(result, output, as_json)
         return
     _refuse(given, OF_TASKS, "only --tasks have rows and examples")
+    plan = None
+    with suppress(LinearizeError):
+        plan = read_plan(Path(student).expanduser())
     if of_run:
         from ..measure.compare import SET_EVAL
 
-        own, base = heldout_of(run)
+        own, base = heldout_of(run, plan)
         teacher = teacher or base
         if not any(word.startswith("data.eval") for word in (*own, *(overrides or []))):
             raise LinearizeError(f"--recipe {recipe}: the run has no held-out data; {SET_EVAL}")
     if not teacher:
-        named = ""
-        with suppress(LinearizeError):
-            named = f"; its linearize.json says {read_plan(Path(student)).source}"
+        named = f"; its linearize.json says {plan.source}" if plan else ""
         raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
@@ -146,6 +149,7 @@ def evaluate(
         home = Path(student).parent
         there = Path(student).name == "final" and (home / "run.json").is_file()
         say(NO_RECIPE + (f". For the text of its own run: --recipe {shlex.quote(str(home))}" if there else ""))
+    _note_converted(teacher)
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
     result = {"student": student, "teacher": teacher, "seed": seed}
@@ -164,6 +168,18 @@ def evaluate(
         result |= compare_answers(ours, theirs, text, batch_tokens, say)
         answers_table(result)
     _write(result, output, as_json)
+
+
+def _note_converted(teacher: str) -> None:
+    """Say so where the teacher is a converted model itself: figures beside it are not those beside its softmax."""
+    from ..checkpoint.manifest import is_linearized, read_plan, saved_again
+    from ..checkpoint.source import open_source
+    from ..page.report import mechanisms
+
+    folder = open_source(teacher, None).folder
+    if is_linearized(folder):
+        made = mechanisms(saved_again(folder) or read_plan(folder)).lower()
+        say(f"note: --teacher {teacher} is itself converted ({made}); figures are beside that, not beside softmax")
 
 
 def _write(result: dict[str, Any], output: Path | None, as_json: bool) -> None:

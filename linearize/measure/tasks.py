@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import json
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,7 @@ NEEDED = f'--tasks needs lm-evaluation-harness: pip install "lm-eval>={OLDEST}"'
 OWN_TASK = (
     "A task of your own needs no Hub: --tasks file.yaml, whose rows are in a file of yours (docs/evaluate.md has one)"
 )
+DATA_FILES = "Relative paths of data files begin at the working directory, {}: put it there, or give its whole path"
 # What a row of text is taken to have when a batch is counted in tokens: a question with an answer is seldom longer.
 ROW_TOKENS = 512
 # Entries of the harness's results that are no metrics.
@@ -128,6 +130,11 @@ def task_errors(text: str) -> Iterator[None]:
     except LinearizeError as error:
         raise LinearizeError(f"{error.message}. {OWN_TASK}", error.code) from error
     except OSError as error:  # so the package datasets says of the Hub
+        own = [name.strip() for name in text.split(",") if name.strip().endswith(".yaml")]
+        gone = re.search("Unable to find '(/[^']+)'", str(error))  # and of a file
+        if own and gone:
+            found = absent(Path(gone[1]), f"--tasks {', '.join(own)}: no such data file:")
+            raise LinearizeError(f"{found.message} {DATA_FILES.format(Path.cwd())}") from error
         message = f"--tasks {text}: cannot read the data: {reason_of(error)}. {OWN_TASK}"
         raise LinearizeError(message, Exit.HUB) from error
     except Exception as error:  # tasks are data and code of many people

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..checkpoint.manifest import is_linearized, read_plan
-from ..errors import LinearizeError, reason_of, resource_error
+from ..checkpoint.manifest import is_linearized, read_plan, recipes_of
+from ..errors import MALFORMED, LinearizeError, reason_of, resource_error
 from ..plan.heads import written
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
@@ -219,12 +220,15 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
     students = _students(runs)
     lacking = [(shown(str(run.folder)), run) for run in students if _unmeasured(run)]
     found = [f"{place} was not measured: {_measure(place, run.base)}" for place, run in lacking]
-    if len({run.base for run in students}) > 1:
+    if not all(_same_teacher(*pair) for pair in itertools.combinations(students, 2)):
         found.append("the runs have different teachers: x teacher and KL are against each run's own")
     if len({text for run in students if not _unmeasured(run) for text in _texts(run)}) > 1:
         images = all(run.unit == "images" for run in students)
         others = "images: compare each run with its teacher, not accuracies" if images else ""
         found.append(f"the runs were evaluated on different {others or 'text: compare x teacher, not perplexities'}")
+    blocks = list(dict.fromkeys(block for run in students if (block := _block(run))))
+    if len(blocks) > 1:
+        found.append(f"blocks of {' and '.join(f'{block:,}' for block in blocks)} tokens: perplexities do not compare")
     dtypes = {run.plan.dtype: run.name for run in runs if run.plan is not None and run.bytes_at(MEMORY_AT)}
     if len(dtypes) > 1:
         each = ", ".join(f"{dtype} of {name}" for dtype, name in dtypes.items())
@@ -235,6 +239,36 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
 def _students(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """All but the teachers."""
     return [run for run in runs if not (isinstance(run, ModelRecord) and run.teacher)]
+
+
+def _same_teacher(one: RunRecord, other: RunRecord) -> bool:
+    """Whether two were measured beside the same model: by name, or by what was converted first."""
+    return one.base == other.base or _original(one) == _original(other)
+
+
+def _original(run: RunRecord) -> str:
+    """The model that was converted first, where its softmax is the teacher; else what `base` says. A model that an
+    earlier run trained may teach as it was trained."""
+    if run.plan is None or not run.plan.source:
+        return run.base
+    if isinstance(run, ModelRecord):
+        beside = (run.evaluation or {}).get("teacher")
+        return run.base if beside and Path(beside).name != Path(run.plan.source).name else run.plan.source
+    base = run.values.get("model", {}).get("base")
+    with contextlib.suppress(LinearizeError, OSError, *MALFORMED):
+        if isinstance(base, str) and recipes_of(Path(base)):
+            return run.base
+    return run.plan.source
+
+
+def _block(run: RunRecord) -> int | None:
+    """Tokens of a block in the evaluation that a perplexity is of; None where there is none or nothing says it."""
+    if run.unit != "tokens" or run.ppl is None:
+        return None
+    if isinstance(run, ModelRecord):
+        return (run.evaluation or {}).get("seq_len")
+    rated = [entry["stage"] for entry in run.entries if entry["stage"] != "teacher" and entry.get("eval_ppl")]
+    return run.block(rated[-1]) if rated else None
 
 
 def _unmeasured(run: RunRecord) -> bool:

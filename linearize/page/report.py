@@ -17,8 +17,8 @@ from .. import __version__
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
-from ..terminal.tables import alike, attention, chosen_options, evaluation_figures, note_below, short
-from ..train.runs import is_evaluation
+from ..terminal.tables import alike, attention, chosen_options, evaluation_figures, note_below, row_name, short
+from ..train.runs import converted_from, is_evaluation
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
@@ -293,7 +293,8 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
             found["ppl_ratio"] = found["ppl"] / teacher
         figures = evaluation_figures(found, run.unit, ".4f")
         names = [*figures]
-        rows.append((name, f"{begins.get(name, 0) + entry['tokens']:,}", *figures.values()))
+        named = row_name(name, entry.get("calibrated"))
+        rows.append((named, f"{begins.get(name, 0) + entry['tokens']:,}", *figures.values()))
     columns = {"": "text"} | dict.fromkeys((f"training {run.unit}", *names), "number")
     held = next((entry.get("eval_tokens") for entry in last.values()), None)
     first = "Accuracies and perplexities" if run.unit == "images" else "Perplexities"
@@ -417,7 +418,10 @@ def not_measured(run: RunRecord) -> str:
     folder, where = as_typed(run)
     model, data = run.values.get("model") or {}, run.values.get("data") or {}
     words = ["linearize", "eval", str(folder / FINAL), "--recipe", str(folder)]
-    words += [] if run.values.get("convert") and isinstance(model.get("base"), str) else ["--teacher", "MODEL"]
+    named = isinstance(model.get("base"), str)
+    if not run.values.get("convert"):
+        named = bool(converted_from(run.plan, Path(run.settings.get("folder", ""))))
+    words += [] if named else ["--teacher", "MODEL"]
     words += ["--trust-remote-code"] if model.get("trust_remote_code") else []
     words += [] if data.get("eval") else ["data.eval={files: [FILE.txt]}"]
     command = f"{shlex.join([*words, '-o', str(folder / EVAL)])}\nlinearize report {shlex.quote(str(folder))}"

@@ -434,8 +434,14 @@ def accuracy_first(unit: str, accuracy: T, figures: list[T]) -> list[T]:
 
 def evaluation_cells(row: dict[str, Any], unit: str) -> dict[str, str]:
     """A row of a report in cells, by their headings."""
-    named = {"": row["name"], f"training {unit}": f"{row['tokens']:,}" if "tokens" in row else ""}
-    return named | evaluation_figures(row, unit, ".3f")
+    named = row_name(row["name"], row.get("calibrated"))
+    trained = f"{row['tokens']:,}" if "tokens" in row else ""
+    return {"": named, f"training {unit}": trained} | evaluation_figures(row, unit, ".3f")
+
+
+def row_name(stage: str, calibrated: bool | None) -> str:
+    """What a table calls an evaluation: that of the converted model is often made after the run has calibrated it."""
+    return f"{stage}, calibrated" if calibrated else stage
 
 
 def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, str]:

@@ -31,8 +31,9 @@ from safetensors import SafetensorError
 from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import CARD, base_hashes
 from ..checkpoint.shards import file_hashes, sha256
+from ..demo import DEMO, named_base
 from ..errors import LinearizeError, check_file, json_object, os_error, undamaged, writing
-from ..plan.plan import some
+from ..plan.plan import Plan, some
 from ..recipe.data import rooted, unit_of
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weighty
 from ..terminal.output import finite
@@ -411,7 +412,8 @@ class Run:
             ppl = entry.get("eval_ppl")
             row = {"name": name, "tokens": tokens, "eval_tokens": entry.get("eval_tokens"), "ppl": ppl}
             row |= {"ppl_ratio": ppl / teacher["eval_ppl"] if teacher and ppl is not None else None}
-            rows.append(row | {what: entry.get(f"eval_{what}") for what in ("accuracy", "kl", "agreement", "error")})
+            row |= {what: entry.get(f"eval_{what}") for what in ("accuracy", "kl", "agreement", "error")}
+            rows.append(row | {"calibrated": True} if entry.get("calibrated") else row)
         figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}
         ran: dict[str, Any] = {"output": str(self.final) if complete else None, "max_steps": self.max_steps}
         ran["unit"] = unit_of(self.recipe.data.train)
@@ -464,19 +466,31 @@ def refuse_foreign(foreign: Sequence[Path]) -> None:
         )
 
 
-def heldout_of(run: Path) -> tuple[list[str], str]:
+def heldout_of(run: Path, plan: Plan | None = None) -> tuple[list[str], str]:
     """Overrides by which `linearize eval` reads the data that a run is measured on, none where it names none, and the
-    model that it converts, empty where that has no name.
+    model that it converts, empty where that has no name. Where the run began from a converted model, that is what the
+    student's `plan` says was converted.
 
     Raises LinearizeError (exit 2) for a run.json that is damaged.
     """
     with undamaged(run / "run.json", "Restore it"):
         settings = json_object(run / "run.json")
         recipe, start = settings["recipe"], Path(settings.get("folder", ""))
-        base = recipe["model"]["base"] if recipe["convert"] else ""
+        base = recipe["model"]["base"] if recipe["convert"] else converted_from(plan, start)
         held, pack, most = recipe["data"]["eval"], recipe["data"]["pack"], recipe["eval"]["max_tokens"]
         read = {"data.eval": rooted(held, start), "data.pack": pack, "eval.max_tokens": most} if held else {}
     return [f"{key}={json.dumps(value)}" for key, value in read.items()], base if isinstance(base, str) else ""
+
+
+def converted_from(plan: Plan | None, start: Path) -> str:
+    """The model that a plan says was converted, as `--teacher` takes it: of a folder the plan has the name alone, which
+    is looked for in `start` and here. Empty where it is in neither, and on the Hub neither."""
+    if plan is None or not plan.source:
+        return ""
+    for place in (start / plan.source, Path(plan.source)):
+        if (place / "config.json").is_file():
+            return str(place)
+    return named_base(plan.source) if plan.revision or plan.source == DEMO else ""
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.models import Scratch
 from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
 from ..terminal.output import nats, percent
+from ..terminal.tables import row_name
 from ..verify.child.inputs import make_inputs, most_tokens
 from .chunked_head import obstacle
 from .deepspeed_zero3 import partition, read_config
@@ -222,8 +223,7 @@ class Finetuner:
         if resume:
             self.restore_weights(position.stage, resume)
         else:
-            self.calibrate()
-            self.baseline()
+            self.baseline(calibrated=self.calibrate())
         for number, stage in enumerate(self.recipe.stages):
             within = number == position.stage and not position.done
             if number > position.stage or within:
@@ -274,13 +274,14 @@ class Finetuner:
             tensors = load_file(checkpoint / WEIGHTS)
         self.student.load_state(tensors)
 
-    def calibrate(self) -> None:
+    def calibrate(self) -> bool:
         """Before anything is measured or trained: from a few blocks, gates and norms start where each layer's output is
         nearest to the teacher's, and windows with their share; where a stage learns from the teacher, mixers that are
-        far from softmax are fitted. The same in every process. Mixers that an earlier run trained stay as they are."""
+        far from softmax are fitted. The same in every process. Mixers that an earlier run trained stay as they are:
+        False where there are no others."""
         untrained = set[str]() if self.recipe.plain else untrained_mixers(self.base, read_plan(self.base))
         if not untrained:
-            return
+            return False
         blocks = without_logits(self.blocks(self.recipe.stages[0], "train"))
         assert blocks is not None
         order = BlockOrder(len(blocks), self.recipe.seed)
@@ -294,12 +295,14 @@ class Finetuner:
         for name, parameter in self.student.named_parameters():
             if ".mixer." in name:
                 parameter.data.copy_(broadcast(parameter.data))
+        return True
 
     # ------------------------------------------------------------ evaluation and checkpoints
 
-    def baseline(self) -> None:
+    def baseline(self, calibrated: bool) -> None:
         """Of the teacher and of the model just converted, when there is eval data: held-out perplexity, and how far
-        each layer is from its softmax. Nothing of random weights without a teacher."""
+        each layer is from its softmax. Nothing of random weights without a teacher. `calibrated` is noted, as
+        `linearize eval` of the converted folder finds other figures then."""
         if not self.student.has_teacher:
             return
         stage = self.recipe.stages[0]
@@ -311,7 +314,7 @@ class Finetuner:
             if kind_of(self.model) == "text" and (warning := warn_of_chance(teacher.ppl, vocabulary_of(self.model))):
                 self.say(warning)
         if converted is not None:
-            self.log_evaluation("converted", 0, 0, converted)
+            self.log_evaluation("converted", 0, 0, converted, calibrated)
             if teacher is not None and (note := note_of_little(converted, teacher)):
                 self.say(note)
         layers = self.fidelity()
@@ -335,11 +338,12 @@ class Finetuner:
         reshard(self.model)
         return found
 
-    def log_evaluation(self, name: str, step: int, tokens: int, found: Score) -> None:
+    def log_evaluation(self, name: str, step: int, tokens: int, found: Score, calibrated: bool = False) -> None:
         """One evaluation into metrics.jsonl and to the person who waits."""
         if self.accelerator.is_main_process:
             values = self.of_evaluation(found)
-            self.run.log(stage=name, step=step, tokens=tokens, **values)
+            noted = {"calibrated": True} if calibrated else {}
+            self.run.log(stage=name, step=step, tokens=tokens, **noted, **values)
             self.track(name, step, values)
         told = {"accuracy": percent(found.accuracy) if kind_of(self.model) != "text" else ""}
         told |= {"perplexity": "" if found.ppl is None else f"{found.ppl:.4g}", "same class": percent(found.agreement)}
@@ -348,7 +352,7 @@ class Finetuner:
             "relative squared error": nats(found.error),
         }
         figures = ", ".join(f"{what} {value}" for what, value in told.items() if value)
-        self.say(f"{name}{f' step {step}' if step else ''}: held-out {figures}")
+        self.say(f"{row_name(name, calibrated)}{f' step {step}' if step else ''}: held-out {figures}")
 
     def track(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Metrics of a stage to the recipe's tracker. Its steps go on from one stage to the next: wandb and trackio

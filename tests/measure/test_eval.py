@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from training import base, byte_tokenizer, stage, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from linearize.checkpoint.manifest import read_plan
 from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit, LinearizeError
@@ -34,6 +36,7 @@ from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, scor
 from linearize.recipe.data import rooted
 from linearize.recipe.recipe import load_recipe
 from linearize.terminal.tables import remarks
+from linearize.train.runs import converted_from
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
 from linearize_kernels.hf.seam import mixers_of
@@ -544,11 +547,46 @@ def test_a_run_names_its_text_and_its_teacher(linearize: Command, folder: Path, 
     (run / "run.json").write_text(json.dumps(settings))
     code, _, err = linearize("eval", folder, "--recipe", run)
     assert (code, f"--recipe {run}: the run has no held-out data; set it, for example data.eval=" in err) == (2, True)
-    settings["recipe"]["convert"] = None
-    (run / "run.json").write_text(json.dumps(settings))
-    assert "--teacher is missing" in linearize("eval", folder, "--recipe", run, "data.eval={demo: heldout}")[2]
     (run / "run.json").write_text("{}")
     assert "run.json is damaged" in linearize("eval", folder, "--recipe", run)[2]
+
+
+def test_a_run_from_a_converted_model_has_the_teacher_that_its_student_names(
+    linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The student has the name of that folder alone, which lies where the run's data do, or here."""
+    run, source = tmp_path / "run", folder.parent / "source"
+    run.mkdir()
+    text = folder.parent.parent / "heldout.txt"
+    words = [f"model.base={folder}", f"data.eval={{files: [{text}]}}", "data.pack.seq_len=32", "eval.max_tokens=512"]
+    settings = {"recipe": load_recipe("demo", words).resolved() | {"convert": None}, "folder": str(source.parent)}
+    for place, start, teacher in ((tmp_path, source.parent, source), (source.parent, tmp_path, "source")):
+        monkeypatch.chdir(place)
+        (run / "run.json").write_text(json.dumps(settings | {"folder": str(start)}))
+        code, out, err = linearize("eval", folder, "--recipe", run, *SMALL, "--json")
+        assert code == 0, err
+        assert json.loads(out)["teacher"] == str(teacher)
+    monkeypatch.chdir(tmp_path)
+    (run / "run.json").write_text(json.dumps(settings | {"folder": str(tmp_path)}))
+    code, _, err = linearize("eval", folder, "--recipe", run, *SMALL)
+    assert (code, "--teacher is missing" in err, "its linearize.json says source" in err) == (2, True, True)
+
+
+def test_what_a_plan_converted_is_a_folder_or_a_model_of_the_hub(folder: Path, tmp_path: Path) -> None:
+    plan = read_plan(folder)
+    assert converted_from(plan, folder.parent) == str(folder.parent / "source")
+    assert converted_from(plan, tmp_path) == converted_from(None, tmp_path) == ""
+    on_hub = dataclasses.replace(plan, source="user/model", revision="abc")
+    assert converted_from(on_hub, tmp_path) == "user/model"
+    assert converted_from(dataclasses.replace(plan, source="demo"), tmp_path) == str(model_folder())
+
+
+def test_a_teacher_that_is_converted_itself_is_noted(linearize: Command, folder: Path) -> None:
+    given = ("--recipe", recipe(folder), *SMALL)
+    code, _, err = linearize("eval", folder, "--teacher", folder, *given)
+    assert code == 0, err
+    assert f"note: --teacher {folder} is itself converted (gsa);" in " ".join(err.split())
+    assert "itself converted" not in linearize("eval", folder, "--teacher", folder.parent / "source", *given)[2]
 
 
 def test_a_run_notes_where_its_data_files_start(tmp_path: Path) -> None:

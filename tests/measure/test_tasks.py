@@ -117,6 +117,7 @@ def test_some_rows_behind_examples(
 def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Path) -> None:
     unsafe, images = task(tmp_path, "unsafe", unsafe_code=True), task(tmp_path, "images", doc_to_image="q")
     damaged = task(tmp_path, "damaged", test_split="nothing")
+    gone = task(tmp_path, "gone", dataset_kwargs={"data_files": {"test": "no/rows.jsonl"}})
     for names, code, message in (
         ("arc_esy", Exit.USAGE, "no such task. Did you mean 'arc_easy'?"),
         ("zzz_*", Exit.USAGE, "no such task. lm_eval ls tasks lists them"),
@@ -124,6 +125,7 @@ def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Pa
         (tmp_path / "unsaef.yaml", Exit.USAGE, "Did you mean 'unsafe.yaml'?"),
         (unsafe, Exit.USAGE, "it runs code that the model wrote"),
         (images, Exit.INCOMPATIBLE, "it asks about images"),
+        (gone, Exit.USAGE, "no/rows.jsonl. Relative paths of data files begin at the working directory"),
         (damaged, Exit.USAGE, "lm-evaluation-harness cannot load them"),
         ("hellaswa[g]", Exit.HUB, "offline: the data of hellaswa[g] are not in the cache"),
     ):
@@ -140,6 +142,21 @@ def test_without_the_hub_a_task_of_ones_own_is_named(
     words = r"arc_easy.*\. A task of your own needs no Hub: --tasks file\.yaml"
     with pytest.raises(LinearizeError, match=words) as told, tasks.task_errors("arc_easy"):
         raise error
+    assert told.value.code == Exit.HUB
+
+
+def test_a_data_file_of_ones_own_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    gone = FileNotFoundError(f"Unable to find '{tmp_path}/row.jsonl'")  # as the package datasets says it
+    words = (
+        rf"--tasks own\.yaml: no such data file: {tmp_path}/row\.jsonl\. Did you mean 'rows\.jsonl'\? Relative paths"
+    )
+    with pytest.raises(LinearizeError, match=words) as told, tasks.task_errors("arc_easy, own.yaml"):
+        raise gone
+    assert told.value.code == Exit.USAGE
+    assert f"begin at the working directory, {Path.cwd()}" in told.value.message
+    with pytest.raises(LinearizeError, match="A task of your own") as told, tasks.task_errors("arc_easy"):
+        raise gone
     assert told.value.code == Exit.HUB
 
 

@@ -99,6 +99,36 @@ def test_runs_of_other_teachers_and_texts_are_noted(two: list[Path]) -> None:
     assert "different text" in found[1]
 
 
+def test_models_of_one_original_have_one_teacher(two: list[Path]) -> None:
+    """Of two converted folders, and of one and its source; a folder that was trained may teach as it was trained."""
+    runs = [read_run(folder) for folder in two]
+    model = runs[0].values["model"]
+    other = dataclasses.replace(runs[0], settings={"recipe": {**runs[0].values, "model": {**model, "base": "gsa"}}})
+    assert runs[1].base != other.base
+    assert notes([other, runs[1]]) == []
+    assert other.plan is not None
+    foreign = dataclasses.replace(other, plan=dataclasses.replace(other.plan, source="foreign"))
+    assert "different teachers" in notes([foreign, runs[1]])[0]
+    manifest = two[0].parent / "trained" / "linearize.json"
+    manifest.parent.mkdir()
+    stored = json.loads((Path(model["base"]) / "linearize.json").read_text())
+    manifest.write_text(json.dumps({**stored, "recipe": {}}))
+    trained = {**runs[0].values, "model": {**model, "base": str(manifest.parent)}}
+    found = notes([dataclasses.replace(runs[0], settings={"recipe": trained}), runs[1]])
+    assert "different teachers" in found[0]
+
+
+def test_blocks_of_different_lengths_are_noted(two: list[Path]) -> None:
+    path = two[1] / "run.json"
+    settings = json.loads(path.read_text())
+    settings["recipe"]["data"]["pack"]["seq_len"] = 1024
+    own = next(stage for stage in settings["recipe"]["stages"] if stage["name"] == "logit_kl")
+    own["data"] = None
+    path.write_text(json.dumps(settings))
+    block = read_run(two[0]).block("logit_kl")
+    assert notes(read_rows(two)) == [f"blocks of {block:,} and 1,024 tokens: perplexities do not compare"]
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(root: Path, tmp_path: Path) -> None:
     runs = read_rows([made_up_run(tmp_path / name, root) for name in ("x", "y")])
     assert labels(runs) == ["x/run", "y/run"]

@@ -153,6 +153,26 @@ def test_what_was_not_measured_names_the_command_that_measures_it(run: Path) -> 
         assert page.words.count("Not measured. These commands, in the folder that holds the run, measure it") == 2
 
 
+def test_a_command_of_a_page_names_no_teacher_that_the_student_names(
+    run: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run from a converted model, whose source lies where the run was started."""
+    (run / "eval.json").unlink()
+    (run / "final").mkdir()
+    assert "--teacher MODEL" in Page(report_page(read_run(run))).words
+    monkeypatch.chdir(base(root, "llama").parent)
+    assert "--teacher" not in Page(report_page(read_run(run))).words
+
+
+def test_an_evaluation_after_calibration_is_called_so(run: Path) -> None:
+    assert "converted, calibrated" not in report_page(read_run(run))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if line["stage"] == "converted")
+    first["calibrated"] = True
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ">converted, calibrated<" in report_page(read_run(run))
+
+
 def test_commands_of_a_page_are_for_the_folder_where_the_run_was_started(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
