@@ -202,7 +202,7 @@ def test_the_command_line_converts_again(place: Path, tmp_path: Path, linearize:
     words = " ".join(err.split())
     assert code == 0
     for part in (
-        "trained is converted already: layers 3 become gsa; layers 0 get softmax back, and their mixers are dropped",
+        "trained is converted already: layer 3 becomes gsa; layer 0 gets softmax back, and its mixer is dropped",
         "all other weights stay as they are",
         "(given back)",
         "(as it is)",
