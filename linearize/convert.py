@@ -245,7 +245,8 @@ def next_step(plan: Plan, folder: Path) -> str:
     recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
     command = shlex.join(["linearize", "finetune", recipe, f"model.base={folder}", "convert=null"])
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
-    return f"distil it: {command}\nIts data are on the Hub. For your own add {own}"
+    files = "" if of_images else ", A.txt or A.jsonl with the field text,"
+    return f"distil it: {command}\n--dry-run tells the time. Its data are on the Hub; for your own{files} add {own}"
 
 
 def unread(source: Source, *_: Any) -> list[str]:

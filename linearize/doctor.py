@@ -21,6 +21,18 @@ from .extras import checkout, with_extra
 from .terminal.output import size
 from .terminal.progress import imports, progress
 
+# What the extras are for, as docs/install.md says at length.
+PURPOSES = {
+    "train": "data of the Hub",
+    "deepspeed": "ZeRO-3",
+    "vision": "images",
+    "augment": "data.augment: randaugment",
+    "diffusers": "diffusion pipelines",
+    "company": "eval --tasks, TRL, torchao, bitsandbytes",
+    "vllm": "serving many requests",
+    "onnx": "export to ONNX",
+    "docs": "building the documentation",
+}
 # What tests need, not users.
 DEVELOPMENT = ("test",)
 # How long the Hub has to answer.
@@ -191,8 +203,9 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "missing" if package["problem"] else "ok", typed(f"{package['name']}: {state}")
     for extra, missing in found["extras"].items():
         remedy = with_extra(extra, found["checkout"])
+        purpose = f" ({PURPOSES[extra]})" if extra in PURPOSES else ""  # metadata may be of another version
         state = f"without {', '.join(missing)}: {remedy}" if missing else "complete"
-        yield "optional" if missing else "ok", typed(f"extra {extra}: {state}")
+        yield "optional" if missing else "ok", typed(f"extra {extra}{purpose}: {state}")
     for device in found["cuda"]["devices"]:
         memory = f"{size(device['free'])} of {size(device['total'])} free"
         yield "ok", f"{device['name']}, capability {device['capability']}, {memory}"

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -22,9 +23,9 @@ import torch
 from . import __version__
 from .checkpoint.adopt import adopt
 from .checkpoint.atomic import scratch_beside, write_result
-from .checkpoint.manifest import read_plan, saved_again
+from .checkpoint.manifest import plan_in, read_plan, saved_again
 from .checkpoint.provenance import behind, check_code, check_code_cache, trained_before
-from .checkpoint.source import Source, open_source
+from .checkpoint.source import Source, open_source, read_json
 from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, choosers
 from .convert import UNREAD, convert, plan_conversion, separate, unread
@@ -44,7 +45,7 @@ from .estimate.memory import Rehearsal
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
 from .measure.positions import warning_of
-from .page.record import read_run
+from .page.record import FINAL, read_run
 from .page.report import PAGE, card_pictures, report_page
 from .plan.keep import is_auto
 from .plan.plan import Plan
@@ -140,6 +141,29 @@ def save(tuner: Finetuner, report: dict[str, Any], say: Say) -> None:
         return
     pictures = card_pictures(read_run(run.folder, plan=read_plan(tuner.base)))
     save_final(student(), tuner.base, run.final, recipe, report, say, pictures, run.plain_files())
+
+
+def next_commands(recipe: Recipe) -> str:
+    """What to do with the model of a finished run, to be pasted: write text, measure it, upload it."""
+    run = Path(recipe.output_dir)
+    final = run / FINAL
+    config = final / "config.json"
+    writes = config.is_file() and "AutoModelForCausalLM" in (read_json(config).get("auto_map") or {})
+    commands: list[list[str | Path]] = [["generate", final, "Once upon a time"]] if writes else []
+    if recipe.data.eval is not None and not recipe.plain:
+        # A run that converted nothing does not name the model that was converted.
+        named = recipe.convert is not None and isinstance(recipe.model.base, str)
+        commands.append(["eval", final, "--recipe", run, *([] if named else ["--teacher", source_named(final)])])
+    commands += [] if recipe.finish.push is not None else [["push", final, "USER/NAME"]]
+    trust = ["--trust-remote-code"] * recipe.model.trust_remote_code
+    return "; ".join(shlex.join(["linearize", *map(str, words), *trust]) for words in commands)
+
+
+def source_named(folder: Path) -> str:
+    """The model from which a folder was converted, as its linearize.json names it; MODEL where it names none."""
+    with contextlib.suppress(LinearizeError):
+        return read_plan(folder).source or "MODEL"
+    return "MODEL"
 
 
 def what_is_left(recipe: Recipe, run: Run, position: Position) -> str:
@@ -455,6 +479,10 @@ def dry_run(
                 say(f"softmax stays in {count} of linear layers ({asked}); the run measures which")
             if plan.window_choice is not None:
                 say(f"--kept-window {plan.window_choice.asked}: the run measures which kept layers get it")
+        elif folder is not None and not recipe.plain:
+            say(f"{Path(base_path(recipe)).name}: {plan_in(folder).attention}")
+            if note := loaded_otherwise(recipe, rehearsal):
+                say(note)
         if named is not None:
             say(teacher_line(named, rehearsal.student.other))
         if cost.too_large:
@@ -468,6 +496,18 @@ def dry_run(
         for row, found in zip(rows, measured, strict=measure):
             row["measured"] = found
         return {"stages": rows, **cost.summary(price)}
+
+
+def loaded_otherwise(recipe: Recipe, rehearsal: Rehearsal) -> str:
+    """A note where `model.dtype` rounds the weights of a converted folder for training; the result has the folder's
+    dtype. Empty where it does not."""
+    kept, loaded = (str(dtype).removeprefix("torch.") for dtype in (rehearsal.stored_dtype, rehearsal.dtype))
+    if kept == loaded or loaded != recipe.model.dtype:
+        return ""
+    return (
+        f"training loads its {kept} weights as {loaded} (model.dtype), and the result is saved in {kept}; "
+        "model.dtype=null loads them as they are"
+    )
 
 
 def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:

@@ -283,6 +283,8 @@ def test_how_a_conversion_goes_on_can_be_pasted(shared: Path, architecture: str,
     run, own = next_step(plan, Path("my model")).splitlines()
     command, words = shlex.split(run.partition("it: ")[2]), shlex.split(own.partition(" add ")[2])
     assert command[:2] == ["linearize", "finetune"]
+    assert own.startswith("--dry-run tells the time. ")
+    assert ("A.txt or A.jsonl with the field text" in own) == (files == "files")
     assert load_recipe(command[2], command[3:]).convert is None
     recipe = load_recipe(command[2], [*command[3:], *words])
     assert (recipe.model.base, recipe.convert) == ("my model", None)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ from transformers import AutoTokenizer
 
 from linearize import cli
 from linearize import finetune as story
+from linearize.checkpoint.manifest import read_plan
 from linearize.checkpoint.source import open_source
 from linearize.data.batches import collate, forward, targets
 from linearize.data.documents import TextSource
@@ -418,6 +420,16 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert str(tmp_path) not in (tmp_path / "run" / "report.json").read_text()
     assert "logits equal the trained model's" in err
     assert "reloaded in a clean process without linearize" in err
+    assert "logit_kl 2/2" in err
+    assert "evaluation and saving follow" in err
+    final, run = tmp_path / "run" / "final", tmp_path / "run"
+    last = err.splitlines()[-1]
+    assert last.startswith("Next: linearize ")
+    assert [shlex.split(words) for words in last.removeprefix("Next: ").split("; ")] == [
+        ["linearize", "generate", str(final), "Once upon a time"],
+        ["linearize", "eval", str(final), "--recipe", str(run)],
+        ["linearize", "push", str(final), "USER/NAME"],
+    ]
     assert not any(noise in err for noise in ("Loading weights", "it/s", "Warning", "%|"))
 
 
@@ -603,6 +615,32 @@ def test_dry_run_of_a_converted_base(root: Path, tmp_path: Path, capsys: pytest.
     (row,) = dry_run(capsys, recipe)
     assert row["teacher_copy_bytes"] == 0
     assert row["steps"] == 4
+
+
+def test_what_is_next_names_the_teacher_that_a_run_does_not(root: Path, tmp_path: Path) -> None:
+    """Of a run that converts nothing; what was pushed is not pushed again."""
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("sft"), data=EVAL, finish={"push": "me/mine"})
+    Path(recipe.output_dir).mkdir()
+    shutil.copytree(base(root, "llama"), Path(recipe.output_dir) / "final")
+    _, evaluate = story.next_commands(recipe).split("; ")
+    words = shlex.split(evaluate)
+    assert words[words.index("--teacher") + 1] == read_plan(base(root, "llama")).source
+    assert story.next_commands(make_recipe(tmp_path / "b", base(root, "llama"), stage("sft"))).count("linearize") == 1
+
+
+def test_a_dry_run_says_what_a_converted_base_is_and_in_which_dtypes(root: Path, tmp_path: Path) -> None:
+    """model.dtype is that of the weights in training; the result has the folder's."""
+    folder, results = base(root, "llama"), list[int]()
+    for dtype in ("bfloat16", "null"):
+        messages: list[str] = []
+        path = write_recipe(tmp_path / dtype, folder, stage("logit_kl", "all"))
+        recipe = load_recipe(path, [f"model.dtype={dtype}", "runtime.precision=bf16"])
+        results.append(story.dry_run(recipe, messages.append)["disk"]["result"])
+        assert "linear: gsa in layers 0-1" in messages
+        told = [line for line in messages if "(model.dtype), and the result is saved in float32" in line]
+        assert len(told) == (dtype == "bfloat16")
+    stored = sum(t.numel() * t.element_size() for t in tensors(folder).values())
+    assert results == [stored, stored]
 
 
 @pytest.mark.slow

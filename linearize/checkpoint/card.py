@@ -21,7 +21,7 @@ from ..plan.mechanisms import to_settings
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
-from ..terminal.output import nats, ranges
+from ..terminal.output import layers_named, nats, ranges
 from ..terminal.tables import evaluation_figures, row_name, task_rows
 from ..train.device import on_cpu
 from .carried import is_licence
@@ -151,8 +151,9 @@ def untrained(plan: Plan) -> str:
     last = plan.again[-1]
     new = [step.site.layer for step in plan.steps if step.site.path in last.untrained]
     back = [site.layer for site in plan.kept if site.path in last.restored]
-    changes = [f"layers {ranges(back)} have softmax again"] if back else []
-    changes += [f"the new parameters of layers {ranges(new)} are untrained: distil before use"] if new else []
+    have = "has" if len(back) == 1 else "have"
+    changes = [f"{layers_named(back)} {have} softmax again"] if back else []
+    changes += [f"the new parameters of {layers_named(new)} are untrained: distil before use"] if new else []
     by = f", trained with the recipe {last.recipe.get('name')}," if last.recipe else ""
     return f"Converted again from `{last.folder}`{by} whose other weights it has: {'; '.join(changes)}."
 

@@ -81,6 +81,11 @@ def saved_again(folder: Path) -> Plan | None:
     return None
 
 
+def plan_in(folder: Path) -> Plan:
+    """`read_plan`, or `plan_of` what transformers saved."""
+    return saved_again(folder) or read_plan(folder)
+
+
 def is_linearized(folder: Path) -> bool:
     """Whether linearize wrote the folder, or transformers saved what it wrote."""
     return (folder / MANIFEST).exists() or saved_again(folder) is not None

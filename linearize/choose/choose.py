@@ -30,7 +30,7 @@ from ..plan.heads import leaves_one, named
 from ..plan.keep import LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl
 from ..plan.plan import Plan, Step
 from ..probe.meta_run import quiet
-from ..terminal.output import counted, ranges
+from ..terminal.output import counted, layers_named, ranges
 from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl, next_token_targets
 from ..train.runtime import Say
@@ -200,7 +200,7 @@ def price(scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses) 
     """
     local = plan.local
     layers = sorted(step.site.layer for step in local)
-    scoring.say(f"measuring what the window of {local[0].options['window']} tokens costs in layers {ranges(layers)}")
+    scoring.say(f"measuring what the window of {local[0].options['window']} tokens costs in {layers_named(layers)}")
     mixture, tokenizer = local_mixture(scoring, plan, source, natives)
     cost = window_cost(mixture, layers, local[0].options, scoring, tokenizer)
     return Choice(",".join(map(str, layers)), NAMED, tuple(layers), text=str(scoring.text), window=cost)

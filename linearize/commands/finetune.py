@@ -45,6 +45,8 @@ def finetune(
         if int(os.environ.get("RANK", "0")):
             return  # of several processes the first one speaks
         report_table(result)
+        if result["output"] is not None:
+            say(f"Next: {story.next_commands(loaded)}")
     if as_json:
         print_json(result)
 

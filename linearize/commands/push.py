@@ -66,7 +66,7 @@ def push(
         result: dict[str, Any] = {"upload": upload.to_json() | {"folder": str(folder)}}
         if dry_run:
             files_table(upload.files, f"to {repo}: {upload.message}")
-            say(f"\n{upload.card}")
+            say(f"\n{upload.card}\ndry run: nothing was uploaded; leave out --dry-run to upload")
         else:
             result |= hub.push(upload, say)
     if as_json:

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from linearize_kernels.hf.seam import mixers_of
 
+from ..checkpoint.manifest import plan_in
 from ..data.logits import StoredLogits
 from ..errors import LinearizeError, reason_of
 from ..recipe.recipe import LogitKL, Recipe
@@ -145,12 +146,23 @@ class Rehearsal:
             if self.named is not None:
                 give_teacher(self.named, self.student, "cpu")
         self.narrow = self.model.dtype != torch.float32
-        item = self.model.dtype.itemsize if planned is None else getattr(torch, planned[0].dtype).itemsize
-        sizes = {name: p.numel() * item for name, p in self.student.named_parameters()}
+        self.stored_dtype = self._stored_dtype()
+        sizes = {name: p.numel() * self.stored_dtype.itemsize for name, p in self.student.named_parameters()}
         # Bytes of the whole model on disk, and of what the conversion added.
         self.stored = sum(sizes.values())
         self.stored_new = sum(count for name, count in sizes.items() if ".mixer." in name)
         advance(self.MADE)
+
+    def _stored_dtype(self) -> torch.dtype:
+        """That of the weights on disk, before and after training: `model.dtype` changes what a conversion writes, and
+        of a folder that was converted before only what training loads."""
+        if self.planned is not None:
+            name = self.planned[0].dtype
+        elif self.recipe.plain or self.folder is None:
+            name = self.recipe.model.dtype or "float32"
+        else:
+            name = plan_in(self.folder).dtype
+        return cast(torch.dtype, getattr(torch, name))
 
     @classmethod
     def parts(cls, recipe: Recipe) -> float:

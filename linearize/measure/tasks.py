@@ -36,9 +36,19 @@ HARNESS = "lm_eval"
 # The first version whose TaskManager loads tasks without running them.
 OLDEST = "0.4.12"
 NEEDED = f'--tasks needs lm-evaluation-harness: pip install "lm-eval>={OLDEST}"'
-OWN_TASK = (
-    "A task of your own needs no Hub: --tasks file.yaml, whose rows are in a file of yours (docs/evaluate.md has one)"
-)
+OWN_TASK = """A task of your own needs no Hub: --tasks words.yaml, with the lines below. It asks what words.jsonl
+has, whose lines are like {"start": "import", "choices": ["os", "for"], "answer": 0}
+
+task: words
+dataset_path: json
+dataset_kwargs: {data_files: {test: words.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{start}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}"""
 DATA_FILES = "Relative paths of data files begin at the working directory, {}: put it there, or give its whole path"
 # What a row of text is taken to have when a batch is counted in tokens: a question with an answer is seldom longer.
 ROW_TOKENS = 512

@@ -12,7 +12,7 @@ from linearize_kernels.mixer import Site
 
 from ..errors import Exit, LinearizeError
 from ..probe.found import Found, Other
-from ..terminal.output import counted, ranges
+from ..terminal.output import counted, layers_named, ranges
 from .dropped_features import dropped_features
 from .heads import Group
 from .keep import LOCAL, SINK, Choice, KeptWindow, WindowChoice, is_auto
@@ -135,13 +135,22 @@ class Plan:
         return "; ".join(parts)
 
     @property
+    def attention(self) -> str:
+        """What the layers have: `gsa in layers 0-1,3; softmax in layer 2`."""
+        found: dict[str, list[int]] = {}
+        for step in self.linear:
+            found.setdefault(step.mechanism, []).append(step.site.layer)
+        found |= {"softmax": self.softmax_layers} if self.softmax_layers else {}
+        return "; ".join(f"{name} in {layers_named(layers)}" for name, layers in found.items())
+
+    @property
     def notes(self) -> list[str]:
         """What the conversion drops, by name and layers."""
         found = dropped_features(step.site for step in self.steps)
         dropped = [step.site.layer for step in self.steps if step.site.sr == "drop"]
-        lines = [f"{feature.name}: {feature.what} (layers {ranges(layers)})" for feature, layers in found.items()]
+        lines = [f"{feature.name}: {feature.what} ({layers_named(layers)})" for feature, layers in found.items()]
         reduction = "reduction: the source attends to fewer keys than queries, the linear layer to a key for each"
-        return lines + ([f"{reduction} (layers {ranges(dropped)})"] if dropped else [])
+        return lines + ([f"{reduction} ({layers_named(dropped)})"] if dropped else [])
 
     def spec(self) -> dict[str, Any]:
         """What the saved config carries, enough to rebuild the mixers without probing."""

@@ -22,6 +22,7 @@ from ..terminal.output import say
 from .folder import layers_of
 
 SERVERS = ("vllm", "transformers")
+READY = "Application startup complete"  # so uvicorn says, under both
 
 
 def server_command(
@@ -70,7 +71,10 @@ def server_command(
     chats = has_chat_template(source.folder) or value_of(options, "--chat-template") is not None
     if not chats:
         say("note: the model has no chat template, so the server answers /v1/chat/completions with an error")
-    say(f"requests give the model's name, {name}. When the server is ready:\n{request(name, listening, chats)}")
+    say(
+        f"requests give the model's name, {name}. Once the server has printed {READY!r}:\n"
+        f"{request(name, listening, chats)}"
+    )
     return command
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import warnings
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -164,6 +165,12 @@ def nats(kl: float | None) -> str:
     if not kl:
         return "" if kl is None else "0"
     return f"{kl:.4f}" if kl >= 0.1 else f"{kl:#.3g}"
+
+
+def layers_named(numbers: Iterable[int]) -> str:
+    """`layer 2`, or `layers 0-1,3`."""
+    found = sorted(set(numbers))
+    return f"layer{'s' * (len(found) > 1)} {ranges(found)}"
 
 
 def ranges(numbers: list[int]) -> str:

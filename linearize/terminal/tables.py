@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..plan.heads import regrouped, written
 from ..plan.keep import LONGEST, MEANING, UNSCORED, KeptWindow
-from .output import counted, duration, nats, percent, printable, ranges, short, size
+from .output import counted, duration, layers_named, nats, percent, printable, ranges, short, size
 
 if TYPE_CHECKING:
     from ..plan.keep import Choice, WindowChoice
@@ -78,10 +78,12 @@ def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | N
 
 def divided(room: int, words: list[list[int]], whole: list[int]) -> list[int] | None:
     """Widths of columns that fill `room`, each wide enough for its words, by the lengths of these and of the `whole`
-    lines; None where there is less room."""
+    lines; None where there is less room than for LEAST. Where words do not fit, those of the widest columns are cut."""
     widths = [max([n for n in own if n <= LONGEST_WORD] + [LEAST] * (max(own) > LONGEST_WORD)) for own in words]
-    if sum(widths) > room:
-        return None
+    while sum(widths) > room:
+        if max(widths) <= LEAST:
+            return None
+        widths[widths.index(max(widths))] -= 1
     for _ in range(min(room, sum(whole)) - sum(widths)):
         lacking = [full - width for full, width in zip(whole, widths, strict=True)]
         widths[lacking.index(max(lacking))] += 1
@@ -159,8 +161,10 @@ def again_text(plan: Plan) -> str:
     last = plan.again[-1]
     new = [step for step in plan.steps if step.site.path in last.added]
     back = [site.layer for site in plan.kept if site.path in last.restored]
-    changes = [f"layers {ranges([s.site.layer for s in new])} become {new[0].mechanism}"] if new else []
-    changes += [f"layers {ranges(back)} get softmax back, and their mixers are dropped"] if back else []
+    become = "becomes" if len(new) == 1 else "become"
+    changes = [f"{layers_named(s.site.layer for s in new)} {become} {new[0].mechanism}"] if new else []
+    gets = "gets softmax back, and its mixer is" if len(back) == 1 else "get softmax back, and their mixers are"
+    changes += [f"{layers_named(back)} {gets} dropped"] if back else []
     return f"{last.folder} is converted already: {'; '.join(changes)}; all other weights stay as they are"
 
 
@@ -256,8 +260,8 @@ def inspection_tables(inspection: Inspection) -> None:
         rows.append((site.layer, (site.path, site.kind, *map(str, heads), f"{site.scale:.4g}")))
     out.print(table(columns, alike(rows), title))
     for extra in sorted({extra for site in found.sites for extra in site.extras}):
-        layers = ranges([site.layer for site in found.sites if extra in site.extras])
-        out.print(f"also passed to softmax in layers {layers}: {extra}")
+        layers = layers_named(site.layer for site in found.sites if extra in site.extras)
+        out.print(f"also passed to softmax in {layers}: {extra}")
     for other in grouped(found.others):
         out.print(f"stays as it is: {other}")
     fits = []
@@ -456,7 +460,7 @@ def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, s
         ("x teacher", "" if row.get("ppl_ratio") is None else format(row["ppl_ratio"], form)),
         (f"KL, nats {'an image' if unit == 'images' else 'a token'}", nats(row.get("kl"))),
     ]
-    accuracy = ("accuracy" if unit == "images" else "top-1", percent(row.get("accuracy")))
+    accuracy = ("accuracy" if unit == "images" else "tokens right", percent(row.get("accuracy")))
     return dict(accuracy_first(unit, accuracy, figures))
 
 
@@ -508,8 +512,7 @@ def note_below(ppl_ratio: float | None) -> str:
         return ""
     return (
         "note: a perplexity below the teacher's makes no better model. A weak teacher may gain from a window by "
-        "itself, and training on text more like this one lowers it, too. How close the student is, KL and the "
-        "likeliest tokens say"
+        "itself, and training on text more like this one lowers it, too. How close the student is, the KL says"
     )
 
 
@@ -644,7 +647,7 @@ def runs_table(found: list[dict[str, Any]]) -> None:
             rows.append((one["run"], "", "", one["error"], *[""] * (len(columns) - 4)))
             continue
         ratio = "" if one["ppl_ratio"] is None else f"{one['ppl_ratio']:.3f}"
-        attention = "+".join(one["mechanisms"]) + (f", softmax in layers {ranges(one['kept'])}" if one["kept"] else "")
+        attention = "+".join(one["mechanisms"]) + (f", softmax in {layers_named(one['kept'])}" if one["kept"] else "")
         changed = one["changed"][:16].replace("T", " ")
         count = asked_for(one["tokens"], one["unit"] == "images") if images else short(one["tokens"])
         cells: tuple[str, ...] = (one["run"], one["base"], attention, one["at"], count, ratio)

@@ -168,7 +168,10 @@ class StageLoop:
                 rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
                 self._log(done, loss=loss, **terms, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
                 seconds = ((self.steps - done) * self.tokens_per_step + later) / rate
-                bar.update(done, loss, rate, f"{duration(seconds)} left{' in all' * bool(later)}")
+                left = (
+                    f"{duration(seconds)} left{' in all' * bool(later)}" if seconds else "evaluation and saving follow"
+                )
+                bar.update(done, loss, rate, left)
                 if self._after(done):
                     break
 

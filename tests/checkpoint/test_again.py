@@ -92,7 +92,7 @@ def test_one_more_layer_becomes_linear_and_the_others_stay_as_trained(place: Pat
     assert torch.equal(logits(tmp_path / "more", teacher=True), logits(place / "linear", teacher=True))
     card = (tmp_path / "more" / "README.md").read_text()
     assert "`trained`, trained with the recipe tiny," in card
-    assert "the new parameters of layers 3 are untrained" in card
+    assert "the new parameters of layer 3 are untrained" in card
 
 
 def test_a_layer_gets_softmax_back_and_linear_again(place: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_the_command_line_converts_again(place: Path, tmp_path: Path, linearize:
     words = " ".join(err.split())
     assert code == 0
     for part in (
-        "trained is converted already: layers 3 become gsa; layers 0 get softmax back, and their mixers are dropped",
+        "trained is converted already: layer 3 becomes gsa; layer 0 gets softmax back, and its mixer is dropped",
         "all other weights stay as they are",
         "(given back)",
         "(as it is)",

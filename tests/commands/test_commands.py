@@ -490,7 +490,7 @@ def test_a_missing_extra_is_told_with_its_remedy(linearize: Command, monkeypatch
     code, out, _ = linearize("doctor")
     assert code == 0
     lines = [line.strip() for line in out.splitlines()]
-    assert "optional  extra train: without datasets:" in lines
+    assert "optional  extra train (data of the Hub): without datasets:" in lines
     assert 'pip install "linearize[train]"' in lines  # whole, on a line of its own
     pretend(monkeypatch, "peft", None)
     code, out, _ = linearize("doctor")
@@ -541,6 +541,16 @@ def test_every_extra_that_a_hint_names_is_there() -> None:
     assert {"train", "onnx", "vllm"} <= named <= extras
     table = (root / "docs/install.md").read_text()
     assert extras == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+
+
+def test_a_doctor_says_what_each_extra_is_for() -> None:
+    from linearize import doctor
+
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    assert doctor.PURPOSES.keys() == extras - set(doctor.DEVELOPMENT)
+    told = [text for _, text in doctor.rows(doctor.examine())]
+    assert any(text.startswith("extra company (eval --tasks, TRL, torchao, bitsandbytes): ") for text in told)
 
 
 def test_a_doctor_works_without_torch() -> None:

@@ -20,6 +20,7 @@ from linearize.terminal.tables import (
     estimate_table,
     positions_table,
     report_table,
+    runs_table,
     table,
 )
 
@@ -92,6 +93,32 @@ def test_a_perplexity_below_the_teachers_is_told_where_it_is_no_noise(capsys: py
         stages = [{"name": "logit_kl", "tokens": 9, "ppl": 9.0, "ppl_ratio": ratio, "kl": 0.1, "accuracy": None}]
         report_table({"teacher_ppl": None, "stages": stages, "layers": []})
         assert ("makes no better model" in " ".join(capsys.readouterr().err.split())) == told
+
+
+def test_the_share_of_tokens_that_are_right_is_headed_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    stages = [{"name": "logit_kl", "tokens": 9, "ppl": 9.0, "ppl_ratio": 0.9, "kl": 0.1, "accuracy": 0.4}]
+    report_table({"teacher_ppl": None, "stages": stages, "layers": []})
+    shown = capsys.readouterr().err
+    assert "tokens right" in shown
+    assert "top-1" not in shown
+    assert " ".join(shown.split()).endswith("How close the student is, the KL says")
+
+
+def test_runs_lose_nothing_on_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where even the words need more room; a layer that keeps softmax alone is one."""
+    monkeypatch.setenv("COLUMNS", "80")
+    run = {"run": "llama-gsa-hybrid-long", "base": "Llama-3.2-1B-again-2", "mechanisms": ["gsa"], "kept": [2]}
+    run |= {"at": "attention_transfer step 40 of 1200", "tokens": 6e5, "unit": "tokens", "ppl_ratio": 1.0123}
+    runs_table([run | {"changed": "2026-11-25T10:00:00"}])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[0].split()[-1] == "changed"
+    assert not any("layers" in line for line in lines)
+    for words in ("2026-11-25", "10:00", "(UTC)", "1.012"):
+        assert any(words in line for line in lines), words
 
 
 def test_an_estimate_has_every_part_and_stage_on_80_columns(

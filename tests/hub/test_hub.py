@@ -248,6 +248,7 @@ def test_a_dry_run_prints_what_would_be_uploaded(linearize: Command, hub: Hub, f
     assert (upload["repo"], upload["private"], upload["pr"], upload["message"]) == (REPO, True, True, "mine")
     total = f"{sum(upload['files'].values()) + card:,}"
     assert f"to {REPO}: mine" in err
+    assert err.splitlines()[-1] == "dry run: nothing was uploaded; leave out --dry-run to upload"
     assert ["sum", total] in [line.split() for line in err.splitlines()]
     for message in (*listed, f'name = "{REPO}"', "for linearize did not write them: notes.txt", "names no license"):
         assert message in err

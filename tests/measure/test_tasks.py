@@ -139,7 +139,7 @@ def test_without_the_hub_a_task_of_ones_own_is_named(
     monkeypatch: pytest.MonkeyPatch, error: Exception, offline: bool
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    words = r"arc_easy.*\. A task of your own needs no Hub: --tasks file\.yaml"
+    words = r"arc_easy.*\. A task of your own needs no Hub: --tasks words\.yaml"
     with pytest.raises(LinearizeError, match=words) as told, tasks.task_errors("arc_easy"):
         raise error
     assert told.value.code == Exit.HUB
@@ -158,6 +158,13 @@ def test_a_data_file_of_ones_own_that_is_not_there_is_named(tmp_path: Path) -> N
     with pytest.raises(LinearizeError, match="A task of your own") as told, tasks.task_errors("arc_easy"):
         raise gone
     assert told.value.code == Exit.HUB
+
+
+def test_the_task_of_ones_own_in_the_error_is_that_of_the_page() -> None:
+    about, lines = tasks.OWN_TASK.split("\n\n")
+    page = (Path(__file__).parents[2] / "docs/evaluate.md").read_text("utf-8")
+    assert f"```yaml\n{lines}\n```" in page
+    assert f"`{about[about.index('{') :]}`" in page
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def test_the_command_line_starts_vllm(
     installed += ["vllm", "transformers"]
     code, _, message = linearize("serve", str(folder), "--port", "8123", "--", "--max-model-len", "128")
     assert code == 0, message
+    assert "Once the server has printed 'Application startup complete':\ncurl " in message
     (command,) = started
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
     assert command[5:] == [
