@@ -58,7 +58,7 @@ from .terminal.tables import chosen_options
 from .train.device import device_name, on_cpu
 from .train.progress import pace
 from .train.random_model import write_random
-from .train.runs import Position, Run, processes, read_position
+from .train.runs import Position, Run, converted_from, processes, read_position
 from .train.runtime import (
     Say,
     check_divided,
@@ -151,19 +151,14 @@ def next_commands(recipe: Recipe) -> str:
     writes = config.is_file() and "AutoModelForCausalLM" in (read_json(config).get("auto_map") or {})
     commands: list[list[str | Path]] = [["generate", final, "Once upon a time"]] if writes else []
     if recipe.data.eval is not None and not recipe.plain:
-        # A run that converted nothing does not name the model that was converted.
-        named = recipe.convert is not None and isinstance(recipe.model.base, str)
-        commands.append(["eval", final, "--recipe", run, *([] if named else ["--teacher", source_named(final)])])
+        plan = read_plan(final)
+        # Else `eval` finds the teacher: the base of a run that converts, or what was converted before.
+        unnamed = not isinstance(recipe.model.base, str) if recipe.convert else not converted_from(plan, recipe.folder)
+        teacher = ["--teacher", plan.source or "MODEL"] if unnamed else []
+        commands.append(["eval", final, "--recipe", run, *teacher])
     commands += [] if recipe.finish.push is not None else [["push", final, "USER/NAME"]]
     trust = ["--trust-remote-code"] * recipe.model.trust_remote_code
     return "; ".join(shlex.join(["linearize", *map(str, words), *trust]) for words in commands)
-
-
-def source_named(folder: Path) -> str:
-    """The model from which a folder was converted, as its linearize.json names it; MODEL where it names none."""
-    with contextlib.suppress(LinearizeError):
-        return read_plan(folder).source or "MODEL"
-    return "MODEL"
 
 
 def what_is_left(recipe: Recipe, run: Run, position: Position) -> str:

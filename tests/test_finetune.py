@@ -624,7 +624,11 @@ def test_what_is_next_names_the_teacher_that_a_run_does_not(root: Path, tmp_path
     shutil.copytree(base(root, "llama"), Path(recipe.output_dir) / "final")
     _, evaluate = story.next_commands(recipe).split("; ")
     words = shlex.split(evaluate)
-    assert words[words.index("--teacher") + 1] == read_plan(base(root, "llama")).source
+    source = read_plan(base(root, "llama")).source
+    assert words[words.index("--teacher") + 1] == source
+    (recipe.folder / source).mkdir()
+    (recipe.folder / source / "config.json").touch()  # eval finds it by itself
+    assert "--teacher" not in story.next_commands(recipe)
     assert story.next_commands(make_recipe(tmp_path / "b", base(root, "llama"), stage("sft"))).count("linearize") == 1
 
 
