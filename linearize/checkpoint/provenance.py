@@ -31,7 +31,7 @@ from . import write as checkpoint
 from .code import MODELING_FILE, SourceClasses, auto_map, modeling, plan_parts
 from .flatten import imported
 from .known_code import known_files, sha256_of
-from .manifest import plan_of, read_plan, recipes_of, saved_again
+from .manifest import plan_in, plan_of, read_plan, recipes_of
 from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_header, read_json
 
 # A line of code that knows the cache by the name that transformers gives it from 5.24 on.
@@ -55,7 +55,7 @@ def check_code(folder: Path, trust_remote_code: bool) -> Plan:
     """
     check_folder(folder)
     check_code_cache()
-    plan = saved_again(folder) or read_plan(folder)
+    plan = plan_in(folder)
     if not trust_remote_code:
         check_mechanisms(folder, plan)
     check_config(folder)

@@ -172,13 +172,13 @@ def evaluate(
 
 def _note_converted(teacher: str) -> None:
     """Say so where the teacher is a converted model itself: figures beside it are not those beside its softmax."""
-    from ..checkpoint.manifest import is_linearized, read_plan, saved_again
+    from ..checkpoint.manifest import is_linearized, plan_in
     from ..checkpoint.source import open_source
     from ..page.report import mechanisms
 
     folder = open_source(teacher, None).folder
     if is_linearized(folder):
-        made = mechanisms(saved_again(folder) or read_plan(folder)).lower()
+        made = mechanisms(plan_in(folder)).lower()
         say(f"note: --teacher {teacher} is itself converted ({made}); figures are beside that, not beside softmax")
 
 

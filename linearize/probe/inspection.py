@@ -7,7 +7,7 @@ from typing import Any
 
 from linearize_kernels.mixer import Site
 
-from ..checkpoint.manifest import read_plan, saved_again
+from ..checkpoint.manifest import plan_in
 from ..checkpoint.source import open_source
 from ..convert import load_config, load_model_class
 from ..errors import LinearizeError
@@ -76,7 +76,7 @@ def inspect_model(
     with progress("inspect", OPENED + PROBED + len(names)) as advance:
         source = open_source(model, revision, weights=False)
         if source.converted:
-            return Converted(source.name, saved_again(source.folder) or read_plan(source.folder))
+            return Converted(source.name, plan_in(source.folder))
         config = load_config(source, trust_remote_code)
         head = load_model_class(source, config, trust_remote_code)
         advance(OPENED)
