@@ -671,7 +671,7 @@ def test_a_teacher_that_was_trained_is_told(root: Path, tmp_path: Path) -> None:
         messages
     )
     story.dry_run(make_recipe(tmp_path / "b", tmp_path / "a/run/final", stage("logit_kl")), messages.append)
-    assert messages[-1].endswith("final/adapter was not merged, and this run begins without it")
+    assert any(line.endswith("final/adapter was not merged, and this run begins without it") for line in messages)
 
 
 # ---------------------------------------------------------------- bad input

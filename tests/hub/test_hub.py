@@ -705,7 +705,8 @@ def test_a_recipe_pushes_what_it_measured(hub: Hub, root: Path, tmp_path: Path) 
     for row in report["stages"]:
         assert row["eval_tokens"] == 96  # three blocks of 32
         figures = f"{row['ppl']:.4g} | {row['ppl_ratio']:.4g} | {nats(row['kl'])}"
-        line = f"| {row['name']} | {row['tokens']:,} | 96 | {figures} |"
+        name = "converted, calibrated" if row["name"] == "converted" else row["name"]
+        line = f"| {name} | {row['tokens']:,} | 96 | {figures} |"
         assert line in text
     assert "untrained" not in text
     for block in report["positions"]["blocks"]:
