@@ -64,6 +64,7 @@ def eval_result(depths: bool = True) -> dict[str, Any]:
     figures = {
         "text": "/some/where/held.txt",
         "tokens": 999,
+        "dtypes": {"student": "float32", "teacher": "float32"},
         "student_ppl": 10.5,
         "teacher_ppl": 10.0,
         "ppl_ratio": 1.05,
@@ -84,7 +85,7 @@ def made_up_run(folder: Path, root: Path, steps: int = 40, name: str = "tiny", e
     place.mkdir()
     settings = {"recipe": recipe.resolved(), "max_steps": None, "processes": 1, "finished": True}
     (place / "run.json").write_text(json.dumps({**settings, "versions": {"torch": "2.13.0", "linearize": "0.2.0"}}))
-    evaluated = {"tokens": 0, "step": 0, "eval_tokens": 512, "eval_accuracy": 0.5}
+    evaluated = {"tokens": 0, "step": 0, "eval_tokens": 512, "eval_accuracy": 0.5, "eval_dtype": "bfloat16"}
     layers = [{"layer": layer, "relative_mse": 0.5, "cosine": 0.8} for layer in (0, 1)]
     lines: list[dict[str, Any]] = [{"stage": "teacher", "eval_ppl": 10.0, **evaluated}]
     lines += [{"stage": "converted", "eval_ppl": 30.0, **evaluated}]

@@ -280,12 +280,15 @@ def test_mechanisms_and_options_are_checked(
 def test_how_a_conversion_goes_on_can_be_pasted(shared: Path, architecture: str, files: str) -> None:
     """With the recipe's data, and with one's own."""
     plan = dataclasses.replace(plan_conversion(str(shared), "la")[0], architecture=architecture)
-    run, own = next_step(plan, Path("my model")).splitlines()
-    command, words = shlex.split(run.partition("it: ")[2]), shlex.split(own.partition(" add ")[2])
+    run, short, own = next_step(plan, Path("my model")).splitlines()
+    parts = ((run, "it: "), (short, " add "), (own, " add "))
+    command, less, words = (shlex.split(line.partition(before)[2]) for line, before in parts)
     assert command[:2] == ["linearize", "finetune"]
-    assert own.startswith("--dry-run tells the time. ")
+    assert short.startswith("--dry-run tells the time.")
     assert ("A.txt or A.jsonl with the field text" in own) == (files == "files")
     assert load_recipe(command[2], command[3:]).convert is None
+    if files == "files":
+        assert [stage.tokens for stage in load_recipe(command[2], [*command[3:], *less]).stages] == [10**6] * 2
     recipe = load_recipe(command[2], [*command[3:], *words])
     assert (recipe.model.base, recipe.convert) == ("my model", None)
     assert all(files in source.model_fields_set for source in (recipe.data.train, recipe.data.eval))

@@ -229,6 +229,7 @@ def test_evaluation(root: Path, tmp_path: Path) -> None:
     evaluated = [entry for entry in entries if "eval_ppl" in entry]
     places = [(entry["stage"], entry["step"]) for entry in evaluated]
     assert places == [("teacher", 0), ("converted", 0), *((kind, step) for kind in kinds for step in (3, 4))]
+    assert {entry["eval_dtype"] for entry in evaluated} == {"float32"}
     assert report["teacher_ppl"] == evaluated[0]["eval_ppl"]
     assert [row["name"] for row in report["stages"]] == ["converted", *kinds]
     assert [row["tokens"] for row in report["stages"]] == [0, 8 * T, 16 * T]

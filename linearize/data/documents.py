@@ -390,11 +390,11 @@ def cache_alone(away: Exception | None) -> Iterator[None]:
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
     try:
         yield
-    except ConnectionError as error:
+    except ConnectionError:
         if constants.HF_HUB_OFFLINE:
             raise
         why = f"{constants.ENDPOINT} cannot be reached ({type(away).__name__}: {reason_of(away)})"
-        raise ConnectionError(f"{why}. Check the network and its proxy") from error
+        raise ConnectionError(f"{why}. Check the network and its proxy") from away
     finally:
         config.HF_HUB_OFFLINE = before
 

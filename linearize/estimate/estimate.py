@@ -61,6 +61,7 @@ class StageCost:
             "tokens": self.tokens,
             "epochs": stage.epochs,
             "lr": stage.optimizer.lr,
+            "new_lr": stage.optimizer.new_lr,
             "optimizer_memory": stage.optimizer.memory,
             "batch": {"per_device": stage.batch.per_device, "accumulate": stage.batch.accumulate},
             "teacher_copy_bytes": self.memory.teacher_copy,

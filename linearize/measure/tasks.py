@@ -25,7 +25,9 @@ from ..checkpoint.manifest import identity, is_linearized
 from ..checkpoint.provenance import check_code
 from ..checkpoint.source import open_source
 from ..convert import load_config
+from ..data.documents import cache_alone
 from ..errors import Exit, LinearizeError, absent, did_you_mean, reason_of, resource_error, undamaged
+from ..hub.download import unanswered
 from ..hub.errors import hub_errors
 from ..terminal.output import say
 from ..terminal.tables import task_rows
@@ -33,6 +35,7 @@ from .generate import device_memory, load
 
 RESULTS = "tasks.json"  # in a run's folder: linearize push reads it
 HARNESS = "lm_eval"
+ASKED = "nyu-mll/glue"  # whether the Hub answers at all is asked with this dataset
 # The first version whose TaskManager loads tasks without running them.
 OLDEST = "0.4.12"
 NEEDED = f'--tasks needs lm-evaluation-harness: pip install "lm-eval>={OLDEST}"'
@@ -83,7 +86,8 @@ def find_tasks(text: str, batch_tokens: int, limit: int | None, few_shot: int | 
     with quiet_harness():
         manager = index()
         specs = list(dict.fromkeys(spec for name in named for spec in matching(name, manager)))
-        with task_errors(text), needed_packages(named):
+        away = unanswered(ASKED, dataset=True) if any(spec in manager.all_tasks for spec in specs) else None
+        with task_errors(text), needed_packages(named), cache_alone(away):
             loaded = manager.load(specs)["tasks"]
     for name, task in loaded.items():
         if getattr(task, "UNSAFE_CODE", False):

@@ -171,7 +171,7 @@ def columns(runs: Sequence[RunRecord]) -> dict[str, str]:
     names = [units.pop() if len(units) == 1 else "trained on"]
     images = [run.unit == "images" for run in runs]
     names += ["accuracy", "teacher's accuracy"] if any(images) else []
-    names += ["perplexity", "teacher's", "x teacher", "KL, nats", "same top-1"]
+    names += ["perplexity", "teacher's", "x teacher", "KL, nats", "same prediction"]
     names += ["relative error"] if any(figures(run)["relative_error"] is not None for run in runs) else []
     names += [] if all(images) else ["needles", "state at 32k"]
     return dict.fromkeys(("run", "base", "attention", "kept"), "text") | dict.fromkeys(names, "number")
@@ -208,7 +208,7 @@ def cells(run: RunRecord, label: str) -> dict[str, str]:
         "teacher's": written("teacher_ppl", ".4g"),
         "x teacher": written("ppl_ratio", ".4f"),
         "KL, nats": nats(row["kl"]),
-        "same top-1": percent(row["top1_agreement"]),
+        "same prediction": percent(row["top1_agreement"]),
         "relative error": nats(row["relative_error"]),
         "needles": percent(row["needles"]),
         "state at 32k": size(row["state_bytes"]) if row["state_bytes"] else "",

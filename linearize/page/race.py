@@ -109,7 +109,7 @@ def race_tables(found: Mapping[str, Any]) -> list[Table]:
         times = (duration(one["train_s"]), duration(one["all_s"]) if one["all_s"] else "")
         near.append((one["name"], " and ".join(one["mechanisms"]).upper(), kept, *figures, *times))
     columns = {"": "short", "attention": "text", "kept": "text"}
-    columns |= dict.fromkeys(("ppl", "x teacher", "KL", "top-1", "train", "in all"), "number")
+    columns |= dict.fromkeys(("ppl", "x teacher", "KL", "same token", "train", "in all"), "number")
     does = []
     for one in ({**teacher, "name": "teacher"}, *ones):
         tasks = (" ".join(f"{100 * share:.0f}" for share in one[task].values()) for task in TASKS)
@@ -140,11 +140,11 @@ def race_page(lanes: Sequence[Lane], found: Mapping[str, Any], common: Recipe) -
     read = first.get("read", first["tokens"])  # earlier versions did not say
     words = (
         f"Each is measured beside the teacher on {read:,} held-out tokens, on {devices}. KL "
-        "is in nats a token, top-1 is how often both find the same token the likeliest. Train is the time of steps; in "
-        "all has conversion, the choice of layers and the run's own evaluations, too. Unaided is recall where the "
-        "model's own answers stay in the text, Python is what still parses, repeats are runs of four tokens that were "
-        "written before. State and cache are computed from the plan, for one sequence. Curves leave out what a stage "
-        "on longer text measured of itself."
+        "is in nats a token, same token is how often both find the same token the likeliest. Train is the time of "
+        "steps; in all has conversion, the choice of layers and the run's own evaluations, too. Unaided is recall "
+        "where the model's own answers stay in the text, Python is what still parses, repeats are runs of four "
+        "tokens that were written before. State and cache are computed from the plan, for one sequence. Curves leave "
+        "out what a stage on longer text measured of itself."
     )
     tables = "".join(html.paragraph(f"{one.title}.") + html.table(one.columns, one.rows) for one in race_tables(found))
     best = {

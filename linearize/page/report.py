@@ -140,6 +140,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         read, length = entry.get("eval_tokens"), run.block(entry["stage"])
         caption += "'s last evaluation" + (f", {read:,} held-out {run.unit}" if read else "")
         caption += f" in rows of {length:,}" if read and length and run.unit == "tokens" else ""
+        caption += f", {entry['eval_dtype']}" if "eval_dtype" in entry else ""  # earlier versions did not say
     own += _maps(run)
     for _, ppl in run.curve("eval_ppl")[-1:]:
         if run.unit == "images" and run.accuracy is not None:
@@ -165,6 +166,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         read = found.get("read", found["tokens"])  # earlier versions did not say
         heading += f", {read:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
         heading += f" in rows of {found['seq_len']:,}" if found.get("seq_len") else ""
+    heading += f", {found['dtypes']['student']}" if "dtypes" in found else ""
     theirs = [
         (f"{found['student_ppl'] / found['teacher_ppl']:.3f}x", "perplexity over the teacher's"),
         (f"{found['student_ppl']:.4g}", f"perplexity (teacher {found['teacher_ppl']:.4g})"),

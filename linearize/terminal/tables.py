@@ -175,6 +175,9 @@ def choice_table(choice: Choice, flag: str) -> None:
     scores = [(name, f"{score:.3f}", "softmax (kept)" * (name in names)) for name, score in choice.scores.items()]
     out.print(table({what: "number", "score": "number", "attention": "short"}, scores))
     out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
+    if choice.method != "gates":
+        mean = ", the mean of text and repetition" if choice.recalls else ""
+        out.print(f"the loss is KL from the source, as a share of that with no {what} kept{mean}")
     texts = counted(choice.recalls, "text that asks", "texts that ask")
     recall = f" and {texts} for a repetition" if choice.recalls else ""
     if choice.lacking:
@@ -259,6 +262,7 @@ def inspection_tables(inspection: Inspection) -> None:
         heads = (site.heads, site.kv_heads, site.key_dim, site.value_dim)
         rows.append((site.layer, (site.path, site.kind, *map(str, heads), f"{site.scale:.4g}")))
     out.print(table(columns, alike(rows), title))
+    out.print("H: query heads, Hkv: key heads, D and Dv: width of a key and of a value; scale multiplies q.k")
     for extra in sorted({extra for site in found.sites for extra in site.extras}):
         layers = layers_named(site.layer for site in found.sites if extra in site.extras)
         out.print(f"also passed to softmax in {layers}: {extra}")
@@ -308,7 +312,7 @@ def recipe_table(plans: list[dict[str, Any]]) -> None:
                 short(plan["parameters"]),
                 f"{plan['steps']:,}" if plan["steps"] else f"{plan['epochs']:g} epochs",
                 short(plan["tokens"]) if plan["tokens"] else "",
-                f"{plan['lr']:g}",
+                f"{plan['lr']:g}" + (f"\n{plan['new_lr']:g} new" if plan["new_lr"] else ""),
                 size(plan["teacher_copy_bytes"]) if plan["teacher_copy_bytes"] else "none",
             )
         )
@@ -550,6 +554,9 @@ def comparison_table(result: dict[str, Any]) -> None:
     columns = {"": "text", "student": "number", "teacher": "number"}
     title = f"{result['read']:,} tokens of {result['text']}, in blocks of {result['seq_len']}"
     console().print(table(columns, rows, f"{title}; {result['tokens']:,} of them are predicted"))
+    console().print(
+        "recall: second words of a list of pairs, asked for by the first; needle: one such pair in other text"
+    )
     positions_table(result["positions"])
 
 
@@ -617,12 +624,19 @@ def prediction_table(predictions: dict[str, list[dict[str, float]]]) -> None:
 
 def checks_table(title: str, checks: list[Check]) -> None:
     """What `linearize verify` found."""
+    from ..verify.checks import FOUND
+
     columns = {"check": "short", "result": "short", "difference": "number", "limit": "number", "detail": "text"}
     rows: list[tuple[str, ...]] = []
     for check in checks:
         numbers = ["" if value is None else f"{value:.1e}" for value in (check.difference, check.limit)]
-        rows.append((check.name, check.status, *numbers, check.detail))
+        detail = check.detail or (FOUND.get(check.name, "") if check.status == "passed" else "")
+        rows.append((check.name, check.status, *numbers, detail))
     console().print(table(columns, rows, title))
+    undecided = [check for check in checks if check.status in ("warning", "skipped")]
+    if undecided:
+        count = counted(len(undecided), "check")
+        console().print(f"{count} of {len(checks)} neither passed nor failed; --strict fails such")
 
 
 def files_table(files: dict[str, int], title: str) -> None:

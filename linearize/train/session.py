@@ -72,6 +72,8 @@ POSITION_TOKENS = 16384
 POWER_BLOCKS = 8
 # At most: norms and windows have a few numbers per head, but fitted on 512 tokens they fit those alone.
 CALIBRATION_TOKENS = 4096
+# What evaluations compute in, by accelerate's name of the precision.
+COMPUTES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Finetuner:
@@ -91,6 +93,7 @@ class Finetuner:
         self.eval_tokens = 0  # of the last evaluation
         self.steps_before: dict[str, int] = {}  # of each stage that a tracker got metrics of
         self.wide = accelerator.mixed_precision != "no"
+        self.computes = COMPUTES[accelerator.mixed_precision]
         self.zero = read_config(recipe, accelerator.mixed_precision)
         self.sharded = self.zero is not None or accelerator.state.fsdp_plugin is not None
 
@@ -343,7 +346,7 @@ class Finetuner:
         if self.accelerator.is_main_process:
             values = self.of_evaluation(found)
             noted = {"calibrated": True} if calibrated else {}
-            self.run.log(stage=name, step=step, tokens=tokens, **noted, **values)
+            self.run.log(stage=name, step=step, tokens=tokens, **noted, eval_dtype=self.computes, **values)
             self.track(name, step, values)
         told = {"accuracy": percent(found.accuracy) if kind_of(self.model) != "text" else ""}
         told |= {"perplexity": "" if found.ppl is None else f"{found.ppl:.4g}", "same class": percent(found.agreement)}

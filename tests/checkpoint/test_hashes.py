@@ -18,7 +18,7 @@ from linearize.checkpoint.provenance import check_code
 from linearize.checkpoint.source import read_header
 from linearize.convert import load_config
 from linearize.errors import Exit, LinearizeError
-from linearize.verify.checks import check_hashes, check_new, check_plan, manifest_of
+from linearize.verify.checks import NONE_UNTOUCHED, check_hashes, check_new, check_plan, manifest_of
 
 MIXERS = "model-mixers.safetensors"
 SOURCE = "model-source-00001-of-00001.safetensors"
@@ -61,7 +61,7 @@ def test_rewritten_shards_are_covered(tmp_path: Path, how: str) -> None:
     found = manifest_of(folder)
     held = {name for path in folder.glob("*.safetensors") for name in names(path)}
     assert found["written"]["tensors"].keys() | found["untouched"]["tensors"].keys() == held
-    assert check_hashes(folder) == ("passed", "nothing to compare: all weights are new, trained or cast")
+    assert check_hashes(folder) == NONE_UNTOUCHED
     tensor = "model.layers.3.mlp.up_proj.weight"
     flip(folder / SOURCE, tensor)
     assert check_new(folder, False) == ("failed", f"not the recorded bytes: {tensor}")

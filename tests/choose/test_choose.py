@@ -265,6 +265,7 @@ def test_convert_chooses_what_matters_and_says_why(
     assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
     for message in (f"scored by {method}", "repeats this without scoring", "layer 2 keeps softmax"):
         assert message in err
+    assert ("the loss is KL from the source, as a share of that with no layer kept" in err) == (method != "gates")
     if method == "restore":
         assert json.loads(json.dumps(read_plan(tmp_path / "hybrid").to_json())) == plan
 

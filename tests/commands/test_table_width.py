@@ -45,8 +45,8 @@ METRIC |= {"teacher": 0.51, "teacher_error": 0.01}
 TASK = {"task": "arc_challenge", "few_shot": 25, "rows": 1172, "metrics": [METRIC], "part_of": None}
 STAGE = {
     "name": "attention_transfer", "kind": "attention_transfer", "train": ["mixer", "lora", "norms"],
-    "parameters": 123456789, "steps": 12500, "epochs": None, "tokens": 4e8, "lr": 0.0005, "teacher_copy_bytes": 16e9,
-    "data": {"seq_len": 4096},
+    "parameters": 123456789, "steps": 12500, "epochs": None, "tokens": 4e8, "lr": 0.0005, "new_lr": 0.00125,
+    "teacher_copy_bytes": 16e9, "data": {"seq_len": 4096},
 }  # fmt: skip
 REPORT = {
     "teacher_ppl": 8.123, "teacher": {"model": "meta-llama/Llama-3.2-1B"}, "positions": POSITIONS,

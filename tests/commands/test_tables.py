@@ -14,6 +14,7 @@ from linearize.plan.keep import Choice
 from linearize.plan.mechanisms import mechanism_names, summary
 from linearize.terminal.output import say_error
 from linearize.terminal.tables import (
+    checks_table,
     choice_table,
     cost_lines,
     demo_table,
@@ -23,6 +24,8 @@ from linearize.terminal.tables import (
     runs_table,
     table,
 )
+from linearize.verify.checks import FOUND, Check
+from linearize.verify.child import behaviours, encoder_behaviours
 
 
 def shown(columns: dict[str, str], rows: list[tuple[str, ...]], width: int = 80) -> list[str]:
@@ -105,6 +108,20 @@ def test_the_share_of_tokens_that_are_right_is_headed_so(
     assert "tokens right" in shown
     assert "top-1" not in shown
     assert " ".join(shown.split()).endswith("How close the student is, the KL says")
+
+
+def test_a_check_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check of the clean processes has its words; what neither passed nor failed is counted."""
+    monkeypatch.setenv("COLUMNS", "120")
+    assert {*behaviours.CHECKS, *encoder_behaviours.ENCODER_CHECKS} <= FOUND.keys()
+    checks = [Check("trust", "passed"), Check("beams", "failed", "raises"), Check("generate", "skipped", "too short")]
+    checks_table("llama-gsa", checks)
+    lines = capsys.readouterr().err.splitlines()
+    assert any("without trust_remote_code it does not load" in line for line in lines)
+    assert not any("states follow" in line or "equals one pass" in line for line in lines)
+    assert lines[-1] == "1 check of 3 neither passed nor failed; --strict fails such"
+    checks_table("llama-gsa", checks[:2])
+    assert "--strict" not in capsys.readouterr().err
 
 
 def test_runs_lose_nothing_on_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from linearize.diffusion import code
 from linearize.diffusion.convert import convert, plan_conversion
 from linearize.diffusion.verify import check_hashes, check_keys, source_outputs, verify_folder
 from linearize.errors import Exit, LinearizeError
+from linearize.verify.checks import FOUND, NONE_UNTOUCHED
 from linearize.verify.child import latents
 from linearize.verify.child.latents import INPUTS, denoised, make_latents
 from linearize.verify.reload import clean_command, result_of, started
@@ -286,6 +287,7 @@ def test_the_checks_of_a_clean_process_see_what_is_wrong(sources: dict[str, Path
         with pytest.raises(LinearizeError, match="verification failed"):
             check_keys(folder, wrong)
     (model,) = latents.load_parts(folder).values()
+    assert latents.CHECKS.keys() <= FOUND.keys()
     rows = {name: latents.row(check, model, 1e-5) for name, check in latents.CHECKS.items()}
     assert {row["status"] for row in rows.values()} == {"passed"}
     model.teacher = contextlib.nullcontext
@@ -712,7 +714,7 @@ def test_untouched_weights_are_those_of_all_parts(tmp_path: Path) -> None:
     path = tmp_path / "transformer" / "model.safetensors"
     save_file({"a": torch.ones(2)}, path)
     for tensors, told in (
-        ({}, "nothing to compare: all weights are new, trained or cast"),
+        ({}, NONE_UNTOUCHED[1]),
         ({"transformer/a": tensor_sha256(path, read_header(path)["a"])}, "0 shards, 1 tensor of other shards"),
     ):
         hashes = {"untouched": {"shards": {}, "tensors": tensors}, "written": {"shards": {}, "tensors": {}}}

@@ -6,8 +6,10 @@ import importlib.metadata
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -143,6 +145,29 @@ def test_without_the_hub_a_task_of_ones_own_is_named(
     with pytest.raises(LinearizeError, match=words) as told, tasks.task_errors("arc_easy"):
         raise error
     assert told.value.code == Exit.HUB
+
+
+def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` would ask again and again; why the Hub was not reached is said."""
+    asked = []
+
+    def away(repo: str, **_: Any) -> Exception:
+        asked.append(repo)
+        return ConnectionError("no route to host")
+
+    def load(specs: list[str]) -> Any:
+        assert datasets.config.HF_HUB_OFFLINE
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(tasks, "unanswered", away)
+    found = SimpleNamespace(all_tasks=["arc_easy"], match_tasks=list, load=load)
+    monkeypatch.setattr(tasks, "index", lambda: found)
+    with pytest.raises(LinearizeError, match=r"no route to host.* A task of your own") as told:
+        tasks.find_tasks("arc_easy", 1024, None, None)
+    assert told.value.code == Exit.HUB
+    assert asked == [tasks.ASKED]
 
 
 def test_a_data_file_of_ones_own_that_is_not_there_is_named(tmp_path: Path) -> None:

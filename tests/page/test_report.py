@@ -80,9 +80,9 @@ def test_tiles_keep_figures_of_the_run_and_of_eval_apart(run: Path) -> None:
     """The run ends at 12.0 over 10.0 and KL 0.1; linearize eval read another text, 10.5 over 10.0 and KL 0.07."""
     text = html.unescape(report_page(read_run(run)))
     own, theirs = re.findall(r'<p class="soft caption">(.*?)</p><div class="tiles">(.*?)</div></div>', text)
-    assert own[0] == "The run's last evaluation, 512 held-out tokens in rows of 32"
+    assert own[0] == "The run's last evaluation, 512 held-out tokens in rows of 32, bfloat16"
     assert re.findall("<b>(.*?)</b>", own[1])[:3] == ["1.200x", "12", "0.1000"]
-    assert theirs[0] == "linearize eval, 999 tokens of held.txt"
+    assert theirs[0] == "linearize eval, 999 tokens of held.txt, float32"
     assert re.findall("<b>(.*?)</b>", theirs[1]) == ["1.050x", "10.5", "0.0700", "90.0%"]
     (run / "eval.json").unlink()
     assert report_page(read_run(run)).count('class="soft caption"') == 1

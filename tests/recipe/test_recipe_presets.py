@@ -394,15 +394,16 @@ def test_the_table_of_stages_fits_a_terminal(
         [
             {"name": "attention_transfer", "kind": "attention_transfer", "train": ["new", "mixer", "lora"],
              "parameters": 8_012_345_678, "steps": 100_000, "epochs": None, "tokens": 20_000_538_624, "lr": 2.5e-4,
-             "teacher_copy_bytes": 1000 << 20, "data": {"seq_len": 2048}},
+             "new_lr": 1e-3, "teacher_copy_bytes": 1000 << 20, "data": {"seq_len": 2048}},
             {"name": "end", "kind": "sft", "train": ["all"], "parameters": 999_999, "steps": None, "epochs": 2.5,
-             "tokens": None, "lr": 1e-5, "teacher_copy_bytes": 0, "data": {"seq_len": 2048}},
+             "tokens": None, "lr": 1e-5, "new_lr": None, "teacher_copy_bytes": 0, "data": {"seq_len": 2048}},
         ]
     )  # fmt: skip
     told = capsys.readouterr().err
     assert "…" not in told
     assert all(len(line) <= 80 for line in told.splitlines())
     words = ("attention_transfer", "8.01B", "100,000", "20B", "0.00025", "1M", "2.5 epochs", "1000.0", "none")
+    words += ("0.001 new",)
     assert all(word in told for word in words)
 
 
