@@ -533,7 +533,7 @@ def test_the_trap_of_that_pickle_works(tmp_path: Path) -> None:
 
 def test_a_converted_model_is_not_converted_again_unasked(source: Path) -> None:
     folder = convert_folder(source, source.parent / "linear", "0-1")
-    with pytest.raises(LinearizeError, match=r"layers 0-1 are already 'gsa'.*convert=null") as caught:
+    with pytest.raises(LinearizeError, match=r"has 'gsa' in layers 0-1 already.*convert=null") as caught:
         plan_conversion(str(folder), "gsa")
     assert caught.value.code == Exit.INCOMPATIBLE
     edit_config(folder, linearize="by hand")

@@ -285,7 +285,7 @@ def test_converting_again_restores_and_adds_heads(tmp_path: Path, folder: Path) 
     ):
         with pytest.raises(LinearizeError, match=message):
             again(**asked)
-    with pytest.raises(LinearizeError, match=r"layer 1 does not become linear\. Name heads of layers 3"):
+    with pytest.raises(LinearizeError, match=r"layer 1 does not become linear\. Name heads of layer 3"):
         plan_conversion(str(tmp_path / "restored"), None, layers="3", keep_heads="1:1")
 
 

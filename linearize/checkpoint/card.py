@@ -21,7 +21,7 @@ from ..plan.mechanisms import to_settings
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
-from ..terminal.output import layers_named, nats, ranges
+from ..terminal.output import layers_named, nats
 from ..terminal.tables import evaluation_figures, row_name, task_rows
 from ..train.device import on_cpu
 from .carried import is_licence
@@ -35,7 +35,7 @@ CARD = """---
 
 # {name} with {mechanisms} attention
 
-{base} with its softmax attention replaced by {mechanisms} in layers {layers}{kept}.
+{base} with its softmax attention replaced by {mechanisms} in {layers}{kept}.
 Written by linearize {version}. {training}
 
 ```python
@@ -107,7 +107,7 @@ def model_card(
         source=plan.source,
         name=plan.source.rpartition("/")[2],
         mechanisms=", ".join(m.upper() for m in mechanisms),
-        layers=ranges([step.site.layer for step in plan.linear]),
+        layers=layers_named(step.site.layer for step in plan.linear),
         kept=kept_heads(plan) + (f"; {plan.softmax}" if plan.softmax else ""),
         version=__version__,
         training=untrained(plan) if recipe is None else trained(recipe, report),
@@ -166,7 +166,7 @@ def options_text(plan: Plan) -> str:
         changed = {name: value for name, value in step.options.items() if first.get(name) != value}
         if changed:
             others.setdefault(", ".join(to_settings(changed)), []).append(step.site.layer)
-    rest = (f"layers {ranges(layers)}: `{text}`" for text, layers in others.items())
+    rest = (f"{layers_named(layers)}: `{text}`" for text, layers in others.items())
     return "; ".join([f"`{', '.join(to_settings(first))}`", *rest])
 
 

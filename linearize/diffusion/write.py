@@ -25,7 +25,7 @@ from ..checkpoint.write import (
 )
 from ..errors import redact
 from ..plan.plan import Plan
-from ..terminal.output import ranges
+from ..terminal.output import layers_named
 from .code import converted_config
 from .probe import Part
 
@@ -44,7 +44,7 @@ CARD = """---
 
 # {name} with {mechanisms} attention
 
-`{name}` with the self-attention of its {architecture} replaced by {mechanisms} in layers {layers}{kept}.
+`{name}` with the self-attention of its {architecture} replaced by {mechanisms} in {layers}{kept}.
 Written by linearize {version}. {untrained}
 
 ```python
@@ -154,8 +154,8 @@ def card(plan: Plan, source: Source) -> str:
             name=plan.source,
             mechanisms=", ".join(name.upper() for name in mechanisms),
             architecture=plan.architecture,
-            layers=ranges([step.site.layer for step in plan.steps]),
-            kept=f"; layers {ranges(kept)} stay as they were" if kept else "",
+            layers=layers_named(step.site.layer for step in plan.steps),
+            kept=f"; softmax stays in {layers_named(kept)}" if kept else "",
             version=__version__,
             untrained=UNTRAINED,
             loading=PIPELINE if source.config else MODEL,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import Exit, LinearizeError
 from ..probe.found import Found
-from ..terminal.output import ranges
+from ..terminal.output import layers_named, ranges
 from .dropped_features import check_dropped_features
 from .heads import keep_heads
 from .keep import is_auto
@@ -156,7 +156,7 @@ def check_request(request: Request, restore: str, old: Plan, found: Found, folde
         left = [site.layer for site in found.sites if site.path not in paths]
         more = f"become linear (--layers {ranges(left)} for all that have softmax), or which " if left else ""
         message = (
-            f"{folder}: layers {ranges([step.site.layer for step in old.linear])} are already {kinds}. To train it, "
+            f"{folder} has {kinds} in {layers_named(step.site.layer for step in old.linear)} already. To train it, "
             "use linearize finetune with convert=null. To convert it again, name the layers that "
             f"{more}get softmax back (--restore 3)"
         )

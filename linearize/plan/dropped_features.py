@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from linearize_kernels.mixer import Site
 
 from ..errors import Exit, LinearizeError, did_you_mean
-from ..terminal.output import ranges
+from ..terminal.output import layers_named, ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def check_dropped_features(sites: Iterable[Site], allowed: Iterable[str]) -> Non
     refused = {feature: layers for feature, layers in found.items() if feature.refused and feature.name not in allowed}
     if refused:
         what = "; ".join(
-            f"{feature.name} at layers {ranges(layers)}: {feature.what}" for feature, layers in refused.items()
+            f"{feature.name} at {layers_named(layers)}: {feature.what}" for feature, layers in refused.items()
         )
         flags = " ".join(f"--allow-drop {feature.name}" for feature in refused)
         layers = ranges(sorted({layer for its in refused.values() for layer in its}))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import Exit, LinearizeError
-from ..terminal.output import ranges
+from ..terminal.output import layers_named
 from .keep import UNSCORED, Choice, auto_count
 
 if TYPE_CHECKING:  # tables of commands that need no torch name heads
@@ -59,7 +59,7 @@ def keep_heads(text: str, sites: Sequence[Site], found: Found, model: str) -> li
         heads = [head for own, head in groups if own == layer]
         if layer not in by_layer:
             raise LinearizeError(
-                f"--keep-heads {text}: layer {layer} does not become linear. Name heads of layers {ranges([*by_layer])}"
+                f"--keep-heads {text}: layer {layer} does not become linear. Name heads of {layers_named(by_layer)}"
             )
         site = by_layer[layer]
         if max(heads) >= site.kv_heads:

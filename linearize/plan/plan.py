@@ -296,7 +296,7 @@ def grouped(others: tuple[Other, ...]) -> tuple[str, ...]:
     lines = []
     for (kind, reason), members in groups.items():
         layers = sorted({other.layer for other in members if other.layer is not None})
-        where = f"in layers {ranges(layers)}" if layers else some([other.path for other in members])
+        where = f"in {layers_named(layers)}" if layers else some([other.path for other in members])
         lines.append(f"{kind} {where}: {reason}")
     return tuple(lines)
 
@@ -325,7 +325,7 @@ def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
         asked, sites = f"rope={str(wrong[0].options['rope']).lower()}", [step.site for step in wrong]
         use, what = ("true", "taken away") if wrong[0].options["rope"] is False else ("before", "taken away or moved")
         raise LinearizeError(
-            f"{asked}: {sites[0].kind} at layers {ranges([site.layer for site in sites])} is not given its rotation by "
+            f"{asked}: {sites[0].kind} at {layers_named(site.layer for site in sites)} is not given its rotation by "
             f"an argument position_embeddings, so it cannot be {what}. Set rope={use}",
             Exit.INCOMPATIBLE,
         )

@@ -228,7 +228,12 @@ def test_python_converts_again(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mechanism", "asked", "code", "message"),
     [
-        ("gsa", {}, Exit.INCOMPATIBLE, r"trained: layers 0-1 are already 'gsa'.*convert=null.*--layers 2-3.*--restore"),
+        (
+            "gsa",
+            {},
+            Exit.INCOMPATIBLE,
+            r"trained has 'gsa' in layers 0-1 already.*convert=null.*--layers 2-3.*--restore",
+        ),
         (
             None,
             {"layers": "1"},

@@ -128,10 +128,10 @@ def test_every_loss_is_named_at_its_layers() -> None:
     sites = [site(0, "alibi", "softcap"), site(1), site(2, "alibi", "position_bias")]
     with pytest.raises(LinearizeError) as caught:
         check_dropped_features(sites, ["softcap"])
-    for part in ("alibi at layers 0,2", "position_bias at layers 2", "--allow-drop alibi --allow-drop position_bias"):
+    for part in ("alibi at layers 0,2", "position_bias at layer 2", "--allow-drop alibi --allow-drop position_bias"):
         assert part in caught.value.message
     assert "--keep-softmax 0,2" in caught.value.message
-    with pytest.raises(LinearizeError, match=r"position_bias at layers 2: [^;]*$"):
+    with pytest.raises(LinearizeError, match=r"position_bias at layer 2: [^;]*$"):
         check_dropped_features(sites, ["alibi"])
     check_dropped_features(sites, ["alibi", "position_bias"])
     assert {feature.name for feature in KNOWN.values() if feature.refused} == {"alibi", "position_bias", "score_bias"}
