@@ -29,7 +29,7 @@ def convert(
     ] = None,
     layers: Annotated[
         str,
-        typer.Option(help="Layers to convert: all, 0-3,7 or every:2. For a converted MODEL: the layers to add."),
+        typer.Option(help="Layers to make linear: all, 0-3,7 or every:2. In a converted MODEL: further ones."),
     ] = "all",
     restore: Annotated[str, typer.Option(help="Layers of a converted MODEL that get softmax back: 3 or 0-3,7.")] = "",
     keep_softmax: Annotated[
@@ -46,10 +46,9 @@ def convert(
     kept_window: Annotated[
         str | None,
         typer.Option(
-            help="Layers that keep softmax see only the last tokens, for example 4096, and the first four. 4096@1,3: "
-            "these layers alone. auto:4096: the layers where this changes predictions by at most 0.01 nats a token "
-            "(auto:4096:0.02: another limit). The plan says what it costs, if --score-text is given or layers are "
-            "chosen."
+            help="Tokens that layers with softmax see, beside the first four. 4096: all of these layers. 4096@1,3: "
+            "these alone. auto:4096: those whose predictions change by at most 0.01 nats a token (auto:4096:0.02: "
+            "another limit). The plan prints the cost, if --score-text is given or layers are chosen."
         ),
     ] = None,
     score_by: Annotated[
@@ -62,8 +61,8 @@ def convert(
     score_text: Annotated[
         Path | None,
         typer.Option(
-            help="Text on which auto compares layers and heads, and the cost of --kept-window is measured: .txt or "
-            ".jsonl. Default for auto: Python sources. For a window it must have documents that are longer.",
+            help="Text for auto and for the cost of --kept-window: .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet. "
+            "Default for auto: Python sources. For a window it must have documents that are longer than the window.",
             parser=path,
         ),
     ] = None,
@@ -83,21 +82,25 @@ def convert(
         str, typer.Option(help="Dtype of the result: keep, float32, bfloat16, float16 or float64.")
     ] = "keep",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and stop. Reads no weights, except for auto.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the plan and stop. Reads no weights, except for auto and --score-text.",
+        ),
     ] = False,
     copy: Annotated[
         bool, typer.Option("--copy", help="Copy the source's shards. Default: hard links where the disk allows them.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that linearize wrote.")] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     verify: Annotated[
         str,
         typer.Option(
-            help="Check of the result: full, keys (no logits) or none. auto: full, or only the first layers where "
-            "memory is short."
+            help="Check of the result: full, keys (no logits) or none. auto: full; where memory is short the first "
+            "layers alone, or keys."
         ),
     ] = "auto",
     push: Annotated[str | None, typer.Option(help="Upload the result to this Hub repository (user/repo).")] = None,

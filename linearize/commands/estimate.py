@@ -29,7 +29,7 @@ def estimate(
 ) -> None:
     """Estimate what a recipe costs: peak memory by its parts, tokens a second, hours, energy, price, disk.
 
-    It reads configs alone, no weights and no data.
+    It reads configs alone, no weights and no data. With --measure it also runs steps.
     """
     from ..recipe.recipe import load_recipe
 

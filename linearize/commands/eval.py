@@ -35,7 +35,7 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Recipe values as key.sub=value, to choose the text.")
     ] = None,
-    teacher: Annotated[str, typer.Option(help="The model that was converted.")] = "",
+    teacher: Annotated[str, typer.Option(help="The original, before conversion.")] = "",
     recipe: Annotated[
         str,
         typer.Option(
@@ -69,7 +69,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.")] = "keep",
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the models' own Python code to run.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code of the models that linearize did not write.")
     ] = False,
     output: Annotated[
         Path | None,

@@ -27,7 +27,7 @@ def export(
         Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-onnx.", parser=path)
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
 ) -> None:

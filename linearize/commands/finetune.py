@@ -22,7 +22,7 @@ def finetune(
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop each stage after this many steps.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Distil a converted model by the stages of a recipe: attention transfer, logit KL, finetuning."""
+    """Convert a model and train it by a recipe's stages: attention transfer, logit KL, finetuning."""
     from ..diffusion.recipe import holds_latents
     from ..recipe.recipe import load_recipe
 

@@ -34,7 +34,7 @@ def generate(
         ),
     ] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     as_json: Json = False,

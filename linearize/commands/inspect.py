@@ -14,7 +14,7 @@ from ..terminal.progress import starting
 def inspect(
     model: Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=named_base)],
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     as_json: Json = False,

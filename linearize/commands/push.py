@@ -27,7 +27,7 @@ def push(
         typer.Option(
             "--eval",
             help="File that linearize eval --tasks -o wrote: its results go into the card. Default: RUN/tasks.json, "
-            "where there is one of these weights.",
+            "if it measured these weights.",
             parser=path,
         ),
     ] = None,

@@ -23,7 +23,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
 ) -> None:
