@@ -23,7 +23,7 @@ from .terminal.progress import imports, progress
 
 # What the extras are for, as docs/install.md says at length.
 PURPOSES = {
-    "train": "data of the Hub",
+    "train": "data of the Hub, .zst and .parquet",
     "deepspeed": "ZeRO-3",
     "vision": "images",
     "augment": "data.augment: randaugment",
@@ -212,7 +212,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     kernels = found["triton"]
     state = "used" if kernels["used"] else f"not used, {kernels['reason']}; the PyTorch path is correct, and slower"
     yield "ok" if kernels["used"] else "note", f"Triton kernels: {state}"
-    servers = f"starts {' or '.join(found['servers'])}"
+    servers = f"would start the server of {' or '.join(found['servers'])}"
     if not found["servers"]:
         servers = f"needs vllm or transformers[serving]: {with_extra('vllm', found['checkout'])}"
     yield "ok" if found["servers"] else "optional", typed(f"linearize serve: {servers}")

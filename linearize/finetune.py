@@ -49,7 +49,7 @@ from .page.record import FINAL, read_run
 from .page.report import PAGE, card_pictures, report_page
 from .plan.keep import is_auto
 from .plan.plan import Plan
-from .recipe.data import DatasetSource, described, holds_images, parts_of, unit_of
+from .recipe.data import DatasetSource, FileSource, described, holds_images, parts_of, unit_of
 from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
 from .terminal.output import counted, duration, short, size
@@ -92,7 +92,7 @@ def finetune(
     recipe = settle(recipe, resume, say)
     run = Run(recipe, resume, max_steps)
     if run.finished:
-        say(f"{run.final} is finished already; --resume never starts over")
+        say(f"{run.final} is finished already; `--resume never` would start over")
         return run.read_report()
     check_order(recipe, run, only)
     tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say)
@@ -156,7 +156,7 @@ def next_commands(recipe: Recipe) -> str:
         unnamed = not isinstance(recipe.model.base, str) if recipe.convert else not converted_from(plan, recipe.folder)
         teacher = ["--teacher", plan.source or "MODEL"] if unnamed else []
         commands.append(["eval", final, "--recipe", run, *teacher])
-    commands += [] if recipe.finish.push is not None else [["push", final, "USER/NAME"]]
+    commands += [] if recipe.finish.push is not None else [["push", final, "USER/NAME", "--dry-run"]]
     trust = ["--trust-remote-code"] * recipe.model.trust_remote_code
     return "; ".join(shlex.join(["linearize", *map(str, words), *trust]) for words in commands)
 
@@ -508,12 +508,15 @@ def loaded_otherwise(recipe: Recipe, rehearsal: Rehearsal) -> str:
 def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
     """What a stage reads: `train` and `eval` by their names, and `seq_len`, `tokens`, `eval_tokens`, which it asks for;
     an image counts as one token, and `tokens` is None where epochs ask for as many as there are. `passes`, where files
-    are short: how often at least the stage reads them."""
+    are short: how often at least the stage reads them. `foreign_eval`, where it trains on files and is evaluated on a
+    dataset, as a preset is whose `data.train` alone was replaced."""
     data, held = recipe.data_for(cost.stage), recipe.eval.max_tokens
     if holds_images(data.eval) and (known := count_images(data.eval, recipe.folder)) is not None:
         held = min(held, known)
     most = most_tokens_of(data.train, recipe.folder)
     again = {} if cost.tokens is None or cost.tokens <= most else {"passes": math.ceil(cost.tokens / most)}
+    if isinstance(data.train, FileSource) and isinstance(data.eval, DatasetSource):
+        again |= {"foreign_eval": True}
     return again | {
         "train": described(data.train),
         "tokens": cost.tokens,

@@ -583,7 +583,9 @@ def test_an_output_in_the_way_is_kept(source: Path) -> None:
     output.mkdir()
     (output / "notes.txt").write_text("mine")
     plan = plan_conversion(str(source), "gsa", options={"slots": 8})
-    with pytest.raises(LinearizeError, match=r"has 1 file\. --overwrite replaces only what linearize wrote") as caught:
+    with pytest.raises(
+        LinearizeError, match=r"has 1 file already\. --overwrite replaces only what linearize wrote"
+    ) as caught:
         convert(*plan, output, level="none")
     assert caught.value.code == Exit.USAGE
     with pytest.raises(LinearizeError, match=r"files that linearize did not write \(notes.txt\)"):

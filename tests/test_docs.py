@@ -205,6 +205,7 @@ REASONS = {
     r" runtime.compile=true --measure": "a minute of compiled C++: tests/train/test_compiled.py",
     r" finetune sla-pretrain\b": "the memory of a whole size, half a minute each: tests/recipe plans it small",
     r" export ": "a minute, and the packages of ONNX: tests/export",
+    r" eval .*--recipe runs/": "a run with text of its own: tests/measure/test_eval.py",
     r"--tasks": "data sets of the Hub: tests/company runs lm-evaluation-harness on a task of its own",
     r"auto:|(?:finetune|estimate) hybrid": "chooses layers, half a minute each: tests/choose",
     r"images:|\bvit\b|vit-|wan|pictures|to mhla": "images, or a pipeline: test_finetune_images.py, tests/diffusion",

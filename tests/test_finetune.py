@@ -429,7 +429,7 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert [shlex.split(words) for words in last.removeprefix("Next: ").split("; ")] == [
         ["linearize", "generate", str(final), "Once upon a time"],
         ["linearize", "eval", str(final), "--recipe", str(run)],
-        ["linearize", "push", str(final), "USER/NAME"],
+        ["linearize", "push", str(final), "USER/NAME", "--dry-run"],
     ]
     assert not any(noise in err for noise in ("Loading weights", "it/s", "Warning", "%|"))
 
@@ -566,6 +566,11 @@ def test_dry_run_names_the_data(
         "eval": "heldout.txt",
         "eval_tokens": 65536,
     }
+    forgotten = {**held, "eval": {"path": "some/dataset"}}
+    code, _, err = linearize(
+        "finetune", write_recipe(tmp_path / "a", base(root, "llama"), stages[0], data=forgotten), "--dry-run"
+    )
+    assert (code, "note: data.eval is a dataset still." in err) == (0, True), err
     long = {**held, "pack": {"seq_len": 4096}}
     other = write_recipe(tmp_path / "long", base(root, "llama"), stage("sft", "all", tokens="40M"), data=long)
     code, out, err = linearize("finetune", other, "--dry-run", "--json")

@@ -181,8 +181,8 @@ def check_output(output: Path, overwrite: bool, carried: Collection[str] = ()) -
         return
     if not overwrite:
         raise LinearizeError(
-            f"{output} has {counted(len(files), 'file')}. --overwrite replaces only what linearize wrote; or choose "
-            "another -o"
+            f"{output} has {counted(len(files), 'file')} already. --overwrite replaces only what linearize wrote; or "
+            "choose another -o"
         )
     foreign = [name for name in foreign_files(output) if name not in carried]
     if foreign:

@@ -162,7 +162,8 @@ def convert(
         target = output or Path(name_of(plan))
         how = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
         checked = story.convert(*planned, target, **how, say=say)
-        say(f"saved {target}. Next: {story.next_step(plan, target)}")
+        new = "" if plan.again else ", whose new parameters are untrained"
+        say(f"saved {target}{new}. Next: {story.next_step(plan, target)}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)

@@ -9,7 +9,7 @@ from ..terminal.output import Json, print_json
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check this machine: packages, GPU, disk and Hub. Exit 4 when something is missing."""
+    """Check this machine: packages, GPU, disk and Hub. Exit 4 when something required is missing."""
     from ..doctor import examine, rows
     from ..terminal.tables import doctor_table
 

@@ -58,7 +58,7 @@ def finetune(
     folder = Path(recipe.output_dir)
     check_run(recipe, folder, only, resume)
     if finished(folder, resume):
-        say(f"{folder / 'final'} is finished already; --resume never starts over")
+        say(f"{folder / 'final'} is finished already; `--resume never` would start over")
         with undamaged(folder / REPORT, f"Remove {folder / 'final'}, and the same command writes both again"):
             return {**read_json(folder / REPORT), "output": str(folder / "final")}
     pillow()

@@ -276,7 +276,10 @@ def _unmeasured(run: RunRecord) -> bool:
 
 
 def _measure(place: str, teacher: str) -> str:
-    return f"linearize eval {place} --teacher {teacher or 'MODEL'} -o {place}.json, then compare {place}.json"
+    known = "/" in teacher or Path(teacher).exists()
+    what = "" if known or not teacher else f" (MODEL: the folder {teacher} that was converted)"
+    command = f"linearize eval {place} --teacher {teacher if known else 'MODEL'} -o {place}.json"
+    return f"{command}, then compare {place}.json{what}"
 
 
 def _texts(run: RunRecord) -> set[str]:

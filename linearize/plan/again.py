@@ -129,12 +129,14 @@ def check_request(request: Request, restore: str, old: Plan, found: Found, folde
         how = "compares layers of a source" if is_auto(request.keep_softmax) else "is for a source"
         raise LinearizeError(
             f"--keep-softmax {request.keep_softmax} {how}, and {folder} is converted already. Name the layers that "
-            "become linear (--layers 3), and those that get softmax back (--restore 3)"
+            "become linear (--layers 3), and those that get softmax back (--restore 3). A recipe trains it as it is "
+            "with convert=null"
         )
     if is_auto(request.keep_heads):
         raise LinearizeError(
             f"--keep-heads {request.keep_heads} compares heads of a source, and {folder} is converted already. Name "
-            "those of the layers that become linear: --layers 3 --keep-heads 3:0"
+            "those of the layers that become linear: --layers 3 --keep-heads 3:0. A recipe trains it as it is with "
+            "convert=null"
         )
     if request.keep_heads and request.layers == "all":
         raise LinearizeError(

@@ -343,6 +343,8 @@ def data_lines(plans: list[dict[str, Any]]) -> None:
     out = console()
     for words, names in lines.items():
         out.print(words if len(names) == len(plans) else f"{', '.join(names)} {words}")
+    if any(plan["data"].get("foreign_eval") for plan in plans):
+        out.print("note: data.eval is a dataset still. For text of yours add 'data.eval={files: [held-out.txt]}'")
 
 
 def asked_for(count: int, images: bool) -> str:

@@ -45,7 +45,7 @@ BEST = "best.json"
 # What a checkpoint consists of; anything else in its folder is somebody's own.
 CHECKPOINT_FILES = (WEIGHTS, OPTIMIZER, POSITION, f"{POSITION}.tmp", BEST, f"{BEST}.tmp")
 RECORDS = ("run.json", "metrics.jsonl", "report.json")
-START_OVER = "--resume never starts over, or choose another name or output_dir"
+START_OVER = "Start over with `--resume never`, or choose another name or output_dir"
 # Figures one of which every evaluation has: of answers with labels, of maps of classes, of maps of numbers.
 EVALUATED = ("eval_ppl", "eval_agreement", "eval_error")
 

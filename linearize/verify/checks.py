@@ -44,7 +44,7 @@ FOUND = {
     "packed documents": "documents in one row equal each alone",
     "beams": "states follow their beams",
     "generate": "generate() equals one pass over its text",
-    "constant state": "the state does not grow with the text",
+    "constant state": "states of linear layers do not grow",
     "trust": "without trust_remote_code it does not load",
     "rows alone": "a row of a batch equals the row alone",
     "padding": "padding changes nothing of a text",

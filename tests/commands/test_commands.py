@@ -426,7 +426,7 @@ def test_a_doctor_says_what_serves(servers: list[str], monkeypatch: pytest.Monke
     assert found["servers"] == servers
     (row,) = [row for row in doctor.rows(found) if row[1].startswith("linearize serve")]
     if servers:
-        assert row == ("ok", f"linearize serve: starts {' or '.join(servers)}")
+        assert row == ("ok", f"linearize serve: would start the server of {' or '.join(servers)}")
     else:
         assert row[0] == "optional"
         assert row[1].endswith("\n" + doctor.with_extra("vllm", found["checkout"]))
@@ -490,7 +490,7 @@ def test_a_missing_extra_is_told_with_its_remedy(linearize: Command, monkeypatch
     code, out, _ = linearize("doctor")
     assert code == 0
     lines = [line.strip() for line in out.splitlines()]
-    assert "optional  extra train (data of the Hub): without datasets:" in lines
+    assert "optional  extra train (data of the Hub, .zst and .parquet): without datasets:" in lines
     assert 'pip install "linearize[train]"' in lines  # whole, on a line of its own
     pretend(monkeypatch, "peft", None)
     code, out, _ = linearize("doctor")
