@@ -422,6 +422,8 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert "logits equal the trained model's" in err
     assert "reloaded in a clean process without linearize" in err
     assert "logit_kl 2/2" in err
+    assert re.search(r"calibrated on \d+ tokens: new parameters now start where", err)
+    assert " GiB in use  " in err
     assert "evaluation and saving follow" in err
     final, run = tmp_path / "run" / "final", tmp_path / "run"
     last = err.splitlines()[-1]
@@ -582,7 +584,10 @@ def test_dry_run_names_the_data(
         code, _, err = linearize(*arguments)
         words = " ".join(err.split())
         assert code == 0
-        assert "attention_transfer trains on train.jsonl: 256 tokens in whole steps, in blocks of 32" in words
+        assert (
+            "attention_transfer trains on train.jsonl: 256 tokens in whole steps, in blocks of 32, 64 tokens a step"
+            in words
+        )
         assert "sft trains on 75% train.jsonl" in words
         assert "evaluated on heldout.txt, at most 65.5k tokens" in words
         assert words.count("heldout.txt") == 1  # both stages have it

@@ -333,6 +333,8 @@ def data_lines(plans: list[dict[str, Any]]) -> None:
         asked = f"{plan['epochs']:g} epochs" if data["tokens"] is None else asked_for(data["tokens"], images)
         whole = "" if data["tokens"] is None or images else " in whole steps"
         train = f"{data['train']}: {asked}{whole}" + ("" if images else f", in blocks of {data['seq_len']:,}")
+        if not images and plan["steps"] and plan["tokens"] and plan["steps"] > 1:
+            train += f", {plan['tokens'] // plan['steps']:,} tokens a step"
         if "passes" in data:
             train += f"; read {data['passes']} times or more, for there are fewer"
         held = (
@@ -635,6 +637,10 @@ def checks_table(title: str, checks: list[Check]) -> None:
         detail = check.detail or (FOUND.get(check.name, "") if check.status == "passed" else "")
         rows.append((check.name, check.status, *numbers, detail))
     console().print(table(columns, rows, title))
+    if any(check.difference is not None for check in checks):
+        console().print("difference: the largest of any logit or output, over the largest of all")
+    if all(check.status == "passed" for check in checks):
+        console().print(f"all {len(checks)} checks passed")
     undecided = [check for check in checks if check.status in ("warning", "skipped")]
     if undecided:
         count = counted(len(undecided), "check")

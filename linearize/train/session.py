@@ -298,6 +298,8 @@ class Finetuner:
         for name, parameter in self.student.named_parameters():
             if ".mixer." in name:
                 parameter.data.copy_(broadcast(parameter.data))
+        told = "new parameters now start where each layer is nearest to its softmax"
+        self.say(f"calibrated on {batch['input_ids'].numel():,} tokens: {told}" if "input_ids" in batch else told)
         return True
 
     # ------------------------------------------------------------ evaluation and checkpoints

@@ -122,6 +122,12 @@ def test_a_check_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypa
     assert lines[-1] == "1 check of 3 neither passed nor failed; --strict fails such"
     checks_table("llama-gsa", checks[:2])
     assert "--strict" not in capsys.readouterr().err
+    checks_table("llama-gsa", [checks[0], Check("beams", "passed", "", 1e-6, 1e-4)])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == [
+        "difference: the largest of any logit or output, over the largest of all",
+        "all 2 checks passed",
+    ]
 
 
 def test_runs_lose_nothing_on_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
