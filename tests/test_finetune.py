@@ -423,7 +423,6 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert "reloaded in a clean process without linearize" in err
     assert "logit_kl 2/2" in err
     assert re.search(r"calibrated on \d+ tokens: new parameters now start where", err)
-    assert " GiB in use  " in err
     assert "evaluation and saving follow" in err
     final, run = tmp_path / "run" / "final", tmp_path / "run"
     last = err.splitlines()[-1]

@@ -56,7 +56,7 @@ class StageProgress:
 
     def update(self, step: int, loss: float, rate: float, left: str) -> None:
         """After an optimizer step: loss, tokens or images per second over this session, and the time that is left."""
-        text = f"{self.loss} {loss:.4g}  {rate:,.0f} {self.unit}/s  {memory_bytes() / 2**30:.1f} GiB in use  {left}"
+        text = f"{self.loss} {loss:.4g}  {rate:,.0f} {self.unit}/s  {memory_bytes() / 2**30:.1f} GiB  {left}"
         self.bar.update(self.task, completed=step, text=text)
         now = time.monotonic()
         if self.bar.disable and (now - self.last_line > LINE_EVERY or step == self.steps):
