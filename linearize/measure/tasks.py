@@ -122,7 +122,8 @@ def matching(name: str, manager: Any) -> list[str]:
     if name.endswith(".yaml"):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
-            raise absent(path, f"--tasks {name}: no such file:")
+            error = absent(path, f"--tasks {name}: no such file:")
+            raise LinearizeError(f"{error.message} {OWN_TASK}", error.code)
         return [str(path)]
     found = manager.match_tasks([name])
     if not found:

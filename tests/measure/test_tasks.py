@@ -124,7 +124,7 @@ def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Pa
         ("arc_esy", Exit.USAGE, "no such task. Did you mean 'arc_easy'?"),
         ("zzz_*", Exit.USAGE, "no such task. lm_eval ls tasks lists them"),
         (" , ", Exit.USAGE, "--tasks names no task"),
-        (tmp_path / "unsaef.yaml", Exit.USAGE, "Did you mean 'unsafe.yaml'?"),
+        (tmp_path / "unsaef.yaml", Exit.USAGE, "Did you mean 'unsafe.yaml'? A task of your own needs no Hub"),
         (unsafe, Exit.USAGE, "it runs code that the model wrote"),
         (images, Exit.INCOMPATIBLE, "it asks about images"),
         (gone, Exit.USAGE, "no/rows.jsonl. Relative paths of data files begin at the working directory"),
