@@ -58,7 +58,7 @@ from .terminal.tables import chosen_options
 from .train.device import device_name, on_cpu
 from .train.progress import pace
 from .train.random_model import write_random
-from .train.runs import Position, Run, converted_from, processes, read_position
+from .train.runs import START_OVER, Position, Run, converted_from, processes, read_position
 from .train.runtime import (
     Say,
     check_divided,
@@ -424,6 +424,7 @@ def dry_run(
     max_steps: int | None = None,
     only: str | None = None,
     *,
+    resume: str | None = None,
     gpu: str | None = None,
     price: float | None = None,
     measure: bool = False,
@@ -431,10 +432,16 @@ def dry_run(
     """What each stage, or `only` the one of that name, would do and cost, from configs alone, on the device here or on
     the card named `gpu`; `price` is that of a device for an hour. With `measure` each stage takes two steps here.
 
+    With `resume`, as `finetune` takes it, `say` also gets what a real run would do with the run in its folder. An
+    estimate has none, since it may be for another machine.
+
+
     `stages` have parameters, steps, tokens, memory, time; beside them `device`, `hours`, `kwh`, `price` and `disk`.
     """
     check_only(recipe, only)
     check_apart(recipe)
+    if resume is not None and (note := note_of_run(recipe, resume, only, max_steps)):
+        say(note)
     device, precision = target(recipe, gpu)
     check_packages(recipe)
     with (
@@ -493,6 +500,26 @@ def dry_run(
         return {"stages": rows, **cost.summary(price)}
 
 
+def note_of_run(recipe: Recipe, resume: str, only: str | None, max_steps: int | None) -> str:
+    """What a real run would do with the run that its folder has already: refuse it, by the checks of `finetune`, leave
+    it as it is, go on with it or start it over. Empty where there is none."""
+    try:
+        run = Run(as_begun(recipe, resume), resume, max_steps)
+        if not run.record.exists():
+            return ""
+        if run.finished:
+            return f"note: {run.final} is finished already, and a real run trains nothing: {START_OVER}"
+        check_order(run.recipe, run, only)
+        if resume == "never":
+            return f"note: {run.folder} has a run already, and a real run with --resume never starts it over"
+        if run.resume_from is None:
+            return f"note: {run.folder} has a run without a checkpoint, and a real run begins its training again"
+        left = what_is_left(run.recipe, run, read_position(run.resume_from))
+        return f"note: a real run continues this one: {left}. {START_OVER}"
+    except LinearizeError as error:
+        return f"note: a real run in {recipe.output_dir} is refused: {error.message}"
+
+
 def loaded_otherwise(recipe: Recipe, rehearsal: Rehearsal) -> str:
     """A note where `model.dtype` rounds the weights of a converted folder for training; the result has the folder's
     dtype. Empty where it does not."""
@@ -525,17 +552,23 @@ def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
 
 def settle(recipe: Recipe, resume: str, say: Say) -> Recipe:
     """The recipe with all that it leaves to the device chosen: as the run that it continues did, or for this device."""
+    recipe = as_begun(recipe, resume)
     if not is_open(recipe):
         return recipe
-    record = Path(recipe.output_dir) / "run.json"
-    if record.exists() and resume != "never":
-        with undamaged(record, "Restore it, start over with --resume never, or choose a new output_dir"):
-            return as_before(recipe, record)
     if int(os.environ.get("RANK", "0")):  # of several processes the first one speaks
         say = no_one
     device, precision = target(recipe, None)
     with from_configs(recipe) as (planned, folder):
         return chosen(recipe, planned, folder, device, precision, say)
+
+
+def as_begun(recipe: Recipe, resume: str) -> Recipe:
+    """The recipe with all that it leaves to the device as the run that it continues chose it; as it is without one."""
+    record = Path(recipe.output_dir) / "run.json"
+    if not is_open(recipe) or not record.exists() or resume == "never":
+        return recipe
+    with undamaged(record, "Restore it, start over with --resume never, or choose a new output_dir"):
+        return as_before(recipe, record)
 
 
 def no_one(text: str) -> None:
