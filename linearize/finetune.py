@@ -14,7 +14,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from .choose.choose import Scoring, choosers
 from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.augment import augmentation
 from .data.batches import check_there, kind_of, source_hash, tokens_per_sample
-from .data.documents import TextSource, check_rows, no_datasets
+from .data.documents import TextSource, check_first_rows, check_rows, no_datasets
 from .data.images import count_images
 from .demo import named_base
 from .errors import Exit, LinearizeError, did_you_mean, existing_folder, os_error, undamaged
@@ -432,9 +432,8 @@ def dry_run(
     """What each stage, or `only` the one of that name, would do and cost, from configs alone, on the device here or on
     the card named `gpu`; `price` is that of a device for an hour. With `measure` each stage takes two steps here.
 
-    With `resume`, as `finetune` takes it, `say` also gets what a real run would do with the run in its folder. An
-    estimate has none, since it may be for another machine.
-
+    With `resume`, as `finetune` takes it, the first row of each local file of text is read, and `say` gets what a real
+    run would do with the run in its folder. An estimate has none: it may be for another machine.
 
     `stages` have parameters, steps, tokens, memory, time; beside them `device`, `hours`, `kwh`, `price` and `disk`.
     """
@@ -454,6 +453,8 @@ def dry_run(
             check_divided(recipe, zero=sharded("DEEPSPEED"))
         rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda", advance=advance)
         check_model(rehearsal.model, recipe)
+        if resume is not None:
+            check_text(recipe, check_first_rows)
         named = rehearsal.named
         check_teacher(named, recipe, rehearsal.model, max_steps, processes())
         if folder is not None and (note := trained_before(folder, named.name if named else None)):
@@ -611,9 +612,9 @@ def check_packages(recipe: Recipe) -> None:
                 raise no_datasets(source.path)
 
 
-def check_text(recipe: Recipe) -> None:
+def check_text(recipe: Recipe, check: Callable[..., None] = check_rows) -> None:
     """Before anything is written: raise LinearizeError for text of the recipe that training could not read, by its file
-    and line."""
+    and line; `check` reads a source."""
     seen = set[tuple[TextSource, bool]]()
     for stage in recipe.stages:
         data = recipe.data_for(stage)
@@ -624,7 +625,7 @@ def check_text(recipe: Recipe) -> None:
             check_there(source, recipe.folder)
             text = to_source(source, data.pack.text_key, recipe.folder)
             if (text, sft) not in seen:
-                check_rows(text, sft=sft)
+                check(text, sft=sft)
                 seen.add((text, sft))
 
 
