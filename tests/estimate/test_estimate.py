@@ -456,11 +456,12 @@ def test_a_source_is_not_converted_for_nothing(root: Path, tmp_path: Path, crowd
 
 
 def test_a_full_disk_is_told_before(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(tmp_path, base(root, "llama"), KL)
     monkeypatch.setattr(story, "SMALL", 0.0)
     usage = story.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(story.shutil, "disk_usage", lambda path: usage._replace(free=10))
     with pytest.raises(LinearizeError, match=r"the run needs .* checkpoints .* free") as refused:
-        train(make_recipe(tmp_path, base(root, "llama"), KL))
+        train(recipe)
     assert refused.value.code == Exit.RESOURCE
 
 
