@@ -14,7 +14,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from .choose.choose import Scoring, choosers
 from .convert import UNREAD, convert, plan_conversion, separate, unread
 from .data.augment import augmentation
 from .data.batches import check_there, kind_of, source_hash, tokens_per_sample
-from .data.documents import TextSource, check_rows, no_datasets
+from .data.documents import TextSource, check_first_rows, check_rows, no_datasets
 from .data.images import count_images
 from .demo import named_base
 from .errors import Exit, LinearizeError, did_you_mean, existing_folder, os_error, undamaged
@@ -58,7 +58,7 @@ from .terminal.tables import chosen_options
 from .train.device import device_name, on_cpu
 from .train.progress import pace
 from .train.random_model import write_random
-from .train.runs import Position, Run, converted_from, processes, read_position
+from .train.runs import START_OVER, Position, Run, converted_from, processes, read_position
 from .train.runtime import (
     Say,
     check_divided,
@@ -424,6 +424,7 @@ def dry_run(
     max_steps: int | None = None,
     only: str | None = None,
     *,
+    resume: str | None = None,
     gpu: str | None = None,
     price: float | None = None,
     measure: bool = False,
@@ -431,10 +432,15 @@ def dry_run(
     """What each stage, or `only` the one of that name, would do and cost, from configs alone, on the device here or on
     the card named `gpu`; `price` is that of a device for an hour. With `measure` each stage takes two steps here.
 
+    With `resume`, as `finetune` takes it, the first row of each local file of text is read, and `say` gets what a real
+    run would do with the run in its folder. An estimate has none: it may be for another machine.
+
     `stages` have parameters, steps, tokens, memory, time; beside them `device`, `hours`, `kwh`, `price` and `disk`.
     """
     check_only(recipe, only)
     check_apart(recipe)
+    if resume is not None and (note := note_of_run(recipe, resume, only, max_steps)):
+        say(note)
     device, precision = target(recipe, gpu)
     check_packages(recipe)
     with (
@@ -447,6 +453,8 @@ def dry_run(
             check_divided(recipe, zero=sharded("DEEPSPEED"))
         rehearsal = Rehearsal(recipe, planned, folder, precision, device.kind == "cuda", advance=advance)
         check_model(rehearsal.model, recipe)
+        if resume is not None:
+            check_text(recipe, check_first_rows)
         named = rehearsal.named
         check_teacher(named, recipe, rehearsal.model, max_steps, processes())
         if folder is not None and (note := trained_before(folder, named.name if named else None)):
@@ -493,6 +501,26 @@ def dry_run(
         return {"stages": rows, **cost.summary(price)}
 
 
+def note_of_run(recipe: Recipe, resume: str, only: str | None, max_steps: int | None) -> str:
+    """What a real run would do with the run that its folder has already: refuse it, by the checks of `finetune`, leave
+    it as it is, go on with it or start it over. Empty where there is none."""
+    try:
+        run = Run(as_begun(recipe, resume), resume, max_steps)
+        if not run.record.exists():
+            return ""
+        if run.finished:
+            return f"note: {run.final} is finished already, and a real run trains nothing: {START_OVER}"
+        check_order(run.recipe, run, only)
+        if resume == "never":
+            return f"note: {run.folder} has a run already, and a real run with --resume never starts it over"
+        if run.resume_from is None:
+            return f"note: {run.folder} has a run without a checkpoint, and a real run begins its training again"
+        left = what_is_left(run.recipe, run, read_position(run.resume_from))
+        return f"note: a real run continues this one: {left}. {START_OVER}"
+    except LinearizeError as error:
+        return f"note: a real run in {recipe.output_dir} is refused: {error.message}"
+
+
 def loaded_otherwise(recipe: Recipe, rehearsal: Rehearsal) -> str:
     """A note where `model.dtype` rounds the weights of a converted folder for training; the result has the folder's
     dtype. Empty where it does not."""
@@ -528,17 +556,23 @@ def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
 
 def settle(recipe: Recipe, resume: str, say: Say) -> Recipe:
     """The recipe with all that it leaves to the device chosen: as the run that it continues did, or for this device."""
+    recipe = as_begun(recipe, resume)
     if not is_open(recipe):
         return recipe
-    record = Path(recipe.output_dir) / "run.json"
-    if record.exists() and resume != "never":
-        with undamaged(record, "Restore it, start over with --resume never, or choose a new output_dir"):
-            return as_before(recipe, record)
     if int(os.environ.get("RANK", "0")):  # of several processes the first one speaks
         say = no_one
     device, precision = target(recipe, None)
     with from_configs(recipe) as (planned, folder):
         return chosen(recipe, planned, folder, device, precision, say)
+
+
+def as_begun(recipe: Recipe, resume: str) -> Recipe:
+    """The recipe with all that it leaves to the device as the run that it continues chose it; as it is without one."""
+    record = Path(recipe.output_dir) / "run.json"
+    if not is_open(recipe) or not record.exists() or resume == "never":
+        return recipe
+    with undamaged(record, "Restore it, start over with --resume never, or choose a new output_dir"):
+        return as_before(recipe, record)
 
 
 def no_one(text: str) -> None:
@@ -581,9 +615,9 @@ def check_packages(recipe: Recipe) -> None:
                 raise no_datasets(source.path)
 
 
-def check_text(recipe: Recipe) -> None:
+def check_text(recipe: Recipe, check: Callable[..., None] = check_rows) -> None:
     """Before anything is written: raise LinearizeError for text of the recipe that training could not read, by its file
-    and line."""
+    and line; `check` reads a source."""
     seen = set[tuple[TextSource, bool]]()
     for stage in recipe.stages:
         data = recipe.data_for(stage)
@@ -594,7 +628,7 @@ def check_text(recipe: Recipe) -> None:
             check_there(source, recipe.folder)
             text = to_source(source, data.pack.text_key, recipe.folder)
             if (text, sft) not in seen:
-                check_rows(text, sft=sft)
+                check(text, sft=sft)
                 seen.add((text, sft))
 
 

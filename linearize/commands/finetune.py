@@ -36,7 +36,7 @@ def finetune(
 
     result: dict[str, Any]
     if dry_run:
-        result = story.dry_run(loaded, say, max_steps, stage)
+        result = story.dry_run(loaded, say, max_steps, stage, resume=resume)
         recipe_table(result["stages"])
         data_lines(result["stages"])
         estimate_table(result)

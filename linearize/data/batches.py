@@ -228,14 +228,21 @@ def open_samples(
             message = f"{images.found.where} names no class of an image, and sft learns and scores nothing else"
             raise LinearizeError(f"{message}. Give a folder for each class, labels or label_key, or choose logit_kl")
         return images
-    parts, found = parts_of(source), []
-    for part, share in parts:
+    found = []
+    for part, limit in limits(source, max_tokens):
         text = to_source(part, pack.text_key, start)
-        limit = math.ceil(max_tokens * share) if max_tokens is not None and is_long(part) else None
-        limit = limit if len(parts) > 1 else max_tokens
         found.append(build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=limit))
-    blocks = found[0] if len(found) == 1 else MixedBlocks(found, [share for _, share in parts])
+    blocks = found[0] if len(found) == 1 else MixedBlocks(found, [share for _, share in parts_of(source)])
     return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)
+
+
+def limits(source: Any, max_tokens: int | None) -> list[tuple[Any, int | None]]:
+    """Each part of a source and how many of its tokens are read at most, where all are to be `max_tokens`: of a mix the
+    share of each long part, and all of the others; None: all."""
+    parts = parts_of(source)
+    if len(parts) == 1 or max_tokens is None:
+        return [(part, max_tokens) for part, _ in parts]
+    return [(part, math.ceil(max_tokens * share) if is_long(part) else None) for part, share in parts]
 
 
 def is_long(source: Any) -> bool:

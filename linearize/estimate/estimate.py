@@ -12,10 +12,11 @@ from typing import Any
 
 from linearize_kernels.hf.seam import mixers_of
 
-from ..data.batches import tokens_per_sample
+from ..data.batches import kind_of, limits, token_limit, tokens_per_sample
+from ..demo import BYTES
 from ..errors import Exit, LinearizeError
-from ..recipe.data import holds_images
-from ..recipe.recipe import AttentionTransfer, Stage
+from ..recipe.data import DemoSource, FileSource, holds_images, local_paths
+from ..recipe.recipe import AttentionTransfer, Recipe, Stage
 from ..terminal.output import size
 from ..train.chunked_head import obstacle
 from ..train.runs import processes
@@ -27,6 +28,11 @@ from .memory import Memory, Rehearsal, divided
 
 # What the allocator holds beyond the tensors that are alive, of their bytes.
 FRAGMENTS = 0.03
+# Bytes of text that become a token, of usual vocabularies: the demo's, of 2,048 words, takes 3.1 of code to a token,
+# large ones 4 and more of English. A vocabulary of no more than BYTE_WORDS is one of bytes.
+TEXT_BYTES, BYTE_WORDS = 3, 512
+# How much longer text is than its packed file, .gz, .zst or .parquet.
+UNPACKED = 3
 USUAL = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -132,7 +138,7 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
         found.append(StageCost(stage, memory, steps, tokens, rate, hours))
     model = rehearsal.model
     targets = lora_targets(model)
-    of_disk = disk(rehearsal, found)
+    of_disk = disk(rehearsal, found, max_steps)
     chunks = not obstacle(model) and not sharded("DEEPSPEED")
     beside = around(rehearsal, found, device)
     return Cost(device, processes(), found, of_disk, beside, model.supports_gradient_checkpointing, targets, chunks)
@@ -155,20 +161,68 @@ def sharded(*by: str) -> bool:
     )
 
 
-def disk(rehearsal: Rehearsal, costs: list[StageCost]) -> dict[str, int]:
-    """Bytes at the fullest moment of a run, beyond the source: the converted base, checkpoints, tokens, the result."""
-    recipe, planned = rehearsal.recipe, rehearsal.planned
-    kept = recipe.checkpoint.keep + 1  # a new checkpoint is complete before the oldest one goes
-    within = max(kept * (c.memory.checkpoint + c.memory.parts["optimizer"]) for c in costs)
+def disk(rehearsal: Rehearsal, costs: list[StageCost], max_steps: int | None = None) -> dict[str, int]:
+    """Bytes at the fullest moment of a run that is not interrupted, beyond the source: the converted base, checkpoints,
+    tokens, the result. At its end the checkpoints within stages are gone."""
+    planned = rehearsal.planned
+    within = max(held_within(rehearsal.recipe, c) * (c.memory.checkpoint + c.memory.parts["optimizer"]) for c in costs)
     ends = sum(c.memory.checkpoint for c in costs)
-    cached = max((c.tokens or 0) for c in costs) if not holds_images(recipe.data.train) else 0
-    changed = rehearsal.student.drifted or (rehearsal.student.lora is not None and recipe.finish.merge_lora)
+    merged = rehearsal.student.lora is not None and rehearsal.recipe.finish.merge_lora
+    changed = rehearsal.student.drifted or merged
     return {
         "converted": 0 if planned is None else planned[0].needed_bytes,
         "checkpoints": within + ends,
-        "tokens": 4 * cached,
+        "tokens": 4 * packed_tokens(rehearsal, costs, max_steps),
         "result": rehearsal.stored if changed else rehearsal.stored_new,
     }
+
+
+def held_within(recipe: Recipe, cost: StageCost) -> int:
+    """How many checkpoints within a stage lie there at a time, no more than it writes before its end: a new one is
+    complete before the oldest one goes."""
+    most = recipe.checkpoint.keep + 1
+    return most if cost.steps is None else min(most, max(cost.steps - 1, 0) // recipe.checkpoint.every_steps)
+
+
+def packed_tokens(rehearsal: Rehearsal, costs: list[StageCost], max_steps: int | None) -> int:
+    """Tokens of all files of packed text that a run writes, 4 bytes each.
+
+    Of training text without a limit a run packs all, whatever the stages read of it, and again for another length of
+    rows or for answers alone. Nothing is tokenised here: files are counted by their bytes, TEXT_BYTES and UNPACKED,
+    which is right within a factor of 2 or so. The length of a dataset is not known here: it counts with what its stages
+    read of it, although a run packs all of one that is not streamed.
+    """
+    recipe, found = rehearsal.recipe, dict[Any, int]()
+    cap = None if rehearsal.stored_logits else max_steps
+    for cost in costs:
+        data, sft = recipe.data_for(cost.stage), cost.stage.answers_alone and kind_of(rehearsal.model) == "text"
+        for split in ("train", "eval"):
+            source = getattr(data, split)
+            if source is None or holds_images(source):
+                continue
+            for part, limit in limits(source, token_limit(recipe, cost.stage, split, processes(), cap)):
+                held = tokens_in(part, rehearsal)
+                if held is None:
+                    held = limit if limit is not None else cost.tokens or 0
+                count = held if limit is None else min(held, limit)
+                length = data.pack.seq_len
+                key = (part.model_dump_json(), data.pack.text_key, length, sft, limit)
+                found[key] = max(found.get(key, 0), -(-count // length) * length)
+    return sum(found.values())
+
+
+def tokens_in(source: Any, rehearsal: Rehearsal) -> int | None:
+    """About how many tokens files or the demo's texts have; None where that is not known."""
+    if isinstance(source, DemoSource):
+        count = BYTES.get(source.demo)
+    elif isinstance(source, FileSource):
+        files = [path for path in local_paths(source, rehearsal.recipe.folder) if path.is_file()]
+        plain = [path.suffix in (".txt", ".jsonl") for path in files]
+        count = sum(path.stat().st_size * (1 if one else UNPACKED) for path, one in zip(files, plain, strict=True))
+    else:
+        return None
+    words = getattr(rehearsal.model.config.get_text_config(), "vocab_size", None) or 0
+    return None if count is None else count // (1 if words <= BYTE_WORDS else TEXT_BYTES)
 
 
 def refusal(cost: Cost, advice: str) -> LinearizeError:

@@ -399,7 +399,7 @@ def estimate_table(found: dict[str, Any]) -> None:
             out.print(f"{row['name']} keeps {size(row['host_bytes'])} of activations in the host's memory")
     disk = found["disk"]
     told = [
-        f"disk {size(disk['total'])} ("
+        f"disk {size(disk['total'])} when it is fullest ("
         + ", ".join(f"{k} {size(v)}" for k, v in disk.items() if v and k != "total")
         + ")"
     ]

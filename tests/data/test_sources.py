@@ -13,7 +13,19 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from training import T, base, byte_tokenizer, make_recipe, metrics, recipe_values, stage, text, train, write_data
+from training import (
+    T,
+    base,
+    byte_tokenizer,
+    make_recipe,
+    metrics,
+    recipe_values,
+    stage,
+    text,
+    train,
+    write_data,
+    write_recipe,
+)
 
 from linearize import finetune as story
 from linearize.data import documents
@@ -134,6 +146,40 @@ def test_rows_are_read_as_the_stage_reads_them(root: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(LinearizeError, match=words):
             check_text(make_recipe(tmp_path, linear, recipe_stage, data=data))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_dry_run_reads_the_first_row_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = packed(tmp_path / name, LINES * 2000)
+    with pytest.raises(LinearizeError, match=rf"{name}(:1| row 0): no 'txt' .* Did you mean 'text'\?"):
+        documents.check_first_rows(TextSource(files=(file,), text_key="txt"), sft=False)
+    read, row = list[Any](), documents._text
+    monkeypatch.setattr(documents, "_text", lambda *given: read.append(given) or row(*given))
+    documents.check_first_rows(TextSource(files=(file,)), sft=False)
+    documents.check_first_rows(TextSource(files=(file,)), sft=True)
+    assert len(read) == 2
+    monkeypatch.setattr(documents, "open_dataset", lambda *given: pytest.fail("opens a dataset"))
+    documents.check_first_rows(TextSource(path=str(tmp_path)), sft=False)
+    documents.check_first_rows(TextSource(demo="train"), sft=False)
+
+
+def test_a_dry_run_says_of_text_what_the_run_says(root: Path, tmp_path: Path, linearize: Any) -> None:
+    """Of training and held-out text; an estimate reads none."""
+    (tmp_path / "txt.jsonl").write_text(json.dumps({"txt": "a"}))
+    for train_on, held, words in (
+        ("train.jsonl", "heldout.txt", "train.jsonl:1: no 'txt'"),
+        ("txt.jsonl", "train.jsonl", "train.jsonl:1: no 'txt'"),
+        ("txt.jsonl", "heldout.txt", ""),
+    ):
+        data = {"train": {"files": [train_on]}, "eval": {"files": [held]}}
+        recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), data=data)
+        key = "data.pack.text_key=txt"
+        code, _, err = linearize("finetune", recipe, key, "--dry-run")
+        assert (code, words in err) == (2 * bool(words), True), err
+        assert ("Did you mean 'text'?" in " ".join(err.split())) == bool(words)
+        if words and held == "heldout.txt":
+            assert linearize("estimate", recipe, key)[0] == 0
+            assert linearize("finetune", recipe, key)[0] == 2
 
 
 def test_of_very_long_text_each_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

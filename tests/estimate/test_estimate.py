@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -21,17 +22,19 @@ import linearize.finetune as story
 from linearize.errors import Exit, LinearizeError
 from linearize.estimate import kernels
 from linearize.estimate.advice import fitting_rows, written
-from linearize.estimate.estimate import estimate
+from linearize.estimate.estimate import estimate, packed_tokens
 from linearize.estimate.gpus import CARDS, Device, card, cpu_rates, per_hour, present
 from linearize.estimate.kernels import most_of
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.step import Step
 from linearize.estimate.tracker import Tracker, Work
 from linearize.recipe.recipe import Recipe, load_recipe
+from linearize.train import runs
 from linearize.train.runtime import make_optimizer
 from linearize.train.save import load_converted
 from linearize.train.student import Student
 
+SHORT = {"pack": {"seq_len": 16}}
 KL, TRANSFER = stage("logit_kl", "all"), stage("attention_transfer")
 RECIPES: dict[str, list[dict[str, Any]]] = {
     "transfer": [TRANSFER],
@@ -453,12 +456,64 @@ def test_a_source_is_not_converted_for_nothing(root: Path, tmp_path: Path, crowd
 
 
 def test_a_full_disk_is_told_before(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(tmp_path, base(root, "llama"), KL)
     monkeypatch.setattr(story, "SMALL", 0.0)
     usage = story.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(story.shutil, "disk_usage", lambda path: usage._replace(free=10))
     with pytest.raises(LinearizeError, match=r"the run needs .* checkpoints .* free") as refused:
-        train(make_recipe(tmp_path, base(root, "llama"), KL))
+        train(recipe)
     assert refused.value.code == Exit.RESOURCE
+
+
+@pytest.mark.parametrize("every", with_slow([1, 200], 1))
+def test_disk_is_what_a_run_writes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """All of the training text, however little the stages ask for; and checkpoints within stages that write some."""
+    stages = [stage("attention_transfer"), stage("logit_kl", "all", data=SHORT)]
+    data = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}
+    more: dict[str, Any] = {"checkpoint": {"every_steps": every, "keep": 1}, "eval": {"max_tokens": 64}}
+    recipe = make_recipe(tmp_path, base(root, "llama"), *stages, data=data, **more)
+    found = story.dry_run(recipe, print)["disk"]
+    place, fullest, drop = tmp_path / "run", list[int](), runs.discard
+
+    def held(folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    def look(checkpoint: Path) -> None:
+        fullest.append(held(place / "checkpoints"))
+        drop(checkpoint)
+
+    monkeypatch.setattr(runs, "discard", look)
+    train(recipe)
+    packed = held(place / "cache") - 4096 * len([*(place / "cache").iterdir()])  # without headers
+    assert packed == pytest.approx(found["tokens"], rel=0.2)
+    assert found["tokens"] > 2 * 4 * (tmp_path / "train.jsonl").stat().st_size  # once for each length of rows
+    assert max(fullest) == pytest.approx(found["checkpoints"], rel=0.2)
+    assert (max(fullest) > 2 * held(place / "checkpoints")) == (every == 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "source", "tokens"),
+    [
+        (257, {"files": ["a.txt"]}, 3008),
+        (2048, {"files": ["a.txt"]}, 1008),
+        (2048, {"files": ["a.txt", "a.parquet"]}, 4000),
+        (2048, {"mix": [{"source": {"files": ["a.txt"]}}, {"source": {"demo": "packages"}}]}, 1008 + 64),
+        (2048, {"demo": "train"}, 2_666_672),
+        (2048, {"path": "some/set"}, 128),
+        (2048, {"path": "some/set", "streaming": True}, 128),
+    ],
+)
+def test_packed_text_is_counted_by_bytes(
+    root: Path, tmp_path: Path, words: int, source: dict[str, Any], tokens: int
+) -> None:
+    for name in ("a.txt", "a.parquet"):
+        (tmp_path / name).write_bytes(b"a" * 3000)
+    recipe = make_recipe(tmp_path, base(root, "llama"), KL, KL | {"name": "again"}, data={"train": source} | SHORT)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=words))
+    model = SimpleNamespace(config=config, main_input_name="input_ids", can_generate=lambda: True)
+    rehearsal: Any = SimpleNamespace(recipe=recipe, model=model, stored_logits=None)
+    costs: Any = [SimpleNamespace(stage=one, tokens=128) for one in recipe.stages]
+    assert packed_tokens(rehearsal, costs, None) == tokens
 
 
 def test_a_missing_package_is_told_before(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,6 +540,7 @@ def test_the_command_prints_and_measures(linearize: Any, root: Path, tmp_path: P
     assert found["hours_of"]["training"] == pytest.approx(sum(row["hours"] for row in found["stages"]), rel=0.01)
     assert found["price"] > 0
     assert found["disk"]["total"] > 0
+    assert re.search(r"disk [\d.]+ \w+ when it is fullest \(checkpoints ", " ".join(err.split()))
     assert all(part in err for part in ("weights", "optimizer", "teacher", "logits"))
     assert "On a CPU a run shows the peak of its whole process" in err
     code, out, err = linearize("estimate", str(recipe), "--gpu", "h100", "--json")

@@ -555,6 +555,48 @@ def test_a_run_lies_apart_from_its_base(root: Path, tmp_path: Path, where: str) 
     assert left == before
 
 
+def test_a_dry_run_tells_what_becomes_of_the_run_that_is_there(root: Path, tmp_path: Path) -> None:
+    """By the checks of the real run; nothing of it is written."""
+    run = tmp_path / "run"
+
+    def notes(recipe: Any, resume: str | None = "auto", **more: Any) -> list[str]:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        messages = list[str]()
+        dry_run(recipe, messages.append, resume=resume, **more)
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+        return [line for line in messages if line.startswith("note: ")]
+
+    def of(steps: int) -> Any:
+        parts = [stage(kind, "new", "gpt2", steps=steps) for kind in ("attention_transfer", "logit_kl")]
+        return make_recipe(tmp_path, base(root, "gpt2"), *parts)
+
+    recipe = of(2)
+    assert notes(recipe) == []
+    train(recipe, only="attention_transfer")
+    (note,) = notes(recipe)
+    assert note.startswith(
+        f"note: a real run continues this one: {run} goes on after step 2 of attention_transfer; 128"
+    )
+    (note,) = notes(recipe, "never")
+    assert note == f"note: {run} has a run already, and a real run with --resume never starts it over"
+    (note,) = notes(recipe, "never", only="logit_kl")
+    assert "is refused: --stage logit_kl needs attention_transfer" in note
+    (note,) = notes(recipe, str(tmp_path / "other"))
+    assert "other is no checkpoint of this run. Newest here: " in note
+    train(recipe)
+    (note,) = notes(recipe)
+    assert note.startswith(f"note: {run / 'final'} is finished already, and a real run trains nothing: --resume never")
+    (note,) = notes(recipe := of(3))
+    assert notes(recipe, None) == []
+    with pytest.raises(LinearizeError) as refused:
+        train(recipe)
+    assert note == f"note: a real run in {run} is refused: {refused.value.message}"
+    assert "recipe changed since this run (stages[0].steps 2 -> 3; stages[1].steps 2 -> 3)" in note
+    assert "--resume never starts over, or choose another name" in note
+    (run / "run.json").write_text("{")
+    assert "run.json" in notes(recipe)[0]
+
+
 @pytest.mark.slow
 def test_stages_one_by_one_are_the_whole_run(root: Path, whole: Path, tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, root)
