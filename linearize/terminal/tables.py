@@ -48,6 +48,28 @@ COLOURS |= dict.fromkeys(("warning", "skipped", "optional", "note"), "yellow")
 # ones, such as paths, are cut where a line is full; where the table is too wide their column may shrink to LEAST.
 LONGEST_WORD, LEAST = 20, 8
 
+# What a check of `verify` found to be so, by its name, where it passed and has no detail of its own.
+FOUND = {
+    "files": "the files and the code that linearize.json lists",
+    "config": "config.json has the plan of linearize.json",
+    "finite logits": "no NaN and no infinity",
+    "finite outputs": "no NaN and no infinity",
+    "prefill and steps": "one pass equals a prefill and single tokens",
+    "chunk size": "other chunks change nothing",
+    "left padding": "a padded row equals the row alone",
+    "left padding without position_ids": "the mask alone is enough",
+    "right padding": "a padded row equals the row alone",
+    "packed documents": "documents in one row equal each alone",
+    "beams": "states follow their beams",
+    "generate": "generate() equals one pass over its text",
+    "constant state": "states of linear layers do not grow",
+    "trust": "without trust_remote_code it does not load",
+    "rows alone": "a row of a batch equals the row alone",
+    "padding": "padding changes nothing of a text",
+    "another size": "rows of another size equal each alone",
+    "softmax teacher": "under teacher() it is the source",
+}
+
 
 def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
     """A table of `rows`. `columns`: heading -> `text` (wrapped between words), `short` or `number`; the last two are
@@ -628,8 +650,6 @@ def prediction_table(predictions: dict[str, list[dict[str, float]]]) -> None:
 
 def checks_table(title: str, checks: list[Check]) -> None:
     """What `linearize verify` found."""
-    from ..verify.checks import FOUND
-
     columns = {"check": "short", "result": "short", "difference": "number", "limit": "number", "detail": "text"}
     rows: list[tuple[str, ...]] = []
     for check in checks:

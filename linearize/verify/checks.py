@@ -30,27 +30,6 @@ from .reload import clean_command, free_memory, result_of, started
 LENGTH, STRICT_LENGTH = 100, 560
 OTHER_BYTES = f". Where another tool trained them and copied {MANIFEST}, remove that file: the weights count as trained"
 BEHAVIOURS = "from linearize_child.behaviours import main; main()"
-# What a check found to be so, by its name, where it passed and has no detail of its own.
-FOUND = {
-    "files": f"the files and the code that {MANIFEST} lists",
-    "config": f"config.json has the plan of {MANIFEST}",
-    "finite logits": "no NaN and no infinity",
-    "finite outputs": "no NaN and no infinity",
-    "prefill and steps": "one pass equals a prefill and single tokens",
-    "chunk size": "other chunks change nothing",
-    "left padding": "a padded row equals the row alone",
-    "left padding without position_ids": "the mask alone is enough",
-    "right padding": "a padded row equals the row alone",
-    "packed documents": "documents in one row equal each alone",
-    "beams": "states follow their beams",
-    "generate": "generate() equals one pass over its text",
-    "constant state": "states of linear layers do not grow",
-    "trust": "without trust_remote_code it does not load",
-    "rows alone": "a row of a batch equals the row alone",
-    "padding": "padding changes nothing of a text",
-    "another size": "rows of another size equal each alone",
-    "softmax teacher": "under teacher() it is the source",
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from linearize.plan.keep import Choice
 from linearize.plan.mechanisms import mechanism_names, summary
 from linearize.terminal.output import say_error
 from linearize.terminal.tables import (
+    FOUND,
     checks_table,
     choice_table,
     cost_lines,
@@ -24,7 +25,7 @@ from linearize.terminal.tables import (
     runs_table,
     table,
 )
-from linearize.verify.checks import FOUND, Check
+from linearize.verify.checks import Check
 from linearize.verify.child import behaviours, encoder_behaviours
 
 

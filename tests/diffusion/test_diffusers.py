@@ -34,7 +34,8 @@ from linearize.diffusion import code
 from linearize.diffusion.convert import convert, plan_conversion
 from linearize.diffusion.verify import check_hashes, check_keys, source_outputs, verify_folder
 from linearize.errors import Exit, LinearizeError
-from linearize.verify.checks import FOUND, NONE_UNTOUCHED
+from linearize.terminal.tables import FOUND
+from linearize.verify.checks import NONE_UNTOUCHED
 from linearize.verify.child import latents
 from linearize.verify.child.latents import INPUTS, denoised, make_latents
 from linearize.verify.reload import clean_command, result_of, started
