@@ -342,12 +342,13 @@ def _fidelity(run: RunRecord, drawn: Drawing | None) -> str:
 
 
 def position_blocks(run: RunRecord) -> tuple[list[dict[str, Any]], int | None, str]:
-    """Stretches of long texts with their perplexities, the length of a row in training, and what measured them:
-    `linearize eval` comes before the end of finetune."""
+    """Stretches of long texts with their perplexities, the length of a row in training, where the model recorded it,
+    and what measured them: `linearize eval` comes before the end of finetune."""
     for found, origin in ((run.evaluation, "by linearize eval"), (run.report, "at the end of finetune")):
         positions = (found or {}).get("positions")
         if positions and positions.get("blocks"):
-            return list(positions["blocks"]), positions.get("trained_length"), origin
+            trained = positions.get("trained_length") if positions.get("recorded", True) else None
+            return list(positions["blocks"]), trained, origin
     return [], None, ""
 
 

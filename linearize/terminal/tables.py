@@ -485,7 +485,8 @@ def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
 
 
 def positions_table(found: dict[str, Any] | None) -> None:
-    """Perplexity and KL by position in long texts, where there were any."""
+    """Perplexity and KL by position in long texts, where there were any. A student whose training is not `recorded` has
+    no trained length: the first stretch is then a block of the text."""
     if not found or not found["blocks"]:
         return
     columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL, nats a token"), "number")
@@ -499,7 +500,10 @@ def positions_table(found: dict[str, Any] | None) -> None:
     ]
     origin = "documents joined" if found["text"] == "joined" else "long documents"
     title = f"perplexity by position in {counted(found['rows'], 'row')} of {origin}"
-    console().print(table(columns, rows, f"{title}, trained on {found['trained_length']} tokens"))
+    length = found["trained_length"]
+    unknown = f"; no trained length is recorded: the first stretch is a block of the text, {length} tokens"
+    recorded = found.get("recorded", True)  # `finetune` says nothing of it: it measures what it trained
+    console().print(table(columns, rows, f"{title}, trained on {length} tokens" if recorded else title + unknown))
 
 
 # What models write by themselves, as `linearize eval --generate` measures it.

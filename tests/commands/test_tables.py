@@ -91,6 +91,18 @@ def test_every_divergence_has_a_unit(capsys: pytest.CaptureFixture[str]) -> None
         assert words in " ".join(capsys.readouterr().err.split())
 
 
+def test_positions_name_a_trained_length_that_is_recorded_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """`finetune` measures what it trained itself, and does not say whether the length is recorded."""
+    ppl = {"student_ppl": 9.0, "teacher_ppl": 8.0, "ppl_ratio": 1.1, "kl": 0.1}
+    found = {"rows": 2, "text": "joined", "trained_length": 64, "blocks": [{"from": 0, "to": 64, **ppl}]}
+    for more, trained in (({}, True), ({"recorded": True}, True), ({"recorded": False}, False)):
+        positions_table(found | more)
+        shown = " ".join(capsys.readouterr().err.split())
+        assert ("trained on 64 tokens" in shown) == trained
+        told = "no trained length is recorded: the first stretch is a block of the text, 64 tokens"
+        assert (told in shown) != trained
+
+
 def test_a_perplexity_below_the_teachers_is_told_where_it_is_no_noise(capsys: pytest.CaptureFixture[str]) -> None:
     for ratio, told in ((1.02, False), (0.999, False), (None, False), (0.97, True)):
         stages = [{"name": "logit_kl", "tokens": 9, "ppl": 9.0, "ppl_ratio": ratio, "kl": 0.1, "accuracy": None}]

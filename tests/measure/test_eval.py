@@ -487,6 +487,11 @@ def test_a_student_that_forgets_past_its_length_is_warned_about() -> None:
     assert told is not None
     assert "trained on rows of 8 tokens, the student has 1.000 times" in told
     assert warning_of({"trained_length": 8, "blocks": blocks, "grows": 1.09}) is None
+    untrained = warning_of({"trained_length": 8, "recorded": False, "blocks": blocks, "grows": grows})
+    assert untrained is not None
+    assert "trained on" not in untrained
+    assert "1.000 times the teacher's perplexity in the first 8 tokens" in untrained
+    assert "No trained length is recorded" in untrained
 
 
 def test_figures_that_are_easily_misread_have_a_note() -> None:

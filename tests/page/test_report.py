@@ -245,6 +245,14 @@ def test_needles_are_drawn_by_depth_where_they_were_measured(run: Path) -> None:
     assert "0-100 %" in pictures(read_run(run))["needles"].svg()
 
 
+def test_positions_name_a_trained_length_that_is_recorded_alone(run: Path) -> None:
+    assert "Training had rows of 512 tokens" in Page(report_page(read_run(run))).words
+    result = eval_result()
+    result["positions"]["recorded"] = False
+    (run / "eval.json").write_text(json.dumps(result))
+    assert "Training had rows" not in Page(report_page(read_run(run))).words
+
+
 def test_pictures_are_png_files_with_something_on_them(run: Path) -> None:
     from PIL import Image
 
