@@ -17,7 +17,7 @@ from ..plan.heads import written
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, nats, percent, ranges, size
-from ..terminal.tables import short
+from ..terminal.tables import short, unfound
 from . import html
 from .charts import Axis, Series, binary, bytes_text, lines
 from .drawing import SERIES, Drawing
@@ -236,9 +236,23 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
     return found
 
 
+def notes_below(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[str]:
+    """What to know of cells of the table that are empty, or that compare nothing."""
+    found = []
+    students = [(run, label) for run, label in zip(runs, labels(runs), strict=True) if not _teaches(run)]
+    nothing = [label for run, label in students if "needle" in unfound(run.evaluation)]
+    if nothing:
+        found.append(f"needles of {', '.join(nothing)} compare nothing: the teacher itself finds 0 %")
+    return found
+
+
 def _students(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """All but the teachers."""
-    return [run for run in runs if not (isinstance(run, ModelRecord) and run.teacher)]
+    return [run for run in runs if not _teaches(run)]
+
+
+def _teaches(run: RunRecord) -> bool:
+    return isinstance(run, ModelRecord) and run.teacher
 
 
 def _same_teacher(one: RunRecord, other: RunRecord) -> bool:
@@ -293,8 +307,10 @@ def _texts(run: RunRecord) -> set[str]:
 def compare_page(runs: Sequence[RunRecord]) -> str:
     """The HTML file of `linearize compare`."""
     names = labels(runs)
-    words = "".join(html.paragraph(f"Note: {note}.") for note in notes(runs, portable))
-    sections = [Section("table", "Runs and models", words + html.table(columns(runs), table_rows(runs)))]
+    above, below = (
+        "".join(html.paragraph(f"Note: {note}.") for note in some(runs, portable)) for some in (notes, notes_below)
+    )
+    sections = [Section("table", "Runs and models", above + html.table(columns(runs), table_rows(runs)) + below)]
     sections += drawn_sections({name: [run] for name, run in zip(names, runs, strict=True)})
     students = _students(runs)
     rated = [run for run in students if run.ratio() is not None]

@@ -17,13 +17,23 @@ from .. import __version__
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
-from ..terminal.tables import alike, attention, chosen_options, evaluation_figures, note_below, row_name, short
+from ..terminal.tables import (
+    alike,
+    attention,
+    chosen_options,
+    evaluation_figures,
+    note_below,
+    note_of_nothing,
+    row_name,
+    short,
+    unfound,
+)
 from ..train.runs import converted_from, is_evaluation
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
 from .html import Section
-from .record import EVAL, FINAL, RunRecord, mean_needles, progress
+from .record import EVAL, FINAL, RunRecord, progress
 
 PAGE = "report.html"
 NEEDLES_WIDTH = 520.0
@@ -410,8 +420,8 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
         "A needle is a pair of words within ordinary text, asked for at the end. Columns are lengths of the text in "
         "tokens, rows are depths: 0 % is the beginning."
     )
-    if not any(mean_needles(run.evaluation, who) for who in ("student", "teacher")):
-        words += " The teacher itself finds none, so they compare nothing here."
+    if "needle" in unfound(run.evaluation):
+        words += f" Note: {note_of_nothing(run.evaluation)}."
     return html.paragraph(words) + _figure(drawn)
 
 

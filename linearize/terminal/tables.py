@@ -526,11 +526,23 @@ def note_below(ppl_ratio: float | None) -> str:
 
 def remarks(result: dict[str, Any]) -> list[str]:
     """Sentences on figures of `linearize eval` that are easily misread."""
-    found = [note_below(result["ppl_ratio"])]
-    for task in ("recall", "needle"):
-        if result[task] and not any(row[who]["accuracy"] for row in result[task] for who in ("student", "teacher")):
-            found.append(f"note: {task} compares nothing here: the teacher itself finds none")
-    return [note for note in found if note]
+    nothing = note_of_nothing(result)
+    return [note for note in (note_below(result["ppl_ratio"]), f"note: {nothing}" * bool(nothing)) if note]
+
+
+def unfound(result: dict[str, Any] | None) -> list[str]:
+    """Tasks of a result of `linearize eval` of which the teacher finds 0 % at every length, as tables round it."""
+    asked = {task: (result or {}).get(task) or [] for task in ("recall", "needle")}
+    return [
+        task for task, rows in asked.items() if rows and not any(round(100 * r["teacher"]["accuracy"]) for r in rows)
+    ]
+
+
+def note_of_nothing(result: dict[str, Any] | None) -> str:
+    """That such tasks compare nothing; empty where there are none."""
+    tasks = unfound(result)
+    compare = "compares" if len(tasks) == 1 else "compare"
+    return f"{' and '.join(tasks)} {compare} nothing here: the teacher itself finds 0 %" if tasks else ""
 
 
 def comparison_table(result: dict[str, Any]) -> None:

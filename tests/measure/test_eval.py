@@ -504,9 +504,14 @@ def test_figures_that_are_easily_misread_have_a_note() -> None:
         assert note_of_little(far, teacher) == ""
     near = note_of_little(Score(99.9, 0.5, 0.0018), teacher)
     assert near.startswith("note: before any training the student has 0.999 times")
-    below, recall = remarks({"ppl_ratio": 0.9, "recall": [{"student": none, "teacher": none}], "needle": found})
+    nothing = [{"student": none, "teacher": none}]
+    below, recall = remarks({"ppl_ratio": 0.9, "recall": nothing, "needle": found})
     assert below.startswith("note: a perplexity below the teacher's makes no better model")
-    assert recall == "note: recall compares nothing here: the teacher itself finds none"
+    assert recall == "note: recall compares nothing here: the teacher itself finds 0 %"
+    shown_as_none = [{"student": {"accuracy": 2 / 256}, "teacher": {"accuracy": 1 / 256}}]
+    for rows in (nothing, shown_as_none):
+        (both,) = remarks({"ppl_ratio": 1.1, "recall": rows, "needle": nothing})
+        assert both == "note: recall and needle compare nothing here: the teacher itself finds 0 %"
 
 
 def test_text_without_a_recipe_is_named(

@@ -14,7 +14,18 @@ from typer.testing import CliRunner
 
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.page.compare import cells, columns, compare_page, curves, figures, labels, list_runs, notes, read_rows
+from linearize.page.compare import (
+    cells,
+    columns,
+    compare_page,
+    curves,
+    figures,
+    labels,
+    list_runs,
+    notes,
+    notes_below,
+    read_rows,
+)
 from linearize.page.record import read_run
 
 
@@ -57,6 +68,20 @@ def test_states_in_two_dtypes_are_named(two: list[Path]) -> None:
     half = dataclasses.replace(runs[1], plan=dataclasses.replace(runs[1].plan, dtype="bfloat16"))
     (note,) = (note for note in notes([runs[0], half]) if "dtype" in note)
     assert "(float32 of a, bfloat16 of b)" in note
+
+
+def test_needles_that_the_teacher_does_not_find_have_a_note_below_the_table(two: list[Path]) -> None:
+    told = "needles of a compare nothing: the teacher itself finds 0 %"
+    assert told not in notes_below(read_rows(two))
+    result = json.loads((two[0] / "eval.json").read_text())
+    for row in result["needle"]:
+        row["student"]["accuracy"] = row["teacher"]["accuracy"] = 0.0
+    (two[0] / "eval.json").write_text(json.dumps(result))
+    assert told in notes_below(read_rows(two))
+    shown = " ".join(CliRunner().invoke(app, ["compare", *map(str, two)], env={"COLUMNS": "200"}).output.split())
+    assert shown.index("needles 0.0%") < shown.index(f"note: {told}")
+    words = Page(compare_page(read_rows(two))).words
+    assert words.index("needles") < words.index(f"Note: {told}.")
 
 
 def test_the_page_of_a_comparison_draws_every_run(two: list[Path], tmp_path: Path) -> None:
