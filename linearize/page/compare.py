@@ -6,15 +6,17 @@ import contextlib
 import datetime
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..checkpoint.manifest import is_linearized, read_plan, recipes_of
+from ..demo import TEXTS
 from ..errors import MALFORMED, LinearizeError, reason_of, resource_error
 from ..plan.heads import written
 from ..plan.plan import Plan
+from ..recipe.data import LOCAL, rooted
 from ..recipe.recipe import portable
 from ..terminal.output import counted, nats, percent, ranges, size
 from ..terminal.tables import short, unfound
@@ -222,7 +224,8 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
     found = [f"{place} was not measured: {_measure(place, run.base)}" for place, run in lacking]
     if not all(_same_teacher(*pair) for pair in itertools.combinations(students, 2)):
         found.append("the runs have different teachers: x teacher and KL are against each run's own")
-    if len({text for run in students if not _unmeasured(run) for text in _texts(run)}) > 1:
+    rated = [run for run in students if not _unmeasured(run)]
+    if not all(_same_text(*pair) for pair in itertools.combinations(rated, 2)):
         images = all(run.unit == "images" for run in students)
         others = "images: compare each run with its teacher, not accuracies" if images else ""
         found.append(f"the runs were evaluated on different {others or 'text: compare x teacher, not perplexities'}")
@@ -293,15 +296,48 @@ def _measure(place: str, teacher: str) -> str:
     return f"linearize eval {place} --teacher {teacher or 'MODEL'} -o {place}.json, then compare {place}.json"
 
 
-def _texts(run: RunRecord) -> set[str]:
-    """On what text, and how many tokens of it, or on what images, a run or a measured student was evaluated."""
+def _same_text(one: RunRecord, other: RunRecord) -> bool:
+    """Whether two were evaluated on the same text or images, and on as much of it, as far as both say: in blocks of two
+    lengths that differs by less than a block."""
+    recipes = not any(isinstance(run, ModelRecord) for run in (one, other))
+    if _text(one, recipes) != _text(other, recipes):
+        return False
+    ours, theirs = _amounts(one), _amounts(other)
+    key = next((key for key in ours if key in theirs), "")
+    blocks = {block for run in (one, other) if (block := _block(run))}
+    if len(blocks) > 1:
+        return key != "read" or abs(ours[key] - theirs[key]) < max(blocks)
+    return not key or ours[key] == theirs[key]
+
+
+def _text(run: RunRecord, recipes: bool) -> Any:
+    """The text or the images that a run or a measured student was evaluated on, by absolute paths: with `recipes` all
+    that a recipe says of it, else what `linearize eval` writes of it, which has no split of a dataset."""
     if isinstance(run, ModelRecord):
         found = run.evaluation or {}
-        what, number = ("data", "asked") if found.get("kind") else ("text", "tokens")
-        return {f"{found.get(what)}, {found.get(number)}"}
-    text = run.values.get("data", {}).get("eval")
-    read = {entry.get("eval_tokens") for entry in run.entries if entry["stage"] == "teacher"} or {None}
-    return {f"{text}, {tokens}" for tokens in read}
+        return _absolute(str(found.get("data" if found.get("kind") else "text")).split(", "))
+    source = rooted(run.values.get("data", {}).get("eval") or {}, Path(run.settings.get("folder", "")))
+    if recipes:
+        local = {key: _absolute([source[key]]) for key in LOCAL if source.get(key)}
+        return {**source, **local, "files": _absolute(source.get("files", ()))}
+    if "demo" in source:
+        return _absolute(TEXTS[source["demo"]].split(", "))
+    return _absolute(
+        source.get("files") or [str(source.get(key)) for key in ("images", "arrays", "path") if key in source]
+    )
+
+
+def _amounts(run: RunRecord) -> dict[str, int]:
+    """How much of that was read, by what is counted."""
+    if not isinstance(run, ModelRecord):
+        read = [entry.get("eval_tokens") for entry in run.entries if entry["stage"] == "teacher"]
+        return {"read": read[0]} if read and read[0] is not None else {}
+    return {key: run.evaluation[key] for key in ("read", "tokens", "asked") if run.evaluation and key in run.evaluation}
+
+
+def _absolute(names: Iterable[str]) -> list[str]:
+    """Names of files, each in one spelling; names of anything else stay apart from each other, too."""
+    return [os.path.abspath(name) for name in names]
 
 
 def compare_page(runs: Sequence[RunRecord]) -> str:

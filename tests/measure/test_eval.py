@@ -117,7 +117,9 @@ def test_the_text_is_the_recipes(linearize: Command, folder: Path, tmp_path: Pat
     some = measured(linearize, folder, "eval.max_tokens=512", "data.pack.seq_len=32")
     assert (some["read"], some["tokens"]) == (512, 16 * 31)
     (tmp_path / "other.jsonl").write_text(json.dumps({"body": "abc" * 500}))
-    other = measured(linearize, folder, f"data.eval={{files: [{tmp_path / 'other.jsonl'}]}}", "data.pack.text_key=body")
+    far = f"{tmp_path}/../{tmp_path.name}/other.jsonl"
+    other = measured(linearize, folder, f"data.eval={{files: [{far}]}}", "data.pack.text_key=body")
+    assert other["text"] == str(tmp_path / "other.jsonl")
     assert other["tokens"] == 23 * 63 + 28
     assert other["teacher_ppl"] != some["teacher_ppl"]
     code, _, err = linearize("eval", folder, "data.eval=null", "--teacher", folder, "--recipe", recipe(folder))

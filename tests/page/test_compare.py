@@ -124,6 +124,34 @@ def test_runs_of_other_teachers_and_texts_are_noted(two: list[Path]) -> None:
     assert "different text" in found[1]
 
 
+def test_a_file_by_another_spelling_is_the_same_text(two: list[Path], tmp_path: Path) -> None:
+    """Of two runs, and of a run and what `linearize eval` wrote; blocks of two lengths have a note of their own."""
+    (tmp_path / "work").mkdir()
+    held = tmp_path / "held.txt"
+    for folder, name in zip(two, ("../held.txt", str(tmp_path / "work" / ".." / "held.txt")), strict=True):
+        settings = json.loads((folder / "run.json").read_text())
+        settings["recipe"]["data"]["eval"] = {"files": [name]}
+        (folder / "run.json").write_text(json.dumps({**settings, "folder": str(tmp_path / "work")}))
+    assert notes(read_rows(two)) == []
+    block = read_run(two[0]).block("logit_kl")
+    teacher = read_run(two[0]).values["model"]["base"]
+    result = {**eval_result(), "student": "out/gsa", "teacher": teacher, "read": 512, "tokens": 480, "seq_len": block}
+    file = tmp_path / "gsa.json"
+    for changes, told in (
+        ({"text": str(held)}, []),
+        ({"text": f"{tmp_path}/work/../held.txt"}, []),
+        ({"text": f"{tmp_path}/work/held.txt"}, ["different text"]),
+        ({"text": str(held), "read": 256}, ["different text"]),
+        ({"text": str(held), "read": 500, "seq_len": 100}, ["blocks of"]),
+        ({"text": str(held), "read": 100, "seq_len": 100}, ["different text", "blocks of"]),
+    ):
+        file.write_text(json.dumps({**result, **changes}))
+        found = notes(read_rows([two[0], file]))
+        found = [note for note in found if "teachers" not in note]
+        assert len(found) == len(told), found
+        assert all(words in note for words, note in zip(told, found, strict=True))
+
+
 def test_models_of_one_original_have_one_teacher(two: list[Path]) -> None:
     """Of two converted folders, and of one and its source; a folder that was trained may teach as it was trained."""
     runs = [read_run(folder) for folder in two]
