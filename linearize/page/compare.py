@@ -37,7 +37,7 @@ from .record import (
     read_run,
     whole,
 )
-from .report import CONTEXTS, mechanisms
+from .report import CONTEXTS, measuring, mechanisms
 
 # Students by name, each the runs that made it, one after the other.
 Lanes = Mapping[str, Sequence[RunRecord]]
@@ -243,6 +243,9 @@ def notes_below(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) ->
     """What to know of cells of the table that are empty, or that compare nothing."""
     found = []
     students = [(run, label) for run, label in zip(runs, labels(runs), strict=True) if not _teaches(run)]
+    for run in (run for run, _ in students if _lacks_eval(run)):
+        what = "same predictions" + " and needles" * (run.unit == "tokens")
+        found.append(f"not measured: {measuring(run, Path(shown(str(run.folder))))} measures {what}")
     nothing = [label for run, label in students if "needle" in unfound(run.evaluation)]
     if nothing:
         found.append(f"needles of {', '.join(nothing)} compare nothing: the teacher itself finds 0 %")
@@ -290,6 +293,14 @@ def _block(run: RunRecord) -> int | None:
 
 def _unmeasured(run: RunRecord) -> bool:
     return isinstance(run, ModelRecord) and run.evaluation is None
+
+
+def _lacks_eval(run: RunRecord) -> bool:
+    """Whether cells of a finished run are empty that `linearize eval` fills; a random model has no teacher for it."""
+    if isinstance(run, ModelRecord) or run.evaluation is not None or not (run.folder / FINAL).is_dir():
+        return False
+    row, base = figures(run), run.values.get("model", {}).get("base")
+    return isinstance(base, str) and row["top1_agreement"] is None and row["relative_error"] is None
 
 
 def _measure(place: str, teacher: str) -> str:

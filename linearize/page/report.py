@@ -429,6 +429,16 @@ def not_measured(run: RunRecord) -> str:
     """What to run so that a page has what `linearize eval` measures. A page may be published: it has no paths of this
     machine, and `linearize eval` takes those of the teacher and of the text from the run."""
     folder, where = as_typed(run)
+    command = f"{measuring(run, folder)}\nlinearize report {shlex.quote(str(folder))}"
+    begin = "Not measured. These commands"
+    if not (run.folder / FINAL).is_dir():
+        state = progress(run) if run.finished else f"not finished ({progress(run)})"
+        begin = f"Not measured: the run is {state}. Once {FINAL}/ is there, these commands"
+    return html.missing(f"{begin}{where} measure it and write this page again:", command)
+
+
+def measuring(run: RunRecord, folder: Path) -> str:
+    """The command that measures the finished model of a run in `folder`."""
     model, data = run.values.get("model") or {}, run.values.get("data") or {}
     words = ["linearize", "eval", str(folder / FINAL), "--recipe", str(folder)]
     named = isinstance(model.get("base"), str)
@@ -437,12 +447,7 @@ def not_measured(run: RunRecord) -> str:
     words += [] if named else ["--teacher", "MODEL"]
     words += ["--trust-remote-code"] if model.get("trust_remote_code") else []
     words += [] if data.get("eval") else ["data.eval={files: [FILE.txt]}"]
-    command = f"{shlex.join([*words, '-o', str(folder / EVAL)])}\nlinearize report {shlex.quote(str(folder))}"
-    begin = "Not measured. These commands"
-    if not (run.folder / FINAL).is_dir():
-        state = progress(run) if run.finished else f"not finished ({progress(run)})"
-        begin = f"Not measured: the run is {state}. Once {FINAL}/ is there, these commands"
-    return html.missing(f"{begin}{where} measure it and write this page again:", command)
+    return shlex.join([*words, "-o", str(folder / EVAL)])
 
 
 def as_typed(run: RunRecord) -> tuple[Path, str]:

@@ -84,6 +84,22 @@ def test_needles_that_the_teacher_does_not_find_have_a_note_below_the_table(two:
     assert words.index("needles") < words.index(f"Note: {told}.")
 
 
+def test_empty_cells_name_the_command_that_fills_them(two: list[Path]) -> None:
+    """Of a run whose model is there and was not measured; the page has no paths of this machine."""
+    assert notes_below(read_rows(two)) == []
+    (two[1] / "final").mkdir()
+    settings = json.loads((two[1] / "run.json").read_text())
+    settings["recipe"]["convert"] = {"mechanism": "gsa"}
+    settings["recipe"]["data"]["eval"] = {"files": ["held.txt"]}
+    (two[1] / "run.json").write_text(json.dumps(settings))
+    told = "not measured: linearize eval {0}/final --recipe {0} -o {0}/eval.json measures same predictions and needles"
+    assert notes_below(read_rows(two)) == [told.format(two[1])]
+    shown = CliRunner().invoke(app, ["compare", *map(str, two)], env={"COLUMNS": "200"}).output
+    assert f"note: {told.format(two[1])}" in shown
+    assert f"Note: {told.format('run')}." in Page(compare_page(read_rows(two))).words
+    assert notes_below(read_rows(two[:1])) == []
+
+
 def test_the_page_of_a_comparison_draws_every_run(two: list[Path], tmp_path: Path) -> None:
     where = tmp_path / "compare.html"
     invoke("compare", *map(str, two), "-o", str(where))
