@@ -170,7 +170,7 @@ def figures(run: RunRecord) -> dict[str, Any]:
 def columns(runs: Sequence[RunRecord]) -> dict[str, str]:
     """The columns of a table of these runs: of images accuracy comes first, and there is no text to find needles in."""
     units = {run.unit for run in runs}
-    names = [units.pop() if len(units) == 1 else "trained on"]
+    names = [f"training {units.pop()}" if len(units) == 1 else "trained on"]
     images = [run.unit == "images" for run in runs]
     names += ["accuracy", "teacher's accuracy"] if any(images) else []
     names += ["perplexity", "teacher's", "x teacher", "KL, nats", "same prediction"]
@@ -202,7 +202,7 @@ def cells(run: RunRecord, label: str) -> dict[str, str]:
         "base": row["base"],
         "attention": "softmax" if softmax else mechanisms(run.plan) if run.plan else "",
         "kept": ", ".join(filter(None, (ranges(row["kept"]), row["kept_heads"]))),
-        run.unit: count,
+        f"training {run.unit}": count,
         "trained on": f"{count} {run.unit}" if count else "",
         "accuracy": percent(row["accuracy"]) if images else "",
         "teacher's accuracy": percent(row["teacher_accuracy"]) if images else "",

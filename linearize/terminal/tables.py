@@ -616,7 +616,7 @@ def task_rows(result: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]
         for one in row["metrics"] if row["part_of"] is None else ():
             name = one["metric"] if one["filter"] == "none" else f"{one['metric']}, {one['filter']}"
             rows.append((row["task"], name, *numbers, *(with_error(one, which) for which in who)))
-    return ["task", "metric", "examples", "rows", *who], rows
+    return ["task", "metric", "few-shot", "rows", *who], rows
 
 
 def with_error(metric: dict[str, Any], who: str) -> str:

@@ -57,6 +57,7 @@ def test_a_comparison_has_a_row_for_each_run(two: list[Path]) -> None:
     assert rows[0]["mechanisms"] == ["gsa"]
     assert rows[0]["state_bytes"] < rows[0]["cache_bytes"]
     table = invoke("compare", *map(str, two))
+    assert "training tokens" in table
     assert "1.2000" in table
     assert "1.1000" in table
 
@@ -365,7 +366,7 @@ def test_evaluations_of_images_have_accuracy_first_and_a_note_where_the_images_d
     rows = read_rows([*files, Path("user/vit")])
     assert [row.unit for row in rows] == ["images"] * 3
     assert [row.accuracy for row in rows] == [0.75, 0.7, 0.8]
-    assert list(columns(rows))[4:8] == ["images", "accuracy", "teacher's accuracy", "perplexity"]
+    assert list(columns(rows))[4:8] == ["training images", "accuracy", "teacher's accuracy", "perplexity"]
     assert not {"needles", "state at 32k"} & set(columns(rows))
     assert cells(rows[0], "a")["accuracy"] == "75.0%"
     assert [cells(row, "")["teacher's accuracy"] for row in rows] == ["80.0%"] * 3
