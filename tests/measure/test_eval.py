@@ -105,6 +105,14 @@ def test_a_teacher_is_its_own_best_student(linearize: Command, folder: Path) -> 
     assert all(row["student"] == row["teacher"] for task in ("recall", "needle", "state") for row in told[task])
 
 
+def test_a_student_without_a_converted_layer_is_named(linearize: Command, folder: Path) -> None:
+    source = folder.parent / "source"
+    for student, told in ((source, True), (folder, False)):
+        code, _, err = linearize("eval", student, "--teacher", source, "--recipe", recipe(folder), *SMALL)
+        assert code == 0, err
+        assert (f"note: {student} has no converted layer" in err) == told
+
+
 def test_a_teacher_may_have_any_name(linearize: Command, folder: Path, tmp_path: Path) -> None:
     """It becomes a value of YAML, where 123 is a number."""
     for name, code in {"123": Exit.HUB, "a: b #c": Exit.INCOMPATIBLE}.items():
