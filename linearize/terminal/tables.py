@@ -564,9 +564,10 @@ def comparison_table(result: dict[str, Any]) -> None:
             lists = f"{counted(free['rows'], 'list')} of {free['length']} tokens"
             count = lists if key == "recall" else counted(free["texts"], "text")
             rows.append((f"{words}, {count}", *(percent(free[who][key]) for who in ("student", "teacher"))))
+    both = "both in " * (len({*result["dtypes"].values()}) > 1)
     for row in result["state"]:
         cells = [size(row[who]) for who in ("student", "teacher")]
-        rows.append((f"state at {row['length']} tokens, {result['state_dtype']}", *cells))
+        rows.append((f"state at {row['length']} tokens, {both}{result['state_dtype']}", *cells))
     columns = {"": "text", "student": "number", "teacher": "number"}
     title = f"{result['read']:,} tokens of {result['text']}, in blocks of {result['seq_len']}"
     console().print(table(columns, rows, f"{title}; {result['tokens']:,} of them are predicted"))

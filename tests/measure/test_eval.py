@@ -279,6 +279,8 @@ def test_states_of_models_in_two_dtypes_are_counted_in_one(
     told = json.loads(out)
     assert (code, told["dtypes"][narrow], told["state_dtype"]) == (0, "bfloat16", "float32"), err
     assert told["state"] == known
+    assert "state at 448 tokens, both in float32" in err
+    _, _, err = linearize("eval", folder, "--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL)
     assert "state at 448 tokens, float32" in err
 
 
