@@ -135,6 +135,8 @@ def evaluate(
     if not teacher:
         named = f"; its linearize.json says {plan.source}" if plan else ""
         raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
+    from linearize_kernels.hf.seam import mixers_of
+
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
     from ..measure.evaluate import warn_of_chance
@@ -152,6 +154,8 @@ def evaluate(
     _note_converted(teacher)
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
+    if not mixers_of(ours.model):
+        say(f"note: {student} has no converted layer")
     result = {"student": student, "teacher": teacher, "seed": seed}
     if writes_text(ours.model):
         models = [

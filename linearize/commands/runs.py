@@ -44,7 +44,7 @@ def compare(
     """Compare runs and models: perplexity, KL, needles and state of each beside its teacher's."""
     with starting(TORCH):
         from ..checkpoint.atomic import check_result, write_result
-        from ..page.compare import columns, compare_page, figures, labels, notes, read_rows, table_rows
+        from ..page.compare import columns, compare_page, figures, labels, notes, notes_below, read_rows, table_rows
         from ..page.html import BEGINS
         from ..terminal.output import size
         from ..terminal.tables import results, table
@@ -62,3 +62,5 @@ def compare(
     rows = zip(*table_rows(found), strict=True)  # a column for each run: there are more figures than runs
     measures = [(name, *row) for name, row in zip(columns(found), rows, strict=True) if name != "run"]
     results().print(table({"": "text"} | dict.fromkeys(names, "number"), measures))
+    for note in notes_below(found):
+        say(f"note: {note}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -50,7 +51,7 @@ class TextSource:
             raise LinearizeError("a data source is exactly one of `files`, `path` and `demo`")
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.files)) or self.path or TEXTS[str(self.demo)]
+        return ", ".join(map(os.path.normpath, self.files)) or self.path or TEXTS[str(self.demo)]
 
 
 class Piece(NamedTuple):

@@ -32,6 +32,7 @@ from ..recipe.recipe import Recipe
 from ..terminal.progress import progress
 from ..train.losses import IGNORED, cross_entropy
 from ..train.predictions import apart
+from ..train.runtime import to_source
 from .evaluate import agreed, sample_count
 from .generate import Opened, device_memory
 
@@ -67,7 +68,11 @@ def compare_answers(
         if kind == "masked":
             check_vocabulary(processor, ours, [samples])
         result = _answers(ours, theirs, samples, limit, IMAGES if kind == "images" else batch_tokens)
-        where = samples.found.where if isinstance(samples, Images) else str(source)
+        where = (
+            samples.found.where
+            if isinstance(samples, Images)
+            else str(to_source(source, recipe.data.pack.text_key, recipe.folder))
+        )
     return {"kind": kind, "data": where, **result}
 
 

@@ -162,7 +162,8 @@ def far(student: Loaded, teacher: Loaded, source: TextSource, recipe: Recipe, re
         tokens=recipe.eval.max_tokens,
         batch_tokens=request.batch_tokens,
     )
-    return found | {"recorded": recorded is not None, "warning": warning_of(found)}
+    found["recorded"] = recorded is not None
+    return found | {"warning": warning_of(found)}
 
 
 def check_eval(recipe: Recipe) -> None:

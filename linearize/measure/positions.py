@@ -163,13 +163,19 @@ def positions(
 
 
 def warning_of(found: dict[str, Any]) -> str | None:
-    """What to say where a student is farther from its teacher past its trained length than within it."""
+    """What to say where a student is farther from its teacher past its trained length than within it. Where `recorded`
+    is false, that length is a block of the text, and nobody knows of a training."""
     if found["grows"] is None or found["grows"] <= GROWTH:
         return None
-    first = found["blocks"][0]["ppl_ratio"]
+    length, first = found["trained_length"], found["blocks"][0]["ppl_ratio"]
     worst = max(found["blocks"][1:], key=lambda block: block["ppl_ratio"])
+    beyond = f"and {worst['ppl_ratio']:.3f} times at tokens {worst['from']} to {worst['to']}"
+    if not found.get("recorded", True):
+        return (
+            f"warning: the student has {first:.3f} times the teacher's perplexity in the first {length} tokens, "
+            f"{beyond}. No trained length is recorded: train it with a data.pack.seq_len of the length that you need"
+        )
     return (
-        f"warning: trained on rows of {found['trained_length']} tokens, the student has {first:.3f} times the "
-        f"teacher's perplexity there, and {worst['ppl_ratio']:.3f} times at tokens {worst['from']} to {worst['to']}. "
-        "Use it no farther than it was trained, or train it with a larger data.pack.seq_len"
+        f"warning: trained on rows of {length} tokens, the student has {first:.3f} times the teacher's perplexity "
+        f"there, {beyond}. Use it no farther than it was trained, or train it with a larger data.pack.seq_len"
     )

@@ -6,18 +6,20 @@ import contextlib
 import datetime
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..checkpoint.manifest import is_linearized, read_plan, recipes_of
+from ..demo import TEXTS
 from ..errors import MALFORMED, LinearizeError, reason_of, resource_error
 from ..plan.heads import written
 from ..plan.plan import Plan
+from ..recipe.data import LOCAL, rooted
 from ..recipe.recipe import portable
 from ..terminal.output import counted, nats, percent, ranges, size
-from ..terminal.tables import short
+from ..terminal.tables import short, unfound
 from . import html
 from .charts import Axis, Series, binary, bytes_text, lines
 from .drawing import SERIES, Drawing
@@ -35,7 +37,7 @@ from .record import (
     read_run,
     whole,
 )
-from .report import CONTEXTS, mechanisms
+from .report import CONTEXTS, measuring, mechanisms
 
 # Students by name, each the runs that made it, one after the other.
 Lanes = Mapping[str, Sequence[RunRecord]]
@@ -168,7 +170,7 @@ def figures(run: RunRecord) -> dict[str, Any]:
 def columns(runs: Sequence[RunRecord]) -> dict[str, str]:
     """The columns of a table of these runs: of images accuracy comes first, and there is no text to find needles in."""
     units = {run.unit for run in runs}
-    names = [units.pop() if len(units) == 1 else "trained on"]
+    names = [f"training {units.pop()}" if len(units) == 1 else "trained on"]
     images = [run.unit == "images" for run in runs]
     names += ["accuracy", "teacher's accuracy"] if any(images) else []
     names += ["perplexity", "teacher's", "x teacher", "KL, nats", "same prediction"]
@@ -200,7 +202,7 @@ def cells(run: RunRecord, label: str) -> dict[str, str]:
         "base": row["base"],
         "attention": "softmax" if softmax else mechanisms(run.plan) if run.plan else "",
         "kept": ", ".join(filter(None, (ranges(row["kept"]), row["kept_heads"]))),
-        run.unit: count,
+        f"training {run.unit}": count,
         "trained on": f"{count} {run.unit}" if count else "",
         "accuracy": percent(row["accuracy"]) if images else "",
         "teacher's accuracy": percent(row["teacher_accuracy"]) if images else "",
@@ -222,7 +224,8 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
     found = [f"{place} was not measured: {_measure(place, run.base)}" for place, run in lacking]
     if not all(_same_teacher(*pair) for pair in itertools.combinations(students, 2)):
         found.append("the runs have different teachers: x teacher and KL are against each run's own")
-    if len({text for run in students if not _unmeasured(run) for text in _texts(run)}) > 1:
+    rated = [run for run in students if not _unmeasured(run)]
+    if not all(_same_text(*pair) for pair in itertools.combinations(rated, 2)):
         images = all(run.unit == "images" for run in students)
         others = "images: compare each run with its teacher, not accuracies" if images else ""
         found.append(f"the runs were evaluated on different {others or 'text: compare x teacher, not perplexities'}")
@@ -236,9 +239,26 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
     return found
 
 
+def notes_below(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[str]:
+    """What to know of cells of the table that are empty, or that compare nothing."""
+    found = []
+    students = [(run, label) for run, label in zip(runs, labels(runs), strict=True) if not _teaches(run)]
+    for run in (run for run, _ in students if _lacks_eval(run)):
+        what = "same predictions" + " and needles" * (run.unit == "tokens")
+        found.append(f"not measured: {measuring(run, Path(shown(str(run.folder))))} measures {what}")
+    nothing = [label for run, label in students if "needle" in unfound(run.evaluation)]
+    if nothing:
+        found.append(f"needles of {', '.join(nothing)} compare nothing: the teacher itself finds 0 %")
+    return found
+
+
 def _students(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """All but the teachers."""
-    return [run for run in runs if not (isinstance(run, ModelRecord) and run.teacher)]
+    return [run for run in runs if not _teaches(run)]
+
+
+def _teaches(run: RunRecord) -> bool:
+    return isinstance(run, ModelRecord) and run.teacher
 
 
 def _same_teacher(one: RunRecord, other: RunRecord) -> bool:
@@ -275,6 +295,14 @@ def _unmeasured(run: RunRecord) -> bool:
     return isinstance(run, ModelRecord) and run.evaluation is None
 
 
+def _lacks_eval(run: RunRecord) -> bool:
+    """Whether cells of a finished run are empty that `linearize eval` fills; a random model has no teacher for it."""
+    if isinstance(run, ModelRecord) or run.evaluation is not None or not (run.folder / FINAL).is_dir():
+        return False
+    row, base = figures(run), run.values.get("model", {}).get("base")
+    return isinstance(base, str) and row["top1_agreement"] is None and row["relative_error"] is None
+
+
 def _measure(place: str, teacher: str) -> str:
     known = "/" in teacher or Path(teacher).exists()
     what = "" if known or not teacher else f" (MODEL: the folder {teacher} that was converted)"
@@ -282,22 +310,57 @@ def _measure(place: str, teacher: str) -> str:
     return f"{command}, then compare {place}.json{what}"
 
 
-def _texts(run: RunRecord) -> set[str]:
-    """On what text, and how many tokens of it, or on what images, a run or a measured student was evaluated."""
+def _same_text(one: RunRecord, other: RunRecord) -> bool:
+    """Whether two were evaluated on the same text or images, and on as much of it, as far as both say: in blocks of two
+    lengths that differs by less than a block."""
+    recipes = not any(isinstance(run, ModelRecord) for run in (one, other))
+    if _text(one, recipes) != _text(other, recipes):
+        return False
+    ours, theirs = _amounts(one), _amounts(other)
+    key = next((key for key in ours if key in theirs), "")
+    blocks = {block for run in (one, other) if (block := _block(run))}
+    if len(blocks) > 1:
+        return key != "read" or abs(ours[key] - theirs[key]) < max(blocks)
+    return not key or ours[key] == theirs[key]
+
+
+def _text(run: RunRecord, recipes: bool) -> Any:
+    """The text or the images that a run or a measured student was evaluated on, by absolute paths: with `recipes` all
+    that a recipe says of it, else what `linearize eval` writes of it, which has no split of a dataset."""
     if isinstance(run, ModelRecord):
         found = run.evaluation or {}
-        what, number = ("data", "asked") if found.get("kind") else ("text", "tokens")
-        return {f"{found.get(what)}, {found.get(number)}"}
-    text = run.values.get("data", {}).get("eval")
-    read = {entry.get("eval_tokens") for entry in run.entries if entry["stage"] == "teacher"} or {None}
-    return {f"{text}, {tokens}" for tokens in read}
+        return _absolute(str(found.get("data" if found.get("kind") else "text")).split(", "))
+    source = rooted(run.values.get("data", {}).get("eval") or {}, Path(run.settings.get("folder", "")))
+    if recipes:
+        local = {key: _absolute([source[key]]) for key in LOCAL if source.get(key)}
+        return {**source, **local, "files": _absolute(source.get("files", ()))}
+    if "demo" in source:
+        return _absolute(TEXTS[source["demo"]].split(", "))
+    return _absolute(
+        source.get("files") or [str(source.get(key)) for key in ("images", "arrays", "path") if key in source]
+    )
+
+
+def _amounts(run: RunRecord) -> dict[str, int]:
+    """How much of that was read, by what is counted."""
+    if not isinstance(run, ModelRecord):
+        read = [entry.get("eval_tokens") for entry in run.entries if entry["stage"] == "teacher"]
+        return {"read": read[0]} if read and read[0] is not None else {}
+    return {key: run.evaluation[key] for key in ("read", "tokens", "asked") if run.evaluation and key in run.evaluation}
+
+
+def _absolute(names: Iterable[str]) -> list[str]:
+    """Names of files, each in one spelling; names of anything else stay apart from each other, too."""
+    return [os.path.abspath(name) for name in names]
 
 
 def compare_page(runs: Sequence[RunRecord]) -> str:
     """The HTML file of `linearize compare`."""
     names = labels(runs)
-    words = "".join(html.paragraph(f"Note: {note}.") for note in notes(runs, portable))
-    sections = [Section("table", "Runs and models", words + html.table(columns(runs), table_rows(runs)))]
+    above, below = (
+        "".join(html.paragraph(f"Note: {note}.") for note in some(runs, portable)) for some in (notes, notes_below)
+    )
+    sections = [Section("table", "Runs and models", above + html.table(columns(runs), table_rows(runs)) + below)]
     sections += drawn_sections({name: [run] for name, run in zip(names, runs, strict=True)})
     students = _students(runs)
     rated = [run for run in students if run.ratio() is not None]

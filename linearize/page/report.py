@@ -17,13 +17,23 @@ from .. import __version__
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
-from ..terminal.tables import alike, attention, chosen_options, evaluation_figures, note_below, row_name, short
+from ..terminal.tables import (
+    alike,
+    attention,
+    chosen_options,
+    evaluation_figures,
+    note_below,
+    note_of_nothing,
+    row_name,
+    short,
+    unfound,
+)
 from ..train.runs import converted_from, is_evaluation
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
 from .html import Section
-from .record import EVAL, FINAL, RunRecord, mean_needles, progress
+from .record import EVAL, FINAL, RunRecord, progress
 
 PAGE = "report.html"
 NEEDLES_WIDTH = 520.0
@@ -342,12 +352,13 @@ def _fidelity(run: RunRecord, drawn: Drawing | None) -> str:
 
 
 def position_blocks(run: RunRecord) -> tuple[list[dict[str, Any]], int | None, str]:
-    """Stretches of long texts with their perplexities, the length of a row in training, and what measured them:
-    `linearize eval` comes before the end of finetune."""
+    """Stretches of long texts with their perplexities, the length of a row in training, where the model recorded it,
+    and what measured them: `linearize eval` comes before the end of finetune."""
     for found, origin in ((run.evaluation, "by linearize eval"), (run.report, "at the end of finetune")):
         positions = (found or {}).get("positions")
         if positions and positions.get("blocks"):
-            return list(positions["blocks"]), positions.get("trained_length"), origin
+            trained = positions.get("trained_length") if positions.get("recorded", True) else None
+            return list(positions["blocks"]), trained, origin
     return [], None, ""
 
 
@@ -409,8 +420,8 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
         "A needle is a pair of words within ordinary text, asked for at the end. Columns are lengths of the text in "
         "tokens, rows are depths: 0 % is the beginning."
     )
-    if not any(mean_needles(run.evaluation, who) for who in ("student", "teacher")):
-        words += " The teacher itself finds none, so they compare nothing here."
+    if "needle" in unfound(run.evaluation):
+        words += f" Note: {note_of_nothing(run.evaluation)}."
     return html.paragraph(words) + _figure(drawn)
 
 
@@ -418,6 +429,16 @@ def not_measured(run: RunRecord) -> str:
     """What to run so that a page has what `linearize eval` measures. A page may be published: it has no paths of this
     machine, and `linearize eval` takes those of the teacher and of the text from the run."""
     folder, where = as_typed(run)
+    command = f"{measuring(run, folder)}\nlinearize report {shlex.quote(str(folder))}"
+    begin = "Not measured. These commands"
+    if not (run.folder / FINAL).is_dir():
+        state = progress(run) if run.finished else f"not finished ({progress(run)})"
+        begin = f"Not measured: the run is {state}. Once {FINAL}/ is there, these commands"
+    return html.missing(f"{begin}{where} measure it and write this page again:", command)
+
+
+def measuring(run: RunRecord, folder: Path) -> str:
+    """The command that measures the finished model of a run in `folder`."""
     model, data = run.values.get("model") or {}, run.values.get("data") or {}
     words = ["linearize", "eval", str(folder / FINAL), "--recipe", str(folder)]
     named = isinstance(model.get("base"), str)
@@ -426,12 +447,7 @@ def not_measured(run: RunRecord) -> str:
     words += [] if named else ["--teacher", "MODEL"]
     words += ["--trust-remote-code"] if model.get("trust_remote_code") else []
     words += [] if data.get("eval") else ["data.eval={files: [FILE.txt]}"]
-    command = f"{shlex.join([*words, '-o', str(folder / EVAL)])}\nlinearize report {shlex.quote(str(folder))}"
-    begin = "Not measured. These commands"
-    if not (run.folder / FINAL).is_dir():
-        state = progress(run) if run.finished else f"not finished ({progress(run)})"
-        begin = f"Not measured: the run is {state}. Once {FINAL}/ is there, these commands"
-    return html.missing(f"{begin}{where} measure it and write this page again:", command)
+    return shlex.join([*words, "-o", str(folder / EVAL)])
 
 
 def as_typed(run: RunRecord) -> tuple[Path, str]:

@@ -511,7 +511,8 @@ def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
 
 
 def positions_table(found: dict[str, Any] | None) -> None:
-    """Perplexity and KL by position in long texts, where there were any."""
+    """Perplexity and KL by position in long texts, where there were any. A student whose training is not `recorded` has
+    no trained length: the first stretch is then a block of the text."""
     if not found or not found["blocks"]:
         return
     columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL, nats a token"), "number")
@@ -525,7 +526,10 @@ def positions_table(found: dict[str, Any] | None) -> None:
     ]
     origin = "documents joined" if found["text"] == "joined" else "long documents"
     title = f"perplexity by position in {counted(found['rows'], 'row')} of {origin}"
-    console().print(table(columns, rows, f"{title}, trained on {found['trained_length']} tokens"))
+    length = found["trained_length"]
+    unknown = f"; no trained length is recorded: the first stretch is a block of the text, {length} tokens"
+    recorded = found.get("recorded", True)  # `finetune` says nothing of it: it measures what it trained
+    console().print(table(columns, rows, f"{title}, trained on {length} tokens" if recorded else title + unknown))
 
 
 # What models write by themselves, as `linearize eval --generate` measures it.
@@ -548,11 +552,23 @@ def note_below(ppl_ratio: float | None) -> str:
 
 def remarks(result: dict[str, Any]) -> list[str]:
     """Sentences on figures of `linearize eval` that are easily misread."""
-    found = [note_below(result["ppl_ratio"])]
-    for task in ("recall", "needle"):
-        if result[task] and not any(row[who]["accuracy"] for row in result[task] for who in ("student", "teacher")):
-            found.append(f"note: {task} compares nothing here: the teacher itself finds none")
-    return [note for note in found if note]
+    nothing = note_of_nothing(result)
+    return [note for note in (note_below(result["ppl_ratio"]), f"note: {nothing}" * bool(nothing)) if note]
+
+
+def unfound(result: dict[str, Any] | None) -> list[str]:
+    """Tasks of a result of `linearize eval` of which the teacher finds 0 % at every length, as tables round it."""
+    asked = {task: (result or {}).get(task) or [] for task in ("recall", "needle")}
+    return [
+        task for task, rows in asked.items() if rows and not any(round(100 * r["teacher"]["accuracy"]) for r in rows)
+    ]
+
+
+def note_of_nothing(result: dict[str, Any] | None) -> str:
+    """That such tasks compare nothing; empty where there are none."""
+    tasks = unfound(result)
+    compare = "compares" if len(tasks) == 1 else "compare"
+    return f"{' and '.join(tasks)} {compare} nothing here: the teacher itself finds 0 %" if tasks else ""
 
 
 def comparison_table(result: dict[str, Any]) -> None:
@@ -574,9 +590,10 @@ def comparison_table(result: dict[str, Any]) -> None:
             lists = f"{counted(free['rows'], 'list')} of {free['length']} tokens"
             count = lists if key == "recall" else counted(free["texts"], "text")
             rows.append((f"{words}, {count}", *(percent(free[who][key]) for who in ("student", "teacher"))))
+    both = "both in " * (len({*result["dtypes"].values()}) > 1)
     for row in result["state"]:
         cells = [size(row[who]) for who in ("student", "teacher")]
-        rows.append((f"state at {row['length']} tokens, {result['state_dtype']}", *cells))
+        rows.append((f"state at {row['length']} tokens, {both}{result['state_dtype']}", *cells))
     columns = {"": "text", "student": "number", "teacher": "number"}
     title = f"{result['read']:,} tokens of {result['text']}, in blocks of {result['seq_len']}"
     console().print(table(columns, rows, f"{title}; {result['tokens']:,} of them are predicted"))
@@ -626,7 +643,7 @@ def task_rows(result: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]
         for one in row["metrics"] if row["part_of"] is None else ():
             name = one["metric"] if one["filter"] == "none" else f"{one['metric']}, {one['filter']}"
             rows.append((row["task"], name, *numbers, *(with_error(one, which) for which in who)))
-    return ["task", "metric", "examples", "rows", *who], rows
+    return ["task", "metric", "few-shot", "rows", *who], rows
 
 
 def with_error(metric: dict[str, Any], who: str) -> str:

@@ -32,7 +32,7 @@ COMPARED = {
     "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32}, "text": "wikitext-103-raw-v1",
     "read": 1048576, "tokens": 1048320,
     "state": [{"length": 131072, "student": 2.5e7, "teacher": 4e9}], "seq_len": 4096,
-    "state_dtype": "bfloat16",
+    "state_dtype": "float32", "dtypes": {"student": "bfloat16", "teacher": "float32"},
 }  # fmt: skip
 ANSWERS = {
     "kind": "images", "predicts": "classes", "labelled": 50000, "asked": 50001, "student_accuracy": 0.81,

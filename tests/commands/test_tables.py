@@ -24,6 +24,7 @@ from linearize.terminal.tables import (
     report_table,
     runs_table,
     table,
+    task_rows,
 )
 from linearize.verify.checks import Check
 from linearize.verify.child import behaviours, encoder_behaviours
@@ -90,6 +91,26 @@ def test_every_divergence_has_a_unit(capsys: pytest.CaptureFixture[str]) -> None
     ):
         show()
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_positions_name_a_trained_length_that_is_recorded_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """`finetune` measures what it trained itself, and does not say whether the length is recorded."""
+    ppl = {"student_ppl": 9.0, "teacher_ppl": 8.0, "ppl_ratio": 1.1, "kl": 0.1}
+    found = {"rows": 2, "text": "joined", "trained_length": 64, "blocks": [{"from": 0, "to": 64, **ppl}]}
+    for more, trained in (({}, True), ({"recorded": True}, True), ({"recorded": False}, False)):
+        positions_table(found | more)
+        shown = " ".join(capsys.readouterr().err.split())
+        assert ("trained on 64 tokens" in shown) == trained
+        told = "no trained length is recorded: the first stretch is a block of the text, 64 tokens"
+        assert (told in shown) != trained
+
+
+def test_examples_before_a_question_are_headed_few_shot() -> None:
+    """They stand beside the rows, which are examples, too."""
+    row = {"task": "words", "few_shot": 5, "rows": 12, "part_of": None}
+    row["metrics"] = [{"metric": "acc", "filter": "none", "student": 0.5}]
+    headings, (cells,) = task_rows({"tasks": [row], "teacher": None})
+    assert dict(zip(headings, cells, strict=True))["few-shot"] == "5"
 
 
 def test_a_perplexity_below_the_teachers_is_told_where_it_is_no_noise(capsys: pytest.CaptureFixture[str]) -> None:

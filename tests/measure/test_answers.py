@@ -93,7 +93,7 @@ def test_hidden_tokens_of_masked_text(linearize: Command, place: Path, monkeypat
     found = json.loads(out)
     assert found["kind"] == "masked"
     assert found["labelled"] == found["asked"] > 50
-    assert "hidden tokens of" in err
+    assert "hidden tokens of heldout.txt" in err
     assert found["kl"] > 0
     again = json.loads(linearize("eval", "bert", "--teacher", "bert", *given, "--json")[1])
     written = place / "eval.json"

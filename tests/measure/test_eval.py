@@ -105,6 +105,14 @@ def test_a_teacher_is_its_own_best_student(linearize: Command, folder: Path) -> 
     assert all(row["student"] == row["teacher"] for task in ("recall", "needle", "state") for row in told[task])
 
 
+def test_a_student_without_a_converted_layer_is_named(linearize: Command, folder: Path) -> None:
+    source = folder.parent / "source"
+    for student, told in ((source, True), (folder, False)):
+        code, _, err = linearize("eval", student, "--teacher", source, "--recipe", recipe(folder), *SMALL)
+        assert code == 0, err
+        assert (f"note: {student} has no converted layer" in err) == told
+
+
 def test_a_teacher_may_have_any_name(linearize: Command, folder: Path, tmp_path: Path) -> None:
     """It becomes a value of YAML, where 123 is a number."""
     for name, code in {"123": Exit.HUB, "a: b #c": Exit.INCOMPATIBLE}.items():
@@ -117,7 +125,9 @@ def test_the_text_is_the_recipes(linearize: Command, folder: Path, tmp_path: Pat
     some = measured(linearize, folder, "eval.max_tokens=512", "data.pack.seq_len=32")
     assert (some["read"], some["tokens"]) == (512, 16 * 31)
     (tmp_path / "other.jsonl").write_text(json.dumps({"body": "abc" * 500}))
-    other = measured(linearize, folder, f"data.eval={{files: [{tmp_path / 'other.jsonl'}]}}", "data.pack.text_key=body")
+    far = f"{tmp_path}/../{tmp_path.name}/other.jsonl"
+    other = measured(linearize, folder, f"data.eval={{files: [{far}]}}", "data.pack.text_key=body")
+    assert other["text"] == str(tmp_path / "other.jsonl")
     assert other["tokens"] == 23 * 63 + 28
     assert other["teacher_ppl"] != some["teacher_ppl"]
     code, _, err = linearize("eval", folder, "data.eval=null", "--teacher", folder, "--recipe", recipe(folder))
@@ -269,6 +279,8 @@ def test_states_of_models_in_two_dtypes_are_counted_in_one(
     told = json.loads(out)
     assert (code, told["dtypes"][narrow], told["state_dtype"]) == (0, "bfloat16", "float32"), err
     assert told["state"] == known
+    assert "state at 448 tokens, both in float32" in err
+    _, _, err = linearize("eval", folder, "--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL)
     assert "state at 448 tokens, float32" in err
 
 
@@ -487,6 +499,11 @@ def test_a_student_that_forgets_past_its_length_is_warned_about() -> None:
     assert told is not None
     assert "trained on rows of 8 tokens, the student has 1.000 times" in told
     assert warning_of({"trained_length": 8, "blocks": blocks, "grows": 1.09}) is None
+    untrained = warning_of({"trained_length": 8, "recorded": False, "blocks": blocks, "grows": grows})
+    assert untrained is not None
+    assert "trained on" not in untrained
+    assert "1.000 times the teacher's perplexity in the first 8 tokens" in untrained
+    assert "No trained length is recorded" in untrained
 
 
 def test_figures_that_are_easily_misread_have_a_note() -> None:
@@ -499,9 +516,14 @@ def test_figures_that_are_easily_misread_have_a_note() -> None:
         assert note_of_little(far, teacher) == ""
     near = note_of_little(Score(99.9, 0.5, 0.0018), teacher)
     assert near.startswith("note: before any training the student has 0.999 times")
-    below, recall = remarks({"ppl_ratio": 0.9, "recall": [{"student": none, "teacher": none}], "needle": found})
+    nothing = [{"student": none, "teacher": none}]
+    below, recall = remarks({"ppl_ratio": 0.9, "recall": nothing, "needle": found})
     assert below.startswith("note: a perplexity below the teacher's makes no better model")
-    assert recall == "note: recall compares nothing here: the teacher itself finds none"
+    assert recall == "note: recall compares nothing here: the teacher itself finds 0 %"
+    shown_as_none = [{"student": {"accuracy": 2 / 256}, "teacher": {"accuracy": 1 / 256}}]
+    for rows in (nothing, shown_as_none):
+        (both,) = remarks({"ppl_ratio": 1.1, "recall": rows, "needle": nothing})
+        assert both == "note: recall and needle compare nothing here: the teacher itself finds 0 %"
 
 
 def test_text_without_a_recipe_is_named(

@@ -14,7 +14,18 @@ from typer.testing import CliRunner
 
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.page.compare import cells, columns, compare_page, curves, figures, labels, list_runs, notes, read_rows
+from linearize.page.compare import (
+    cells,
+    columns,
+    compare_page,
+    curves,
+    figures,
+    labels,
+    list_runs,
+    notes,
+    notes_below,
+    read_rows,
+)
 from linearize.page.record import read_run
 
 
@@ -46,6 +57,7 @@ def test_a_comparison_has_a_row_for_each_run(two: list[Path]) -> None:
     assert rows[0]["mechanisms"] == ["gsa"]
     assert rows[0]["state_bytes"] < rows[0]["cache_bytes"]
     table = invoke("compare", *map(str, two))
+    assert "training tokens" in table
     assert "1.2000" in table
     assert "1.1000" in table
 
@@ -57,6 +69,36 @@ def test_states_in_two_dtypes_are_named(two: list[Path]) -> None:
     half = dataclasses.replace(runs[1], plan=dataclasses.replace(runs[1].plan, dtype="bfloat16"))
     (note,) = (note for note in notes([runs[0], half]) if "dtype" in note)
     assert "(float32 of a, bfloat16 of b)" in note
+
+
+def test_needles_that_the_teacher_does_not_find_have_a_note_below_the_table(two: list[Path]) -> None:
+    told = "needles of a compare nothing: the teacher itself finds 0 %"
+    assert told not in notes_below(read_rows(two))
+    result = json.loads((two[0] / "eval.json").read_text())
+    for row in result["needle"]:
+        row["student"]["accuracy"] = row["teacher"]["accuracy"] = 0.0
+    (two[0] / "eval.json").write_text(json.dumps(result))
+    assert told in notes_below(read_rows(two))
+    shown = " ".join(CliRunner().invoke(app, ["compare", *map(str, two)], env={"COLUMNS": "200"}).output.split())
+    assert shown.index("needles 0.0%") < shown.index(f"note: {told}")
+    words = Page(compare_page(read_rows(two))).words
+    assert words.index("needles") < words.index(f"Note: {told}.")
+
+
+def test_empty_cells_name_the_command_that_fills_them(two: list[Path]) -> None:
+    """Of a run whose model is there and was not measured; the page has no paths of this machine."""
+    assert notes_below(read_rows(two)) == []
+    (two[1] / "final").mkdir()
+    settings = json.loads((two[1] / "run.json").read_text())
+    settings["recipe"]["convert"] = {"mechanism": "gsa"}
+    settings["recipe"]["data"]["eval"] = {"files": ["held.txt"]}
+    (two[1] / "run.json").write_text(json.dumps(settings))
+    told = "not measured: linearize eval {0}/final --recipe {0} -o {0}/eval.json measures same predictions and needles"
+    assert notes_below(read_rows(two)) == [told.format(two[1])]
+    shown = CliRunner().invoke(app, ["compare", *map(str, two)], env={"COLUMNS": "200"}).output
+    assert f"note: {told.format(two[1])}" in shown
+    assert f"Note: {told.format('run')}." in Page(compare_page(read_rows(two))).words
+    assert notes_below(read_rows(two[:1])) == []
 
 
 def test_the_page_of_a_comparison_draws_every_run(two: list[Path], tmp_path: Path) -> None:
@@ -97,6 +139,34 @@ def test_runs_of_other_teachers_and_texts_are_noted(two: list[Path]) -> None:
     assert len(found) == 2
     assert "different teachers" in found[0]
     assert "different text" in found[1]
+
+
+def test_a_file_by_another_spelling_is_the_same_text(two: list[Path], tmp_path: Path) -> None:
+    """Of two runs, and of a run and what `linearize eval` wrote; blocks of two lengths have a note of their own."""
+    (tmp_path / "work").mkdir()
+    held = tmp_path / "held.txt"
+    for folder, name in zip(two, ("../held.txt", str(tmp_path / "work" / ".." / "held.txt")), strict=True):
+        settings = json.loads((folder / "run.json").read_text())
+        settings["recipe"]["data"]["eval"] = {"files": [name]}
+        (folder / "run.json").write_text(json.dumps({**settings, "folder": str(tmp_path / "work")}))
+    assert notes(read_rows(two)) == []
+    block = read_run(two[0]).block("logit_kl")
+    teacher = read_run(two[0]).values["model"]["base"]
+    result = {**eval_result(), "student": "out/gsa", "teacher": teacher, "read": 512, "tokens": 480, "seq_len": block}
+    file = tmp_path / "gsa.json"
+    for changes, told in (
+        ({"text": str(held)}, []),
+        ({"text": f"{tmp_path}/work/../held.txt"}, []),
+        ({"text": f"{tmp_path}/work/held.txt"}, ["different text"]),
+        ({"text": str(held), "read": 256}, ["different text"]),
+        ({"text": str(held), "read": 500, "seq_len": 100}, ["blocks of"]),
+        ({"text": str(held), "read": 100, "seq_len": 100}, ["different text", "blocks of"]),
+    ):
+        file.write_text(json.dumps({**result, **changes}))
+        found = notes(read_rows([two[0], file]))
+        found = [note for note in found if "teachers" not in note]
+        assert len(found) == len(told), found
+        assert all(words in note for words, note in zip(told, found, strict=True))
 
 
 def test_models_of_one_original_have_one_teacher(two: list[Path]) -> None:
@@ -297,7 +367,7 @@ def test_evaluations_of_images_have_accuracy_first_and_a_note_where_the_images_d
     rows = read_rows([*files, Path("user/vit")])
     assert [row.unit for row in rows] == ["images"] * 3
     assert [row.accuracy for row in rows] == [0.75, 0.7, 0.8]
-    assert list(columns(rows))[4:8] == ["images", "accuracy", "teacher's accuracy", "perplexity"]
+    assert list(columns(rows))[4:8] == ["training images", "accuracy", "teacher's accuracy", "perplexity"]
     assert not {"needles", "state at 32k"} & set(columns(rows))
     assert cells(rows[0], "a")["accuracy"] == "75.0%"
     assert [cells(row, "")["teacher's accuracy"] for row in rows] == ["80.0%"] * 3

@@ -245,6 +245,24 @@ def test_needles_are_drawn_by_depth_where_they_were_measured(run: Path) -> None:
     assert "0-100 %" in pictures(read_run(run))["needles"].svg()
 
 
+def test_positions_name_a_trained_length_that_is_recorded_alone(run: Path) -> None:
+    assert "Training had rows of 512 tokens" in Page(report_page(read_run(run))).words
+    result = eval_result()
+    result["positions"]["recorded"] = False
+    (run / "eval.json").write_text(json.dumps(result))
+    assert "Training had rows" not in Page(report_page(read_run(run))).words
+
+
+def test_needles_that_the_teacher_does_not_find_compare_nothing(run: Path) -> None:
+    assert "nothing here" not in Page(report_page(read_run(run))).words
+    result = eval_result()
+    for row in result["needle"]:
+        row["teacher"]["accuracy"] = 0.001
+    (run / "eval.json").write_text(json.dumps({**result, "recall": result["needle"]}))
+    told = "Note: recall and needle compare nothing here: the teacher itself finds 0 %."
+    assert told in Page(report_page(read_run(run))).words
+
+
 def test_pictures_are_png_files_with_something_on_them(run: Path) -> None:
     from PIL import Image
 
