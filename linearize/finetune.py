@@ -512,7 +512,7 @@ def note_of_run(recipe: Recipe, resume: str, only: str | None, max_steps: int | 
             return f"note: {run.final} is finished already, and a real run trains nothing: {START_OVER}"
         check_order(run.recipe, run, only)
         if resume == "never":
-            return f"note: {run.folder} has a run already, and a real run with --resume never starts it over"
+            return f"note: {run.folder} has a run already, and a real run with `--resume never` starts it over"
         if run.resume_from is None:
             return f"note: {run.folder} has a run without a checkpoint, and a real run begins its training again"
         left = what_is_left(run.recipe, run, read_position(run.resume_from))

@@ -578,7 +578,7 @@ def test_a_dry_run_tells_what_becomes_of_the_run_that_is_there(root: Path, tmp_p
         f"note: a real run continues this one: {run} goes on after step 2 of attention_transfer; 128"
     )
     (note,) = notes(recipe, "never")
-    assert note == f"note: {run} has a run already, and a real run with --resume never starts it over"
+    assert note == f"note: {run} has a run already, and a real run with `--resume never` starts it over"
     (note,) = notes(recipe, "never", only="logit_kl")
     assert "is refused: --stage logit_kl needs attention_transfer" in note
     (note,) = notes(recipe, str(tmp_path / "other"))
@@ -592,7 +592,7 @@ def test_a_dry_run_tells_what_becomes_of_the_run_that_is_there(root: Path, tmp_p
         train(recipe)
     assert note == f"note: a real run in {run} is refused: {refused.value.message}"
     assert "recipe changed since this run (stages[0].steps 2 -> 3; stages[1].steps 2 -> 3)" in note
-    assert "--resume never starts over, or choose another name" in note
+    assert "Start over with `--resume never`, or choose another name" in note
     (run / "run.json").write_text("{")
     assert "run.json" in notes(recipe)[0]
 
