@@ -311,7 +311,7 @@ def test_options_of_some_layers(source: Path, tmp_path: Path) -> None:
     assert [mixer.slots for mixer in mixers_of(model).values()] == [8, 16, 4, 8]
     assert model(tokens(1, 9)).logits.isfinite().all()
     card = (folder / "README.md").read_text()
-    assert "layers 1: `slots=16`; layers 2: `slots=4`; layers 3: `" in card
+    assert "layer 1: `slots=16`; layer 2: `slots=4`; layer 3: `" in card
     row = re.findall(r"\| options \| `(.+?)`", card)[0]
     assert "rope=true" in row
     assert resolve_options("gsa", parse_settings(row.split(", "))) == plan.steps[0].options

@@ -150,7 +150,8 @@ def test_images_are_counted_as_images_and_accuracy_comes_first(place: Path, line
     code, out, err = linearize("compare", run, "-o", compared)
     assert code == 0, err
     rows = [line.split()[0] for line in out.splitlines() if line.strip()]
-    assert "images" in rows
+    assert "images" in out.split()
+    assert "training" in rows
     assert rows.index("accuracy") < rows.index("perplexity")
     assert not {"needles", "state", "tokens"} & {*rows}
     text = compared.read_text()

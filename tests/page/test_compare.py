@@ -156,8 +156,8 @@ def test_a_file_by_another_spelling_is_the_same_text(two: list[Path], tmp_path: 
     file = tmp_path / "gsa.json"
     for changes, told in (
         ({"text": str(held)}, []),
-        ({"text": f"{tmp_path}/work/../held.txt"}, []),
-        ({"text": f"{tmp_path}/work/held.txt"}, ["different text"]),
+        ({"text": f"{tmp_path}/runs/../held.txt"}, []),
+        ({"text": f"{tmp_path}/runs/held.txt"}, ["different text"]),
         ({"text": str(held), "read": 256}, ["different text"]),
         ({"text": str(held), "read": 500, "seq_len": 100}, ["blocks of"]),
         ({"text": str(held), "read": 100, "seq_len": 100}, ["different text", "blocks of"]),

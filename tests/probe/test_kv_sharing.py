@@ -43,8 +43,8 @@ def test_layers_that_share_keep_softmax(tmp_path: Path, name: str, layers: str) 
     plan, *_ = plan_conversion(str(tmp_path / "source"), "gsa", layers=layers)
     assert {step.site.layer for step in plan.steps} | {site.layer for site in plan.kept} == {0, 1}
     reasons = " ".join(plan.others)
-    assert "layers 2: its keys and values serve layer 4 as well" in reasons
-    assert "layers 5: takes its keys and values from model.layers.3.self_attn" in reasons
+    assert "layer 2: its keys and values serve layer 4 as well" in reasons
+    assert "layer 5: takes its keys and values from model.layers.3.self_attn" in reasons
     linear, ids = load(convert_folder(tmp_path / "source", tmp_path / "linear", layers)), tokens(2, 24)
     assert relative_error(stepwise(linear, ids, 9), logits(linear, ids)) < 1e-5
 
