@@ -350,7 +350,7 @@ def test_what_changed_since_a_run_is_refused_by_name(tmp_path: Path, monkeypatch
     refusals = {
         newest / "trained.safetensors": again,
         newest / "optimizer.pt": again,
-        tmp_path / "train.jsonl": "changed since this run began: data.train.* --resume never",
+        tmp_path / "train.jsonl": "changed since this run began: data.train.* `--resume never`",
         tmp_path / "heldout.txt": "changed since this run began: data.eval",
         linear / "model-mixers.safetensors": "changed since this run began: .*model-mixers.safetensors",
         linear / "tokenizer.json": "changed since this run began: .*tokenizer.json",
