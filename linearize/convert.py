@@ -246,10 +246,11 @@ def next_step(plan: Plan, folder: Path) -> str:
     command = shlex.join(["linearize", "finetune", recipe, f"model.base={folder}", "convert=null"])
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"
-    budgets = " ".join(f"stages.{stage}.tokens=1M" for stage in ("attention_transfer", "logit_kl"))
-    less = "" if of_images else f" For a first try on a CPU add {budgets}"
-    lines = (f"distil it: {command}", f"--dry-run tells the time.{less}")
-    return "\n".join((*lines, f"Its data are on the Hub; for your own{files} add {own}"))
+    less = " For a first try on a CPU add stages.attention_transfer.tokens=1M stages.logit_kl.tokens=1M"
+    return (
+        f"distil it: {command}\n--dry-run tells the time.{'' if of_images else less}\n"
+        f"Its data are on the Hub; for your own{files} add {own}"
+    )
 
 
 def unread(source: Source, *_: Any) -> list[str]:

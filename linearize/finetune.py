@@ -542,10 +542,12 @@ def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
     if holds_images(data.eval) and (known := count_images(data.eval, recipe.folder)) is not None:
         held = min(held, known)
     most = most_tokens_of(data.train, recipe.folder)
-    again = {} if cost.tokens is None or cost.tokens <= most else {"passes": math.ceil(cost.tokens / most)}
+    facts: dict[str, Any] = {}
+    if cost.tokens is not None and cost.tokens > most:
+        facts["passes"] = math.ceil(cost.tokens / most)
     if isinstance(data.train, FileSource) and isinstance(data.eval, DatasetSource):
-        again |= {"foreign_eval": True}
-    return again | {
+        facts["foreign_eval"] = True
+    return facts | {
         "train": described(data.train),
         "tokens": cost.tokens,
         "seq_len": tokens_per_sample(data),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import with_slow
+from conftest import Command, with_slow
 from models import HYBRID, convert_folder, load, logits, save_source, small_model, tokens
 from safetensors.torch import load_file, save_file
 
@@ -272,6 +272,16 @@ def test_mechanisms_and_options_are_checked(
     with pytest.raises(LinearizeError, match=message) as caught:
         plan_conversion(str(shared), mechanism, options=options)
     assert caught.value.code == Exit.USAGE
+
+
+@pytest.mark.parametrize("mechanism", ["gsa", "window"])
+def test_new_parameters_are_said_to_be_untrained(
+    shared: Path, tmp_path: Path, linearize: Command, mechanism: str
+) -> None:
+    """A window has none."""
+    code, _, err = linearize("convert", shared, "--to", mechanism, "--verify", "none", "-o", tmp_path / "out")
+    assert code == 0, err
+    assert ("whose new parameters are untrained. Next: " in err) == (mechanism == "gsa")
 
 
 @pytest.mark.parametrize(

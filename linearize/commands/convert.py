@@ -162,7 +162,7 @@ def convert(
         target = output or Path(name_of(plan))
         how = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
         checked = story.convert(*planned, target, **how, say=say)
-        new = "" if plan.again else ", whose new parameters are untrained"
+        new = ", whose new parameters are untrained" if plan.new_parameters and not plan.again else ""
         say(f"saved {target}{new}. Next: {story.next_step(plan, target)}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:

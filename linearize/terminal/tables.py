@@ -355,7 +355,7 @@ def data_lines(plans: list[dict[str, Any]]) -> None:
         asked = f"{plan['epochs']:g} epochs" if data["tokens"] is None else asked_for(data["tokens"], images)
         whole = "" if data["tokens"] is None or images else " in whole steps"
         train = f"{data['train']}: {asked}{whole}" + ("" if images else f", in blocks of {data['seq_len']:,}")
-        if not images and plan["steps"] and plan["tokens"] and plan["steps"] > 1:
+        if not images and plan["tokens"] and (plan["steps"] or 0) > 1:
             train += f", {plan['tokens'] // plan['steps']:,} tokens a step"
         if "passes" in data:
             train += f"; read {data['passes']} times or more, for there are fewer"
@@ -673,15 +673,15 @@ def checks_table(title: str, checks: list[Check]) -> None:
         numbers = ["" if value is None else f"{value:.1e}" for value in (check.difference, check.limit)]
         detail = check.detail or (FOUND.get(check.name, "") if check.status == "passed" else "")
         rows.append((check.name, check.status, *numbers, detail))
-    console().print(table(columns, rows, title))
+    out = console()
+    out.print(table(columns, rows, title))
     if any(check.difference is not None for check in checks):
-        console().print("difference: the largest of any logit or output, over the largest of all")
-    if all(check.status == "passed" for check in checks):
-        console().print(f"all {len(checks)} checks passed")
-    undecided = [check for check in checks if check.status in ("warning", "skipped")]
+        out.print("difference: the largest of any logit or output, over the largest of all")
+    undecided = sum(check.status in ("warning", "skipped") for check in checks)
     if undecided:
-        count = counted(len(undecided), "check")
-        console().print(f"{count} of {len(checks)} neither passed nor failed; --strict fails such")
+        out.print(f"{counted(undecided, 'check')} of {len(checks)} neither passed nor failed; --strict fails such")
+    elif all(check.status == "passed" for check in checks):
+        out.print(f"all {len(checks)} checks passed")
 
 
 def files_table(files: dict[str, int], title: str) -> None:
