@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
 from ..layout import (
     Geometry,
+    TokenLayout,
     call_geometry,
     call_layout,
     check_direction,
@@ -190,13 +191,28 @@ def seam(
     seen = None if slot is None else slot.seen - q.shape[1]
     causal = is_causal(module, kwargs, mixer.site.causal)
     call.check(mixer, attention_mask, q.shape[1], seen, causal)
-    layout = call_layout(call.geometry, causal, attention_mask, (q.shape[0], q.shape[1]), seen, call.told(kwargs))
-    layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and mixer.softmax.scores_told(kwargs))
+    rows = getattr(slot, "rows", None) if mixer.pools else None  # an earlier version's slot knows no rows
+    layout = layout_told(mixer, call, causal, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs, rows)
     inputs = (q, k, v, call.x.to(q.device))
-    if mixer.pools and getattr(slot, "rows", None) is not None:  # an earlier version's slot knows no rows
-        layout = layout._replace(rows=slot.rows)
     o = mixer(*inputs, layout)[0] if slot is None else slot.absorb(mixer, inputs, layout)
     return o.to(query.dtype), None
+
+
+def layout_told(
+    mixer: Mixer,
+    call: Call,
+    causal: bool,
+    attention_mask: Tensor | None,
+    shape: tuple[int, int],
+    seen: int | None,
+    kwargs: dict[str, Any],
+    rows: Tensor | None = None,
+) -> TokenLayout:
+    """What a mixer is told of a call of `shape` (B, T), with all that the module and the cache know of it."""
+    tokens = call_layout(call.geometry, causal, attention_mask, shape, seen, call.told(kwargs))
+    scores = mixer.softmax and mixer.softmax.scores_told(kwargs)
+    # Not `_replace`: torch 2.11 cannot make its tuple again where a compiled graph ends, as before MHLA's blocks.
+    return TokenLayout(tokens.padding, tokens.segments, tokens.causal, tokens.grid, call.rotation, scores, rows)
 
 
 # ---------------------------------------------------------------- attention transfer
@@ -232,8 +248,7 @@ def transfer(
     causal = is_causal(module, kwargs, mixer.site.causal)
     shape = query.shape[0], query.shape[2]
     call.check(mixer, attention_mask, shape[1], None, causal)
-    layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
-    layout = layout._replace(rotation=call.rotation, scores=mixer.softmax and mixer.softmax.scores_told(kwargs))
+    layout = layout_told(mixer, call, causal, attention_mask, shape, None, kwargs)
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         o, _ = mixer(*inputs, layout)
