@@ -214,7 +214,8 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ok" if kernels["used"] else "note", f"Triton kernels: {state}"
     servers = f"would start the server of {' or '.join(found['servers'])}"
     if not found["servers"]:
-        servers = f"needs vllm or transformers[serving]: {with_extra('vllm', found['checkout'])}"
+        servers = f"needs vllm, for many requests at a time: {with_extra('vllm', found['checkout'])}\n"
+        servers += 'or transformers, for one at a time: pip install "transformers[serving]"'
     yield "ok" if found["servers"] else "optional", typed(f"linearize serve: {servers}")
     for place, free in found["disk"].items():
         yield "ok", f"disk: {size(free)} free in {place}"

@@ -125,7 +125,7 @@ def finetune(
                 save(tuner, report, say)
             run.finish()
             write_result(run.folder / PAGE, report_page(read_run(run.folder)))
-            say(f"wrote {run.folder / PAGE}")
+            say(f"wrote {run.folder / PAGE}: open it in a browser")
             if recipe.finish.push is not None:
                 report["pushed"] = push_saved(run.final, recipe.finish.push, recipe.model.trust_remote_code, say)
         accelerator.wait_for_everyone()
@@ -178,7 +178,9 @@ def what_is_left(recipe: Recipe, run: Run, position: Position) -> str:
     unit = unit_of(recipe.data.train)
     message += f"; {short(left)} {unit} of all stages are left"
     rate = run.last_rate(recipe.stages[position.stage].name)
-    return message + (f", about {duration(equal / rate)} after its last {rate:,.0f} {unit}/s" if rate and left else "")
+    if not rate or not left:
+        return message
+    return f"{message}, about {duration(equal / rate)} at its last speed, {rate:,.0f} {unit}/s"
 
 
 def check_only(recipe: Recipe, only: str | None) -> None:

@@ -338,7 +338,9 @@ def evaluations(recipe: Recipe, report: dict[str, Any]) -> list[EvalResult]:
         of: dict[str, Any] = {"task_type": "image-classification", "metric_type": "accuracy", "metric_name": name}
         accuracy = row.get("accuracy")
         return [] if accuracy is None else [EvalResult(**of, metric_value=accuracy, **where)]
-    over = f"{row['eval_tokens']} tokens in blocks of {data.pack.seq_len}" if row["eval_tokens"] else "held-out tokens"
+    over = (
+        f"{row['eval_tokens']:,} tokens in rows of {data.pack.seq_len:,}" if row["eval_tokens"] else "held-out tokens"
+    )
     metrics = {
         "perplexity": ("perplexity", row["ppl"]),
         "perplexity_ratio": ("perplexity over the teacher's", row.get("ppl_ratio")),
@@ -380,7 +382,7 @@ def with_tasks(text: str, result: dict[str, Any], name: str) -> str:
     of = f" Teacher: `{portable(result['teacher'])}`." if result["teacher"] else ""
     about = (
         f"`linearize eval --tasks` with lm-evaluation-harness {result['harness']}.{of} "
-        "The column of examples says how many solved ones stand before each question."
+        "Few-shot: how many solved examples stand before each question."
     )
     before, mark, after = card.text.partition("\n## Recipe\n")
     card.text = redact("\n".join([before.rstrip("\n"), "", *lines, about, ""]) + mark + after)

@@ -7,7 +7,7 @@ import json
 import shlex
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from ..demo import named_base
 from ..terminal.arguments import path
 from ..terminal.output import Json, finite, print_json, say
 from ..terminal.progress import starting
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
 
 NO_RECIPE = (
     "no --recipe: measured on the held-out part of Python's standard library. For a model of other text, give a "
@@ -40,7 +43,8 @@ def evaluate(
         str,
         typer.Option(
             help="Recipe or preset that names the text: data.eval, data.pack and eval.max_tokens. The folder of a run: "
-            "its text and its teacher. Without it the text is the held-out part of Python's standard library."
+            "its text and its teacher; with --tasks its teacher alone. Without it the text is the held-out part of "
+            "Python's standard library."
         ),
     ] = "",
     lengths: Annotated[
@@ -87,10 +91,10 @@ def evaluate(
     teacher's. With --tasks: the results of lm-evaluation-harness."""
     with starting():
         from ..checkpoint.atomic import check_result
-        from ..checkpoint.manifest import read_plan
         from ..diffusion.convert import holds_diffusers
-        from ..errors import LinearizeError
+        from ..errors import LinearizeError, did_you_mean
         from ..recipe.data import DemoSource
+        from ..recipe.presets import recipe_path
         from ..train.runs import heldout_of
 
     run, own = Path(recipe), list[str]()
@@ -109,12 +113,16 @@ def evaluate(
         _evaluate_latents(student, [*chosen, *(overrides or [])], recipe, trust_remote_code, output, as_json)
         return
     if tasks:
-        _refuse(given | {"recipe": recipe}, (*OF_TEXT, "recipe"), "with --tasks, lm-evaluation-harness measures alone")
+        reason = "with --tasks, lm-evaluation-harness measures alone"
+        _refuse(given, OF_TEXT, reason)
+        if recipe and not of_run:
+            raise LinearizeError(f"--recipe {recipe}: {reason}, and only a run says what its teacher is. Leave it out")
         if overrides:
             raise LinearizeError(f"{' '.join(overrides)}: recipe values choose a text, and --tasks have their own")
         from ..measure.tasks import find_tasks, run_tasks
         from ..terminal.tables import tasks_table
 
+        teacher = teacher or (heldout_of(run, _plan_of(student))[1] if of_run else "")
         if teacher:
             _note_converted(teacher)
         result = run_tasks(student, teacher, find_tasks(tasks, batch_tokens, limit, few_shot), **options)
@@ -122,9 +130,10 @@ def evaluate(
         _write(result, output, as_json)
         return
     _refuse(given, OF_TASKS, "only --tasks have rows and examples")
-    plan = None
-    with suppress(LinearizeError):
-        plan = read_plan(Path(student).expanduser())
+    if recipe and not of_run and not recipe_path(recipe).is_file():
+        near = [str(other) for other in run.parent.glob("*") if (other / "run.json").is_file() or other.is_file()]
+        raise LinearizeError(f"--recipe {recipe}: no run and no recipe file is there.{did_you_mean(str(run), near)}")
+    plan = _plan_of(student)
     if of_run:
         from ..measure.compare import SET_EVAL
 
@@ -155,7 +164,8 @@ def evaluate(
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
     if not mixers_of(ours.model):
-        say(f"note: {student} has no converted layer")
+        itself = ", and is compared with itself" if Path(student).resolve() == Path(teacher).resolve() else ""
+        say(f"note: {student} has no converted layer{itself}")
     result = {"student": student, "teacher": teacher, "seed": seed}
     if writes_text(ours.model):
         models = [
@@ -172,6 +182,16 @@ def evaluate(
         result |= compare_answers(ours, theirs, text, batch_tokens, say)
         answers_table(result)
     _write(result, output, as_json)
+
+
+def _plan_of(student: str) -> Plan | None:
+    """By what a student was converted, where it is a folder that says so."""
+    from ..checkpoint.manifest import read_plan
+    from ..errors import LinearizeError
+
+    with suppress(LinearizeError):
+        return read_plan(Path(student).expanduser())
+    return None
 
 
 def _note_converted(teacher: str) -> None:

@@ -41,7 +41,8 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare runs and models: perplexity, KL, needles and state of each beside its teacher's."""
+    """Compare runs and models: perplexity and KL beside the teacher's, needles and state. Name a teacher, too, for its
+    own needles and cache."""
     with starting(TORCH):
         from ..checkpoint.atomic import check_result, write_result
         from ..page.compare import columns, compare_page, figures, labels, notes, notes_below, read_rows, table_rows

@@ -21,7 +21,7 @@ from ..recipe.recipe import portable
 from ..terminal.output import counted, nats, percent, ranges, size
 from ..terminal.tables import short, unfound
 from . import html
-from .charts import Axis, Series, binary, bytes_text, lines
+from .charts import Axis, Series, binary, lines
 from .drawing import SERIES, Drawing
 from .html import Section
 from .record import (
@@ -37,7 +37,7 @@ from .record import (
     read_run,
     whole,
 )
-from .report import CONTEXTS, measuring, mechanisms
+from .report import CONTEXTS, bytes_axis, measuring, mechanisms
 
 # Students by name, each the runs that made it, one after the other.
 Lanes = Mapping[str, Sequence[RunRecord]]
@@ -135,7 +135,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 def figures(run: RunRecord) -> dict[str, Any]:
     """One run or model in numbers, None where something was not measured: a row of the table, and of `--json`.
 
-    KL and the share of equal tokens are those of `linearize eval` where it ran, else KL is the last one of training.
+    KL is of the evaluation that the perplexity is of. What a run did not measure itself is that of `linearize eval`.
     """
     teacher = isinstance(run, ModelRecord) and run.teacher
     found = {} if teacher else run.evaluation or {}
@@ -158,9 +158,9 @@ def figures(run: RunRecord) -> dict[str, Any]:
         "ppl": run.ppl,
         "teacher_ppl": run.teacher_ppl,
         "ppl_ratio": run.ratio(),
-        "kl": found.get("kl", last.get("eval_kl")),
-        "top1_agreement": found.get("top1_agreement", last.get("eval_agreement")),
-        "relative_error": found.get("relative_error", last.get("eval_error")),
+        "kl": last.get("eval_kl", found.get("kl")),
+        "top1_agreement": last.get("eval_agreement", found.get("top1_agreement")),
+        "relative_error": last.get("eval_error", found.get("relative_error")),
         "needles": run.needles,
         "state_bytes": run.bytes_at(MEMORY_AT) or None,
         "cache_bytes": cache or None,
@@ -228,7 +228,8 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
     if not all(_same_text(*pair) for pair in itertools.combinations(rated, 2)):
         images = all(run.unit == "images" for run in students)
         others = "images: compare each run with its teacher, not accuracies" if images else ""
-        found.append(f"the runs were evaluated on different {others or 'text: compare x teacher, not perplexities'}")
+        others = others or "text, or on other amounts of it: compare x teacher, not perplexities"
+        found.append(f"the runs were evaluated on different {others}")
     blocks = list(dict.fromkeys(block for run in students if (block := _block(run))))
     if len(blocks) > 1:
         found.append(f"blocks of {' and '.join(f'{block:,}' for block in blocks)} tokens: perplexities do not compare")
@@ -246,10 +247,21 @@ def notes_below(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) ->
     for run in (run for run, _ in students if _lacks_eval(run)):
         what = "same predictions" + " and needles" * (run.unit == "tokens")
         found.append(f"not measured: {measuring(run, Path(shown(str(run.folder))))} measures {what}")
+    for run, label in students:
+        if run.evaluation and not isinstance(run, ModelRecord) and not _same_text(run, seen := _beside(run)):
+            read = next((f"{amount:,} {run.unit} of " for amount in _amounts(seen).values()), "")
+            text = str(run.evaluation.get("data") or run.evaluation.get("text") or "other data")
+            named = ", ".join(str(portable(name)) for name in text.split(", "))
+            found.append(f"same prediction of {label} is that of linearize eval, on {read}{named}")
     nothing = [label for run, label in students if "needle" in unfound(run.evaluation)]
     if nothing:
         found.append(f"needles of {', '.join(nothing)} compare nothing: the teacher itself finds 0 %")
     return found
+
+
+def _beside(run: RunRecord) -> ModelRecord:
+    """A run's model as `linearize eval` measured it."""
+    return ModelRecord(run.folder, {}, None, [], {}, run.plan, run.evaluation, run.name)
 
 
 def _students(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -423,7 +435,7 @@ def memory(lanes: Lanes) -> Drawing | None:
     if not series:
         return None
     x = Axis("tokens of context", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
-    return lines("State and cache while decoding", series, x, Axis("bytes", True, bytes_text), height=300)
+    return lines("State and cache while decoding", series, x, bytes_axis(series), height=300)
 
 
 def drawn_sections(lanes: Lanes) -> list[Section]:

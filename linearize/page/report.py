@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..recipe.recipe import portable
 from ..terminal.output import counted, duration, nats, percent, ranges, size
 from ..terminal.tables import (
     alike,
+    asked_rows,
     attention,
     chosen_options,
     evaluation_figures,
@@ -27,6 +28,7 @@ from ..terminal.tables import (
     row_name,
     short,
     unfound,
+    written_dtypes,
 )
 from ..train.runs import converted_from, is_evaluation
 from . import html
@@ -72,7 +74,7 @@ def report_page(run: RunRecord) -> str:
             ("training", "Training", _training),
             ("fidelity", "Each layer against softmax", _fidelity),
             ("positions", "Perplexity by position", _positions),
-            ("needles", "Needles", _needles),
+            ("needles", "Needles, recall and free writing", _needles),
             ("memory", "State against cache", _memory),
             ("samples", "Samples", _samples),
             ("cost", "Cost", _cost),
@@ -176,12 +178,12 @@ def _tiles(run: RunRecord) -> html.Tiles:
         read = found.get("read", found["tokens"])  # earlier versions did not say
         heading += f", {read:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
         heading += f" in rows of {found['seq_len']:,}" if found.get("seq_len") else ""
-    heading += f", {found['dtypes']['student']}" if "dtypes" in found else ""
+    heading += f", {written_dtypes(found['dtypes'])}" if "dtypes" in found else ""
     theirs = [
         (f"{found['student_ppl'] / found['teacher_ppl']:.3f}x", "perplexity over the teacher's"),
         (f"{found['student_ppl']:.4g}", f"perplexity (teacher {found['teacher_ppl']:.4g})"),
         (nats(found["kl"]), "KL from the teacher, nats a token"),
-        (percent(found["top1_agreement"]), "same likeliest token"),
+        (percent(found["top1_agreement"]), "same prediction (likeliest token)"),
     ]
     return {caption: own, heading: theirs}
 
@@ -422,7 +424,10 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
     )
     if "needle" in unfound(run.evaluation):
         words += f" Note: {note_of_nothing(run.evaluation)}."
-    return html.paragraph(words) + _figure(drawn)
+    lists = "Recall asks for the second words of a list of pairs by the first. By linearize eval, student and teacher:"
+    columns = {"": "text", "student": "number", "teacher": "number"}
+    asked = html.table(columns, asked_rows(run.evaluation or {}))
+    return html.paragraph(words) + _figure(drawn) + html.paragraph(lists) + asked
 
 
 def not_measured(run: RunRecord) -> str:
@@ -475,11 +480,16 @@ def draw_memory(run: RunRecord) -> Drawing:
         Series("source: cache", found["source"], "soft", True),
         Series(f"converted: state{kept}", found["converted"], "blue"),
     ]
-    values = [value for points in found.values() for _, value in points]
+    x = Axis("tokens of context", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
+    return lines("Memory of a sequence while decoding", series, x, bytes_axis(series))
+
+
+def bytes_axis(series: Sequence[Series]) -> Axis:
+    """An axis of bytes that is marked at powers of two, as sizes are written."""
+    values = [value for one in series for _, value in one.points]
     powers = range(math.floor(math.log2(min(values)) / 2) * 2, math.ceil(math.log2(max(values))) + 1, 2)
     marks = tuple(2.0**power for power in powers)[:: 1 if len(powers) < 9 else 2]
-    x = Axis("tokens of context", True, binary, tuple(float(n) for n in CONTEXTS[::2]))
-    return lines("Memory of a sequence while decoding", series, x, Axis("bytes", True, bytes_text, marks))
+    return Axis("bytes", True, bytes_text, marks)
 
 
 def _memory(run: RunRecord, drawn: Drawing | None) -> str:

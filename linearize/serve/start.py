@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers.utils.import_utils import is_serve_available
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code, open_config, outdated
 from ..checkpoint.source import open_source, read_header, read_json
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import Exit, LinearizeError, did_you_mean, reason_of
 from ..extras import checkout, with_extra
 from ..terminal.output import say
 from .folder import layers_of
@@ -39,9 +40,11 @@ def server_command(
     Says what a request looks like.
 
     Raises LinearizeError: 2 for an unknown server, 3 for a model that is not converted, that needs trust, or that the
-    server cannot run, 4 for a server that is not installed, 5 for the Hub.
+    server cannot run, 4 for a server that is not installed and for an address that is taken, 5 for the Hub.
     """
     chosen = choose(server)
+    listening = ["--host", host, "--port", str(port), *options]
+    check_address(value_of(listening, "--host") or host, value_of(listening, "--port") or str(port))
     source = open_source(model, revision)
     folder = str(source.folder)
     if not is_linearized(source.folder):
@@ -54,7 +57,6 @@ def server_command(
     if "AutoModelForCausalLM" not in config.auto_map:
         message = f"{config.architectures[0]} writes no text, which is what servers are for. Load it in Python"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    listening = ["--host", host, "--port", str(port), *options]
     if chosen == "transformers":
         if reason := outdated(source.folder, plan):
             raise LinearizeError(reason, Exit.INCOMPATIBLE)
@@ -76,6 +78,18 @@ def server_command(
         f"{request(name, listening, chats)}"
     )
     return command
+
+
+def check_address(host: str, port: str) -> None:
+    """Raise LinearizeError (exit 4) where nothing can listen there: a server says so only when the model is loaded."""
+    try:
+        kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(kind) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that a server has just left is free
+            trial.bind(address)
+    except OSError as error:
+        message = f"{host}, port {port}: {reason_of(error)}. Choose another with --port, or --host"
+        raise LinearizeError(message, Exit.RESOURCE) from error
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -67,7 +67,7 @@ def progress(what: str, total: float, clock: Callable[[], float] = time.monotoni
         passed = now - bar.began
         if passed > whole:  # nothing is done yet, or the last part is slower than those before it
             return f"{share:.0%}, {duration(passed)} so far"
-        return f"{share:.0%}, {whole - passed:.0f} s of {whole:.0f} s left"
+        return f"{share:.0%}, {whole - passed:.0f} s left"
 
     def draw(now: float) -> None:
         if now - bar.began >= silence and _bars[-1:] == [bar]:

@@ -135,6 +135,12 @@ def plan_table(plan: Plan) -> None:
             (site.layer, (site.path, site.kind, f"softmax\n({how})", "", "KV cache" if site.causal else "none"))
         )
     out.print(table(columns, alike(rows), title))
+    options: dict[str, list[int]] = {}
+    for step in plan.linear:
+        options.setdefault(chosen_options(step), []).append(step.site.layer)
+    for chosen, layers in options.items():
+        of = f" of layers {ranges(layers)}" if len(options) > 1 else ""
+        out.print(f"options{of}: {chosen}")
     for tokens, label in () if not plan.cache_bytes(1)["source"] else ((4096, "4k"), (131072, "128k")):
         cache = plan.cache_bytes(tokens)
         out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
@@ -412,7 +418,7 @@ def estimate_table(found: dict[str, Any]) -> None:
     if device["name"] == "cpu":
         out.print(
             "These are tensors. On a CPU a run shows the peak of its whole process, with Python, its packages and "
-            "memory that was freed and is kept. The time is that of cores which nothing else uses"
+            "memory that was freed and is kept. The cores' speed was measured just now, beside all else that runs"
         )
     for row in found["stages"]:
         if row["uncounted"]:
@@ -427,7 +433,9 @@ def estimate_table(found: dict[str, Any]) -> None:
     ]
     told += [] if found["hours"] is None else [spent(found)]
     told += [] if found["kwh"] is None else [f"{found['kwh']:.2g} kWh at full power"]
-    told += [] if found["price"] is None else [f"price {found['price']:.2f}"]
+    if found["price"] is not None:
+        hourly = f" at {found['price'] / (found['hours'] * device['count']):.4g} an hour" if found["hours"] else ""
+        told.append(f"price {found['price']:.2f}{hourly}{' and device' * (device['count'] > 1)}")
     out.print("; ".join(told))
 
 
@@ -518,7 +526,7 @@ def positions_table(found: dict[str, Any] | None) -> None:
     columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL, nats a token"), "number")
     rows = [
         (
-            f"{row['from']}-{row['to']}",
+            f"{row['from']:,}-{row['to']:,}",
             *(f"{row[key]:.3f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio")),
             nats(row.get("kl")),
         )
@@ -527,9 +535,11 @@ def positions_table(found: dict[str, Any] | None) -> None:
     origin = "documents joined" if found["text"] == "joined" else "long documents"
     title = f"perplexity by position in {counted(found['rows'], 'row')} of {origin}"
     length = found["trained_length"]
-    unknown = f"; no trained length is recorded: the first stretch is a block of the text, {length} tokens"
+    unknown = f"; no trained length is recorded: the first stretch is a row of the text, {length:,} tokens"
     recorded = found.get("recorded", True)  # `finetune` says nothing of it: it measures what it trained
-    console().print(table(columns, rows, f"{title}, trained on {length} tokens" if recorded else title + unknown))
+    console().print(
+        table(columns, rows, f"{title}, trained in rows of {length:,} tokens" if recorded else title + unknown)
+    )
 
 
 # What models write by themselves, as `linearize eval --generate` measures it.
@@ -571,32 +581,47 @@ def note_of_nothing(result: dict[str, Any] | None) -> str:
     return f"{' and '.join(tasks)} {compare} nothing here: the teacher itself finds 0 %" if tasks else ""
 
 
+def asked_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """What student and teacher were asked, and what they wrote by themselves: name, student, teacher."""
+    rows = []
+    for task in ("recall", "needle"):
+        for row in result.get(task) or ():
+            entries = f", {row['entries']} entries" if task == "recall" else ""
+            student, teacher = (percent(row[who]["accuracy"]) for who in ("student", "teacher"))
+            rows.append((f"{task} at {row['length']:,} tokens{entries}", student, teacher))
+    free: dict[str, Any] = result.get("generated") or {}
+    for key, words in WRITTEN_FREELY.items() if free else ():
+        if free["teacher"][key] is not None:
+            lists = f"{counted(free['rows'], 'list')} of {free['length']:,} tokens"
+            count = lists if key == "recall" else counted(free["texts"], "text")
+            rows.append((f"{words}, {count}", percent(free["student"][key]), percent(free["teacher"][key])))
+    return rows
+
+
+def written_dtypes(dtypes: dict[str, str]) -> str:
+    """In which dtype student and teacher were measured: `float32`, or each apart."""
+    if len({*dtypes.values()}) == 1:
+        return next(iter(dtypes.values()))
+    return ", ".join(f"{who} in {dtype}" for who, dtype in dtypes.items())
+
+
 def comparison_table(result: dict[str, Any]) -> None:
     """What `linearize eval` measured."""
     student, teacher = result["student_ppl"], result["teacher_ppl"]
     rows: list[tuple[str, ...]] = [
         ("perplexity", f"{student:.3f} ({result['ppl_ratio']:.3f}x)", f"{teacher:.3f}"),
         ("KL from the teacher, nats a token", nats(result["kl"]), ""),
-        ("same likeliest token", f"{100 * result['top1_agreement']:.1f} %", ""),
+        ("same prediction (likeliest token)", percent(result["top1_agreement"]), ""),
+        *asked_rows(result),
     ]
-    for task in ("recall", "needle"):
-        for row in result[task]:
-            entries = f", {row['entries']} entries" if task == "recall" else ""
-            cells = [f"{100 * row[who]['accuracy']:.0f} %" for who in ("student", "teacher")]
-            rows.append((f"{task} at {row['length']} tokens{entries}", *cells))
-    free = result["generated"]
-    for key, words in WRITTEN_FREELY.items() if free else ():
-        if free["teacher"][key] is not None:
-            lists = f"{counted(free['rows'], 'list')} of {free['length']} tokens"
-            count = lists if key == "recall" else counted(free["texts"], "text")
-            rows.append((f"{words}, {count}", *(percent(free[who][key]) for who in ("student", "teacher"))))
     both = "both in " * (len({*result["dtypes"].values()}) > 1)
     for row in result["state"]:
         cells = [size(row[who]) for who in ("student", "teacher")]
-        rows.append((f"state at {row['length']} tokens, {both}{result['state_dtype']}", *cells))
+        rows.append((f"state at {row['length']:,} tokens, {both}{result['state_dtype']}", *cells))
     columns = {"": "text", "student": "number", "teacher": "number"}
-    title = f"{result['read']:,} tokens of {result['text']}, in blocks of {result['seq_len']}"
-    console().print(table(columns, rows, f"{title}; {result['tokens']:,} of them are predicted"))
+    title = f"{result['read']:,} tokens of {result['text']}, in rows of {result['seq_len']:,}; "
+    title += f"{result['tokens']:,} of them are predicted; {written_dtypes(result['dtypes'])}"
+    console().print(table(columns, rows, title))
     console().print(
         "recall: second words of a list of pairs, asked for by the first; needle: one such pair in other text"
     )
@@ -751,6 +776,8 @@ def mechanism_table(one: dict[str, Any]) -> None:
     out.print(f"{one['name']}: {one['title']} ({one['paper']})")
     out.print(f"{direction(one)}; backends: {', '.join(one['backends'])}\n\n{one['about']}\n")
     out.print(f"State, bytes per layer and sequence: {one['state_formula']}")
+    if any(option["name"] == "window" for option in one["options"]) and one["name"] != "window":
+        out.print("A window adds (window + sink) Hkv (D + Dv) numbers in the model's dtype; states are float32.")
     out.print(
         f"In {example['site']}, in 16 bits: {example['new_parameters']:,} new parameters and a state of "
         f"{size(example['state_bytes'])}. A KV cache of {example['tokens']:,} tokens takes "

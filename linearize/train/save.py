@@ -354,7 +354,7 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
     rounding = ""
     if not recipe.keeps_adapter:
         change, name, limit = drift(rounded, merged, words)
-        rounding = f"; rounding to {plan.dtype} changed them by {name} {change:.1e}"
+        rounding = f"; rounding to {plan.dtype} changed them by {name} {change:.1e}" if change else ""
         if not change <= limit:
             rounding += f" (warning: more than {limit:.0e}; with model.dtype=float32 nothing is rounded)"
     # With several dtypes in the shards, or trained in a narrower one, what was loaded for training was rounded too.
@@ -366,7 +366,7 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
         if not change <= limit:
             what = f"verification failed: reloading changed logits by {name} {change:.1e} (limit {limit:.0e})"
             raise LinearizeError(what, Exit.CHECK_FAILED)
-        equal = f"; logits equal the trained model's up to rounding ({name} {change:.1e})"
+        equal = "; logits equal the trained model's" + (f" up to rounding ({name} {change:.1e})" if change else "")
     else:
         difference = compare(reloaded, rounded, "reloading changed logits by", RELOADED)
         equal = f"; logits equal the trained model's (largest difference {difference:.1e})"

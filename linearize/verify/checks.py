@@ -162,7 +162,7 @@ def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:
     return ("failed", fault) if fault else ("passed", f"{len(index)} tensors")
 
 
-NONE_UNTOUCHED = ("passed", "none is left: all are new, trained or cast, and the next check compares them")
+NONE_UNTOUCHED = ("passed", "nothing to compare: all weights are new, trained or cast, as `new weights` compares them")
 
 
 def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[str, str]:

@@ -429,7 +429,8 @@ def test_a_doctor_says_what_serves(servers: list[str], monkeypatch: pytest.Monke
         assert row == ("ok", f"linearize serve: would start the server of {' or '.join(servers)}")
     else:
         assert row[0] == "optional"
-        assert row[1].endswith("\n" + doctor.with_extra("vllm", found["checkout"]))
+        assert f"\n{doctor.with_extra('vllm', found['checkout'])}\n" in row[1]
+        assert row[1].endswith('\npip install "transformers[serving]"')
 
 
 def test_a_doctor_finds_the_cache_where_downloads_go(tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def test_positions_name_a_trained_length_that_is_recorded_alone(capsys: pytest.C
     for more, trained in (({}, True), ({"recorded": True}, True), ({"recorded": False}, False)):
         positions_table(found | more)
         shown = " ".join(capsys.readouterr().err.split())
-        assert ("trained on 64 tokens" in shown) == trained
-        told = "no trained length is recorded: the first stretch is a block of the text, 64 tokens"
+        assert ("trained in rows of 64 tokens" in shown) == trained
+        told = "no trained length is recorded: the first stretch is a row of the text, 64 tokens"
         assert (told in shown) != trained
 
 

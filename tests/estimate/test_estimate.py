@@ -543,6 +543,7 @@ def test_the_command_prints_and_measures(linearize: Any, root: Path, tmp_path: P
     assert re.search(r"disk [\d.]+ \w+ when it is fullest \(checkpoints ", " ".join(err.split()))
     assert all(part in err for part in ("weights", "optimizer", "teacher", "logits"))
     assert "On a CPU a run shows the peak of its whole process" in err
+    assert re.search(r"price [\d.]+ at 2.5 an hour$", " ".join(err.split()))
     code, out, err = linearize("estimate", str(recipe), "--gpu", "h100", "--json")
     assert (code, json.loads(out)["device"]["name"]) == (0, "h100"), err
     assert "whole process" not in err

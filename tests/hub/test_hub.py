@@ -829,7 +829,7 @@ def test_results_name_the_text_that_was_read(
         assert result["dataset"] == named
         metrics = {one["type"]: one for one in result["metrics"]}
         assert {kind: one["value"] for kind, one in metrics.items()} == {"perplexity": 12.5, "kl_divergence": 0.25}
-        assert metrics["kl_divergence"]["name"] == f"KL from the teacher, nats a token, 96 tokens in blocks of {T}"
+        assert metrics["kl_divergence"]["name"] == f"KL from the teacher, nats a token, 96 tokens in rows of {T}"
     assert "base_model" not in facts  # a local folder has no name on the Hub
 
 

@@ -407,10 +407,10 @@ def test_the_table_has_every_measure(linearize: Command, folder: Path) -> None:
     )
     assert (code, out) == (0, "")
     for words in (
-        "heldout.txt, in blocks of 64; 1,386 of them are predicted",
+        "heldout.txt, in rows of 64; 1,386 of them are predicted; float32",
         "perplexity",
         "KL from the teacher",
-        "same likeliest token",
+        "same prediction (likeliest token)",
         "recall at 448",
         "needle",
         "state at 448",
@@ -571,6 +571,10 @@ def test_a_run_names_its_text_and_its_teacher(linearize: Command, folder: Path, 
     assert (code, f"--recipe {run}: the run has no held-out data; set it, for example data.eval=" in err) == (2, True)
     (run / "run.json").write_text("{}")
     assert "run.json is damaged" in linearize("eval", folder, "--recipe", run)[2]
+    for other, near in ((tmp_path / "rum", f" Did you mean '{run}'?"), (folder, "")):  # told before a missing teacher
+        code, _, err = linearize("eval", folder, "--recipe", other)
+        told = f"--recipe {other}: no run and no recipe file is there.{near}"
+        assert (code, told in " ".join(err.split())) == (2, True), err
 
 
 def test_a_run_from_a_converted_model_has_the_teacher_that_its_student_names(
@@ -690,7 +694,7 @@ def test_texts_are_written_where_they_are_asked_for(
     given = ("--teacher", folder.parent / "source", "--recipe", recipe(folder), *SMALL, own, "--generate", "3")
     code, out, err = linearize("eval", folder, *given, "--json")
     assert code == 0, err
-    assert all(f"{what}: 100%, 0 s of" in err for what in ("eval", "perplexity by position", "texts of their own"))
+    assert all(f"{what}: 100%, 0 s left" in err for what in ("eval", "perplexity by position", "texts of their own"))
     told = json.loads(out)["generated"]
     assert (told["texts"], told["rows"], told["length"]) == (3, 3, LENGTH)
     keys = ("recall", "python", "repeated")

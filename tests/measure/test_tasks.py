@@ -23,6 +23,7 @@ from linearize.checkpoint.manifest import identity
 from linearize.errors import Exit, LinearizeError
 from linearize.hub.push import results_of
 from linearize.measure import tasks
+from linearize.recipe.recipe import load_recipe
 
 ROWS = [{"q": text(6, seed), "choices": text(4, 100 + seed).split()[:2], "a": seed % 2} for seed in range(12)]
 
@@ -67,8 +68,11 @@ def test_the_results_are_those_of_the_logits(
     monkeypatch.setattr(
         "lm_eval.loggers.utils.subprocess.check_output", lambda command, **_: asked.append(command) or b""
     )
-    output, source = tmp_path / "new" / "tasks.json", folder.parent / "source"
-    code, out, err = linearize("eval", folder, "--tasks", task(tmp_path), "--teacher", source, "-o", output, "--json")
+    output, source, run = tmp_path / "new" / "tasks.json", folder.parent / "source", tmp_path / "run"
+    run.mkdir()
+    settings = {"recipe": load_recipe("demo", [f"model.base={source}"]).resolved(), "folder": str(tmp_path)}
+    (run / "run.json").write_text(json.dumps(settings))  # a run names its teacher
+    code, out, err = linearize("eval", folder, "--tasks", task(tmp_path), "--recipe", run, "-o", output, "--json")
     assert code == 0, err
     assert not [command for command in asked if command[0] == "git"]  # it prints an error outside a repository
     told = json.loads(out)
@@ -231,7 +235,7 @@ def test_a_task_that_fails_while_it_runs(
 def test_what_goes_with_tasks(linearize: Command, folder: Path, tmp_path: Path) -> None:
     for options, message in (
         (("--tasks", "arc_easy", "--trials", "2"), "--trials: with --tasks"),
-        (("--tasks", "arc_easy", "--recipe", "gsa"), "--recipe: with --tasks"),
+        (("--tasks", "arc_easy", "--recipe", "gsa"), "only a run says what its teacher is. Leave it out"),
         (("--tasks", "arc_easy", "data.eval=null"), "recipe values choose a text"),
         (("--limit", "3", "--teacher", folder), "--limit: only --tasks"),
         (("--few-shot", "0", "--teacher", folder), "--few-shot: only --tasks"),

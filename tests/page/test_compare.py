@@ -52,7 +52,7 @@ def test_a_comparison_has_a_row_for_each_run(two: list[Path]) -> None:
     rows = json.loads(invoke("compare", *map(str, two), "--json"))
     assert [row["name"] for row in rows] == ["a", "b"]
     assert [row["ppl_ratio"] for row in rows] == pytest.approx([1.2, 1.1])
-    assert [row["kl"] for row in rows] == [0.07, 0.1]  # of eval, of training
+    assert [row["kl"] for row in rows] == [0.1, 0.1]  # of the evaluation that perplexity is of
     assert [row["needles"] for row in rows] == [0.25, None]
     assert rows[0]["mechanisms"] == ["gsa"]
     assert rows[0]["state_bytes"] < rows[0]["cache_bytes"]
@@ -87,18 +87,19 @@ def test_needles_that_the_teacher_does_not_find_have_a_note_below_the_table(two:
 
 def test_empty_cells_name_the_command_that_fills_them(two: list[Path]) -> None:
     """Of a run whose model is there and was not measured; the page has no paths of this machine."""
-    assert notes_below(read_rows(two)) == []
+    other = "same prediction of a is that of linearize eval, on 999 tokens of held.txt"  # training read other text
+    assert notes_below(read_rows(two)) == [other]
     (two[1] / "final").mkdir()
     settings = json.loads((two[1] / "run.json").read_text())
     settings["recipe"]["convert"] = {"mechanism": "gsa"}
     settings["recipe"]["data"]["eval"] = {"files": ["held.txt"]}
     (two[1] / "run.json").write_text(json.dumps(settings))
     told = "not measured: linearize eval {0}/final --recipe {0} -o {0}/eval.json measures same predictions and needles"
-    assert notes_below(read_rows(two)) == [told.format(two[1])]
+    assert notes_below(read_rows(two)) == [told.format(two[1]), other]
     shown = CliRunner().invoke(app, ["compare", *map(str, two)], env={"COLUMNS": "200"}).output
     assert f"note: {told.format(two[1])}" in shown
     assert f"Note: {told.format('run')}." in Page(compare_page(read_rows(two))).words
-    assert notes_below(read_rows(two[:1])) == []
+    assert notes_below(read_rows(two[:1])) == [other]
 
 
 def test_the_page_of_a_comparison_draws_every_run(two: list[Path], tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_students_and_teachers_have_rows_beside_runs(measured: dict[str, Path], 
     assert [row["ppl"] for row in rows] == [12.0, 11.0, 10.5, 9.0]
     assert [row["ppl_ratio"] for row in rows] == pytest.approx([1.2, 1.1, 1.05, 1.0])
     assert [row["needles"] for row in rows] == [0.25, 0.25, 0.25, 1.0]
-    assert [row["kl"] for row in rows] == [0.07, 0.07, 0.07, None]
+    assert [row["kl"] for row in rows] == [0.1, 0.07, 0.07, None]
     assert rows[3]["state_bytes"] == rows[0]["cache_bytes"] > rows[0]["state_bytes"] == rows[1]["state_bytes"]
     assert rows[2]["state_bytes"] is None  # where that student lies is not known
     where = tmp_path / "compare.html"
@@ -380,7 +381,7 @@ def test_evaluations_of_images_have_accuracy_first_and_a_note_where_the_images_d
     for number, file in enumerate(files):
         file.write_text(json.dumps(image_result(kind="masked", data=f"{number}.txt")))
     (note,) = notes(read_rows(files))
-    assert note == "the runs were evaluated on different text: compare x teacher, not perplexities"
+    assert note.endswith("different text, or on other amounts of it: compare x teacher, not perplexities")
 
 
 def test_the_teacher_of_a_run_on_images_has_the_accuracy_that_the_run_saw(two: list[Path]) -> None:

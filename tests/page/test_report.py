@@ -88,6 +88,25 @@ def test_tiles_keep_figures_of_the_run_and_of_eval_apart(run: Path) -> None:
     assert report_page(read_run(run)).count('class="soft caption"') == 1
 
 
+def test_tiles_name_both_dtypes_of_an_evaluation(run: Path) -> None:
+    found = json.loads((run / "eval.json").read_text())
+    (run / "eval.json").write_text(json.dumps(found | {"dtypes": {"student": "bfloat16", "teacher": "float32"}}))
+    assert "999 tokens of held.txt, student in bfloat16, teacher in float32" in Page(report_page(read_run(run))).words
+
+
+def test_what_was_asked_and_written_freely_is_on_the_page(run: Path) -> None:
+    found = json.loads((run / "eval.json").read_text())
+    free = {"texts": 3, "rows": 2, "length": 256, "student": {"recall": 0.125, "python": 0.5, "repeated": 0.25}}
+    free["teacher"] = {"recall": 0.5, "python": None, "repeated": 0.125}
+    row = {"length": 1024, "entries": 32, "student": {"accuracy": 0.25}, "teacher": {"accuracy": 0.75}}
+    (run / "eval.json").write_text(json.dumps(found | {"generated": free, "recall": [row]}))
+    words = Page(report_page(read_run(run))).words
+    assert "recall at 1,024 tokens, 32 entries25.0%75.0%" in words
+    assert "recall written freely, 2 lists of 256 tokens12.5%50.0%" in words
+    assert "written tokens that repeat (runs of 4), 3 texts25.0%12.5%" in words
+    assert "Python written" not in words
+
+
 def test_positions_are_of_eval_where_it_measured_some_and_say_so(run: Path) -> None:
     found, report = (json.loads((run / name).read_text()) for name in ("eval.json", "report.json"))
     (run / "report.json").write_text(json.dumps(report | {"positions": found["positions"]}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,21 @@ def test_the_first_server_that_is_installed_is_chosen(installed: list[str]) -> N
     installed += ["vllm"]
     assert start.choose("auto") == "vllm"
     assert start.choose("transformers") == "transformers"
+
+
+def test_an_address_that_is_taken_is_refused_before_the_model_is_read(
+    installed: list[str], started: list[list[str]], linearize: Command
+) -> None:
+    installed += ["transformers"]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for words in (["--port", str(port)], ["--", "--port", str(port)]):
+            code, _, err = linearize("serve", "absent", *words)
+            assert code == Exit.RESOURCE
+            assert f"127.0.0.1, port {port}: " in err
+            assert "already in use. Choose another with --port, or --host" in " ".join(err.split())
+    start.check_address("127.0.0.1", str(port))
+    assert started == []
 
 
 def test_a_server_that_is_absent_or_unknown_is_refused(installed: list[str]) -> None:

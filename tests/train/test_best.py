@@ -173,7 +173,7 @@ def test_what_is_left_is_of_all_stages(root: Path, tmp_path: Path, monkeypatch: 
     time = output.duration(384 / last)
     assert told[0] == (
         f"{tmp_path / 'two/run'} goes on after step 3 of attention_transfer; 128 tokens of all stages are left, about "
-        f"{time} after its last {last:,} tokens/s"
+        f"{time} at its last speed, {last:,} tokens/s"
     )
 
 

@@ -71,9 +71,8 @@ def test_sound_models_behave(zoo: Zoo, name: str, layers: str) -> None:
     assert not failing(zoo.folders(name, layers)[1])
 
 
-SHAPE = "(q.shape[0], q.shape[1])"
-LAYOUT = f"layout = call_layout(call.geometry, causal, attention_mask, {SHAPE}, seen, call.told(kwargs))\n"
-HIDDEN = LAYOUT + "    if layout.padding is not None:\n        layout = layout._replace(padding=layout.padding%s)\n"
+LAYOUT = "tokens = call_layout(call.geometry, causal, attention_mask, shape, seen, call.told(kwargs))\n"
+HIDDEN = LAYOUT + "    if tokens.padding is not None:\n        tokens = tokens._replace(padding=tokens.padding%s)\n"
 # What fails -> (file, what it says, what a broken one says).
 BROKEN = {
     "prefill and steps": (
@@ -97,7 +96,7 @@ BROKEN = {
         LAYOUT,
         HIDDEN % ".cummax(1).values",
     ),
-    "packed documents": ("seam.py", LAYOUT, LAYOUT + "    layout = layout._replace(segments=None)\n"),
+    "packed documents": ("seam.py", LAYOUT, LAYOUT + "    tokens = tokens._replace(segments=None)\n"),
     "beams": ("cache.py", "self._map(lambda part: part.index_select(0, beam_idx.to(part.device)))", "pass"),
     "generate": ("layout.py", "start = min(mask.shape[-1] - T, seen)", "start = 0"),
     "constant state": (
