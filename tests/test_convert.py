@@ -564,6 +564,12 @@ def test_a_model_that_is_nowhere(model: str, code: Exit, message: str) -> None:
     assert caught.value.code == code
 
 
+def test_a_model_beside_one_that_is_nowhere_is_named(shared: Path) -> None:
+    wrong = shared.with_name(f"{shared.name}s")
+    with pytest.raises(LinearizeError, match=rf"no Hub id \(user/repo\)\. Did you mean '{shared}'\?$"):
+        plan_conversion(str(wrong), "gsa")
+
+
 def test_a_file_is_no_model(source: Path) -> None:
     with pytest.raises(LinearizeError, match="is a file; give the folder") as caught:
         plan_conversion(str(source / "model.safetensors"), "gsa")

@@ -715,7 +715,7 @@ BAD: list[tuple[str, dict[str, Any], Exit, str]] = [
     ("reserved name", {"stages": [stage("logit_kl", name="teacher")]}, Exit.USAGE, "stages.0..name: 'teacher'"),
     ("cuda", {"runtime": {"device": "cuda"}}, Exit.RESOURCE, "torch sees no CUDA device"),
     ("fp16", {"runtime": {"device": "cpu", "precision": "fp16"}}, Exit.RESOURCE, "fp16 needs a GPU"),
-    ("data", {"data": {"train": {"files": ["tran.jsonl"]}}}, Exit.USAGE, "Did you mean 'train.jsonl'"),
+    ("data", {"data": {"train": {"files": ["tran.jsonl"]}}}, Exit.USAGE, "/train.jsonl'?"),
     ("no base", {"model": {"base": "nowhere/at/all"}}, Exit.INCOMPATIBLE, "no such folder"),
 ]  # fmt: skip
 

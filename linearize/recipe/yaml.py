@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from ..errors import Exit, LinearizeError, check_file, did_you_mean
+from ..errors import Exit, LinearizeError, check_file, did_you_mean, near_path
 from .presets import presets
 
 Keys = tuple[str | int, ...]
@@ -246,10 +246,10 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
+        near = near_path(path, "*.y*ml")
         if any(shipped.name == path.stem for shipped in presets()):
             near += f" There is a preset of that name: {path.stem}"
-        raise LinearizeError(f"no recipe file {str(path)!r}.{near}") from None
+        raise LinearizeError(f"no recipe file {str(path)!r}{near and '.'}{near}") from None
     except UnicodeDecodeError as error:
         raise LinearizeError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except IsADirectoryError:

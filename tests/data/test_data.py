@@ -423,7 +423,7 @@ def written(name: str, content: str | bytes) -> Callable[[Path], TextSource]:
     [
         (
             lambda folder: TextSource(files=(folder / "tran.jsonl",)),
-            r"no such file: .*tran.jsonl. Did you mean 'train.jsonl'\?",
+            r"no such file '(.*/)tran.jsonl'. Did you mean '\1train.jsonl'\?",
         ),
         (written("a.csv", "x"), r"a.csv: known file types are .txt, .jsonl"),
         (written("a.jsonl", '{"text": "a"}\n\n{"text": }\n'), r"a.jsonl:3:10: not JSON"),

@@ -303,7 +303,7 @@ def test_layers_that_were_linear_before_count_too() -> None:
         (("--lengths", "4000"), Exit.USAGE, "the text has"),
         (("--lengths", f"{LENGTH},99999999"), Exit.USAGE, "--lengths 99999999: the text has"),
         (("data.eval={images: .}",), Exit.USAGE, "data.eval holds images, and these models are compared on text"),
-        (("data.eval={files: hedlout.txt}",), Exit.USAGE, "Did you mean 'heldout.txt'?"),
+        (("data.eval={files: hedlout.txt}",), Exit.USAGE, "/heldout.txt'?"),
         (("--device", "tpu"), Exit.USAGE, "choose auto, cpu, cuda"),
         (("--dtype", "int8"), Exit.USAGE, "choose keep"),
     ],

@@ -485,7 +485,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     load(tmp_path, MINIMAL)
     with pytest.raises(LinearizeError) as missing:
         load_recipe(tmp_path / "q.yaml")
-    assert missing.value.message == f"no recipe file '{tmp_path}/q.yaml'. Did you mean 'r.yaml'?"
+    assert missing.value.message == f"no recipe file '{tmp_path}/q.yaml'. Did you mean '{tmp_path}/r.yaml'?"
     assert missing.value.code == Exit.USAGE
     with pytest.raises(LinearizeError, match=r"demo\.yaml'\. There is a preset of that name: demo$"):
         load_recipe(tmp_path / "recipes" / "demo.yaml")
