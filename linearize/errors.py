@@ -60,7 +60,7 @@ class LinearizeError(Exception):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest of `known`, or an empty string when nothing is near."""
-    near = _nearest(name, known)
+    near = nearest(name, known)
     return f" Did you mean {near!r}?" if near else ""
 
 
@@ -69,11 +69,12 @@ def near_path(path: Path, pattern: str = "*") -> str:
 
     The folder is that of `path`: its last name alone would be looked for somewhere else.
     """
-    near = _nearest(path.name, (other.name for other in path.parent.glob(pattern)))
+    near = nearest(path.name, (other.name for other in path.parent.glob(pattern)))
     return f" Did you mean {str(path.with_name(near))!r}?" if near else ""
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name of `known` that is most like `name`, or None when nothing is near."""
     written = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), written, n=1, cutoff=0.6)
     return written[near[0]] if near else None
