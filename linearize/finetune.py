@@ -49,7 +49,7 @@ from .page.record import FINAL, read_run
 from .page.report import PAGE, card_pictures, report_page
 from .plan.keep import is_auto
 from .plan.plan import Plan
-from .recipe.data import DatasetSource, FileSource, described, holds_images, parts_of, unit_of
+from .recipe.data import DatasetSource, FileSource, described, holds_images, local_paths, parts_of, unit_of
 from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
 from .terminal.output import counted, duration, short, size
@@ -69,7 +69,7 @@ from .train.runtime import (
     to_source,
 )
 from .train.save import meta_model, save_final, save_plain
-from .train.session import Finetuner, check_model, doubtful
+from .train.session import Finetuner, check_model, doubts
 from .train.teacher import Named, check_teacher, find_teacher, meta_teacher, teacher_line
 from .verify.reload import Level, numbers
 
@@ -97,6 +97,8 @@ def finetune(
     check_order(recipe, run, only)
     tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say)
     accelerator = tuner.accelerator
+    for note in not_held_out(recipe):
+        tuner.say(note)
     if run.resume_from is not None:
         tuner.say(what_is_left(recipe, run, read_position(run.resume_from)))
     if recipe.finish.push is not None and accelerator.is_main_process:
@@ -461,9 +463,9 @@ def dry_run(
             say(note)
         cost = estimate(rehearsal, device, max_steps)
         cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
-        for one in cost.stages:
-            if note := doubtful(rehearsal.model, recipe, one.stage, one.stage.batch.blocks * processes()):
-                say(note)
+        samples = [(one.stage, one.stage.batch.blocks * processes()) for one in cost.stages]
+        for note in (*doubts(rehearsal.model, recipe, samples), *not_held_out(recipe)):
+            say(note)
         if planned is not None:
             plan = planned[0]
             step, memory = plan.linear[0], plan.cache_bytes(32768)
@@ -509,7 +511,7 @@ def note_of_run(recipe: Recipe, resume: str, only: str | None, max_steps: int | 
         if not run.record.exists():
             return ""
         if run.finished:
-            return f"note: {run.final} is finished already, and a real run trains nothing: {START_OVER}"
+            return f"note: {run.final} is finished already, and a real run trains nothing. {START_OVER}"
         check_order(run.recipe, run, only)
         if resume == "never":
             return f"note: {run.folder} has a run already, and a real run with `--resume never` starts it over"
@@ -554,6 +556,18 @@ def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
         "eval": None if data.eval is None else described(data.eval),
         "eval_tokens": None if data.eval is None else held,
     }
+
+
+def not_held_out(recipe: Recipe) -> list[str]:
+    """Notes on what a stage is evaluated on, where it trains on all of it."""
+
+    def places(source: Any) -> set[str]:
+        names = [local_paths(part, recipe.folder) or (described(part),) for part, _ in parts_of(source)]
+        return {os.path.realpath(name) for part in names for name in part}
+
+    data = [recipe.data_for(stage) for stage in recipe.stages]
+    found = [described(one.eval) for one in data if one.eval is not None and places(one.eval) <= places(one.train)]
+    return [f"note: data.train and data.eval both read {text}: nothing is held out" for text in dict.fromkeys(found)]
 
 
 def settle(recipe: Recipe, resume: str, say: Say) -> Recipe:
