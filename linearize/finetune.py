@@ -42,6 +42,8 @@ from .estimate.gpus import Device, card, present
 from .estimate.hours import most_tokens_of
 from .estimate.measure import measure_stages
 from .estimate.memory import Rehearsal
+from .hub.download import unanswered
+from .hub.errors import shortly
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
 from .measure.positions import warning_of
@@ -457,6 +459,8 @@ def dry_run(
         check_model(rehearsal.model, recipe)
         if resume is not None:
             check_text(recipe, check_first_rows)
+            if note := out_of_reach(recipe):
+                say(note)
         named = rehearsal.named
         check_teacher(named, recipe, rehearsal.model, max_steps, processes())
         if folder is not None and (note := trained_before(folder, named.name if named else None)):
@@ -556,6 +560,24 @@ def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
         "eval": None if data.eval is None else described(data.eval),
         "eval_tokens": None if data.eval is None else held,
     }
+
+
+def out_of_reach(recipe: Recipe) -> str:
+    """A note where the Hub gives no answer about a dataset of the recipe, which a real run would then have to find in
+    its cache; else empty."""
+    from huggingface_hub import constants
+
+    sources = [source for data in map(recipe.data_for, recipe.stages) for source in (data.train, data.eval)]
+    parts = [part for source in sources for part, _ in parts_of(source) if isinstance(part, DatasetSource)]
+    paths = [path for path in dict.fromkeys(part.path for part in parts) if not Path(path).exists()]
+    away = next(filter(None, (unanswered(path, dataset=True) for path in paths)), None)
+    if away is None:
+        return ""
+    why = "offline" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached ({shortly(away)})"
+    return (
+        f"note: {why}, and a real run stops unless the cache has {' and '.join(paths)}. For text of your own: "
+        "'data.train={files: [train.txt]}' 'data.eval={files: [held-out.txt]}'"
+    )
 
 
 def not_held_out(recipe: Recipe) -> list[str]:

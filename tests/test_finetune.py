@@ -622,6 +622,25 @@ def test_a_base_that_is_rounded_is_told(root: Path, tmp_path: Path, dtype: str |
         messages.clear()
 
 
+def test_a_dry_run_asks_once_for_data_of_the_hub(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose data nobody answers for stops after it converted; an estimate may be for another machine."""
+    data = {"train": {"path": "some/set"}, "eval": {"path": "some/set", "split": "test"}}
+    stages = [stage("logit_kl"), stage("sft", data={"train": {"path": "other/set"}})]
+    recipe, messages, asked = make_recipe(tmp_path, base(root, "llama"), *stages, data=data), list[str](), list[str]()
+    answers = dict[str, Exception]()
+    monkeypatch.setattr(story, "unanswered", lambda path, dataset: asked.append(path) or answers.get(path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    story.dry_run(recipe, messages.append, resume="auto")
+    assert (asked, [line for line in messages if "stops" in line]) == (["some/set", "other/set"], [])
+    answers["some/set"] = ConnectionError("no route")
+    story.dry_run(recipe, messages.append, resume="auto")
+    (note,) = [line for line in messages if "stops" in line]
+    assert "cannot be reached (ConnectionError: no route), and a real run stops unless the cache has some/set" in note
+    assert len(asked) == 3
+    story.dry_run(recipe, messages.append)
+    assert len(asked) == 3
+
+
 def test_text_that_is_trained_on_and_evaluated_on_is_told(root: Path, tmp_path: Path) -> None:
     """By what is read, however it is written: not of a file that stands for itself."""
     steps = [stage("logit_kl", steps=1), stage("sft", steps=1)]

@@ -33,7 +33,7 @@ def hub_errors(repo: str, absent: str, offline: str, revision: str | None = None
         elif constants.HF_HUB_OFFLINE:
             message = offline
         else:
-            message = f"{constants.ENDPOINT} cannot be reached ({_shortly(chain[-1])}) for {repo!r}{absent} Check the "
+            message = f"{constants.ENDPOINT} cannot be reached ({shortly(chain[-1])}) for {repo!r}{absent} Check the "
             message += "network and its proxy (HTTPS_PROXY, HF_ENDPOINT), and run this again: what has arrived stays"
         raise LinearizeError(message, Exit.HUB) from error
 
@@ -59,7 +59,7 @@ def unreached(error: BaseException) -> bool:
     return network or isinstance(error, LocalEntryNotFoundError | ConnectionError)
 
 
-def _shortly(error: BaseException) -> str:
+def shortly(error: BaseException) -> str:
     """The kind of an error, and what it says of itself if anything."""
     name, text = type(error).__name__, reason_of(error)
     return name if text == name else f"{name}: {text}"
