@@ -692,6 +692,7 @@ def test_a_dry_run_says_what_a_converted_base_is_and_in_which_dtypes(root: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:teacher")  # the note says it, and better
 def test_a_teacher_that_was_trained_is_told(root: Path, tmp_path: Path) -> None:
     messages: list[str] = []
     for parts in (["new"], ["new", "lora"], ["new", "lora", "mixer"]):
