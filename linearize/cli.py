@@ -10,6 +10,7 @@ import platform
 import shlex
 import sys
 import traceback
+from inspect import getdoc
 from typing import Annotated
 
 import typer
@@ -38,7 +39,7 @@ from .commands import (
     verify,
 )
 from .errors import Exit, LinearizeError, resource_error
-from .terminal.output import say, say_error, tame_others
+from .terminal.output import say, say_error, tame_others, unwrapped
 from .terminal.signals import interruptible
 
 app = typer.Typer(
@@ -134,3 +135,8 @@ app.command()(upgrade.upgrade)
 app.command()(doctor.doctor)
 app.command()(demo.demo)
 app.add_typer(bench.bench, name="bench")
+
+# Typer keeps the line ends of every paragraph but the first.
+for group in (app, recipes.recipes, bench.bench):
+    for command in group.registered_commands:
+        command.help = unwrapped(getdoc(command.callback) or "")

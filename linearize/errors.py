@@ -60,15 +60,30 @@ class LinearizeError(Exception):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest of `known`, or an empty string when nothing is near."""
+    near = nearest(name, known)
+    return f" Did you mean {near!r}?" if near else ""
+
+
+def near_path(path: Path, pattern: str = "*") -> str:
+    """` Did you mean 'folder/x'?` for the nearest name beside `path` of those that match, or an empty string.
+
+    The folder is that of `path`: its last name alone would be looked for somewhere else.
+    """
+    near = nearest(path.name, (other.name for other in path.parent.glob(pattern)))
+    return f" Did you mean {str(path.with_name(near))!r}?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name of `known` that is most like `name`, or None when nothing is near."""
     written = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), written, n=1, cutoff=0.6)
-    return f" Did you mean {written[near[0]]!r}?" if near else ""
+    return written[near[0]] if near else None
 
 
-def absent(path: Path, what: str = "no such file:") -> LinearizeError:
-    """What to say of a file or folder that is not there (exit 2), with the nearest name beside it."""
-    siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    return LinearizeError(f"{what} {path}.{did_you_mean(path.name, siblings)}")
+def absent(path: Path, what: str = "no such file", then: str = "") -> LinearizeError:
+    """What to say of a file or folder that is not there (exit 2), with the nearest one beside it."""
+    rest = f"{near_path(path)} {then}".rstrip()
+    return LinearizeError(f"{what} {str(path)!r}" + (f".{rest}" if rest else ""))
 
 
 def check_file(path: Path, code: Exit = Exit.USAGE) -> None:

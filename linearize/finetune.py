@@ -42,6 +42,8 @@ from .estimate.gpus import Device, card, present
 from .estimate.hours import most_tokens_of
 from .estimate.measure import measure_stages
 from .estimate.memory import Rehearsal
+from .hub.download import unanswered
+from .hub.errors import shortly
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
 from .measure.positions import warning_of
@@ -49,7 +51,7 @@ from .page.record import FINAL, read_run
 from .page.report import PAGE, card_pictures, report_page
 from .plan.keep import is_auto
 from .plan.plan import Plan
-from .recipe.data import DatasetSource, FileSource, described, holds_images, parts_of, unit_of
+from .recipe.data import DatasetSource, FileSource, described, holds_images, local_paths, parts_of, unit_of
 from .recipe.models import Convert, Scratch
 from .recipe.recipe import Recipe
 from .terminal.output import counted, duration, short, size
@@ -69,7 +71,7 @@ from .train.runtime import (
     to_source,
 )
 from .train.save import meta_model, save_final, save_plain
-from .train.session import Finetuner, check_model, doubtful
+from .train.session import Finetuner, check_model, doubts
 from .train.teacher import Named, check_teacher, find_teacher, meta_teacher, teacher_line
 from .verify.reload import Level, numbers
 
@@ -97,6 +99,8 @@ def finetune(
     check_order(recipe, run, only)
     tuner = Finetuner(recipe, run, make_accelerator(recipe, run.folder), say)
     accelerator = tuner.accelerator
+    for note in not_held_out(recipe):
+        tuner.say(note)
     if run.resume_from is not None:
         tuner.say(what_is_left(recipe, run, read_position(run.resume_from)))
     if recipe.finish.push is not None and accelerator.is_main_process:
@@ -457,15 +461,17 @@ def dry_run(
         check_model(rehearsal.model, recipe)
         if resume is not None:
             check_text(recipe, check_first_rows)
+            if note := out_of_reach(recipe):
+                say(note)
         named = rehearsal.named
         check_teacher(named, recipe, rehearsal.model, max_steps, processes())
         if folder is not None and (note := trained_before(folder, named.name if named else None)):
             say(note)
         cost = estimate(rehearsal, device, max_steps)
         cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
-        for one in cost.stages:
-            if note := doubtful(rehearsal.model, recipe, one.stage, one.stage.batch.blocks * processes()):
-                say(note)
+        samples = [(one.stage, one.stage.batch.blocks * processes()) for one in cost.stages]
+        for note in (*doubts(rehearsal.model, recipe, samples), *not_held_out(recipe)):
+            say(note)
         if planned is not None:
             plan = planned[0]
             step, memory = plan.linear[0], plan.cache_bytes(32768)
@@ -511,7 +517,7 @@ def note_of_run(recipe: Recipe, resume: str, only: str | None, max_steps: int | 
         if not run.record.exists():
             return ""
         if run.finished:
-            return f"note: {run.final} is finished already, and a real run trains nothing: {START_OVER}"
+            return f"note: {run.final} is finished already, and a real run trains nothing. {START_OVER}"
         check_order(run.recipe, run, only)
         if resume == "never":
             return f"note: {run.folder} has a run already, and a real run with `--resume never` starts it over"
@@ -556,6 +562,36 @@ def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
         "eval": None if data.eval is None else described(data.eval),
         "eval_tokens": None if data.eval is None else held,
     }
+
+
+def out_of_reach(recipe: Recipe) -> str:
+    """A note where the Hub gives no answer about a dataset of the recipe, which a real run would then have to find in
+    its cache; else empty."""
+    from huggingface_hub import constants
+
+    sources = [source for data in map(recipe.data_for, recipe.stages) for source in (data.train, data.eval)]
+    parts = [part for source in sources for part, _ in parts_of(source) if isinstance(part, DatasetSource)]
+    paths = [path for path in dict.fromkeys(part.path for part in parts) if not Path(path).exists()]
+    away = next(filter(None, (unanswered(path, dataset=True) for path in paths)), None)
+    if away is None:
+        return ""
+    why = "offline" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached ({shortly(away)})"
+    return (
+        f"note: {why}, and a real run stops unless the cache has {' and '.join(paths)}. For text of your own: "
+        "'data.train={files: [train.txt]}' 'data.eval={files: [held-out.txt]}'"
+    )
+
+
+def not_held_out(recipe: Recipe) -> list[str]:
+    """Notes on what a stage is evaluated on, where it trains on all of it."""
+
+    def places(source: Any) -> set[str]:
+        names = [local_paths(part, recipe.folder) or (described(part),) for part, _ in parts_of(source)]
+        return {os.path.realpath(name) for part in names for name in part}
+
+    data = [recipe.data_for(stage) for stage in recipe.stages]
+    found = [described(one.eval) for one in data if one.eval is not None and places(one.eval) <= places(one.train)]
+    return [f"note: data.train and data.eval both read {text}: nothing is held out" for text in dict.fromkeys(found)]
 
 
 def settle(recipe: Recipe, resume: str, say: Say) -> Recipe:

@@ -564,6 +564,30 @@ def test_a_model_that_is_nowhere(model: str, code: Exit, message: str) -> None:
     assert caught.value.code == code
 
 
+def test_a_model_beside_one_that_is_nowhere_is_named(shared: Path) -> None:
+    wrong = shared.with_name(f"{shared.name}s")
+    with pytest.raises(LinearizeError, match=rf"no Hub id \(user/repo\)\. Did you mean '{shared}'\?$"):
+        plan_conversion(str(wrong), "gsa")
+
+
+def test_a_dry_run_tells_where_a_real_run_writes(shared: Path, tmp_path: Path, linearize: Command) -> None:
+    """And that it is refused, as a real run is."""
+    for name, more, told in (
+        ("new", (), ""),
+        ("old", (), "has 1 file already"),
+        ("old", ("--overwrite",), "not write"),
+    ):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / "old" / "mine.txt").touch()
+        ask = ("convert", shared, "--to", "gsa", "-o", tmp_path / name, *more)
+        code, _, err = linearize(*ask, "--dry-run")
+        assert (code, f"a real run writes {tmp_path / name}" in " ".join(err.split())) == (0, True), err
+        assert ("note: a real run is refused: " in err and told in err) == bool(told), err
+        if told:
+            code, _, again = linearize(*ask)
+            assert (code, told in again) == (Exit.USAGE, True)
+
+
 def test_a_file_is_no_model(source: Path) -> None:
     with pytest.raises(LinearizeError, match="is a file; give the folder") as caught:
         plan_conversion(str(source / "model.safetensors"), "gsa")

@@ -397,6 +397,7 @@ def test_every_command_and_option_has_its_row() -> None:
     for words, command in generator().commands():
         assert f"\n## {words}\n" in page
         part = page.split(f"\n## {words}\n")[1].split("\n## ")[0]
+        assert "\n" not in (command.help or "").replace("\n\n", ""), words  # `--help` would break lines there
         for one in command.params:
             if not getattr(one, "hidden", False):
                 assert (one.name.upper() if one.param_type_name == "argument" else one.opts[0]) in part, (words, one)

@@ -573,22 +573,24 @@ def test_dry_run_names_the_data(
     )
     assert (code, "note: data.eval is a dataset still." in err) == (0, True), err
     long = {**held, "pack": {"seq_len": 4096}}
-    other = write_recipe(tmp_path / "long", base(root, "llama"), stage("sft", "all", tokens="40M"), data=long)
+    twice = [stage("sft", "all", name=name, tokens="40M") for name in ("a", "b")]
+    other = write_recipe(tmp_path / "long", base(root, "llama"), *twice, data=long)
     code, out, err = linearize("finetune", other, "--dry-run", "--json")
     passes = math.ceil(json.loads(out)["stages"][0]["data"]["tokens"] / (other.parent / "train.jsonl").stat().st_size)
-    assert f"read {passes} times or more, for there are fewer" in " ".join(err.split())
-    assert "note: rows of sft have 4,096 tokens, and" in err
+    assert f"step: 40M tokens in whole steps, {passes} passes or more" in " ".join(err.split())
+    assert "note: a, b: rows have 4,096 tokens, and" in err
     assert second["train"] == "75% train.jsonl, short.txt + 25% Python's standard library without the held-out part"
     for arguments in (("finetune", recipe, "--dry-run"), ("estimate", recipe)):
         code, _, err = linearize(*arguments)
         words = " ".join(err.split())
         assert code == 0
-        assert (
-            "attention_transfer trains on train.jsonl: 256 tokens in whole steps, in blocks of 32, 64 tokens a step"
-            in words
-        )
-        assert "sft trains on 75% train.jsonl" in words
-        assert "evaluated on heldout.txt, at most 65.5k tokens" in words
+        both = [
+            "trains on train.jsonl in blocks of 32, 64 tokens a step: attention_transfer 256 tokens in whole steps",
+            "trains on 75% train.jsonl",
+            "evaluated on heldout.txt, at most 65.5k tokens",
+        ]
+        places = [words.index(line) for line in both]
+        assert places == sorted(places)
         assert words.count("heldout.txt") == 1  # both stages have it
 
 
@@ -618,6 +620,38 @@ def test_a_base_that_is_rounded_is_told(root: Path, tmp_path: Path, dtype: str |
         act()
         assert [line for line in messages if "weights are stored as" in line] == wanted * (dtype == "bfloat16")
         messages.clear()
+
+
+def test_a_dry_run_asks_once_for_data_of_the_hub(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose data nobody answers for stops after it converted; an estimate may be for another machine."""
+    data = {"train": {"path": "some/set"}, "eval": {"path": "some/set", "split": "test"}}
+    stages = [stage("logit_kl"), stage("sft", data={"train": {"path": "other/set"}})]
+    recipe, messages, asked = make_recipe(tmp_path, base(root, "llama"), *stages, data=data), list[str](), list[str]()
+    answers = dict[str, Exception]()
+    monkeypatch.setattr(story, "unanswered", lambda path, dataset: asked.append(path) or answers.get(path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    story.dry_run(recipe, messages.append, resume="auto")
+    assert (asked, [line for line in messages if "stops" in line]) == (["some/set", "other/set"], [])
+    answers["some/set"] = ConnectionError("no route")
+    story.dry_run(recipe, messages.append, resume="auto")
+    (note,) = [line for line in messages if "stops" in line]
+    assert "cannot be reached (ConnectionError: no route), and a real run stops unless the cache has some/set" in note
+    assert len(asked) == 3
+    story.dry_run(recipe, messages.append)
+    assert len(asked) == 3
+
+
+def test_text_that_is_trained_on_and_evaluated_on_is_told(root: Path, tmp_path: Path) -> None:
+    """By what is read, however it is written: not of a file that stands for itself."""
+    steps = [stage("logit_kl", steps=1), stage("sft", steps=1)]
+    for train_on, told in (("../here/heldout.txt", True), ("train.jsonl", False)):
+        parts = {"mix": [{"source": {"files": [name]}} for name in (train_on, "short.txt")]}
+        data = {"train": parts, "eval": {"files": ["heldout.txt"]}}
+        recipe, messages = make_recipe(tmp_path / "here", base(root, "llama"), *steps, data=data), list[str]()
+        story.dry_run(recipe, messages.append)
+        story.finetune(recipe, say=messages.append, resume="never", only="logit_kl")
+        note = "note: data.train and data.eval both read heldout.txt: nothing is held out"
+        assert [line for line in messages if "held out" in line] == [note] * 2 * told
 
 
 def test_dry_run_of_a_converted_base(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -658,6 +692,7 @@ def test_a_dry_run_says_what_a_converted_base_is_and_in_which_dtypes(root: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:teacher")  # the note says it, and better
 def test_a_teacher_that_was_trained_is_told(root: Path, tmp_path: Path) -> None:
     messages: list[str] = []
     for parts in (["new"], ["new", "lora"], ["new", "lora", "mixer"]):
@@ -715,7 +750,7 @@ BAD: list[tuple[str, dict[str, Any], Exit, str]] = [
     ("reserved name", {"stages": [stage("logit_kl", name="teacher")]}, Exit.USAGE, "stages.0..name: 'teacher'"),
     ("cuda", {"runtime": {"device": "cuda"}}, Exit.RESOURCE, "torch sees no CUDA device"),
     ("fp16", {"runtime": {"device": "cpu", "precision": "fp16"}}, Exit.RESOURCE, "fp16 needs a GPU"),
-    ("data", {"data": {"train": {"files": ["tran.jsonl"]}}}, Exit.USAGE, "Did you mean 'train.jsonl'"),
+    ("data", {"data": {"train": {"files": ["tran.jsonl"]}}}, Exit.USAGE, "/train.jsonl'?"),
     ("no base", {"model": {"base": "nowhere/at/all"}}, Exit.INCOMPATIBLE, "no such folder"),
 ]  # fmt: skip
 

@@ -204,9 +204,9 @@ def test_a_model_without_a_head_learns_its_teachers_features(place: Path) -> Non
         ("vit", KL, {"train": {"files": ["a.txt"]}}, r"^data.train holds text, .* learns from images: give images: F"),
         ("vit", KL | {"data": {"eval": {"demo": "heldout"}}}, None, r"^stages\[0\].data.eval holds text"),
         ("llama", KL, {"train": {"images": "photos"}}, "holds images, .*LlamaForCausalLM learns from text: give files"),
-        ("vit", KL, {"train": {"arrays": "trian.npz"}}, "no such file: .*Did you mean 'train.npz'"),
-        ("vit", KL, {"train": {"images": "photo"}}, "no folder .*Did you mean 'photos'"),
-        ("llama", KL, {"train": {"files": "b.txt"}}, "no such file: .*Did you mean 'a.txt'"),
+        ("vit", KL, {"train": {"arrays": "trian.npz"}}, "no such file .*Did you mean '.*/train.npz'"),
+        ("vit", KL, {"train": {"images": "photo"}}, "no such folder .*Did you mean '.*/photos'"),
+        ("llama", KL, {"train": {"files": "b.txt"}}, "no such file .*Did you mean '.*/a.txt'"),
         ("llama", KL, {"train": {"files": "a.txt"}}, "no tokenizer can be loaded"),
         ("clip", TRANSFER, None, "LinearizedCLIPModel takes input_ids and pixel_values together"),
         ("clip", TRANSFER, {"train": {"files": "a.txt"}}, "LinearizedCLIPModel takes input_ids and pixel_values tog"),
@@ -287,8 +287,8 @@ def test_a_step_of_few_images_is_noted(place: Path, batch: dict[str, int], words
     messages = list[str]()
     recipe = recipe_of(place, "vit", [TRANSFER | {"batch": batch}, KL | {"batch": {"per_device": 16}}])
     finetune(recipe, max_steps=1, say=messages.append)
-    (note,) = [line for line in messages if line.startswith("note: a step of")]
-    assert note.startswith(f"note: a step of attention_transfer sees {words}")
+    (note,) = [line for line in messages if "a step sees" in line]
+    assert note.startswith(f"note: attention_transfer: a step sees {words}")
     assert "batch.per_device: 64" in note
     planned = list[str]()
     dry_run(recipe, planned.append)

@@ -19,7 +19,7 @@ from ..plan.plan import DIFFUSERS, Plan, Step
 from ..terminal.progress import Advance
 from .atomic import MANIFEST
 from .shards import file_hashes, file_size, in_parallel, known_sha256
-from .source import read_json
+from .source import no_model, read_json
 
 CARD = "README.md"
 FORMAT = 1  # of the manifest; counts what an earlier version cannot read
@@ -54,8 +54,12 @@ def read_plan(folder: Path) -> Plan:
                 "folder as it is",
                 Exit.INCOMPATIBLE,
             ) from error
+        gone = isinstance(error, FileNotFoundError)
+        if gone and not any((folder / name).exists() for name in ("config.json", "model_index.json")):
+            raise no_model(folder) from error
+        reason = f"it has no {MANIFEST}" if gone else f"{type(error).__name__}: {error}"
         raise LinearizeError(
-            f"{folder} is no folder written by linearize convert ({type(error).__name__}: {error}). "
+            f"{folder} is no folder written by linearize convert ({reason}). "
             "Convert first, or add a convert section to the recipe",
             Exit.INCOMPATIBLE,
         ) from error

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo import DEMO, model_folder
-from ..errors import Exit, LinearizeError, check_file
+from ..errors import Exit, LinearizeError, absent, check_file
 from ..hub.download import download
 from .atomic import MANIFEST
 
@@ -149,9 +149,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[int, int] | None]:
     if "_class_name" in config or (folder / "model_index.json").exists():
         raise LinearizeError(f"{folder} {OF_DIFFUSERS}", Exit.INCOMPATIBLE)
     if not path.exists():
-        inside = f". The model of this run is {folder / 'final'}" if (folder / "final" / "config.json").exists() else ""
-        message = f"{folder} has no config.json: not a Transformers model folder{inside}"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise no_model(folder)
     if not isinstance(config.get("model_type"), str):
         raise LinearizeError(f"{path}: model_type is {config.get('model_type')!r}, not a name", Exit.INCOMPATIBLE)
     quantization, block = config.get("quantization_config"), None
@@ -168,6 +166,17 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[int, int] | None]:
                 Exit.INCOMPATIBLE,
             )
     return config, block
+
+
+def no_model(folder: Path) -> LinearizeError:
+    """What to say (exit 3) of a folder without a config.json, or that is not there: where the model may be."""
+    if folder.exists():
+        inside = folder / "final"
+        of_run = f". The model of this run is {inside}" if (inside / "config.json").exists() else ""
+        message = f"{folder} has no config.json: not a Transformers model folder{of_run}"
+    else:
+        message = absent(folder, "no such folder").message
+    return LinearizeError(message, Exit.INCOMPATIBLE)
 
 
 def fp8_block(quantization: Any) -> tuple[int, int] | None:

@@ -57,7 +57,7 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
     cannot write anew.
     """
     if not folder.is_dir():
-        raise absent(folder, "no such folder:")
+        raise absent(folder, "no such folder")
     check_folder(folder)
     if holds_diffusers(str(folder)):
         message = f"{folder} is a model of diffusers, which upgrade does not rewrite. Convert its source again"

@@ -51,7 +51,7 @@ def bench_kernels(
 
     for output in (save, picture):  # it takes an hour to get there
         if output is not None and not output.absolute().parent.is_dir():
-            raise absent(output.absolute().parent, "no such folder:")
+            raise absent(output.absolute().parent, "no such folder")
     if save is not None:
         check_result(save, '{"machine": ', "bench kernels")
     if picture is not None:
@@ -159,7 +159,7 @@ def bench_paper(
 
     if save is not None:
         if not save.absolute().parent.is_dir():
-            raise absent(save.absolute().parent, "no such folder:")
+            raise absent(save.absolute().parent, "no such folder")
         check_result(save, '{"paper": ', "bench paper")
     result = measure(paper, claims, seconds=seconds, tiny=tiny, tell=tell)
     if as_json:

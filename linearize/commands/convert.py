@@ -158,8 +158,8 @@ def convert(
     if left:
         say(of_transformers.UNREAD.format(", ".join(left)))
     result: dict[str, Any] = {"plan": plan.to_json(), "not_carried": left}
+    target = output or Path(name_of(plan))
     if not dry_run:
-        target = output or Path(name_of(plan))
         how = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
         checked = story.convert(*planned, target, **how, say=say)
         new = ", whose new parameters are untrained" if plan.new_parameters and not plan.again else ""
@@ -167,6 +167,12 @@ def convert(
         result |= {"output": str(target), "verified": checked}
         if push is not None:
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)
+    else:
+        say(f"dry run: a real run writes {target}")
+        try:
+            of_transformers.check_paths(planned[1], target, overwrite)
+        except LinearizeError as error:
+            say(f"note: a real run is refused: {error.message}")
     if as_json:
         print_json(result)
 

@@ -69,6 +69,7 @@ def validate(
     from ..recipe.recipe import later_base, load_recipe
 
     mistakes: dict[str, list[str]] = {}
+    left: dict[str, str] = {}
     for file in files:
         try:
             later = later_base(file, settings or [])
@@ -76,7 +77,9 @@ def validate(
             load(file, [*(settings or []), *later])
             mistakes[file] = []
             if later:
-                say(f"{file}: names no model. Give it on the command line: linearize finetune {file} model.base=DIR")
+                left[file] = (
+                    f", apart from model.base. Give it on the command line: linearize finetune {file} {later[0]}"
+                )
         except LinearizeError as error:
             mistakes[file] = error.message.splitlines()
     if as_json:
@@ -85,7 +88,7 @@ def validate(
         if lines:
             say_error("", "\n".join(lines))
         else:
-            say(f"{file}: fine")
+            say(f"{file}: fine{left.get(file, '')}")
     if any(mistakes.values()):
         raise typer.Exit(int(Exit.USAGE))
 

@@ -291,7 +291,8 @@ def check_there(source: Any, start: Path) -> None:
     for part, _ in parts_of(source):
         for number, path in enumerate(local_paths(part, start)):
             if not path.exists():
-                raise absent(path, "no folder" if isinstance(part, ImageSource) and number == 0 else "no such file:")
+                kind = "folder" if isinstance(part, ImageSource) and number == 0 else "file"
+                raise absent(path, f"no such {kind}")
             check_file(path)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..demo import TEXTS
-from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, reason_of
+from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, nearest, reason_of
 from ..hub.download import unanswered
 
 if TYPE_CHECKING:
@@ -202,10 +202,12 @@ def _text(where: str, fields: Mapping[str, Any], text_key: str, sft: bool) -> st
     if chat and (sft or text_key not in given):
         return None
     if text_key not in given:
+        strings = [name for name in given if isinstance(fields[name], str)]
+        likely = nearest(text_key, strings) or (strings[0] if len(strings) == 1 else "KEY")
         raise LinearizeError(
             f"{where}: no {text_key!r} (nor `messages`, nor `prompt` and `completion`)."
             f"{did_you_mean(text_key, given)} Found: {', '.join(sorted(given)) or 'nothing'}. "
-            "Name the key of the text with text_key"
+            f"Set data.pack.text_key={likely} (for data.train and data.eval alike)"
         )
     return _string(where, fields, text_key)
 

@@ -269,7 +269,7 @@ def find_images(source: ImageSource | ArraySource | DatasetSource, start: Path) 
 def image_files(folder: Path) -> list[Path]:
     """The images in a folder and in its folders, in order of their names."""
     if not folder.is_dir():
-        raise absent(folder, "no folder")
+        raise absent(folder, "no such folder")
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError, check_file
+from ..errors import Exit, LinearizeError, absent, check_file
 from ..plan.plan import some
 from .recipe import Latents
 
@@ -74,7 +74,7 @@ def _wrong(message: str) -> LinearizeError:
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     if not folder.is_dir():
-        raise LinearizeError(f"no such folder: {folder}")
+        raise absent(folder, "no such folder")
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     if not found:
         raise _wrong(f"{folder} holds no {', '.join(suffixes)} file")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import Exit, LinearizeError
+from ..errors import Exit, LinearizeError, near_path
 from .errors import hub_errors, unreached
 
 
@@ -23,9 +23,10 @@ def download(
     """
     from huggingface_hub.errors import HFValidationError
 
-    offline = f"no such folder {model!r}, and offline no such model is cached. Fetch it once: hf download {model}"
+    near = near_path(Path(model).expanduser(), "*/")
+    offline = f"no such folder {model!r}, and offline no such model is cached.{near} Fetch it once: hf download {model}"
     try:
-        with hub_errors(model, " and there is no such folder", offline, revision):
+        with hub_errors(model, f" and there is no such folder.{near}", offline, revision):
             # A * also stands for a slash: code in folders would run when transformers loads a loop of generation.
             patterns = [*names, "README.md"]
             away = unanswered(model, revision)
@@ -36,7 +37,8 @@ def download(
                 if all((folder / file).exists() for file in files):
                     break
     except HFValidationError as error:
-        raise LinearizeError(f"no such folder {model!r}, and it is no Hub id (user/repo)", Exit.INCOMPATIBLE) from error
+        message = f"no such folder {model!r}, and it is no Hub id (user/repo){near and '.'}{near}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
     return folder, folder.name
 
 

@@ -14,7 +14,7 @@ def hub_errors(repo: str, absent: str, offline: str, revision: str | None = None
     """Within: what the Hub or the network refuses becomes a LinearizeError (exit 5); anything else goes on as it is.
     So does silence.
 
-    `absent` is what to say when there is no such repository, `offline` when the Hub may not be asked.
+    `absent` ends the sentence that there is no such repository, `offline` is what to say when the Hub may not be asked.
     """
     from huggingface_hub import constants, errors
 
@@ -33,7 +33,7 @@ def hub_errors(repo: str, absent: str, offline: str, revision: str | None = None
         elif constants.HF_HUB_OFFLINE:
             message = offline
         else:
-            message = f"{constants.ENDPOINT} cannot be reached ({_shortly(chain[-1])}) for {repo!r}{absent}. Check the "
+            message = f"{constants.ENDPOINT} cannot be reached ({shortly(chain[-1])}) for {repo!r}{absent} Check the "
             message += "network and its proxy (HTTPS_PROXY, HF_ENDPOINT), and run this again: what has arrived stays"
         raise LinearizeError(message, Exit.HUB) from error
 
@@ -59,7 +59,7 @@ def unreached(error: BaseException) -> bool:
     return network or isinstance(error, LocalEntryNotFoundError | ConnectionError)
 
 
-def _shortly(error: BaseException) -> str:
+def shortly(error: BaseException) -> str:
     """The kind of an error, and what it says of itself if anything."""
     name, text = type(error).__name__, reason_of(error)
     return name if text == name else f"{name}: {text}"
@@ -77,7 +77,7 @@ def _answer(error: Any, repo: str, absent: str, revision: str | None) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repo} has no revision {revision!r} on {where}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"no repo {repo!r} on {where}{absent}. If it is private: {login}"
+        return f"no repo {repo!r} on {where}{absent} If it is private: {login}"
     status = error.response.status_code
     if status == 412:
         return f"{repo} was changed while this was uploaded (412). Look what is there now, and push again"

@@ -128,9 +128,11 @@ def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, 
     `path` is the file; without one it is tasks.json of the run whose model `folder` is. Raises LinearizeError (exit 2)
     for a file that was named and cannot be used.
     """
-    from ..checkpoint.manifest import identity
+    from ..checkpoint.manifest import identity, is_linearized
     from ..measure.tasks import RESULTS, read_tasks
 
+    if not is_linearized(folder):  # `plan_push` says what it is
+        return None, ""
     run = folder.resolve().parent
     named = path or run / RESULTS
     if path is None and not ((run / "run.json").is_file() and named.is_file()):
@@ -216,7 +218,7 @@ def check_access(repo: str) -> None:
 
 def _pushing(repo: str) -> contextlib.AbstractContextManager[None]:
     offline = f"offline: nothing can be pushed to {repo}. Leave out --offline, and unset HF_HUB_OFFLINE"
-    return hub_errors(repo, "", offline)
+    return hub_errors(repo, ".", offline)
 
 
 def push(upload: Upload, say: Say = print) -> dict[str, Any]:

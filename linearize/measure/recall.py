@@ -82,13 +82,15 @@ class Writer:
     def recall(self, length: int) -> Row:
         """As many entries as fit into `length` tokens with the questions after them; keys differ, values may not."""
         ids, turn = self.start + self.tokens("first = [\n"), self.tokens("]\nagain = [\n")
-        keys = self.names(min(_MADE_UP, length // 6))
+        keys = self.names(min(_MADE_UP, max(length // 6, QUERIES)))
         entries = [self.entry(key, self.random.choice(keys)) for key in keys]
         sizes = [sum(map(len, entry)) for entry in entries]
-        room = length - len(ids) - len(turn) - QUERIES * max(sizes, default=0)
+        around, largest = len(ids) + len(turn), max(sizes)
+        room = length - around - QUERIES * largest
         kept = entries[: sum(total <= room for total in itertools.accumulate(sizes))]
         if len(kept) < QUERIES:
-            raise LinearizeError(f"--lengths {length}: {QUERIES} entries and as many questions do not fit; give more")
+            message = f"--lengths {length}: too short for {QUERIES} pairs and {QUERIES} questions: from about "
+            raise LinearizeError(f"{message}{around + 2 * QUERIES * largest} tokens")
         ids += [token for entry in kept for part in entry for token in part] + turn
         return Row(ids, [self.ask(ids, entry) for entry in self.random.sample(kept, QUERIES)], len(kept))
 
@@ -99,7 +101,8 @@ class Writer:
         needle = [*self.tokens("\n"), *(token for part in entry for token in part)]
         room = length - len(self.start) - 2 * len(needle)
         if room < 1:
-            raise LinearizeError(f"--lengths {length}: no text fits beside an entry; give more")
+            least = length - room + 1
+            raise LinearizeError(f"--lengths {length}: too short for text and an entry: from {least} tokens")
         if len(text) < room:
             raise LinearizeError(f"--lengths {length}: the text has {len(text)} tokens; raise eval.max_tokens")
         first = self.random.randrange(len(text) - room + 1)

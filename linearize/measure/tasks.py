@@ -122,8 +122,7 @@ def matching(name: str, manager: Any) -> list[str]:
     if name.endswith(".yaml"):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
-            error = absent(path, f"--tasks {name}: no such file:")
-            raise LinearizeError(f"{error.message} {OWN_TASK}", error.code)
+            raise absent(Path(name).expanduser(), f"--tasks {name}: no such file", OWN_TASK)
         return [str(path)]
     found = manager.match_tasks([name])
     if not found:
@@ -140,7 +139,7 @@ def task_errors(text: str) -> Iterator[None]:
     """Within: what the harness and its tasks raise becomes a LinearizeError that names the tasks."""
     offline = f"offline: the data of {text} are not in the cache. Leave out --offline, and unset HF_HUB_OFFLINE"
     try:
-        with hub_errors(text, "", offline):
+        with hub_errors(text, ".", offline):
             yield
     except LinearizeError as error:
         raise LinearizeError(f"{error.message}. {OWN_TASK}", error.code) from error
@@ -148,8 +147,8 @@ def task_errors(text: str) -> Iterator[None]:
         own = [name.strip() for name in text.split(",") if name.strip().endswith(".yaml")]
         gone = re.search("Unable to find '(/[^']+)'", str(error))  # and of a file
         if own and gone:
-            found = absent(Path(gone[1]), f"--tasks {', '.join(own)}: no such data file:")
-            raise LinearizeError(f"{found.message} {DATA_FILES.format(Path.cwd())}") from error
+            what = f"--tasks {', '.join(own)}: no such data file"
+            raise absent(Path(gone[1]), what, DATA_FILES.format(Path.cwd())) from error
         message = f"--tasks {text}: cannot read the data: {reason_of(error)}. {OWN_TASK}"
         raise LinearizeError(message, Exit.HUB) from error
     except Exception as error:  # tasks are data and code of many people

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..checkpoint.manifest import read_plan
-from ..errors import MALFORMED, LinearizeError, absent, check_file, did_you_mean, json_object, undamaged
+from ..errors import MALFORMED, LinearizeError, absent, check_file, json_object, undamaged
 from ..plan.plan import Plan
 from ..recipe.data import unit_of
 from ..recipe.recipe import Recipe, portable
@@ -273,16 +273,15 @@ def whole(run: Path) -> contextlib.AbstractContextManager[None]:
 def no_run(folder: Path) -> LinearizeError:
     """What to say of a folder that is no run: where it may be instead."""
     if not folder.exists():
-        return absent(folder)
+        file = folder.suffix == ".json"
+        return absent(folder) if file else absent(folder, "no such run", "linearize runs lists runs")
     for parent in folder.resolve().parents[:1]:
         if (parent / RUN).exists():
             return LinearizeError(f"{folder} is a part of a run; give the run itself: {parent}")
-    known = [path.name for path in find_runs(folder)]
-    near = did_you_mean(folder.name, known)
+    known = [str(path) for path in find_runs(folder)]
     listed = f" It holds the runs {', '.join(known[:5])}." if known else ""
-    return LinearizeError(
-        f"{folder} is no run of linearize finetune: it has no {RUN}.{near}{listed} linearize runs lists runs"
-    )
+    what = f"{folder} is no run of linearize finetune: it has no {RUN}"
+    return LinearizeError(f"{what}.{listed} linearize runs lists runs")
 
 
 def find_runs(folder: Path) -> list[Path]:

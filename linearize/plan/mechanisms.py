@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checkpoint.flatten import flat_files, flat_name, kernel_files, kernels_folder
 from ..errors import LinearizeError, did_you_mean
+from ..terminal.output import unwrapped
 
 MIXER_CLASS = re.compile(r"^class (\w+)\((?:\w+, )*Mixer\):", re.MULTILINE)
 
@@ -254,7 +255,7 @@ def describe(name: str) -> dict[str, Any]:
         built = build_mixer(name, site, resolve_options(name, {}))
     return {
         **summary(name),
-        "about": inspect.getdoc(mixer),
+        "about": unwrapped(inspect.getdoc(mixer) or ""),
         "options": list(_options(mixer)),
         "state_formula": mixer.state_formula,
         "example": {

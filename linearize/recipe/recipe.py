@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from pydantic import ValidationError
 
 from ..errors import LinearizeError, did_you_mean, redact
@@ -26,13 +28,14 @@ from .models import (
     RANDOM,
     SFT,
     AttentionTransfer,
+    Convert,
     FeatureCosine,
     LogitKL,
     OnPolicyKL,
     Recipe,
     Stage,
 )
-from .presets import recipe_path, recipes_folder
+from .presets import presets, recipe_path, recipes_folder
 from .types import ParentError, Strict
 from .yaml import Document, Keys, dotted, shown
 
@@ -97,9 +100,16 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = recipe_path(recipe)
     loaded: Recipe = validated(document := Document(path, overrides), path.parent, Recipe)
-    for rules in (_stage_rules, _mixing_rules, _teacher_rules, _plain_rules, _option_rules):
-        for keys, text in rules(loaded):
+    rules = (_stage_rules, _mixing_rules, _teacher_rules, _plain_rules, _option_rules)
+    broken = [found for rule in rules for found in rule(loaded)]
+    options = [keys for keys, _ in broken if keys[:2] == ("convert", "options") and not document.overridden(keys)]
+    left_over = options if document.overridden(("convert", "mechanism")) else []
+    for keys, text in broken:
+        if keys not in left_over:
             document.problem(keys, text)
+    if loaded.convert is not None and left_over:
+        text = _replace_options(loaded.convert, [str(keys[-1]) for keys in left_over])
+        document.problem(("convert", "options"), text)
     document.check()
     # A preset names no files of its own: those of its overrides start where the person who gives them is.
     loaded._folder = Path() if path.parent == recipes_folder() else path.parent
@@ -251,6 +261,16 @@ def _option_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             name = option.partition("@")[0]
             text = error.message.removeprefix(f"{name}={value}: ").removeprefix(f"{name}: ").removeprefix(f"{option}: ")
             yield ("convert", "options", option), text
+
+
+def _replace_options(convert: Convert, unknown: Collection[str]) -> str:
+    """What to do where a file has the options of another mechanism than the command line names."""
+    mechanism = convert.mechanism
+    own = {option: value for option, value in convert.options.items() if option not in unknown}
+    known = yaml.safe_dump(own, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+    shipped = any(preset.name == mechanism for preset in presets())
+    start = f"Start from the preset {mechanism}, or replace" if shipped else "Replace"
+    return f"{mechanism} does not take {', '.join(unknown)}. {start} all options: 'convert.options={known}'"
 
 
 def _report(document: Document, error: Mapping[str, Any], root: type[Strict]) -> None:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from ..errors import Exit, LinearizeError, check_file, did_you_mean
-from .presets import presets
+from ..errors import Exit, LinearizeError, check_file, did_you_mean, near_path
+from .presets import presets, recipes_folder
 
 Keys = tuple[str | int, ...]
 
@@ -86,6 +86,7 @@ class Document:
         self.path = path
         self.overrides = list(overrides)
         self._problems: list[_Problem] = []
+        self._targets: dict[int, Keys] = {}  # of each override
         self._key_marks: dict[Keys, Where] = {}
         self._value_marks: dict[Keys, Where] = {}
         node = self._compose(_read(path), 0)
@@ -104,6 +105,10 @@ class Document:
         marks = self._value_marks | self._key_marks if at_key else self._value_marks
         where = next(marks[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in marks)
         self._note(where, keys, text)
+
+    def overridden(self, keys: Keys) -> bool:
+        """Whether an override, not the file, gives the value of `keys`."""
+        return keys in self._value_marks and self._value_marks[keys].source > 0
 
     def check(self) -> None:
         """Raise everything noted so far, in the order of its position."""
@@ -133,13 +138,20 @@ class Document:
         self._problems.append(_Problem(where, keys, text))
 
     def _line(self, problem: _Problem) -> str:
-        where = problem.where
-        place = (
-            f"override {self.overrides[where.source - 1]!r}"
-            if where.source
-            else f"{self.path}:{where.line}:{where.column}"
-        )
-        return f"{place}{dotted(problem.keys) and ' ' + dotted(problem.keys)}: {problem.text}"
+        where, name = problem.where, dotted(problem.keys)
+        if where.source:
+            given = self._targets.get(where.source, ())
+            if problem.keys[: len(given)] == given:  # it may name a stage, which is a number among the keys
+                name = dotted(problem.keys[len(given) :])
+            place = f"override {self.overrides[where.source - 1]!r}"
+        elif self.path.parent != recipes_folder():
+            return f"{self.path}:{where.line}:{where.column}{name and ' ' + name}: {problem.text}"
+        elif problem.keys == ("model", "base"):  # a preset leaves it to the command line
+            add = f"add model.base=MODEL (or copy the preset: linearize recipes cp {self.path.stem} mine.yaml)"
+            return f"{self.path.stem} names no model: {add}"
+        else:
+            place = f"preset {self.path.stem}"
+        return ": ".join(filter(None, (place, name, problem.text)))
 
     def _compose(self, text: str, source: int) -> Any:
         """The node tree of `text`, or None when there is none or a syntax error was noted."""
@@ -197,6 +209,7 @@ class Document:
         except LookupError as error:
             self._note(where, (), error.args[0])
             return
+        self._targets[source] = keys
         for marks in (self._key_marks, self._value_marks):
             for stale in [known for known in marks if known[: len(keys)] == keys]:
                 del marks[stale]
@@ -246,10 +259,10 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
+        near = near_path(path, "*.y*ml")
         if any(shipped.name == path.stem for shipped in presets()):
             near += f" There is a preset of that name: {path.stem}"
-        raise LinearizeError(f"no recipe file {str(path)!r}.{near}") from None
+        raise LinearizeError(f"no recipe file {str(path)!r}{near and '.'}{near}") from None
     except UnicodeDecodeError as error:
         raise LinearizeError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except IsADirectoryError:

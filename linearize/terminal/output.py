@@ -167,6 +167,11 @@ def nats(kl: float | None) -> str:
     return f"{kl:.4f}" if kl >= 0.1 else f"{kl:#.3g}"
 
 
+def unwrapped(text: str) -> str:
+    """A docstring whose paragraphs are one line each: a terminal has its own width."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+
+
 def layers_named(numbers: Iterable[int]) -> str:
     """`layer 2`, or `layers 0-1,3`."""
     found = sorted(set(numbers))

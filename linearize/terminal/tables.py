@@ -353,26 +353,33 @@ def unit_of_stages(plans: list[dict[str, Any]]) -> str:
 
 
 def data_lines(plans: list[dict[str, Any]]) -> None:
-    """What the stages read and how much they ask for: said once where all read the same."""
-    lines: dict[str, list[str]] = {}
+    """What the stages read and how much they ask for, then on what they are evaluated: once where it is the same."""
+    trained: dict[str, dict[str, list[str]]] = {}
+    evaluated: dict[str, list[str]] = {}
     for plan in plans:
         data = plan["data"]
         images = data["seq_len"] == 1
-        asked = f"{plan['epochs']:g} epochs" if data["tokens"] is None else asked_for(data["tokens"], images)
-        whole = "" if data["tokens"] is None or images else " in whole steps"
-        train = f"{data['train']}: {asked}{whole}" + ("" if images else f", in blocks of {data['seq_len']:,}")
+        train = data["train"] + ("" if images else f" in blocks of {data['seq_len']:,}")
         if not images and plan["tokens"] and (plan["steps"] or 0) > 1:
             train += f", {plan['tokens'] // plan['steps']:,} tokens a step"
+        asked = f"{plan['epochs']:g} epochs" if data["tokens"] is None else asked_for(data["tokens"], images)
+        asked += "" if data["tokens"] is None or images else " in whole steps"
         if "passes" in data:
-            train += f"; read {data['passes']} times or more, for there are fewer"
+            asked += f", {data['passes']} passes or more"
         held = (
             "nothing" if data["eval"] is None else f"{data['eval']}, at most {asked_for(data['eval_tokens'], images)}"
         )
-        lines.setdefault(f"trains on {train}", []).append(plan["name"])
-        lines.setdefault(f"evaluated on {held}", []).append(plan["name"])
+        trained.setdefault(train, {}).setdefault(asked, []).append(plan["name"])
+        evaluated.setdefault(held, []).append(plan["name"])
+
+    def named(names: list[str], words: str) -> str:
+        return words if len(names) == len(plans) else f"{', '.join(names)} {words}"
+
     out = console()
-    for words, names in lines.items():
-        out.print(words if len(names) == len(plans) else f"{', '.join(names)} {words}")
+    for train, amounts in trained.items():
+        out.print(f"trains on {train}: {'; '.join(named(names, asked) for asked, names in amounts.items())}")
+    for held, names in evaluated.items():
+        out.print(named(names, f"evaluated on {held}"))
     if any(plan["data"].get("foreign_eval") for plan in plans):
         out.print("note: data.eval is a dataset still. For text of yours add 'data.eval={files: [held-out.txt]}'")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from ..measure.evaluate import (
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.models import Scratch
 from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
-from ..terminal.output import nats, percent
+from ..terminal.output import counted, nats, percent
 from ..terminal.tables import row_name
 from ..verify.child.inputs import make_inputs, most_tokens
 from .chunked_head import obstacle
@@ -114,8 +114,8 @@ class Finetuner:
             if isinstance(stage, OnPolicyKL) and self.sharded:
                 message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
                 raise LinearizeError(message, Exit.INCOMPATIBLE)
-            if note := doubtful(self.model, self.recipe, stage, self.blocks_per_step(stage)):
-                self.say_once(note)
+        for note in doubts(self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]):
+            self.say(note)
         self.processor = open_processor(folder, kind_of(self.model))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
         if kind_of(self.model) != "images":
@@ -495,25 +495,27 @@ class Finetuner:
         )
 
 
-def doubtful(model: Any, recipe: Recipe, stage: Stage, samples: int) -> str:
-    """A note on a stage whose rows are longer than what a model of text was made for, or whose steps, of so many
-    samples, see so few images that their gradients are mostly chance; else empty.
+def doubts(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]]) -> list[str]:
+    """Notes on stages whose rows are longer than what a model of text was made for, or whose steps, of so many samples,
+    see so few images that their gradients are mostly chance: one for all stages of which it says the same.
 
     A step of text has thousands of tokens to predict, one of images a class or a vector each.
     """
-    if kind_of(model) != "images":
-        length, known = recipe.data_for(stage).pack.seq_len, longest_text(model)
-        if known is None or length <= known:
-            return ""
-        message = (
-            f"note: rows of {stage.name} have {length:,} tokens, and {type(model).__name__} was made for {known:,}"
-        )
-        return f"{message} (max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"
-    if samples >= FEW_IMAGES:
-        return ""
-    images = "image" if samples == 1 else "images"
-    message = f"note: a step of {stage.name} sees {samples} {images}, and gradients of so few may not converge"
-    return f"{message}. Give it batch.per_device: 64, or as many as memory holds and the rest by batch.accumulate"
+    images = kind_of(model) == "images"
+    known = None if images else longest_text(model)
+    found: dict[str, list[str]] = {}
+    for stage, samples in stages:
+        length = recipe.data_for(stage).pack.seq_len
+        if images and samples < FEW_IMAGES:
+            message = f"a step sees {counted(samples, 'image')}, and gradients of so few may not converge. Give it "
+            message += "batch.per_device: 64, or as many as memory holds and the rest by batch.accumulate"
+        elif known is not None and length > known:
+            message = f"rows have {length:,} tokens, and {type(model).__name__} was made for {known:,} "
+            message += f"(max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"
+        else:
+            continue
+        found.setdefault(message, []).append(stage.name)
+    return [f"note: {', '.join(names)}: {message}" for message, names in found.items()]
 
 
 def check_drop_path(model: Any, stage: SFT) -> None:

@@ -9,6 +9,7 @@ adapters.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -184,7 +185,10 @@ class Student:
     @contextlib.contextmanager
     def as_teacher(self) -> Iterator[None]:
         """Within: softmax, source weights, no adapters, no dropout, no gradients."""
-        with self.teacher_state(), self.model.teacher():
+        with self.teacher_state(), contextlib.ExitStack() as entered:
+            with warnings.catch_warnings():  # `trained_before` says it in words of recipes
+                warnings.simplefilter("ignore")
+                entered.enter_context(self.model.teacher())
             yield
 
     @contextlib.contextmanager

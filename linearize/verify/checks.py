@@ -17,7 +17,7 @@ from typing import Any
 from ..checkpoint.manifest import plan_of, read_plan
 from ..checkpoint.provenance import check_mechanisms, differences, origin_of, outdated, refuse_code
 from ..checkpoint.shards import file_hashes, in_parallel, index_fault, read_tensor, sha256, tensor_sha256
-from ..checkpoint.source import DTYPES, check_folder, check_revision, open_source, read_header, read_json
+from ..checkpoint.source import DTYPES, check_folder, check_revision, no_model, open_source, read_header, read_json
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import Plan, some
@@ -98,6 +98,8 @@ def read_config_plan(folder: Path) -> Plan:
     try:
         config = json.loads(path.read_text("utf-8"))
         linear = bool(config.get("linearize"))
+    except FileNotFoundError as error:
+        raise no_model(folder) from error
     except (OSError, *MALFORMED) as error:
         raise LinearizeError(f"{folder} is no model folder: {path.name}: {error}", Exit.INCOMPATIBLE) from error
     if not linear:

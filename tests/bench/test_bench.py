@@ -153,7 +153,7 @@ def test_a_picture_needs_matplotlib(linearize: Command, tmp_path: Path, monkeypa
 def test_a_result_has_a_folder_to_go_to(linearize: Command, tmp_path: Path, option: str) -> None:
     code, out, err = linearize("bench", "kernels", "--mechanism", "la", "--tokens", 8, option, tmp_path / "no" / "x")
     assert (code, out) == (Exit.USAGE, "")
-    assert f"no such folder: {tmp_path / 'no'}" in err
+    assert f"no such folder '{tmp_path / 'no'}'" in err
 
 
 def test_what_fails_leaves_the_rest_of_the_table(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_a_result_fills_its_place_in_a_page() -> None:
         (("gsaa",), Exit.USAGE, "Did you mean 'gsa'?"),
         (("la", "--tiny", "--claims", "sped"), Exit.USAGE, "Did you mean 'speed'?"),
         (("la",), Exit.RESOURCE, "need a GPU, and there is none. --tiny tries every row on a CPU"),
-        (("la", "--tiny", "--save", "/nowhere/at/all.json"), Exit.USAGE, "no such folder: /nowhere/at"),
+        (("la", "--tiny", "--save", "/nowhere/at/all.json"), Exit.USAGE, "no such folder '/nowhere/at"),
     ],
 )
 def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], code: int, message: str) -> None:

@@ -58,6 +58,7 @@ def test_a_mechanism_tells_all_that_its_file_says(linearize: Command, name: str)
     code, out, _ = linearize("mechanisms", name)
     assert all(option["name"] in out for option in told["options"])
     assert [option["name"] for option in told["options"] if not option["about"]] == []
+    assert "\n" not in told["about"].replace("\n\n", "")  # a terminal has its own width
     assert "ValueError" not in out  # options are set by people who call no constructor
     published = any(option["published"] != option["default"] for option in told["options"])
     assert ("faithful=true" in out) == published
@@ -82,9 +83,10 @@ def test_demo_names_the_model_that_is_shipped(linearize: Command, tmp_path: Path
 def test_the_folder_of_a_run_names_its_model(linearize: Command, tmp_path: Path) -> None:
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "config.json").write_text("{}")
-    code, _, err = linearize("generate", tmp_path, "a")
-    assert code == Exit.INCOMPATIBLE
-    assert f"The model of this run is {tmp_path / 'final'}" in " ".join(err.split())
+    for command in (("generate", tmp_path, "a"), ("verify", tmp_path), ("push", tmp_path, "user/repo")):
+        code, _, err = linearize(*command)
+        assert code == Exit.INCOMPATIBLE
+        assert f"The model of this run is {tmp_path / 'final'}" in " ".join(err.split())
 
 
 def test_the_state_formula_of_gsa_is_what_it_computes(linearize: Command) -> None:

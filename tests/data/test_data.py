@@ -423,12 +423,15 @@ def written(name: str, content: str | bytes) -> Callable[[Path], TextSource]:
     [
         (
             lambda folder: TextSource(files=(folder / "tran.jsonl",)),
-            r"no such file: .*tran.jsonl. Did you mean 'train.jsonl'\?",
+            r"no such file '(.*/)tran.jsonl'. Did you mean '\1train.jsonl'\?",
         ),
         (written("a.csv", "x"), r"a.csv: known file types are .txt, .jsonl"),
         (written("a.jsonl", '{"text": "a"}\n\n{"text": }\n'), r"a.jsonl:3:10: not JSON"),
         (written("a.jsonl", '["a"]'), r"a.jsonl:1: list, not an object"),
         (written("a.jsonl", '{"txt": "a", "id": 1}'), r"a.jsonl:1: no 'text'.* Did you mean 'txt'\? Found: id, txt"),
+        (written("a.jsonl", '{"txt": "a", "b": "c"}'), r"Set data.pack.text_key=txt \(for data.train and data.eval"),
+        (written("a.jsonl", '{"body": "a", "id": 1}'), r"Found: body, id\. Set data.pack.text_key=body \("),
+        (written("a.jsonl", '{"head": "a", "body": "b"}'), r"Found: body, head\. Set data.pack.text_key=KEY \("),
         (written("a.jsonl", '{"text": 5}'), r"a.jsonl:1: 'text' is int, not a string"),
         (written("a.jsonl", '{"text": "\\ud800"}'), r"a.jsonl:1: half of a surrogate pair"),
         (written("a.jsonl", '{"messages": "hello"}'), r"a.jsonl:1: `messages` is not a list of"),

@@ -252,7 +252,7 @@ def test_arrays_that_cannot_be_used(tmp_path: Path, values: dict[str, Any], mess
 
 
 def test_what_cannot_be_read_is_named(folder: Path) -> None:
-    with pytest.raises(LinearizeError, match=r"no folder .*bees.*bee"):
+    with pytest.raises(LinearizeError, match=r"no such folder .*bees.*bee"):
         find_images(ImageSource(images="bees"), folder)
     with pytest.raises(LinearizeError, match=r"cannot read .*none\.npz"):
         find_images(ArraySource(arrays="none.npz"), folder)

@@ -378,7 +378,7 @@ def test_wrong_data_are_told_before_anything_is_written(
         ("stages.prediction.stps=3", "Did you mean 'steps'?"),
         ("stages.attention_transfer.train=all", "must be new"),
         ("stages.prediction.optimizer.memory=small", "memory must be full"),
-        ("data.train.latents=nowhere", "no such folder: "),
+        ("data.train.latents=nowhere", "no such folder '"),
     ],
 )
 def test_a_wrong_recipe_is_told(

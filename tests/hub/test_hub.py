@@ -610,6 +610,11 @@ def test_a_cached_source_needs_no_hub(hub: Hub, tmp_path: Path, monkeypatch: pyt
     assert {"offline": "Fetch it once: hf download user/base", "unreachable": "cannot be reached (ConnectError: "}[
         away
     ] in message
+    monkeypatch.chdir(tmp_path)
+    near = refused(Exit.HUB, lambda: plan_conversion("bsae", "gsa"))
+    assert {"offline": "cached. Did you mean 'base'? Fetch", "unreachable": "folder. Did you mean 'base'? Check"}[
+        away
+    ] in near
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     plan = plan_conversion("user/base", "gsa", weights=False)[0]

@@ -299,11 +299,11 @@ def test_layers_that_were_linear_before_count_too() -> None:
     ("options", "code", "words"),
     [
         (("--lengths", "64,x"), Exit.USAGE, "--lengths 64,x: give whole numbers"),
-        (("--lengths", "64"), Exit.USAGE, "--lengths 64: 8 entries and as many questions do not fit"),
+        (("--lengths", "64"), Exit.USAGE, "--lengths 64: too short for 8 pairs and 8 questions: from about"),
         (("--lengths", "4000"), Exit.USAGE, "the text has"),
         (("--lengths", f"{LENGTH},99999999"), Exit.USAGE, "--lengths 99999999: the text has"),
         (("data.eval={images: .}",), Exit.USAGE, "data.eval holds images, and these models are compared on text"),
-        (("data.eval={files: hedlout.txt}",), Exit.USAGE, "Did you mean 'heldout.txt'?"),
+        (("data.eval={files: hedlout.txt}",), Exit.USAGE, "/heldout.txt'?"),
         (("--device", "tpu"), Exit.USAGE, "choose auto, cpu, cuda"),
         (("--dtype", "int8"), Exit.USAGE, "choose keep"),
     ],

@@ -128,10 +128,10 @@ def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Pa
         ("arc_esy", Exit.USAGE, "no such task. Did you mean 'arc_easy'?"),
         ("zzz_*", Exit.USAGE, "no such task. lm_eval ls tasks lists them"),
         (" , ", Exit.USAGE, "--tasks names no task"),
-        (tmp_path / "unsaef.yaml", Exit.USAGE, "Did you mean 'unsafe.yaml'? A task of your own needs no Hub"),
+        (tmp_path / "unsaef.yaml", Exit.USAGE, "/unsafe.yaml'? A task of your own needs no Hub"),
         (unsafe, Exit.USAGE, "it runs code that the model wrote"),
         (images, Exit.INCOMPATIBLE, "it asks about images"),
-        (gone, Exit.USAGE, "no/rows.jsonl. Relative paths of data files begin at the working directory"),
+        (gone, Exit.USAGE, "no/rows.jsonl'. Relative paths of data files begin at the working directory"),
         (damaged, Exit.USAGE, "lm-evaluation-harness cannot load them"),
         ("hellaswa[g]", Exit.HUB, "offline: the data of hellaswa[g] are not in the cache"),
     ):
@@ -178,7 +178,8 @@ def test_a_data_file_of_ones_own_that_is_not_there_is_named(tmp_path: Path) -> N
     (tmp_path / "rows.jsonl").touch()
     gone = FileNotFoundError(f"Unable to find '{tmp_path}/row.jsonl'")  # as the package datasets says it
     words = (
-        rf"--tasks own\.yaml: no such data file: {tmp_path}/row\.jsonl\. Did you mean 'rows\.jsonl'\? Relative paths"
+        rf"--tasks own\.yaml: no such data file '{tmp_path}/row\.jsonl'\. Did you mean '{tmp_path}/rows\.jsonl'\? "
+        "Relative paths"
     )
     with pytest.raises(LinearizeError, match=words) as told, tasks.task_errors("arc_easy, own.yaml"):
         raise gone
@@ -344,11 +345,13 @@ def test_a_run_has_its_results_beside_its_model(linearize: Command, folder: Path
         if reason:
             code, _, err = linearize("push", final, "user/repo", "--dry-run", "--eval", run / "tasks.json")
             assert (code, reason in err) == (Exit.USAGE, True), err
+    code, _, err = linearize("push", run / "finl", "user/repo", "--dry-run")  # it has no weights to compare with
+    assert (code, f"no such folder '{run}/finl'. Did you mean '{final}'?" in err) == (Exit.INCOMPATIBLE, True), err
     for wrong in ("{}", '{"student": "x", "tasks": [{}]}', "[]", '{"tasks": []}'):
         (tmp_path / "wrong.json").write_text(wrong)
         with pytest.raises(LinearizeError, match="is damaged"):
             results_of(final, tmp_path / "wrong.json")
-    with pytest.raises(LinearizeError, match=r"Did you mean 'wrong\.json'"):
+    with pytest.raises(LinearizeError, match=rf"Did you mean '{tmp_path}/wrong\.json'"):
         results_of(final, tmp_path / "worng.json")
 
 

@@ -304,8 +304,11 @@ def test_a_model_that_nothing_measured_is_refused_with_what_was_found(
     (measured["run"] / "checkpoints").mkdir()
     with pytest.raises(LinearizeError, match="is a part of a run"):
         read_rows([measured["run"] / "checkpoints"])
-    with pytest.raises(LinearizeError, match="no such file"):
+    with pytest.raises(LinearizeError, match=r"no such run '.*/nothing'\. linearize runs lists runs"):
         read_rows([two[0], tmp_path / "nothing"])
+    for name, near in (("a/runs", "a/run"), ("a/run/evl.json", "a/run/eval.json")):  # as one has to type it, not `run`
+        with pytest.raises(LinearizeError, match=rf"'{tmp_path}/{name}'\. Did you mean '{tmp_path}/{near}'\?"):
+            read_rows([two[0], tmp_path / name])
 
 
 def test_runs_are_listed_with_how_far_they_are(two: list[Path], tmp_path: Path) -> None:

@@ -400,7 +400,7 @@ def test_files_of_a_run_that_say_anything(run: Path, root: Path, tmp_path: Path,
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
     for folder, message in (
         (tmp_path / "nothing", "nothing"),
-        (tmp_path, "It holds the runs run"),
+        (tmp_path, f"It holds the runs {run}. linearize"),
         (run / "cache", "give the run itself"),
     ):
         if folder.name == "cache":

@@ -189,7 +189,7 @@ def test_steps_are_divided_whole(steps: int) -> None:
         (("finish.push=user/repo",), "finish.push would upload"),
         (("data.eval=null",), "no data.eval"),
         (("-o", "SOURCE/race"), "must be separate folders"),
-        (("--lengths", "64"), "--lengths 64: 8 entries and as many questions do not fit"),
+        (("--lengths", "64"), "--lengths 64: too short for 8 pairs and 8 questions: from about"),
         (("--lengths", "4096"), "raise eval.max_tokens"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -439,8 +439,8 @@ def test_all_mistakes_at_once_in_order(tmp_path: Path) -> None:
         "r.yaml:14:11 stages[0].name",
         "r.yaml:16:12 stages[1].train[0]",
         "r.yaml:17:21 stages[1].optimizer.lr",
-        "override 'seed=-1' seed",
-        "override 'sed=1' sed",
+        "override 'seed=-1'",
+        "override 'sed=1'",
         "override 'oops'",
     ]
 
@@ -485,7 +485,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     load(tmp_path, MINIMAL)
     with pytest.raises(LinearizeError) as missing:
         load_recipe(tmp_path / "q.yaml")
-    assert missing.value.message == f"no recipe file '{tmp_path}/q.yaml'. Did you mean 'r.yaml'?"
+    assert missing.value.message == f"no recipe file '{tmp_path}/q.yaml'. Did you mean '{tmp_path}/r.yaml'?"
     assert missing.value.code == Exit.USAGE
     with pytest.raises(LinearizeError, match=r"demo\.yaml'\. There is a preset of that name: demo$"):
         load_recipe(tmp_path / "recipes" / "demo.yaml")
@@ -538,10 +538,11 @@ def test_override_repairs_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("stages[1].optimizer.lrr=1", " stages[1].optimizer.lrr: unknown key. Did you mean 'lr'?"),
-        ("stage.logit_kl.steps=1", " stage: unknown key. Did you mean 'stages'?"),
-        ("seed=x", " seed: must be a whole number, not 'x'"),
-        ("model.dtype={a: 1}", " model.dtype: must be float32 | bfloat16 | float16, not a mapping"),
+        ("stages[1].optimizer.lrr=1", ": unknown key. Did you mean 'lr'?"),
+        ("stages.logit_kl.optimizer={lr: 1, lrr: 1}", ": lrr: unknown key. Did you mean 'lr'?"),  # not stages[1]
+        ("stage.logit_kl.steps=1", ": stage: unknown key. Did you mean 'stages'?"),
+        ("seed=x", ": must be a whole number, not 'x'"),
+        ("model.dtype={a: 1}", ": must be float32 | bfloat16 | float16, not a mapping"),
         ("seed", ": expected key.sub=value"),
         ("=3", ": expected key.sub=value"),
         ("a..b=3", ": expected key.sub=value"),
@@ -556,7 +557,7 @@ def test_override_repairs_the_file(tmp_path: Path) -> None:
         ),
         ("stages[2].steps=1", ": stages has no entry '2'. Entries: attention_transfer, logit_kl"),
         ("stages.0.train.4=new", ": stages[0].train has no entry '4'. Entries: 1, counted from 0"),
-        ("name=${name}", " name: must match ^[A-Za-z0-9][A-Za-z0-9._-]*$, not '${name}'"),
+        ("name=${name}", ": must match ^[A-Za-z0-9][A-Za-z0-9._-]*$, not '${name}'"),
     ],
 )
 def test_mistaken_overrides(tmp_path: Path, override: str, message: str) -> None:

@@ -224,7 +224,38 @@ def test_a_copy_of_a_preset_is_valid_as_it_is(linearize: Command, tmp_path: Path
     assert linearize("recipes", "cp", preset.name, tmp_path / "mine.yaml")[0] == 0
     code, _, err = linearize("recipes", "validate", tmp_path / "mine.yaml")
     assert code == 0, err
-    assert ("model.base=DIR" in err) == ("base:" not in preset.path.read_text("utf-8").split("convert:")[0])
+    assert len(err.splitlines()) == 1
+    assert ("mine.yaml: fine, apart from model.base. Give" in err and "model.base=DIR" in err) == (
+        "base:" not in preset.path.read_text("utf-8").split("convert:")[0]
+    )
+
+
+def test_what_a_preset_lacks_is_told_without_a_place_in_the_package(tmp_path: Path) -> None:
+    """Nobody can edit it there; a copy is the person's own."""
+    with pytest.raises(LinearizeError) as refused:
+        load_recipe("hybrid")
+    add = "add model.base=MODEL (or copy the preset: linearize recipes cp hybrid mine.yaml)"
+    assert refused.value.message == f"hybrid names no model: {add}"
+    copy("hybrid", tmp_path / "mine.yaml")
+    with pytest.raises(
+        LinearizeError, match=r"/mine\.yaml:\d+:\d+ model\.base: missing; set it in the file or with mod"
+    ):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "start"), [("gdn", "Start from the preset gdn, or replace"), ("window", "Replace")]
+)
+def test_the_options_of_another_mechanism_are_replaced_together(mechanism: str, start: str) -> None:
+    given = ["model.base=demo", f"convert.mechanism={mechanism}"]
+    with pytest.raises(LinearizeError) as refused:
+        load_recipe("hybrid", given)
+    begin, _, override = refused.value.message.partition(f". {start} all options: ")
+    assert begin.startswith(f"preset hybrid: convert.options: {mechanism} does not take slots, ")
+    options = load_recipe("hybrid", [*given, override.strip("'")]).convert.options
+    assert (options["window"], options["sink"], "slots" in options) == (64, 1, False)
+    with pytest.raises(LinearizeError, match=r"override 'convert.options.slots=3': .* has no such option"):
+        load_recipe("hybrid", [*given, "convert.options={}", "convert.options.slots=3"])
 
 
 def test_presets_are_listed_and_shown(linearize: Command) -> None:

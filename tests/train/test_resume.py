@@ -585,7 +585,7 @@ def test_a_dry_run_tells_what_becomes_of_the_run_that_is_there(root: Path, tmp_p
     assert "other is no checkpoint of this run. Newest here: " in note
     train(recipe)
     (note,) = notes(recipe)
-    assert note.startswith(f"note: {run / 'final'} is finished already, and a real run trains nothing: Start over")
+    assert note.startswith(f"note: {run / 'final'} is finished already, and a real run trains nothing. Start over")
     (note,) = notes(recipe := of(3))
     assert notes(recipe, None) == []
     with pytest.raises(LinearizeError) as refused:

@@ -430,7 +430,7 @@ def test_a_model_with_softmax_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     code, found = verify(str(tmp_path / "empty"))
     assert code == Exit.INCOMPATIBLE
-    assert "no model folder" in found["error"]
+    assert "no config.json: not a Transformers model folder" in found["error"]
 
 
 def test_no_code_cache_of_this_process_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
