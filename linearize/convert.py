@@ -246,10 +246,11 @@ def next_step(plan: Plan, folder: Path) -> str:
     command = shlex.join(["linearize", "finetune", recipe, f"model.base={folder}", "convert=null"])
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"
-    less = " For a first try on a CPU add stages.attention_transfer.tokens=1M stages.logit_kl.tokens=1M"
+    less = " For a first try on a CPU add data.pack.seq_len=1024"
+    less += " stages.attention_transfer.tokens=1M stages.logit_kl.tokens=1M"
     return (
         f"distil it: {command}\n--dry-run tells the time.{'' if of_images else less}\n"
-        f"Its data are on the Hub; for your own{files} add {own}"
+        f"The recipe's data are on the Hub; for your own{files} add {own}"
     )
 
 

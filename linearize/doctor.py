@@ -56,13 +56,15 @@ def examine() -> dict[str, Any]:
     with progress("doctor", MODULES - len(sys.modules) + ANSWER) as advance, imports(advance):
         packages = [_python(distribution.metadata["Requires-Python"]), *map(_package, _needed(distribution, ""))]
         cuda = _cuda()
+        servers, lacking = _servers()
         found = {
             "packages": packages,
             "checkout": checkout(distribution),
             "extras": dict(_extras(distribution)),
             "cuda": cuda,
             "triton": _triton(packages, cuda),
-            "servers": _servers(),
+            "servers": servers,
+            "server_lacks": lacking,
             "disk": _disk(),
             "hub": _hub(),
             "missing": [package["problem"] for package in packages if package["problem"]],
@@ -137,14 +139,14 @@ def _triton(packages: list[dict[str, Any]], cuda: dict[str, Any]) -> dict[str, A
     return {"used": not reason, "reason": reason}
 
 
-def _servers() -> list[str]:
-    """What `linearize serve` can start here."""
+def _servers() -> tuple[list[str], list[str]]:
+    """What `linearize serve` can start here, and what transformers' own server lacks."""
     try:
-        from .serve.start import SERVERS, is_installed
+        from .serve.start import SERVERS, is_installed, lacks
 
-        return [name for name in SERVERS if is_installed(name)]
+        return [name for name in SERVERS if is_installed(name)], lacks()
     except Exception:  # torch or transformers is missing or broken, which their own lines say
-        return []
+        return [], []
 
 
 def _disk() -> dict[str, int]:
@@ -215,7 +217,8 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     servers = f"would start the server of {' or '.join(found['servers'])}"
     if not found["servers"]:
         servers = f"needs vllm, for many requests at a time: {with_extra('vllm', found['checkout'])}\n"
-        servers += 'or transformers, for one at a time: pip install "transformers[serving]"'
+        lacking = f", without {', '.join(found['server_lacks'])}" if found["server_lacks"] else ""
+        servers += f'or transformers, for one at a time{lacking}: pip install "transformers[serving]"'
     yield "ok" if found["servers"] else "optional", typed(f"linearize serve: {servers}")
     for place, free in found["disk"].items():
         yield "ok", f"disk: {size(free)} free in {place}"

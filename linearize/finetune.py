@@ -47,7 +47,7 @@ from .hub.errors import shortly
 from .hub.push import check_access, push_saved
 from .measure.generate import load_tokenizer
 from .measure.positions import warning_of
-from .page.record import FINAL, read_run
+from .page.record import EVAL, FINAL, read_run
 from .page.report import PAGE, card_pictures, report_page
 from .plan.keep import is_auto
 from .plan.plan import Plan
@@ -159,7 +159,7 @@ def next_commands(recipe: Recipe) -> str:
         # Else `eval` finds the teacher: the base of a run that converts, or what was converted before.
         unnamed = not isinstance(recipe.model.base, str) if recipe.convert else not converted_from(plan, recipe.folder)
         teacher = ["--teacher", plan.source or "MODEL"] if unnamed else []
-        commands.append(["eval", final, "--recipe", run, *teacher])
+        commands.append(["eval", final, "--recipe", run, "-o", run / EVAL, *teacher])
     commands += [] if recipe.finish.push is not None else [["push", final, "USER/NAME", "--dry-run"]]
     trust = ["--trust-remote-code"] * recipe.model.trust_remote_code
     return "; ".join(shlex.join(["linearize", *map(str, words), *trust]) for words in commands)
@@ -536,8 +536,8 @@ def loaded_otherwise(recipe: Recipe, rehearsal: Rehearsal) -> str:
     if kept == loaded or loaded != recipe.model.dtype:
         return ""
     return (
-        f"training loads its {kept} weights as {loaded} (model.dtype), and the result is saved in {kept}; "
-        "model.dtype=null loads them as they are"
+        f"training loads its {kept} weights as {loaded} (model.dtype), and the result is saved in {kept}, as the folder "
+        "is (linearize convert --dtype casts); model.dtype=null loads them as they are"
     )
 
 

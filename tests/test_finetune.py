@@ -429,7 +429,7 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert last.startswith("Next: linearize ")
     assert [shlex.split(words) for words in last.removeprefix("Next: ").split("; ")] == [
         ["linearize", "generate", str(final), "Once upon a time"],
-        ["linearize", "eval", str(final), "--recipe", str(run)],
+        ["linearize", "eval", str(final), "--recipe", str(run), "-o", str(run / "eval.json")],
         ["linearize", "push", str(final), "USER/NAME", "--dry-run"],
     ]
     assert not any(noise in err for noise in ("Loading weights", "it/s", "Warning", "%|"))

@@ -48,7 +48,7 @@ from .cache import CACHE_NAMES, StateLayer, cache_in, check_kind, check_rows, re
 TRAINED = "linearize_trained"
 NO_TEACHER = (
     "teacher(): training changed the source's weights in this model, so softmax on them is not the model that it was "
-    "converted from. To compare with that one, load it: README.md names it"
+    "converted from. To compare with that one, load it: the folder's README.md names it"
 )
 NO_PAGES = (
     "generate_batch and continuous batching keep the keys and values of every token in pages; linear layers have a state "

@@ -18,7 +18,7 @@ def estimate(
     gpu: Annotated[
         str | None, typer.Option(help="Card to estimate for: a100-80g, h100, h200, 4090, .. Default: this machine's.")
     ] = None,
-    price: Annotated[str | None, typer.Option(help="Price of one device for an hour: 2.5/h.")] = None,
+    price: Annotated[str | None, typer.Option(help="Price of one device for an hour: 2.5/h, or 2.5.")] = None,
     measure: Annotated[
         bool,
         typer.Option(

@@ -93,6 +93,7 @@ def evaluate(
         from ..checkpoint.atomic import check_result
         from ..diffusion.convert import holds_diffusers
         from ..errors import LinearizeError, did_you_mean
+        from ..page.record import EVAL
         from ..recipe.data import DemoSource
         from ..recipe.presets import recipe_path
         from ..train.runs import heldout_of
@@ -182,6 +183,8 @@ def evaluate(
         result |= compare_answers(ours, theirs, text, batch_tokens, say)
         answers_table(result)
     _write(result, output, as_json)
+    if of_run and output is None:
+        say(f"not saved: with -o {shlex.quote(str(run / EVAL))} it is for linearize report and compare, too")
 
 
 def _plan_of(student: str) -> Plan | None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from transformers.utils.import_utils import is_serve_available
 
 from ..checkpoint.manifest import is_linearized
@@ -23,7 +24,6 @@ from ..terminal.output import say
 from .folder import layers_of
 
 SERVERS = ("vllm", "transformers")
-READY = "Application startup complete"  # so uvicorn says, under both
 
 
 def server_command(
@@ -74,7 +74,7 @@ def server_command(
     if not chats:
         say("note: the model has no chat template, so the server answers /v1/chat/completions with an error")
     say(
-        f"requests give the model's name, {name}. Once the server has printed {READY!r}:\n"
+        f"requests give the model's name, {name}. Once the server is up:\n"
         f"{request(name, listening, chats)}"
     )
     return command
@@ -140,7 +140,21 @@ def remedies() -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         place = checkout(importlib.metadata.distribution("linearize"))
     many = f"{with_extra('vllm', place)} (many requests at a time)"
-    return f'{many}, or pip install "transformers[serving]" (one at a time)'
+    lacking = f", without {', '.join(missing)}" if (missing := lacks()) else ""
+    return f'{many}, or pip install "transformers[serving]" (one at a time{lacking})'
+
+
+def lacks() -> list[str]:
+    """The packages of transformers' own extra for its server that are not installed."""
+    found = []
+    for requirement in map(Requirement, importlib.metadata.requires("transformers") or ()):
+        marker = requirement.marker
+        if marker is not None and marker.evaluate({"extra": "serving"}) and not marker.evaluate({"extra": ""}):
+            try:
+                importlib.metadata.version(requirement.name)
+            except importlib.metadata.PackageNotFoundError:
+                found.append(requirement.name)
+    return found
 
 
 def is_installed(server: str) -> bool:

@@ -137,8 +137,14 @@ class Run:
             also = "" if looser or newest is None else f"--resume {newest} goes on from there with these values. "
             raise LinearizeError(
                 f"recipe changed since this run ({'; '.join(changes[:4])}{' ...' if len(changes) > 4 else ''}). "
-                f"{also}{START_OVER}, or restore the recipe"
+                f"{also}{self._further()}{START_OVER}, or restore the recipe"
             )
+
+    def _further(self) -> str:
+        """How to train the model of a finished run on."""
+        if not self.final.exists():
+            return ""
+        return f"To train the finished model on: another name with model.base={self.final} convert=null. "
 
     def _undamaged_record(self) -> contextlib.AbstractContextManager[None]:
         return undamaged(self.record, "Restore it, start over with --resume never, or choose a new output_dir")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shlex
@@ -65,6 +66,21 @@ def test_an_address_that_is_taken_is_refused_before_the_model_is_read(
     assert started == []
 
 
+def test_what_the_server_of_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["torch>=2", "openai; extra == 'serving'", "typer; extra == 'serving'", "rouge; extra == 'testing'"]
+    monkeypatch.setattr("importlib.metadata.requires", {"transformers": needs}.get)
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "openai":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    assert start.lacks() == ["openai"]
+    assert start.remedies().endswith("(one at a time, without openai)")
+
+
 def test_a_server_that_is_absent_or_unknown_is_refused(installed: list[str]) -> None:
     installed += ["transformers"]
     with pytest.raises(LinearizeError, match=r"--server vllm: it is not installed. Install one: pip install") as absent:
@@ -87,7 +103,7 @@ def test_the_command_line_starts_vllm(
     installed += ["vllm", "transformers"]
     code, _, message = linearize("serve", str(folder), "--port", "8123", "--", "--max-model-len", "128")
     assert code == 0, message
-    assert "Once the server has printed 'Application startup complete':\ncurl " in message
+    assert "Once the server is up:\ncurl " in message
     (command,) = started
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
     assert command[5:] == [
