@@ -107,7 +107,7 @@ def test_copies_of_an_image_follow_one_another_and_are_changed_otherwise(tmp_pat
     one, other = (Stream(images, order, 5)[place]["pixel_values"] for place in (0, 1))
     assert one.shape == other.shape
     assert not torch.equal(one, other)
-    with pytest.raises(LinearizeError, match=r"data\.repeats: is for images, and data\.train holds text"):
+    with pytest.raises(LinearizeError, match=r"data\.repeats=2.: is for images, and data\.train holds text"):
         load_recipe("demo", ["data.repeats=2"])
     assert load_recipe("demo", ["data.repeats=1"]).data.repeats == 1
 
@@ -118,7 +118,7 @@ def test_what_is_no_picture_is_not_augmented(tmp_path: Path) -> None:
     with pytest.raises(LinearizeError, match=r"data\.augment changes pictures, and .* has pixel values") as caught:
         Images(found, None, None, False, crop)
     assert caught.value.code == Exit.INCOMPATIBLE
-    with pytest.raises(LinearizeError, match=r"data\.augment: is for images, and data\.train holds text"):
+    with pytest.raises(LinearizeError, match=r"data\.augment=crop.: is for images, and data\.train holds text"):
         load_recipe("demo", ["data.augment=crop"])
 
 
@@ -323,10 +323,10 @@ def test_a_run_erases_and_mixes_images_and_goes_on_with_the_same(
 
 def test_mixing_needs_two_images_a_pass_and_images(tmp_path: Path) -> None:
     one = ["model.base=m", "data.augment=null", "stages.sft.batch.per_device=1"]
-    with pytest.raises(LinearizeError, match=r"per_device: must be >= 2: data\.mixup and data\.cutmix mix"):
+    with pytest.raises(LinearizeError, match=r"per_device=1.: must be >= 2: data\.mixup and data\.cutmix mix"):
         load_recipe("vit-saga-pretrain", one)
     load_recipe("vit-saga-pretrain", [*one, "data.mixup=0", "data.cutmix=0"])
-    with pytest.raises(LinearizeError, match=r"data\.erase: is for images, and data\.train holds text"):
+    with pytest.raises(LinearizeError, match=r"data\.erase=0.1.: is for images, and data\.train holds text"):
         load_recipe("demo", ["data.erase=0.1"])
     for wrong in ("data.mixup=-1", "data.mixup=101", "data.cutmix=1e-9", "data.erase=1.1"):
         with pytest.raises(LinearizeError, match=wrong.partition("=")[0]):
