@@ -536,8 +536,8 @@ def loaded_otherwise(recipe: Recipe, rehearsal: Rehearsal) -> str:
     if kept == loaded or loaded != recipe.model.dtype:
         return ""
     return (
-        f"training loads its {kept} weights as {loaded} (model.dtype), and the result is saved in {kept}, as the folder "
-        "is (linearize convert --dtype casts); model.dtype=null loads them as they are"
+        f"training loads its {kept} weights as {loaded} (model.dtype), and the result is saved in {kept}, as "
+        "the folder is (linearize convert --dtype casts); model.dtype=null loads them as they are"
     )
 
 

@@ -517,7 +517,7 @@ def _samples(run: RunRecord, drawn: Drawing | None) -> str:
     for sample in found:
         pieces = [("Prompt", "prompt"), ("The text itself", "text"), ("Teacher", "teacher"), ("Student", "student")]
         boxes = (
-            f"<div><h3>{name}</h3><pre>{html.text(sample[key][:LONGEST_SAMPLE] if sample[key].strip() else "(white space only)")}</pre></div>"
+            f"<div><h3>{name}</h3><pre>{html.text(sample[key][:LONGEST_SAMPLE] if sample[key].strip() else '(white space only)')}</pre></div>"
             for name, key in pieces
             if key in sample
         )

@@ -73,10 +73,7 @@ def server_command(
     chats = has_chat_template(source.folder) or value_of(options, "--chat-template") is not None
     if not chats:
         say("note: the model has no chat template, so the server answers /v1/chat/completions with an error")
-    say(
-        f"requests give the model's name, {name}. Once the server is up:\n"
-        f"{request(name, listening, chats)}"
-    )
+    say(f"requests give the model's name, {name}. Once the server is up:\n{request(name, listening, chats)}")
     return command
 
 
