@@ -41,6 +41,7 @@ PAGE = "report.html"
 NEEDLES_WIDTH = 520.0
 CONTEXTS = tuple(2**power for power in range(9, 21))  # tokens: 512 to 1M
 LONGEST_SAMPLE = 4000  # characters
+WHITE = "(white space alone)"
 # What a stage's loss is, by its kind.
 LOSSES = {
     "attention_transfer": "error of a mixer's output, mean over layers",
@@ -517,7 +518,7 @@ def _samples(run: RunRecord, drawn: Drawing | None) -> str:
     for sample in found:
         pieces = [("Prompt", "prompt"), ("The text itself", "text"), ("Teacher", "teacher"), ("Student", "student")]
         boxes = (
-            f"<div><h3>{name}</h3><pre>{html.text(sample[key][:LONGEST_SAMPLE] if sample[key].strip() else '(white space only)')}</pre></div>"
+            f"<div><h3>{name}</h3><pre>{html.text(sample[key][:LONGEST_SAMPLE] if sample[key].strip() else WHITE)}</pre></div>"
             for name, key in pieces
             if key in sample
         )
