@@ -517,10 +517,9 @@ def _samples(run: RunRecord, drawn: Drawing | None) -> str:
     parts = []
     for sample in found:
         pieces = [("Prompt", "prompt"), ("The text itself", "text"), ("Teacher", "teacher"), ("Student", "student")]
+        shown = {key: text[:LONGEST_SAMPLE] if text.strip() else WHITE for key, text in sample.items()}
         boxes = (
-            f"<div><h3>{name}</h3><pre>{html.text(sample[key][:LONGEST_SAMPLE] if sample[key].strip() else WHITE)}</pre></div>"
-            for name, key in pieces
-            if key in sample
+            f"<div><h3>{name}</h3><pre>{html.text(shown[key])}</pre></div>" for name, key in pieces if key in shown
         )
         parts.append(f'<div class="samples">{"".join(boxes)}</div>')
     return html.paragraph(words) + "".join(parts)

@@ -561,9 +561,8 @@ def test_a_run_names_its_text_and_its_teacher(linearize: Command, folder: Path, 
     (run / "run.json").write_text(json.dumps(settings))
     code, out, err = linearize("eval", folder, "--recipe", run, *SMALL, "--json")
     assert code == 0, err
-    assert f"not saved: with -o {run / 'eval.json'} it is for linearize report and compare, too" in " ".join(
-        err.split()
-    )
+    kept = f"not saved: with -o {run / 'eval.json'} it is for linearize report and compare, too"
+    assert kept in " ".join(err.split())
     told = json.loads(out)
     assert told["text"] == str(tmp_path / "data" / "own.txt")
     assert (told["teacher"], told["seq_len"]) == (str(source), 32)

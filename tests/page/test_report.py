@@ -66,6 +66,13 @@ def test_a_page_has_every_section_with_its_drawing_and_loads_nothing(run: Path) 
     assert "Not measured" not in text
 
 
+def test_a_sample_of_white_space_is_no_empty_box(run: Path) -> None:
+    report = json.loads((run / "report.json").read_text())
+    report["samples"][0] |= {"teacher": "x = 1", "student": " \n\n"}
+    (run / "report.json").write_text(json.dumps(report))
+    assert report_page(read_run(run)).count("<pre>(white space alone)</pre>") == 1
+
+
 def test_a_page_says_what_the_run_says(run: Path) -> None:
     words = Page(report_page(read_run(run))).words
     assert "1.200x" in words  # 12.0 over 10.0

@@ -593,6 +593,7 @@ def test_a_dry_run_tells_what_becomes_of_the_run_that_is_there(root: Path, tmp_p
     assert note == f"note: a real run in {run} is refused: {refused.value.message}"
     assert "recipe changed since this run (stages[0].steps 2 -> 3; stages[1].steps 2 -> 3)" in note
     assert "Start over with `--resume never`, or choose another name" in note
+    assert f"To train the finished model on: another name with model.base={run / 'final'} convert=null. " in note
     (run / "run.json").write_text("{")
     assert "run.json" in notes(recipe)[0]
 
