@@ -27,7 +27,7 @@ def serve(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
 ) -> None:
-    """Serve a converted model over HTTP with OpenAI's API, by vLLM or by transformers. The exit code is the server's."""
+    """Serve a converted model over HTTP with OpenAI's API, by vLLM or transformers. The exit code is the server's."""
     with starting():
         from ..serve.start import server_command
 
