@@ -145,7 +145,7 @@ def test_a_pipeline_is_converted_distilled_evaluated_and_pushed(
     monkeypatch.setattr("linearize.terminal.progress.LINE_EVERY", 0.0)
     code, out, err = linearize("eval", final, "--recipe", path, "-o", tmp_path / "found.json", "--json")
     assert code == 0, err
-    assert all(f"{what}: 100%, 0 s of" in err for what in ("predictions", "samples"))
+    assert all(f"{what}: 100%, 0 s left" in err for what in ("predictions", "samples"))
     found = json.loads(out)["predictions"]["student"]
     assert [row["error"] for row in found] == pytest.approx(
         [row["error"] for row in report["predictions"]["trained"]], rel=1e-4

@@ -64,7 +64,7 @@ def test_images_are_counted_as_images_and_accuracy_comes_first(
     monkeypatch.setattr("linearize.terminal.progress.LINE_EVERY", 0.0)
     code, out, err = linearize("eval", "vit-la", "--teacher", "vit", *given, "--json")
     assert code == 0, err
-    assert "eval: 100%, 0 s of" in err
+    assert "eval: 100%, 0 s left" in err
     found = json.loads(out)
     assert (found["kind"], found["asked"], found["labelled"]) == ("images", 10, 10)
     assert "10 images of" in err

@@ -637,7 +637,7 @@ def test_presets_are_valid(preset: Path) -> None:
     if "base" in yaml.safe_load(text)["model"]:
         load_recipe(preset)
     else:  # for a base of the user's choice
-        with pytest.raises(LinearizeError, match=r"^[^\n]+ model\.base: missing; [^\n]+$"):
+        with pytest.raises(LinearizeError, match=rf"^{preset.stem} names no model: add model\.base=MODEL [^\n]+$"):
             load_recipe(preset)
         load_recipe(preset, ["model.base=some/model"])
     assert all(f"# {field} " in text for field in ("command", "hardware", "duration", "result"))
