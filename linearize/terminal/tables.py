@@ -664,6 +664,10 @@ def tasks_table(result: dict[str, Any]) -> None:
     kinds = ("text", "short", "number", "number", "number", "number")
     headings, rows = task_rows(result)
     console().print(table(dict(zip(headings, kinds, strict=False)), rows, f"lm-evaluation-harness {result['harness']}"))
+    for row in result["tasks"] if result["teacher"] else ():
+        found = [one["teacher"] for one in row["metrics"] if one["higher_is_better"]]
+        if found and not any(found):
+            console().print(f"note: {row['task']} compares nothing here: the teacher itself is right in no row")
 
 
 def task_rows(result: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:

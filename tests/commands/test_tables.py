@@ -25,6 +25,7 @@ from linearize.terminal.tables import (
     runs_table,
     table,
     task_rows,
+    tasks_table,
 )
 from linearize.verify.checks import Check
 from linearize.verify.child import behaviours, encoder_behaviours
@@ -103,6 +104,16 @@ def test_positions_name_a_trained_length_that_is_recorded_alone(capsys: pytest.C
         assert ("trained in rows of 64 tokens" in shown) == trained
         told = "no trained length is recorded: the first stretch is a row of the text, 64 tokens"
         assert (told in shown) != trained
+
+
+def test_a_task_in_which_the_teacher_is_never_right_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"task": "words", "few_shot": 0, "rows": 12, "part_of": None}
+    for metric, better, teacher, told in (("acc", True, 0.0, 1), ("acc", True, 0.25, 0), ("ppl", False, 9.0, 0)):
+        one = {"metric": metric, "filter": "none", "higher_is_better": better, "student": 0.5, "teacher": teacher}
+        errors = {"student_error": 0.1, "teacher_error": 0.1}
+        tasks_table({"tasks": [row | {"metrics": [one | errors]}], "teacher": "source", "harness": "0.4"})
+        shown = " ".join(capsys.readouterr().err.split())
+        assert shown.count("note: words compares nothing here: the teacher itself is right in no row") == told
 
 
 def test_examples_before_a_question_are_headed_few_shot() -> None:
