@@ -665,7 +665,7 @@ def tasks_table(result: dict[str, Any]) -> None:
     headings, rows = task_rows(result)
     console().print(table(dict(zip(headings, kinds, strict=False)), rows, f"lm-evaluation-harness {result['harness']}"))
     for row in result["tasks"] if result["teacher"] else ():
-        found = [one["teacher"] for one in row["metrics"] if one["higher_is_better"]]
+        found = [one["teacher"] for one in row["metrics"] if one.get("higher_is_better")]
         if found and not any(found):
             console().print(f"note: {row['task']} compares nothing here: the teacher itself is right in no row")
 
