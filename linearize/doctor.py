@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from .errors import Exit, LinearizeError, existing_folder
-from .extras import checkout, with_extra
+from .extras import checkout, required, with_extra
 from .terminal.output import size
 from .terminal.progress import imports, progress
 
@@ -54,7 +54,7 @@ def examine() -> dict[str, Any]:
             "linearize runs from its sources, so what it needs is unknown. Install it: pip install -e .", Exit.RESOURCE
         ) from None
     with progress("doctor", MODULES - len(sys.modules) + ANSWER) as advance, imports(advance):
-        packages = [_python(distribution.metadata["Requires-Python"]), *map(_package, _needed(distribution, ""))]
+        packages = [_python(distribution.metadata["Requires-Python"]), *map(_package, required(distribution))]
         cuda = _cuda()
         servers, lacking = _servers()
         found = {
@@ -71,15 +71,6 @@ def examine() -> dict[str, Any]:
         }
         advance(ANSWER)
     return found
-
-
-def _needed(distribution: importlib.metadata.Distribution, extra: str) -> Iterator[Requirement]:
-    """The requirements of linearize itself, or only those that an extra adds."""
-    for requirement in map(Requirement, distribution.requires or ()):
-        marker = requirement.marker
-        applies = marker is None or marker.evaluate({"extra": extra})
-        if applies and bool(extra) == (marker is not None and not marker.evaluate({"extra": ""})):
-            yield requirement
 
 
 def _python(needed: str) -> dict[str, Any]:
@@ -109,7 +100,7 @@ def _extras(distribution: importlib.metadata.Distribution) -> Iterator[tuple[str
     """Each optional extra, and the packages of it that are missing or out of range."""
     for extra in distribution.metadata.get_all("Provides-Extra") or ():
         if extra not in DEVELOPMENT:
-            yield extra, [p["name"] for p in map(_package, _needed(distribution, extra)) if p["problem"]]
+            yield extra, [p["name"] for p in map(_package, required(distribution, extra)) if p["problem"]]
 
 
 def _cuda() -> dict[str, Any]:

@@ -81,7 +81,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def absent(path: Path, what: str = "no such file", then: str = "") -> LinearizeError:
-    """What to say of a file or folder that is not there (exit 2), with the nearest one beside it."""
+    """The error (exit 2) for a file or folder that is not there; it names the nearest one beside it."""
     rest = f"{near_path(path)} {then}".rstrip()
     return LinearizeError(f"{what} {str(path)!r}" + (f".{rest}" if rest else ""))
 

@@ -208,7 +208,7 @@ def layout_told(
     kwargs: dict[str, Any],
     rows: Tensor | None = None,
 ) -> TokenLayout:
-    """What a mixer is told of a call of `shape` (B, T), with all that the module and the cache know of it."""
+    """The layout that a mixer gets for a call of `shape` (B, T): what the module and the cache know of its tokens."""
     tokens = call_layout(call.geometry, causal, attention_mask, shape, seen, call.told(kwargs))
     scores = mixer.softmax and mixer.softmax.scores_told(kwargs)
     # Not `_replace`: torch 2.11 cannot make its tuple again where a compiled graph ends, as before MHLA's blocks.

@@ -169,7 +169,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[int, int] | None]:
 
 
 def no_model(folder: Path) -> LinearizeError:
-    """What to say (exit 3) of a folder without a config.json, or that is not there: where the model may be."""
+    """The error (exit 3) for a folder that is absent or has no config.json; it says where the model may be."""
     if folder.exists():
         inside = folder / "final"
         of_run = f". The model of this run is {inside}" if (inside / "config.json").exists() else ""

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from packaging.requirements import Requirement
 from transformers.utils.import_utils import is_serve_available
 
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code, open_config, outdated
 from ..checkpoint.source import open_source, read_header, read_json
 from ..errors import Exit, LinearizeError, did_you_mean, reason_of
-from ..extras import checkout, with_extra
+from ..extras import checkout, required, with_extra
 from ..terminal.output import say
 from .folder import layers_of
 
@@ -144,13 +143,11 @@ def remedies() -> str:
 def lacks() -> list[str]:
     """The packages of transformers' own extra for its server that are not installed."""
     found = []
-    for requirement in map(Requirement, importlib.metadata.requires("transformers") or ()):
-        marker = requirement.marker
-        if marker is not None and marker.evaluate({"extra": "serving"}) and not marker.evaluate({"extra": ""}):
-            try:
-                importlib.metadata.version(requirement.name)
-            except importlib.metadata.PackageNotFoundError:
-                found.append(requirement.name)
+    for requirement in required(importlib.metadata.distribution("transformers"), "serving"):
+        try:
+            importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(requirement.name)
     return found
 
 

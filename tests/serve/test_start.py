@@ -68,7 +68,7 @@ def test_an_address_that_is_taken_is_refused_before_the_model_is_read(
 
 def test_what_the_server_of_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["torch>=2", "openai; extra == 'serving'", "typer; extra == 'serving'", "rouge; extra == 'testing'"]
-    monkeypatch.setattr("importlib.metadata.requires", {"transformers": needs}.get)
+    monkeypatch.setattr("importlib.metadata.Distribution.requires", needs)
     known = importlib.metadata.version
 
     def version(name: str) -> str:
