@@ -29,7 +29,7 @@ from ..layers.arguments import Backend, check_shapes, state_dtype, wants_gradien
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention, linear_attention_bidirectional
 from ..linear.bidirectional_launch import both_op
-from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, step_op, use_triton
+from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, settled_precision, step_op, use_triton
 from ..mixer import Bounds, Mixer, Site, check_power_of_two, feature_parts, full_precision
 from ..layers.pool import check_pool, on_rows
 from ..layers.scan import document_tokens, each_sequence, numbered
@@ -60,7 +60,7 @@ def la(
     unit: bool = False,
     chunk_size: int = 64,
     backend: Backend = "auto",
-    precision: Precision = "tf32",
+    precision: Precision = "auto",
 ) -> tuple[Tensor, LAState]:
     """Normalised linear attention, eq. 5: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
@@ -133,13 +133,13 @@ def la_with_mass(
 
 def _la_triton(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, causal: bool, padding: Tensor | None, segments: Tensor |
-    None, cu: Tensor | None, state: LAState | None, first: Tensor | None, unit: bool, precision: str,
+    None, cu: Tensor | None, state: LAState | None, first: Tensor | None, unit: bool, precision: Precision,
 )-> tuple[Tensor, Tensor, LAState | None]:  # fmt: skip
     """The kernels of linear/; a single token without gradients is one launch."""
     D, DV = q.shape[-1], v.shape[-1]
     q, k = q.to(v.dtype), k.to(v.dtype)
     if not causal:
-        o, g, *_ = both_op(q, k, v, a, b, unit, precision, padding)
+        o, g, *_ = both_op(q, k, v, a, b, unit, settled_precision(precision), padding)
         return o, g, state
     assert state is not None
     keep = wants_gradients(q, k, v, a, b, *state[:3])
@@ -148,7 +148,7 @@ def _la_triton(
         return o, g, LAState(*after)
     if segments is not None:
         segments = numbered(segments).int()
-    inputs = q, k, v, a, b, None, None, None, 1.0, unit, precision
+    inputs = q, k, v, a, b, None, None, None, 1.0, unit, settled_precision(precision)
     o, g, last, *_ = chunked_op(*inputs, segments, padding, cu, first, keep)
     S, z, u, _ = last.split([D * DV, D, DV, 4], -1)
     n = state.tokens
@@ -321,7 +321,7 @@ class LinearAttention(Mixer):
             q, k = self.feature_map(q, "query"), self.feature_map(k, "key")
             o, g, state = la_with_mass(
                 q, k, v, a, b, layout.padding, layout.segments, None, state, causal=layout.causal, unit=self.unit,
-                backend="auto", precision="tf32", chunk_size=self.chunk_size, rows=layout.rows,
+                backend="auto", precision="auto", chunk_size=self.chunk_size, rows=layout.rows,
             )  # fmt: skip
         return o.to(v.dtype), g.clamp_min(GUARD), state
 

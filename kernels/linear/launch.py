@@ -83,9 +83,27 @@ SHIPPED: dict[tuple[tuple[int, int], int, torch.dtype, bool], dict[str, Any]] = 
         "walk_from": 256,
     },
     ((9, 0), 128, torch.float32, True): {
+        "out": Tiles(128, 128, 8, 1),
+        "gradients": Tiles(128, 128, 8, 1),
+        "scan": Tiles(64, 64, 4, 1),
+        "sums_both": Tiles(64, 128, 4, 2),
+        "read": Tiles(64, 128, 4, 2),
+    },
+    ((9, 0), 128, torch.float32, False): {
+        "out": Tiles(64, 128, 4, 1),
+        "gradients": Tiles(64, 128, 4, 1),
+        "scan": Tiles(64, 64, 4, 1),
+    },
+    ((9, 0), 64, torch.float32, True): {
         "out": Tiles(64, 64, 4, 1),
         "gradients": Tiles(64, 64, 4, 1),
-        "scan": Tiles(32, 64, 4, 3),
+        "scan": Tiles(64, 64, 4, 1),
+        "sums_both": Tiles(64, 64, 4, 2),
+        "read": Tiles(64, 64, 4, 2),
+    },
+    ((9, 0), 64, torch.float32, False): {
+        "out": Tiles(64, 64, 4, 1),
+        "gradients": Tiles(64, 64, 4, 1),
     },
 }
 
@@ -93,11 +111,7 @@ SHIPPED: dict[tuple[tuple[int, int], int, torch.dtype, bool], dict[str, Any]] = 
 def configure(q: Tensor, v: Tensor, precision: str, normalised: bool) -> Config:
     """The configuration for these inputs on their device. Raises ValueError where nothing fits."""
     config = _configure(q.device, q.dtype, q.shape[3], v.shape[3], normalised)
-    if q.dtype != torch.float32 or not q.is_cuda:
-        return config
-    if precision == "ieee":  # without tensor cores small tiles are as good
-        config = config._replace(out=config.scan, gradients=config.scan)
-    return config._replace(precision=precision)
+    return config._replace(precision=precision) if q.dtype == torch.float32 and q.is_cuda else config
 
 
 def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int, normalised: bool) -> Config:
@@ -150,19 +164,22 @@ def shared_bytes(tiles: Tiles, wide: int, item: int) -> int:
 # The normaliser is at least this share of what it is for f = 1: only signed kernels come near.
 GUARD = 1e-6
 
-# What becomes of fp32 factors in the kernels.
-Precision = Literal["tf32", "bf16x3", "ieee"]
+# What becomes of fp32 factors in the kernels: one product of 10 bits, or six of bf16 that carry 24. `auto` is tf32 where
+# torch's own products may be, else bf16x6.
+Precision = Literal["auto", "tf32", "bf16x6"]
 
 
 def use_triton(backend: str, q: Tensor, v: Tensor, heads: int, obstacle: str = "") -> bool:
-    """Whether the kernels take inputs of such dtypes and shapes, q in v's dtype, `heads` memories a row. `auto` leaves
-    fp32 to PyTorch unless torch's own products may be tf32: precision="ieee" is slower than PyTorch with gradients.
+    """Whether the kernels take inputs of such dtypes and shapes, q in v's dtype, `heads` memories a row.
 
     Raises ValueError where `triton` is asked for and they do not.
     """
-    if backend == "auto" and v.dtype == torch.float32 and not allows_tf32():
-        return False
     return use_kernels(backend, obstacle or runs_on(q, v, heads))
+
+
+def settled_precision(precision: Precision) -> str:
+    """The precision that `auto` stands for, or the one that was asked for."""
+    return precision if precision != "auto" else "tf32" if allows_tf32() else "bf16x6"
 
 
 @torch.compiler.assume_constant_result

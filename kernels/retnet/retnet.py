@@ -30,7 +30,7 @@ from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention
-from ..linear.launch import Precision, chunked_op, pool_op, step_op, use_triton
+from ..linear.launch import Precision, chunked_op, pool_op, settled_precision, step_op, use_triton
 from ..mixer import Bounds, Mixer, Site, full_precision, gated, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
@@ -58,7 +58,7 @@ def retnet(
     write_gate: Tensor | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
-    precision: Precision = "tf32",
+    precision: Precision = "auto",
 ) -> tuple[Tensor, RetNetState]:
     """Retention, eqs. 5 to 7, in time linear in T: o [B,T,H,Dv] in q's dtype and the state after the last token.
 
@@ -117,7 +117,7 @@ def fresh_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> RetNetSta
 
 def _retnet_triton(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, padding: Tensor | None, segments: Tensor | None,
-    cu: Tensor | None, state: RetNetState | None, read: Tensor | None, write: Tensor | None, precision: str,
+    cu: Tensor | None, state: RetNetState | None, read: Tensor | None, write: Tensor | None, precision: Precision,
 )-> tuple[Tensor, RetNetState]:  # fmt: skip
     """The kernels of linear/; a single token without gradients is one launch."""
     dtype, sizes = q.dtype, (q.shape[-1], v.shape[-1])
@@ -131,7 +131,7 @@ def _retnet_triton(
     if segments is not None:
         segments = numbered(segments).int()
     first = None if S is None else S.flatten(2)
-    o, _, S, *_ = chunked_op(*inputs, precision, segments, padding, cu, first, keep)
+    o, _, S, *_ = chunked_op(*inputs, settled_precision(precision), segments, padding, cu, first, keep)
     return o.to(dtype), RetNetState(S.unflatten(-1, sizes))
 
 

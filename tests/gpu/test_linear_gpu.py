@@ -1,8 +1,8 @@
 """The kernels of linear attention on a GPU: against float64, no worse than the PyTorch path in the same dtype, and the
 same bits twice.
 
-Skipped without a GPU. `python tests/gpu/test_linear_gpu.py` prints the errors and needs no pytest. fp32 is exact here
-(precision="ieee" in la's and retnet's words); tf32, the default, is what `linearize bench kernels` measures.
+Skipped without a GPU. `python tests/gpu/test_linear_gpu.py` prints the errors and needs no pytest. fp32 is as torch
+has it by default, exact (precision="bf16x6" in la's and retnet's words).
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
         la(q, q, q, backend="triton")
 
 
-def test_fp32_takes_the_kernels_where_torch_may_round_to_tf32() -> None:
-    assert interpreted(fp32_takes_kernels) == [False, True, False, True]
+def test_fp32_is_exact_in_the_kernels_unless_torch_may_round_to_tf32() -> None:
+    assert interpreted(precisions) == ["bf16x6", "tf32", "bf16x6", "tf32", True]
 
 
 # ---------------------------------------------------------------- compiled for real, without a GPU
@@ -277,11 +277,11 @@ def run_la(case: dict[str, Any], leaves: dict[str, Tensor], made: dict[str, Any]
     way: Any = {"causal": not both, "unit": case.get("unit", False), "backend": backend}
     out = {}
     if case.get("mass"):
-        options = {"precision": "ieee", "chunk_size": 64}
+        options: Any = {"precision": "auto", "chunk_size": 64}
         masked = (made["masks"].get(name) for name in ("padding", "segments", "cu_seqlens"))
         out["o"], out["g"], last = la_with_mass(q, k, v, a, b, *masked, state, **way, **options)
     else:
-        out["o"], last = la(q, k, v, a=a, b=b, **made["masks"], state=state, precision="ieee", **way)
+        out["o"], last = la(q, k, v, a=a, b=b, **made["masks"], state=state, **way)
     return out if both else out | {"S": last.products, "z": last.keys, "u": last.values, "tokens": last.tokens}
 
 
@@ -293,7 +293,7 @@ def run_retnet(
     own = dict(leaves)
     memory = own.pop("S", None)
     state = None if memory is None else RetNetState(memory)
-    way: Any = {"backend": backend, "precision": "ieee"}
+    way: Any = {"backend": backend}
     o, last = retnet(**(made["decays"] | own), **made["masks"], state=state, **way)
     return {"o": o, "S": last.memory}
 
@@ -345,15 +345,16 @@ def check_operators() -> None:
         assert flops_whichever_way(loss, (q, k, v, a, b)) == 9 * 2 * (forward + backward)
 
 
-def fp32_takes_kernels() -> list[bool]:
-    """Whether `auto` takes them as torch stands, where its products may be tf32, and again without and with it."""
-    from linearize_kernels.linear.launch import use_triton
+def precisions() -> list[Any]:
+    """What `auto` stands for as torch is, where its products may be tf32, and again without; what was asked for; and
+    whether fp32 takes the kernels."""
+    from linearize_kernels.linear.launch import settled_precision, use_triton
 
     q, found, kept = torch.rand(1, 5, 2, 64), [], torch.get_float32_matmul_precision()
     try:
         for precision in ("highest", "high", "highest"):
             torch.set_float32_matmul_precision(precision)
-            found.append(use_triton("auto", q, q, 2))
+            found.append(settled_precision("auto"))
     finally:
         torch.set_float32_matmul_precision(kept)
-    return [*found, use_triton("triton", q, q, 2)]
+    return [*found, settled_precision("tf32"), use_triton("auto", q, q, 2)]

@@ -40,12 +40,12 @@ class LA(Case):
         return [normalize(q, dim=-1), normalize(k, dim=-1), v]
 
     def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return la(*inputs, causal=shape.causal, backend=backend)[0]
+        return la(*inputs, causal=shape.causal, backend=backend, precision="tf32")[0]
 
     def peers(self, inputs: list[Tensor], shape: Shape, backend: str) -> dict[str, Run]:
         if shape.dtype != "float32" or backend == "torch":
             return {}
-        return {f"{OURS}, ieee": lambda: la(*inputs, causal=shape.causal, backend="triton", precision="ieee")[0]}
+        return {f"{OURS}, bf16x6": lambda: la(*inputs, causal=shape.causal, backend="triton", precision="bf16x6")[0]}
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         """Its kernel is b q.k, without the constant a; its products of fp32 are triton's default."""

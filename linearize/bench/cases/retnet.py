@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linearize_kernels.linear.launch import Precision
 from linearize_kernels.retnet.retnet import RetNetState, retnet
 
-from ..case import Case, Run, Shape, random_qkv
+from ..case import LONG, OURS, Case, Run, Shape, random_qkv
 
 
-def shape(B: int, T: int, **others: Any) -> Shape:
-    return Shape(B, T, 16, 16, 128, **others)
+def shape(B: int, T: int, H: int = 16, **others: Any) -> Shape:
+    return Shape(B, T, H, H, 128, **others)
 
 
 @functools.cache
@@ -24,7 +25,7 @@ def log_decay(heads: int, device: torch.device) -> Tensor:
 
 
 class Retention(Case):
-    shapes = (shape(8, 2048), shape(1, 16384))
+    shapes = (shape(8, 2048), *(shape(1, *size) for size in LONG))
     errors = tuple(shape(2, 1024, dtype=dtype) for dtype in ("bfloat16", "float16", "float32"))
     steps = (shape(64, 1), shape(1, 1))
     precision = "tf32"
@@ -33,7 +34,17 @@ class Retention(Case):
         return random_qkv(shape, device)
 
     def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return retnet(*inputs, log_decay=log_decay(shape.Hkv, inputs[0].device), backend=backend)[0]
+        return self._run(inputs, shape, backend, "tf32")
+
+    def peers(self, inputs: list[Tensor], shape: Shape, backend: str) -> dict[str, Run]:
+        if shape.dtype != "float32" or backend == "torch":
+            return {}
+        return {f"{OURS}, bf16x6": lambda: self._run(inputs, shape, backend, "bf16x6")}
+
+    @staticmethod
+    def _run(inputs: list[Tensor], shape: Shape, backend: Any, precision: Precision) -> Tensor:
+        decay = log_decay(shape.Hkv, inputs[0].device)
+        return retnet(*inputs, log_decay=decay, backend=backend, precision=precision)[0]
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         from fla.ops.retention import chunk_retention
