@@ -1,11 +1,11 @@
 """One process against two, for docs/measurements/processes.md: losses, resume on another number of processes, speed.
 
     python -m benchmarks.processes FOLDER                    # two GPUs, about 5 minutes; JSON on stdout
-    python -m benchmarks.processes FOLDER throughput zero    # the parts named alone: equality, throughput, zero
+    python -m benchmarks.processes FOLDER throughput zero    # the parts named alone; there is `compiled`, too
 
 Equality is measured on the model that linearize ships, in float32; throughput on a Llama of random weights in bf16;
-`zero` adds ZeRO-3 to both, which needs deepspeed. Without GPUs the same happens with gloo and tiny sizes, which proves
-this file and nothing else.
+`zero` adds ZeRO-3 to both, which needs deepspeed; `compiled` is throughput with `runtime.compile`. Without GPUs the
+same happens with gloo and tiny sizes, which proves this file and nothing else.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ def equality(folder: Path, zero: bool = False) -> dict[str, Any]:
         "one, then fsdp": ([("one", STEPS + 2), ("fsdp", None)], {}),
         "fsdp, then one": ([("fsdp", STEPS + 1), ("one", None)], {}),
         "ddp, then fsdp": ([("ddp", 2), ("fsdp", None)], {}),
-        "compile": ([("one", None)], {"runtime": {"precision": "fp32", "compile": True}}),
+        **{
+            f"compile {how}": ([(how, None)], {"runtime": {"precision": "fp32", "compile": True}})
+            for how in ("one", "ddp", "fsdp")
+        },
         "bf16": ([("one", None)], {"runtime": {"precision": "bf16"}}),
         "bf16 ddp": ([("ddp", None)], {"runtime": {"precision": "bf16"}}),
         "bf16 fsdp": ([("fsdp", None)], {"runtime": {"precision": "bf16"}}),
@@ -151,8 +154,9 @@ def compare(case: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def throughput(folder: Path, hows: Iterable[str] = LAUNCH) -> dict[str, Any]:
-    """Tokens a second of each stage, the same global batch on one GPU and on two; alone on the machine."""
+def throughput(folder: Path, hows: Iterable[str] = LAUNCH, compiled: bool = False) -> dict[str, Any]:
+    """Tokens a second of each stage, the same global batch on one GPU and on two, and with `runtime.compile`; alone on
+    the machine."""
     steps, blocks, length = TIMED
     source = folder / "large"
     with torch.device("cuda" if GPU else "cpu"):
@@ -166,7 +170,10 @@ def throughput(folder: Path, hows: Iterable[str] = LAUNCH) -> dict[str, Any]:
     result: dict[str, Any] = {"parameters": size, "blocks": blocks, "length": length}
     base, convert = {"base": str(source)}, {"mechanism": "gsa"}
     for how in hows:
-        changes = {"runtime": {"precision": "bf16"}, "data": {"train": {"demo": "train"}, "pack": {"seq_len": length}}}
+        changes = {
+            "runtime": {"precision": "bf16", "compile": compiled},
+            "data": {"train": {"demo": "train"}, "pack": {"seq_len": length}},
+        }
         path = recipe(folder, f"large-{how}", steps, blocks, how, model=base, convert=convert, **changes)
         result[how] = run(path, how)
         base, convert = {"base": str(folder / f"large-{next(iter(hows))}" / "converted")}, None
@@ -203,6 +210,10 @@ def main() -> None:
     result: dict[str, Any] = {"torch": torch.__version__, "gpus": torch.cuda.device_count()}
     if "throughput" in parts:
         result["throughput"] = throughput(folder, [*LAUNCH, *ZERO] if "zero" in parts else LAUNCH)
+        print(json.dumps(result), flush=True)
+    if "compiled" in parts:
+        (folder / "compiled").mkdir()
+        result["compiled"] = throughput(folder / "compiled", ("one", "fsdp"), compiled=True)
         print(json.dumps(result), flush=True)
     if "equality" in parts:
         result["equality"] = equality(folder, zero="zero" in parts)

@@ -329,11 +329,15 @@ class Mixer(nn.Module):
                 norm.weight.mul_(factor[:, None])
 
 
+# Feature maps with weights, which have kernels of their own.
+LEARNED = ("relu", "hedgehog")
+
+
 def feature_parts(kind: str) -> dict[str, str]:
     """`Mixer.parts` of a feature map that features.py makes; none for another."""
     if kind not in ("elu", "relu", "plain_relu", "hedgehog"):
         return {}
-    return {"layers/features": "Features"} | ({"layers/hedgehog": "hedgehog"} if kind == "hedgehog" else {})
+    return {"layers/features": "Features"} | ({"layers/learned_maps": "learned_map"} if kind in LEARNED else {})
 
 
 def output_gate_at(site: Site, wanted: bool) -> Any:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
+from ..layers.norm import unit_rows
 from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
@@ -298,8 +299,7 @@ class GatedDeltaNet(Recurrent, Mixer):
         y, tail = self._convolved(y, role, tail, layout)
         if self.features is not None:
             y = self.features(y, role)
-        y = (F.silu(y) if self.feature_map == "swish" else y).float()
-        return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12)).to(dtype), tail
+        return unit_rows(y, self.feature_map == "swish", dtype), tail
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         site = self.site

@@ -39,7 +39,7 @@ from .eager import (
 )  # fmt: skip
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, full_precision, positions
-from ..layers.norm import fit_size, give_size
+from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.scan import document_tokens, each_sequence, numbered
 from ..layers.pool import check_pool, on_rows, put, take
 
@@ -345,9 +345,10 @@ class GatedSlotAttention(Mixer):
         """RMS norm of o [B,T,H,Dv] over one head or over all of them."""
         if self.norm == "none":
             return o
-        y = o.float()
-        power = y.square().mean((-1,) if self.norm == "head" else (-2, -1), keepdim=True)
-        return (y * torch.rsqrt(power + 1e-6) * self.norm_weight.float()).to(o.dtype)
+        if self.norm == "head":
+            return head_norm(o, self.norm_weight)
+        all_heads, weight = o.flatten(2).unsqueeze(2), self.norm_weight.flatten()[None]
+        return head_norm(all_heads, weight).view_as(o)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         return (

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..mixer import Site
+from ..mixer import LEARNED, Site
 
 
 def featured(y: Tensor, kind: str, scale: float, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -48,7 +48,7 @@ class Features(nn.Module):
     """
 
     # Makes features in one launch, or returns None where it cannot.
-    kernel: Callable[[Tensor, Tensor, float], Tensor | None] | None = None
+    kernel: Callable[[Tensor, Tensor, Tensor | None, float], Tensor | None] | None = None
 
     def __init__(
         self, kind: Literal["elu", "relu", "plain_relu", "hedgehog"], heads: int, kv_heads: int, dim: int, scale: float,
@@ -58,7 +58,7 @@ class Features(nn.Module):
         super().__init__()
         self.kind, self.scale = kind, scale
         self.start = scale**-0.5 if kind == "hedgehog" and causal else 1.0
-        if kind in ("relu", "hedgehog"):
+        if kind in LEARNED:
             self.query_map = nn.Parameter(torch.empty(heads, dim, dim))
             self.key_map = nn.Parameter(torch.empty(kv_heads, dim, dim))
         if kind == "relu":
@@ -68,10 +68,10 @@ class Features(nn.Module):
 
     @classmethod
     def at(cls, site: Site, kind: Any) -> Features:
-        """The map of a mixer at `site`, with Hedgehog's kernels where it is that."""
+        """The map of a mixer at `site`, with kernels where it has weights."""
         found = cls(kind, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
-        if kind == "hedgehog":
-            found.kernel = import_module(".hedgehog", __package__).hedgehog
+        if kind in LEARNED:
+            found.kernel = import_module(".learned_maps", __package__).learned_map
         return found
 
     @torch.no_grad()
@@ -86,5 +86,5 @@ class Features(nn.Module):
         """Features [B,T,heads,size] of queries or keys y [B,T,heads,D], as `featured`; in y's dtype from a kernel."""
         weight: Any = getattr(self, f"{role}_map", None)
         bias = getattr(self, f"{role}_bias", None)
-        found = None if self.kernel is None else self.kernel(y, weight, self.scale**0.5)
+        found = None if self.kernel is None else self.kernel(y, weight, bias, self.scale**0.5)
         return featured(y, self.kind, self.scale, weight, bias) if found is None else found

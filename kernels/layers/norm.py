@@ -1,22 +1,69 @@
-"""RMS norm of each head's output, for mechanisms whose outputs are sums rather than means."""
+"""Norms of each head's row: by its root mean square for mechanisms whose outputs are sums rather than means, by its
+length for keys of length 1.
+
+    out = x f w r        x = y or swish(y), f = (share sum x^2 + eps)^-1/2, share 1/D (root mean square) or 1 (length)
+
+w [H,D] and r [B,T,H] where they are given. In PyTorch that is six to ten passes over [B,T,H,D]; on a GPU it is one
+kernel each way. Backwards, with g = do w r:
+
+    dx = f g - f^3 share x sum g x        dw = sum do x f r        dr = sum do x f w
+
+Letters: B batch, T time, H heads, D numbers of a row; N = B*T rows of each head.
+"""
+
+# mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ..gpu.launch import launch, scratch, unavailable
+from ..gpu.operators import operator, own_namespace
+from ..gpu.triton_helpers import jit, tl, triton
 
-def head_norm(o: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+# Numbers of a program's tile, and tiles of a program backward, whose part of dw is one row.
+TILE, TILES = 4096, 16
+
+
+def head_norm(o: Tensor, weight: Tensor, gate: Tensor | None = None, *, plain: bool = False) -> Tensor:
     """o / rms(o) over the value dim of each head, times weight [H,Dv]; o [B,T,H,Dv], in its dtype.
 
-    `gate` [B,T,H] multiplies what comes out: in front, the norm would cancel it.
+    `gate` [B,T,H] multiplies what comes out: in front, the norm would cancel it. `plain` keeps to PyTorch.
     """
-    y = o.float()
-    factor = torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+    if not plain and _takes(o, weight, gate):
+        out: Tensor = norm_op(o, weight, gate, True, False, o.dtype)
+        return out
+    y = o.to(torch.promote_types(o.dtype, torch.float32))
+    factor = torch.rsqrt(y.square().mean(-1, keepdim=True) + _eps(True))
     if gate is not None:
-        factor = factor * gate.float()[..., None]
-    return (y * factor * weight.float()).to(o.dtype)
+        factor = factor * gate.to(y.dtype)[..., None]
+    return (y * factor * weight.to(y.dtype)).to(o.dtype)
+
+
+def unit_rows(y: Tensor, swish: bool, dtype: torch.dtype, *, plain: bool = False) -> Tensor:
+    """y [B,T,H,D], or swish(y), over the length of each row in `dtype`, zero where it vanishes. `plain` keeps to
+    PyTorch."""
+    if not plain and _takes(y) and dtype != torch.float64:
+        out: Tensor = norm_op(y, None, None, False, swish, dtype)
+        return out
+    y = F.silu(y) if swish else y
+    y = y.to(torch.promote_types(y.dtype, torch.float32))
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + _eps(False))).to(dtype)
+
+
+def _takes(y: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels take rows of y, and the others beside them."""
+    kinds = [x.dtype for x in (y, *others) if x is not None]
+    return bool(y.numel()) and not any(unavailable(y.device, kind) for kind in kinds)
+
+
+def _eps(mean: bool) -> float:
+    return 1e-6 if mean else 1e-12
 
 
 @torch.no_grad()
@@ -53,3 +100,113 @@ class HeadNorm(nn.Module):
 
     def calibrate(self, o_teacher: Tensor) -> None:
         give_size(self.weight, o_teacher)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@jit
+def rows(p_y, i_h, o_r, o_d, N, H, D: tl.constexpr, SWISH: tl.constexpr):
+    """Offsets of rows o_r of one head, which of their numbers exist, and y and x of them, [BR,BD] fp32."""
+    o_y = (o_r.to(tl.int64)[:, None] * H + i_h) * D + o_d[None, :]
+    m_y = (o_r < N)[:, None] & (o_d < D)[None, :]
+    b_y = tl.load(p_y + o_y, mask=m_y, other=0.0).to(tl.float32)
+    b_x = b_y
+    if SWISH:
+        b_x = b_y * tl.sigmoid(b_y)
+    return o_y, m_y, b_y, b_x
+
+
+@jit
+def beside(p_w, p_gate, b_x, i_h, o_r, o_d, N, H, D: tl.constexpr):
+    """x times the weight and the gate of each number, where they are given."""
+    if p_w is not None:
+        b_x *= tl.load(p_w + i_h * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
+    if p_gate is not None:
+        b_x *= tl.load(p_gate + o_r * H + i_h, mask=o_r < N, other=0.0).to(tl.float32)[:, None]
+    return b_x
+
+
+@jit
+def forward_kernel(p_y, p_w, p_gate, p_out, share, eps, N: int, H, D: tl.constexpr, SWISH: tl.constexpr,
+                   BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """Grid (rows / BR, H)."""
+    i_h, o_r, o_d = tl.program_id(1), tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    o_y, m_y, _, b_x = rows(p_y, i_h, o_r, o_d, N, H, D, SWISH)
+    b_f = tl.rsqrt(share * tl.sum(b_x * b_x, 1) + eps)
+    b_x = beside(p_w, p_gate, b_x * b_f[:, None], i_h, o_r, o_d, N, H, D)
+    tl.store(p_out + o_y, b_x.to(p_out.dtype.element_ty), mask=m_y)
+
+
+@jit
+def backward_kernel(p_do, p_y, p_w, p_gate, p_dy, p_dw, p_dgate, share, eps, N: int, H, D: tl.constexpr,
+                    SWISH: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """dy, of TILES tiles dw, and dr. Grid (rows / (BR * TILES), H)."""
+    i_h, o_d = tl.program_id(1), tl.arange(0, BD)
+    b_dw = tl.zeros([BD], tl.float32)
+    for tile in range(TILES):
+        o_r = (tl.program_id(0) * TILES + tile) * BR + tl.arange(0, BR)
+        o_y, m_y, b_y, b_x = rows(p_y, i_h, o_r, o_d, N, H, D, SWISH)
+        b_f = tl.rsqrt(share * tl.sum(b_x * b_x, 1) + eps)
+        b_do = tl.load(p_do + o_y, mask=m_y, other=0.0).to(tl.float32)
+        b_g = beside(p_w, p_gate, b_do, i_h, o_r, o_d, N, H, D)
+        b_along = tl.sum(b_g * b_x, 1)
+        b_dx = b_f[:, None] * (b_g - (b_f * b_f * share * b_along)[:, None] * b_x)
+        if SWISH:
+            b_s = tl.sigmoid(b_y)
+            b_dx *= b_s * (1.0 + b_y * (1.0 - b_s))
+        tl.store(p_dy + o_y, b_dx.to(p_dy.dtype.element_ty), mask=m_y)
+        if p_w is not None:
+            b_dw += tl.sum(beside(None, p_gate, b_do * b_x * b_f[:, None], i_h, o_r, o_d, N, H, D), 0)
+        if p_gate is not None:
+            b_dr = tl.sum(beside(p_w, None, b_do * b_x * b_f[:, None], i_h, o_r, o_d, N, H, D), 1)
+            tl.store(p_dgate + o_r * H + i_h, b_dr, mask=o_r < N)
+    if p_w is not None:
+        tl.store(p_dw + (tl.program_id(0) * H + i_h) * D + o_d, b_dw, mask=o_d < D)
+
+
+# ---------------------------------------------------------------- host side
+
+
+class Call(NamedTuple):
+    """The inputs of the operator. `mean`: the root mean square, else the length; `kind` is the result's dtype."""
+
+    y: Tensor
+    weight: Tensor | None
+    gate: Tensor | None
+    mean: bool
+    swish: bool
+    kind: torch.dtype
+
+
+def _inputs(x: Call) -> tuple[list[Tensor | None], tuple[float, float, int, int], dict[str, Any]]:
+    """Tensors made dense; what kernels take behind their tensors; their constants."""
+    B, T, H, D = x.y.shape
+    BD = triton.next_power_of_2(D)
+    constants = {"D": D, "SWISH": x.swish, "BD": BD, "BR": max(1, TILE // BD), "TILES": TILES}
+    dense = [None if y is None else y.contiguous() for y in x[:3]]
+    return dense, (1.0 / D if x.mean else 1.0, _eps(x.mean), B * T, H), constants
+
+
+def _forward(call: int, x: Call, out: Tensor) -> None:
+    dense, numbers, constants = _inputs(x)
+    grid = triton.cdiv(numbers[2], constants["BR"]), numbers[3]
+    launch(forward_kernel, grid, *dense, out, *numbers, call=call, num_warps=4, **constants)
+
+
+def _backward(call: int, x: Call, do: Tensor) -> tuple[Tensor, ...]:
+    """dy, dw and dr."""
+    dense, numbers, constants = _inputs(x)
+    _, _, H, D = x.y.shape
+    grid = triton.cdiv(numbers[2], constants["BR"] * TILES), H
+    dy, dw = scratch(x.y, *x.y.shape, dtype=x.y.dtype), scratch(x.y, grid[0], H, 0 if x.weight is None else D)
+    dgate = scratch(x.y, *((0,) if x.gate is None else x.gate.shape))
+    launch(backward_kernel, grid, do.contiguous(), *dense, dy, dw, dgate, *numbers, call=call, num_warps=4, **constants)
+    return dy, dw.sum(0), dgate
+
+
+NAMESPACE = own_namespace(__name__, "row_norm")
+norm_op = operator(
+    NAMESPACE, "row_norm", Call, lambda x: [scratch(x.y, *x.y.shape, dtype=x.kind)], _forward, "out",
+    backward=_backward, leaves="y weight gate",
+)  # fmt: skip

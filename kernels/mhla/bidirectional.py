@@ -11,7 +11,8 @@ Backwards, with r = 1/g, y_t = P_i do_t and u_t = dg_t - r_t^2 q_t.y_t, which is
              (backward.py) instead
     give     dk_t = R_j v_t + (the column of u), dv_t = R_j^T k_t
 
-Forward keeps S, P and g for the backward pass: it makes nothing again. Where a table says so, a block has no tokens.
+Forward keeps S, P and g for the backward pass: it makes nothing again. Without one, S and P of bf16 inputs are bf16,
+too. Where a table says so, a block has no tokens.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -19,7 +20,7 @@ Forward keeps S, P and g for the backward pass: it makes nothing again. Where a 
 from __future__ import annotations
 
 from .forward import load_summary, load_tile, operands, store_tile, times
-from ..gpu.triton_helpers import dot_given, dot_given_left, jit, parts, tl
+from ..gpu.triton_helpers import dot_given, dot_given_left, dot_given_right, jit, parts, tl
 
 
 @jit
@@ -48,9 +49,19 @@ def places_used(p_table, i_r, i_n, T, N, L, B):
 def load_column(p_S, o_f, F: tl.constexpr, DV: tl.constexpr, NORM: tl.constexpr):
     """The normaliser's column of a summary [BF], 0 without."""
     if NORM:
-        b_z = tl.load(p_S + F * DV + o_f, mask=o_f < F, other=0.0)
+        b_z = tl.load(p_S + F * DV + o_f, mask=o_f < F, other=0.0).to(tl.float32)
     else:
         b_z = o_f.to(tl.float32) * 0.0
+    return b_z
+
+
+@jit
+def times_summary(b_x, b_P, b_P_low, b_z, HALF: tl.constexpr, PREC: tl.constexpr):
+    """x @ P + z in fp32; HALF: P is bf16 in memory, and nothing is left for its second part."""
+    if HALF:
+        b_z = tl.dot(b_x, b_P, b_z)
+    else:
+        b_z = dot_given_left(b_x, b_P, b_P_low, PREC, b_z)
     return b_z
 
 
@@ -73,9 +84,10 @@ def sum_kernel(p_k, p_v, p_table, p_S, s_kt, s_kh, s_vt, s_vh, T: int, N: int, L
         b_S = dot_given(tl.trans(b_k), b_v, PREC, b_S)
         b_z += b_k.to(tl.float32)
     p_S += ((i_r * E + i_e).to(tl.int64) * N + i_n) * X
-    tl.store(p_S + o_f[:, None] * DV + o_v[None, :], b_S, mask=(o_f < F)[:, None] & (o_v < DV)[None, :])
+    kind: tl.constexpr = p_S.dtype.element_ty
+    tl.store(p_S + o_f[:, None] * DV + o_v[None, :], b_S.to(kind), mask=(o_f < F)[:, None] & (o_v < DV)[None, :])
     if NORM:
-        tl.store(p_S + F * DV + o_f, tl.sum(b_z, 0), mask=o_f < F)
+        tl.store(p_S + F * DV + o_f, tl.sum(b_z, 0).to(kind), mask=o_f < F)
 
 
 @jit
@@ -98,11 +110,15 @@ def product_kernel(p_S, p_m, p_P, K, N: int, E, X, BN: tl.constexpr, BK: tl.cons
         m_m = (o_i < K)[:, None] & (o_j < K)[None, :]
         o_m = o_j[None, :] * K + o_i[:, None] if REVERSE else o_i[:, None] * K + o_j[None, :]
         b_m = tl.load(p_m + i_e * K * K + o_m, mask=m_m, other=0.0)
-        b_m, b_m_low = operands(b_m, PREC)
-        b_S, b_S_low = operands(b_S, PREC)
-        b_P = times(b_m, b_m_low, b_S, b_S_low, b_P, PREC)
+        if b_S.dtype == tl.bfloat16:
+            b_m, b_m_low = parts(b_m, True)
+            b_P = dot_given_right(b_m, b_m_low, b_S, PREC, b_P)
+        else:
+            b_m, b_m_low = operands(b_m, PREC)
+            b_S, b_S_low = operands(b_S, PREC)
+            b_P = times(b_m, b_m_low, b_S, b_S_low, b_P, PREC)
     m_P = (o_i < K)[:, None] & (o_x < X)[None, :]
-    tl.store(p_P + base + (o_i[:, None] * X + o_x[None, :]), b_P, mask=m_P)
+    tl.store(p_P + base + (o_i[:, None] * X + o_x[None, :]), b_P.to(p_P.dtype.element_ty), mask=m_P)
 
 
 @jit
@@ -136,6 +152,7 @@ def read_kernel(p_q, p_table, p_P, p_o, p_g, s_qt, s_qh, T: int, N: int, L, B, H
                 DV: tl.constexpr, CT: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
                 PREC: tl.constexpr):  # fmt: skip
     """o [B,T,H,Dv], and g [B,T,H] with the normaliser. Grid (R*H * N)."""
+    HALF: tl.constexpr = p_P.dtype.element_ty == tl.bfloat16
     i_r, i_h, i_n, _ = place(H, N, 1)
     o_f, o_v, o_c = tl.arange(0, BF), tl.arange(0, BV), tl.arange(0, CT)
     row = i_r.to(tl.int64) * T
@@ -154,14 +171,14 @@ def read_kernel(p_q, p_table, p_P, p_o, p_g, s_qt, s_qh, T: int, N: int, L, B, H
         b_g = tl.zeros([CT], tl.float32)
         if F <= BF:
             b_q = load_tile(p_q, o_t, m_t, o_f, s_qt, F)
-            b_o = dot_given_left(b_q, b_P, b_P_low, PREC)
+            b_o = times_summary(b_q, b_P, b_P_low, b_o, HALF, PREC)
             b_g = tl.sum(b_q.to(tl.float32) * b_z[None, :], 1)
         else:
             for i_f in range(0, F, BF):
                 b_q = load_tile(p_q, o_t, m_t, i_f + o_f, s_qt, F)
                 b_P, b_P_low = parts(load_summary(p_P, i_f + o_f, o_v, F, DV), b_q.dtype == tl.bfloat16)
                 b_z = load_column(p_P, i_f + o_f, F, DV, NORM)
-                b_o += dot_given_left(b_q, b_P, b_P_low, PREC)
+                b_o = times_summary(b_q, b_P, b_P_low, b_o, HALF, PREC)
                 b_g += tl.sum(b_q.to(tl.float32) * b_z[None, :], 1)
         if NORM:
             b_g = tl.maximum(b_g, 1e-6)

@@ -45,7 +45,7 @@ from .eager import (
     GUARD, MHLAState, after, divided, fresh_state, may_wait, mhla_bidirectional, mhla_causal, mhla_step, recomputed,
     with_one,
 )  # fmt: skip
-from ..mixer import Bounds, Mixer, Site, check_power_of_two, full_precision, gated, output_gate_at
+from ..mixer import LEARNED, Bounds, Mixer, Site, check_power_of_two, full_precision, gated, output_gate_at
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.pool import check_pool, on_rows
 from ..layers.rotary import rotated, settled
@@ -197,7 +197,8 @@ def mix_bidirectional(
     if _use_triton(backend, q, v, m, False, exceeds_offsets(q, k, v)):
         assert places.table is not None
         inputs = q.to(v.dtype), k.to(v.dtype), v, m.float()
-        o, g, *_ = grid_op(*inputs, places.table, places.size, places.covered, normalise)
+        keep = wants_gradients(q, k, v, m)
+        o, g, *_ = grid_op(*inputs, places.table, places.size, places.covered, normalise, keep)
         return o, g if normalise else m.new_ones(q.shape[:3])
 
     def form(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
@@ -380,7 +381,7 @@ class MultiHeadLinearAttention(Mixer):
     @classmethod
     def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
         found = super().parts(site, options)
-        found |= {"layers/hedgehog": "hedgehog"} if options["feature_map"] == "hedgehog" else {}
+        found |= {"layers/learned_maps": "learned_map"} if options["feature_map"] in LEARNED else {}
         found |= {"layers/depthwise": "depthwise"} if options["dwc"] and not site.causal else {}
         return found | ({"layers/output_gate": "OutputGate"} if options["output_gate"] else {})
 

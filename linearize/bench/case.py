@@ -54,6 +54,10 @@ class Shape(NamedTuple):
         return " ".join(filter(None, parts))
 
 
+# Tokens and heads of one long row, which few programs would walk along.
+LONG = tuple((T, H) for T in (16384, 131072) for H in (4, 8, 16))
+
+
 def short(dtype: str) -> str:
     """bfloat16 -> bf16."""
     return dtype.replace("float", "f")

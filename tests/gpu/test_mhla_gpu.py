@@ -38,6 +38,7 @@ CASES: list[dict[str, Any]] = [
     {"size": [15, 20], "blocks": [1, 4, 4], "outside": [1, 2], "T": 303},
     *({"size": [40, 40], "T": 1600, "blocks": [1, n, n]} for n in (2, 8, 10)),
     *({"size": [40, 40], "T": 1600, "blocks": [1, n, n], "D": 128, "F": 128} for n in (4, 10)),
+    {"size": [10, 30, 50], "T": 15000, "blocks": [3, 5, 10], "D": 128, "F": 128, "B": 1},
 ]  # fmt: skip
 
 
@@ -68,12 +69,14 @@ def build(case: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any], tor
 
 
 def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str, torch.Tensor]:
-    """Output, last state and every gradient."""
+    """Output, last state and every gradient; of grids also the output where no gradients are wanted."""
     inputs, arguments, sent = build(case)
     leaves = [(x.double() if exact else x).requires_grad_() for x in inputs]
     out = {}
     if "size" in case:
         o = mhla_grid(*leaves, **arguments, backend=backend)
+        with torch.no_grad():
+            out = {"o alone": mhla_grid(*leaves, **arguments, backend=backend)}
     else:
         o, state = mhla(*leaves, **arguments, backend=backend)
         out = {f"state {name}": x.detach().double() for name, x in state._asdict().items() if x.numel()}

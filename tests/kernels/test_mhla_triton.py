@@ -65,6 +65,18 @@ def test_operators_compile_checkpoint_and_count() -> None:
     interpreted(check_operators)
 
 
+def test_summaries_of_bf16_are_bf16_where_no_gradients_are_wanted() -> None:
+    """Their errors are in tests/gpu: Triton's interpreter has no products of bf16."""
+    from linearize_kernels.mhla.bidirectional_launch import GridCall
+    from linearize_kernels.mhla.bidirectional_launch import results as room
+
+    (q, k, v, w), arguments = build({"size": [5, 8], "blocks": [1, 2, 2], "dtype": "bfloat16"})
+    place: Any = arguments["places"].table, arguments["places"].size, True, True
+    kinds = [room(GridCall(q, k, v, w, *place, keep))[2].dtype for keep in (False, True)]
+    kinds += [room(GridCall(q.half(), k.half(), v.half(), w, *place, False))[2].dtype]
+    assert kinds == [torch.bfloat16, torch.float32, torch.float32]
+
+
 def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
     from linearize_kernels.mhla.mhla import mhla, mhla_grid
     from linearize_kernels.mhla.places import place_line
@@ -228,7 +240,7 @@ def check_operators() -> None:
     inputs, arguments = build({"size": [5, 8], "blocks": [1, 2, 2]})
     places = arguments["places"]
     leaves = [x.requires_grad_() for x in inputs]
-    call = (*leaves, places.table, places.size, places.covered, True)
+    call = (*leaves, places.table, places.size, places.covered, True, True)
     torch.library.opcheck(grid_op, call)
     o, *saved = (x.detach() for x in grid_op(*call))  # opcheck does not compare strides of gradients, inductor does
     backward = (torch.ones_like(o), None, *(x.detach() for x in leaves), *call[4:], *saved)
@@ -236,7 +248,7 @@ def check_operators() -> None:
         found = grid_backward_op(*(fake.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in backward))
     assert [x.stride() for x in found] == [x.stride() for x in grid_backward_op(*backward)]
     with FlopCounterMode(display=False) as counter:
-        grid_op(*leaves, places.table, places.size, True, True)[0].square().sum().backward()
+        grid_op(*leaves, places.table, places.size, True, True, True)[0].square().sum().backward()
     assert counter.get_total_flops() == 3.5 * (40 * 2 * 512 + 2 * 40 * 256 + 2 * 4 * 4 * 256), counter.get_total_flops()
     inputs, _ = build({"T": 17})
     q, k, v, w = (x.requires_grad_() for x in inputs)

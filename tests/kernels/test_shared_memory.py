@@ -66,17 +66,17 @@ def test_what_does_not_fit_is_left_to_pytorch_and_said_once(
         assert reason in obstacle(rtx_4090, *inputs)
 
 
-def test_hedgehog_leaves_what_does_not_fit_to_pytorch_and_says_so_once(rtx_4090: torch.device) -> None:
-    from linearize_kernels.layers import hedgehog
+def test_learned_maps_leave_what_does_not_fit_to_pytorch_and_say_so_once(rtx_4090: torch.device) -> None:
+    from linearize_kernels.layers import learned_maps
 
     device, half, single = rtx_4090, torch.bfloat16, torch.float32
     with pytest.warns(UserWarning, match="head dim 128 needs 163840 of 101376 bytes of shared memory: PyTorch"):
-        assert hedgehog._obstacle(device, half, single, 128)
+        assert learned_maps._obstacle(device, half, single, 128)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert hedgehog._obstacle(device, half, single, 128)
-        assert not hedgehog._obstacle(device, half, half, 128)
-        assert not hedgehog._obstacle(device, single, single, 64)
+        assert learned_maps._obstacle(device, half, single, 128)
+        assert not learned_maps._obstacle(device, half, half, 128)
+        assert not learned_maps._obstacle(device, single, single, 64)
 
 
 def main(case: str) -> None:
@@ -125,20 +125,21 @@ def main(case: str) -> None:
             assert needs, f"{name} {options} {heads} {way} no longer launches {kernel}"
             assert max(needs) <= GPUS[case].shared, (kernel, name, options, heads, way, needs)
     else:
-        from linearize_kernels.layers.hedgehog import shared_bytes
+        from linearize_kernels.layers.learned_maps import shared_bytes
 
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         half, single = torch.bfloat16, torch.float32
-        host = next(name for name in launches.HOSTS if name.endswith("hedgehog_backward"))
+        host = next(name for name in launches.HOSTS if name.endswith("learned_map_backward"))
         for capability, y, weights in ((80, half, single), (90, single, single)):
             launches.set_driver(capability)
             launches.GPU[0] = Gpu(capability, 1 << 20, 108)
-            rows = (empty(1, 256, 2, D, dtype=y) for D in (256, 128))
-            call = host, (*rows, empty(2, 128, 128, dtype=weights), 0.3)
-            (one,) = launches.launches([call]).values()
-            assert launches.need(one) <= shared_bytes(capability // 10, y, weights, 128), (capability, y, weights)
+            for size, bias in ((256, None), (128, empty(2, 128, dtype=weights))):
+                rows = (empty(1, 256, 2, D, dtype=y) for D in (size, 128))
+                call = host, (*rows, empty(2, 128, 128, dtype=weights), bias, 0.3)
+                (one,) = launches.launches([call]).values()
+                assert launches.need(one) <= shared_bytes(capability // 10, y, weights, 128), (capability, y, size)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ from torch.nn.functional import logsigmoid, normalize
 from linearize_kernels.gdn.eager import DeltaState
 from linearize_kernels.gdn.gdn import gdn
 
-from ..case import Case, Run, Shape, random_qkv
+from ..case import LONG, Case, Run, Shape, random_qkv
 
 
-def shape(B: int, T: int, **others: Any) -> Shape:
-    return Shape(B, T, 16, 16, 128, **others)
+def shape(B: int, T: int, H: int = 16, **others: Any) -> Shape:
+    return Shape(B, T, H, H, 128, **others)
 
 
 class GDN(Case):
-    shapes = (shape(8, 2048), shape(1, 16384))
+    shapes = (shape(8, 2048), *(shape(1, *size) for size in LONG))
     errors = tuple(shape(2, 1024, dtype=dtype) for dtype in ("bfloat16", "float16", "float32"))
     steps = (shape(64, 1), shape(1, 1))
     names = ("q", "k", "v", "g", "beta")

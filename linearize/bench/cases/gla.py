@@ -10,15 +10,15 @@ from torch.nn.functional import logsigmoid
 
 from linearize_kernels.gla.gla import GLAState, gla
 
-from ..case import Case, Run, Shape, random_qkv
+from ..case import LONG, Case, Run, Shape, random_qkv
 
 
-def shape(B: int, T: int, **others: Any) -> Shape:
-    return Shape(B, T, 16, 16, 128, **others)
+def shape(B: int, T: int, H: int = 16, **others: Any) -> Shape:
+    return Shape(B, T, H, H, 128, **others)
 
 
 class GLA(Case):
-    shapes = (shape(8, 2048), shape(8, 2048, gates="bfloat16"), shape(1, 16384))
+    shapes = (shape(8, 2048), shape(8, 2048, gates="bfloat16"), *(shape(1, *size) for size in LONG))
     errors = (
         shape(2, 1024),
         shape(2, 1024, gates="bfloat16"),

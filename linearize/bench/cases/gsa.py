@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from linearize_kernels.gsa.gsa import GSAState, gsa
 
-from ..case import Case, Run, Shape, random_qkv
+from ..case import LONG, Case, Run, Shape, random_qkv
 
 
 def shape(B: int, T: int, H: int = 16, Hkv: int = 4, **others: Any) -> Shape:
@@ -22,7 +22,13 @@ PRESET = Shape(4, 2048, 32, 8, 128, 128, memories=32)
 
 
 class GSA(Case):
-    shapes = (PRESET, PRESET._replace(B=1, T=16384), shape(8, 2048), *(shape(1, T) for T in (8192, 16384, 65536)))
+    shapes = (
+        PRESET,
+        PRESET._replace(B=1, T=16384),
+        shape(8, 2048),
+        *(shape(1, T) for T in (8192, 16384, 65536)),
+        *(shape(1, T, H, H) for T, H in LONG if H < 16),
+    )
     errors = (
         PRESET._replace(B=2, T=1024),
         shape(2, 1024),
