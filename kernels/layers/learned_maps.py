@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..gpu.launch import launch, scratch, unavailable, width
+from ..gpu.launch import dense, launch, scratch, unavailable, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import obstacle_of, target
 from ..gpu.triton_helpers import (
@@ -101,8 +101,17 @@ def load_bias(p_b, i_h, o_d, D: tl.constexpr):
 
 
 @jit
-def forward_kernel(p_y, p_w, p_b, p_f, scale, c, N: int, H, D: tl.constexpr, F: tl.constexpr, SPLIT: tl.constexpr,
-                   PREC: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+def load_heads(p_y, i_r, i_h, o_r, o_d, size, T, s_b, s_t, s_h, D: tl.constexpr):
+    """R rows of one head of y, [R,BD], zeros outside."""
+    o_n = i_r + o_r
+    o_y = o_n // T * s_b + o_n % T * s_t + i_h.to(tl.int64) * s_h
+    return tl.load(p_y + o_y[:, None] + o_d[None, :], mask=(o_r < size)[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@jit
+def forward_kernel(p_y, p_w, p_b, p_f, scale, c, N: int, T: int, H, s_b, s_t, s_h, D: tl.constexpr, F: tl.constexpr,
+                   SPLIT: tl.constexpr, PREC: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
+                   TILES: tl.constexpr):  # fmt: skip
     """Grid (rows / (R * TILES), heads)."""
     i_h, o_r, o_d = tl.program_id(1), tl.arange(0, R), tl.arange(0, BD)
     m_w = (o_d < D)[:, None] & (o_d < D)[None, :]
@@ -110,7 +119,7 @@ def forward_kernel(p_y, p_w, p_b, p_f, scale, c, N: int, H, D: tl.constexpr, F: 
     for tile in range(TILES):
         i_r = (tl.program_id(0) * TILES + tile).to(tl.int64) * R
         size = tl.minimum(tl.maximum(N - i_r, 0), R).to(tl.int32)
-        b_y = load_rows(p_y + (i_r * H + i_h) * D, o_r, o_d, H * D, size, D)
+        b_y = load_heads(p_y, i_r, i_h, o_r, o_d, size, T, s_b, s_t, s_h, D)
         b_z = logits(b_y, b_w, b_wl, scale, SPLIT, PREC)
         p_to = p_f + (i_r * H + i_h) * F
         if p_b is not None:
@@ -123,9 +132,9 @@ def forward_kernel(p_y, p_w, p_b, p_f, scale, c, N: int, H, D: tl.constexpr, F: 
 
 
 @jit
-def backward_kernel(p_df, p_y, p_w, p_b, p_dy, p_dw, p_db, scale, c, N: int, H, tiles, D: tl.constexpr,
-                    F: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr, PREC: tl.constexpr, BD: tl.constexpr,
-                    R: tl.constexpr):  # fmt: skip
+def backward_kernel(p_df, p_y, p_w, p_b, p_dy, p_dw, p_db, scale, c, N: int, T: int, H, s_b, s_t, s_h, tiles,
+                    D: tl.constexpr, F: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr, PREC: tl.constexpr,
+                    BD: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """dy, and of `tiles` tiles dW, with its columns first, and db. Grid (programs, heads)."""
     i_p, i_h, o_r, o_d = tl.program_id(0), tl.program_id(1), tl.arange(0, R), tl.arange(0, BD)
     m_w = (o_d < D)[:, None] & (o_d < D)[None, :]
@@ -135,7 +144,7 @@ def backward_kernel(p_df, p_y, p_w, p_b, p_dy, p_dw, p_db, scale, c, N: int, H, 
     for tile in range(tiles):
         i_r = (i_p * tiles + tile).to(tl.int64) * R
         size = tl.minimum(tl.maximum(N - i_r, 0), R).to(tl.int32)
-        b_y = load_rows(p_y + (i_r * H + i_h) * D, o_r, o_d, H * D, size, D)
+        b_y = load_heads(p_y, i_r, i_h, o_r, o_d, size, T, s_b, s_t, s_h, D)
         b_z = logits(b_y, b_w, b_wl, scale, SPLIT, PREC)
         p_from = p_df + (i_r * H + i_h) * F
         if p_b is not None:
@@ -184,8 +193,11 @@ def _size(x: Call) -> int:
     return x.y.shape[-1] * (2 if x.bias is None else 1)
 
 
-def _inputs(x: Call) -> tuple[Tensor | None, ...]:
-    return x.y.contiguous(), x.weight.contiguous(), None if x.bias is None else x.bias.contiguous()
+def _inputs(x: Call) -> tuple[list[Tensor | None], tuple[int, ...]]:
+    """y, which may be a view, W and b; then N, T, H and the steps of y."""
+    y, (B, T, H, _) = dense(x.y), x.y.shape
+    tensors = [y, x.weight.contiguous(), None if x.bias is None else x.bias.contiguous()]
+    return tensors, (B * T, T, H, *y.stride()[:3])
 
 
 def _factor(x: Call) -> float:
@@ -200,22 +212,22 @@ def _features(x: Call) -> list[Tensor]:
 
 
 def _forward(call: int, x: Call, features: Tensor) -> None:
-    B, T, H, _ = x.y.shape
-    rows = B * T
-    launch(forward_kernel, (triton.cdiv(rows, TILE * TILES), H), *_inputs(x), features, x.scale, _factor(x), rows, H,
-           call=call, num_warps=4, TILES=TILES, **_constants(x))  # fmt: skip
+    tensors, sizes = _inputs(x)
+    grid = triton.cdiv(sizes[0], TILE * TILES), sizes[2]
+    launch(forward_kernel, grid, *tensors, features, x.scale, _factor(x), *sizes, call=call, num_warps=4, TILES=TILES,
+           **_constants(x))  # fmt: skip
 
 
 def _backward(call: int, x: Call, df: Tensor) -> tuple[Tensor, ...]:
     """dy, dW and db."""
-    B, T, H, D = x.y.shape
-    rows = B * T
+    tensors, sizes = _inputs(x)
+    rows, H, D = sizes[0], sizes[2], x.y.shape[-1]
     tiles = triton.cdiv(triton.cdiv(rows, TILE), max(1, PROGRAMS // H))
     grid = triton.cdiv(rows, TILE * tiles), H
     dy, dw = scratch(x.y, *x.y.shape, dtype=x.y.dtype), scratch(x.y, grid[0], H, D, D)
     db = scratch(x.y, grid[0], H, D if x.bias is not None else 0)
-    launch(backward_kernel, grid, df.contiguous(), *_inputs(x), dy, dw, db, x.scale, _factor(x), rows, H, tiles,
-           call=call, num_warps=4, **_constants(x))  # fmt: skip
+    launch(backward_kernel, grid, df.contiguous(), *tensors, dy, dw, db, x.scale, _factor(x), *sizes, tiles, call=call,
+           num_warps=4, **_constants(x))  # fmt: skip
     return dy, dw.mT.sum(0), db.sum(0)
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..gpu.launch import launch, scratch, unavailable
+from ..gpu.launch import dense, launch, scratch, unavailable
 from ..gpu.operators import operator, own_namespace
 from ..gpu.triton_helpers import jit, tl, triton
 
@@ -106,11 +106,13 @@ class HeadNorm(nn.Module):
 
 
 @jit
-def rows(p_y, i_h, o_r, o_d, N, H, D: tl.constexpr, SWISH: tl.constexpr):
-    """Offsets of rows o_r of one head, which of their numbers exist, and y and x of them, [BR,BD] fp32."""
+def rows(p_y, i_h, o_r, o_d, N, T, H, s_b, s_t, s_h, D: tl.constexpr, SWISH: tl.constexpr):
+    """Offsets of rows o_r of one head in a dense tensor, which of their numbers exist, and y and x of them, [BR,BD]
+    fp32."""
     o_y = (o_r.to(tl.int64)[:, None] * H + i_h) * D + o_d[None, :]
     m_y = (o_r < N)[:, None] & (o_d < D)[None, :]
-    b_y = tl.load(p_y + o_y, mask=m_y, other=0.0).to(tl.float32)
+    o_x = (o_r // T).to(tl.int64) * s_b + (o_r % T).to(tl.int64) * s_t + i_h.to(tl.int64) * s_h
+    b_y = tl.load(p_y + o_x[:, None] + o_d[None, :], mask=m_y, other=0.0).to(tl.float32)
     b_x = b_y
     if SWISH:
         b_x = b_y * tl.sigmoid(b_y)
@@ -128,25 +130,26 @@ def beside(p_w, p_gate, b_x, i_h, o_r, o_d, N, H, D: tl.constexpr):
 
 
 @jit
-def forward_kernel(p_y, p_w, p_gate, p_out, share, eps, N: int, H, D: tl.constexpr, SWISH: tl.constexpr,
-                   BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+def forward_kernel(p_y, p_w, p_gate, p_out, share, eps, N: int, T: int, H, s_b, s_t, s_h, D: tl.constexpr,
+                   SWISH: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """Grid (rows / BR, H)."""
     i_h, o_r, o_d = tl.program_id(1), tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)
-    o_y, m_y, _, b_x = rows(p_y, i_h, o_r, o_d, N, H, D, SWISH)
+    o_y, m_y, _, b_x = rows(p_y, i_h, o_r, o_d, N, T, H, s_b, s_t, s_h, D, SWISH)
     b_f = tl.rsqrt(share * tl.sum(b_x * b_x, 1) + eps)
     b_x = beside(p_w, p_gate, b_x * b_f[:, None], i_h, o_r, o_d, N, H, D)
     tl.store(p_out + o_y, b_x.to(p_out.dtype.element_ty), mask=m_y)
 
 
 @jit
-def backward_kernel(p_do, p_y, p_w, p_gate, p_dy, p_dw, p_dgate, share, eps, N: int, H, D: tl.constexpr,
-                    SWISH: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+def backward_kernel(p_do, p_y, p_w, p_gate, p_dy, p_dw, p_dgate, share, eps, N: int, T: int, H, s_b, s_t, s_h,
+                    D: tl.constexpr, SWISH: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+                    TILES: tl.constexpr):  # fmt: skip
     """dy, of TILES tiles dw, and dr. Grid (rows / (BR * TILES), H)."""
     i_h, o_d = tl.program_id(1), tl.arange(0, BD)
     b_dw = tl.zeros([BD], tl.float32)
     for tile in range(TILES):
         o_r = (tl.program_id(0) * TILES + tile) * BR + tl.arange(0, BR)
-        o_y, m_y, b_y, b_x = rows(p_y, i_h, o_r, o_d, N, H, D, SWISH)
+        o_y, m_y, b_y, b_x = rows(p_y, i_h, o_r, o_d, N, T, H, s_b, s_t, s_h, D, SWISH)
         b_f = tl.rsqrt(share * tl.sum(b_x * b_x, 1) + eps)
         b_do = tl.load(p_do + o_y, mask=m_y, other=0.0).to(tl.float32)
         b_g = beside(p_w, p_gate, b_do, i_h, o_r, o_d, N, H, D)
@@ -179,29 +182,30 @@ class Call(NamedTuple):
     kind: torch.dtype
 
 
-def _inputs(x: Call) -> tuple[list[Tensor | None], tuple[float, float, int, int], dict[str, Any]]:
-    """Tensors made dense; what kernels take behind their tensors; their constants."""
+def _inputs(x: Call) -> tuple[list[Tensor | None], tuple[Any, ...], dict[str, Any]]:
+    """Tensors, of which y may be a view; what kernels take behind their tensors; their constants."""
     B, T, H, D = x.y.shape
-    BD = triton.next_power_of_2(D)
+    BD, y = triton.next_power_of_2(D), dense(x.y)
     constants = {"D": D, "SWISH": x.swish, "BD": BD, "BR": max(1, TILE // BD), "TILES": TILES}
-    dense = [None if y is None else y.contiguous() for y in x[:3]]
-    return dense, (1.0 / D if x.mean else 1.0, _eps(x.mean), B * T, H), constants
+    tensors = [y, *(None if z is None else z.contiguous() for z in x[1:3])]
+    return tensors, (1.0 / D if x.mean else 1.0, _eps(x.mean), B * T, T, H, *y.stride()[:3]), constants
 
 
 def _forward(call: int, x: Call, out: Tensor) -> None:
-    dense, numbers, constants = _inputs(x)
-    grid = triton.cdiv(numbers[2], constants["BR"]), numbers[3]
-    launch(forward_kernel, grid, *dense, out, *numbers, call=call, num_warps=4, **constants)
+    tensors, numbers, constants = _inputs(x)
+    grid = triton.cdiv(numbers[2], constants["BR"]), x.y.shape[2]
+    launch(forward_kernel, grid, *tensors, out, *numbers, call=call, num_warps=4, **constants)
 
 
 def _backward(call: int, x: Call, do: Tensor) -> tuple[Tensor, ...]:
     """dy, dw and dr."""
-    dense, numbers, constants = _inputs(x)
+    tensors, numbers, constants = _inputs(x)
     _, _, H, D = x.y.shape
     grid = triton.cdiv(numbers[2], constants["BR"] * TILES), H
     dy, dw = scratch(x.y, *x.y.shape, dtype=x.y.dtype), scratch(x.y, grid[0], H, 0 if x.weight is None else D)
     dgate = scratch(x.y, *((0,) if x.gate is None else x.gate.shape))
-    launch(backward_kernel, grid, do.contiguous(), *dense, dy, dw, dgate, *numbers, call=call, num_warps=4, **constants)
+    launch(backward_kernel, grid, do.contiguous(), *tensors, dy, dw, dgate, *numbers, call=call, num_warps=4,
+           **constants)  # fmt: skip
     return dy, dw.sum(0), dgate
 
 

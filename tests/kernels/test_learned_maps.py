@@ -32,7 +32,8 @@ def mapped(kind: str, shape: tuple[int, ...], dtype: torch.dtype, weights: torch
     def plain(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return featured(y, kind, D**-0.5, weight, bias)
 
-    ours = gradients(kernels, inputs, df)
+    turned = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # as q comes from a model, tokens behind heads
+    ours = gradients(kernels, [turned, *inputs[1:]], df)
     reference = gradients(plain, [x.double() for x in inputs], df.to(dtype))
     return max(itertools.starmap(relative_error, zip(ours, reference, strict=True)))
 
