@@ -1,7 +1,7 @@
 """One process against two, for docs/measurements/processes.md: losses, resume on another number of processes, speed.
 
     python -m benchmarks.processes FOLDER                    # two GPUs, about 5 minutes; JSON on stdout
-    python -m benchmarks.processes FOLDER throughput zero    # the parts named alone; there is `compiled`, too
+    python -m benchmarks.processes FOLDER throughput zero    # parts alone: throughput, zero, compiled, equality
 
 Equality is measured on the model that linearize ships, in float32; throughput on a Llama of random weights in bf16;
 `zero` adds ZeRO-3 to both, which needs deepspeed; `compiled` is throughput with `runtime.compile`. Without GPUs the

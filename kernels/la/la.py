@@ -72,14 +72,15 @@ def la(
     whole document, and no state goes in. `backend`: `auto` runs the Triton kernels on a GPU for what they know, else PyTorch;
     the others insist. `chunk_size` is PyTorch's, `precision` that of the kernels' products of fp32.
 
-    Raises ValueError for shapes that do not fit, a state without `causal`, or `triton` where it cannot run.
+    Raises ValueError for shapes that do not fit, a state without `causal`, an unknown precision, or `triton` where it
+    cannot run.
     """
     check_shapes(q, k, v, k.shape[2], padding, segments, cu_seqlens)
     check_pool(rows, state, q.shape[0], cu_seqlens, segments)
     if state is not None and not causal:
         raise ValueError("a state has no meaning where every token sees all others; pass causal=True")
     way: Any = {"causal": causal, "unit": unit, "backend": backend, "precision": precision, "chunk_size": chunk_size}
-    if cu_seqlens is not None and not (causal and use_triton(backend, q, v, k.shape[2])):
+    if cu_seqlens is not None and not (causal and use_triton(backend, precision, q, v, k.shape[2])):
         return each_sequence(partial(la, a=a, b=b, **way), cu_seqlens, state, q=q, k=k, v=v)
     o, _, last = la_with_mass(q, k, v, a, b, padding, segments, cu_seqlens, state, rows=rows, **way)
     return o, fresh_state(q, k, v) if last is None else last
@@ -97,7 +98,7 @@ def la_with_mass(
     if q.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3]), state
     obstacle = "" if causal or segments is None else "documents in one row, and every token sees its own"
-    kernels = use_triton(backend, q, v, k.shape[2], obstacle)
+    kernels = use_triton(backend, precision, q, v, k.shape[2], obstacle)
     slopes = [y for y in (a, b) if isinstance(y, Tensor)]
     apart = not kernels or q.shape[1] != 1 or wants_gradients(q, k, v, *slopes, *(state or ())[:3])
     if rows is not None and state is not None and apart:

@@ -56,10 +56,11 @@ def unit_rows(y: Tensor, swish: bool, dtype: torch.dtype, *, plain: bool = False
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + _eps(False))).to(dtype)
 
 
-def _takes(y: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels take rows of y, and the others beside them."""
-    kinds = [x.dtype for x in (y, *others) if x is not None]
-    return bool(y.numel()) and not any(unavailable(y.device, kind) for kind in kinds)
+def _takes(y: Tensor, weight: Tensor | None = None, gate: Tensor | None = None) -> bool:
+    """Whether the kernels take rows of y, and what is beside them, in full."""
+    kinds = [x.dtype for x in (y, weight, gate) if x is not None]
+    whole = (weight is None or weight.shape == y.shape[2:]) and (gate is None or gate.shape == y.shape[:3])
+    return whole and y.numel() > 0 and not any(unavailable(y.device, kind) for kind in kinds)
 
 
 def _eps(mean: bool) -> float:
@@ -125,7 +126,7 @@ def beside(p_w, p_gate, b_x, i_h, o_r, o_d, N, H, D: tl.constexpr):
     if p_w is not None:
         b_x *= tl.load(p_w + i_h * D + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
     if p_gate is not None:
-        b_x *= tl.load(p_gate + o_r * H + i_h, mask=o_r < N, other=0.0).to(tl.float32)[:, None]
+        b_x *= tl.load(p_gate + o_r.to(tl.int64) * H + i_h, mask=o_r < N, other=0.0).to(tl.float32)[:, None]
     return b_x
 
 
@@ -163,9 +164,9 @@ def backward_kernel(p_do, p_y, p_w, p_gate, p_dy, p_dw, p_dgate, share, eps, N: 
             b_dw += tl.sum(beside(None, p_gate, b_do * b_x * b_f[:, None], i_h, o_r, o_d, N, H, D), 0)
         if p_gate is not None:
             b_dr = tl.sum(beside(p_w, None, b_do * b_x * b_f[:, None], i_h, o_r, o_d, N, H, D), 1)
-            tl.store(p_dgate + o_r * H + i_h, b_dr, mask=o_r < N)
+            tl.store(p_dgate + o_r.to(tl.int64) * H + i_h, b_dr, mask=o_r < N)
     if p_w is not None:
-        tl.store(p_dw + (tl.program_id(0) * H + i_h) * D + o_d, b_dw, mask=o_d < D)
+        tl.store(p_dw + (tl.program_id(0).to(tl.int64) * H + i_h) * D + o_d, b_dw, mask=o_d < D)
 
 
 # ---------------------------------------------------------------- host side

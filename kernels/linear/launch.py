@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -167,19 +167,36 @@ GUARD = 1e-6
 # What becomes of fp32 factors in the kernels: one product of 10 bits, or six of bf16 that carry 24. `auto` is tf32 where
 # torch's own products may be, else bf16x6.
 Precision = Literal["auto", "tf32", "bf16x6"]
+PRECISIONS = get_args(Precision)
 
 
-def use_triton(backend: str, q: Tensor, v: Tensor, heads: int, obstacle: str = "") -> bool:
+def use_triton(backend: str, precision: Precision, q: Tensor, v: Tensor, heads: int, obstacle: str = "") -> bool:
     """Whether the kernels take inputs of such dtypes and shapes, q in v's dtype, `heads` memories a row.
 
-    Raises ValueError where `triton` is asked for and they do not.
+    Raises ValueError where `triton` is asked for and they do not, and for a precision that is not known.
     """
-    return use_kernels(backend, obstacle or runs_on(q, v, heads))
+    obstacle = obstacle or runs_on(q, v, heads)
+    if settled_precision(precision) == "bf16x6" and v.dtype == torch.float32 and not obstacle:
+        obstacle = six_products(q.device, max(q.shape[-1], v.shape[-1]))
+    return use_kernels(backend, obstacle)
 
 
 def settled_precision(precision: Precision) -> str:
-    """The precision that `auto` stands for, or the one that was asked for."""
+    """The precision that `auto` stands for, or the one that was asked for. Raises ValueError for another."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: must be one of {', '.join(PRECISIONS)}")
     return precision if precision != "auto" else "tf32" if allows_tf32() else "bf16x6"
+
+
+@torch.compiler.assume_constant_result
+def six_products(device: torch.device, wide: int) -> str:
+    """Why products of fp32 in six of bf16 cannot run with heads up to `wide`; empty when they can."""
+    gpu = target(device)
+    if gpu is None:
+        return ""
+    if gpu.capability < (8, 0):
+        return "a GPU of compute capability below 8.0 has no tensor cores for bf16, which exact fp32 needs"
+    return f"exact fp32 of head dim {wide} needs more registers than there are" if wide > 128 else ""
 
 
 @torch.compiler.assume_constant_result

@@ -70,7 +70,8 @@ def retnet(
     multiplies o, `write_gate` [B,T,E] what is written. `backend`: `auto` runs the Triton kernels on a GPU for what they
     know, else PyTorch; the others insist. `chunk_size` is PyTorch's, `precision` that of the kernels' products of fp32.
 
-    Raises ValueError for shapes that do not fit, or `triton` where it cannot run. T=1 takes the recurrent step.
+    Raises ValueError for shapes that do not fit, an unknown precision, or `triton` where it cannot run. T=1 takes the
+    recurrent step.
     """
     fixed = {"log_decay": (log_decay, "E"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
     check_shapes(q, k, v, log_decay.shape[0], padding, segments, cu_seqlens, **fixed)
@@ -79,7 +80,7 @@ def retnet(
     gates = read_gate, write_gate
     form: Any = {"scale": scale, "chunk_size": chunk_size, "backend": backend, "precision": precision}
     form |= {"read_gate": read_gate, "write_gate": write_gate}
-    kernels = q.shape[1] > 0 and use_triton(backend, q, v, log_decay.shape[0])
+    kernels = q.shape[1] > 0 and use_triton(backend, precision, q, v, log_decay.shape[0])
     if rows is not None and state is not None:
         if kernels and q.shape[1] == 1 and not wants_gradients(q, k, v, *gates, *state):
             inputs = q.to(v.dtype), k.to(v.dtype), v, None, None, log_decay, *gates, scale, False, padding

@@ -240,15 +240,15 @@ def test_products_of_fp32_have_their_names(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bench, "here", lambda: "cuda")
     assert list(bench.backends(case, half)) == ["linearize", "linearize, PyTorch path"]
     assert list(bench.backends(case, full)) == ["linearize, tf32", "linearize, PyTorch path"]
-    assert list(case.peers(inputs, full, "triton")) == ["linearize, ieee"]
+    assert list(case.peers(inputs, full, "triton")) == ["linearize, bf16x6"]
     assert not case.peers(inputs, half, "triton")
-    failed = {"name": "linearize, ieee", "shape": "S", "failed": "why"}
+    failed = {"name": "linearize, bf16x6", "shape": "S", "failed": "why"}
     measured = {
         "cold_start": None,
         "errors": [failed],
         "runs": [failed | {"name": "linearize, PyTorch path, compiled"}],
     }
-    assert bench.failures({"mechanisms": {"la": {**measured, "steps": []}}}) == ["la S, linearize, ieee: why"]
+    assert bench.failures({"mechanisms": {"la": {**measured, "steps": []}}}) == ["la S, linearize, bf16x6: why"]
 
 
 def fake_fla(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:

@@ -117,10 +117,10 @@ def test_the_files_that_travel_are_those_that_run(
 def test_options_of_earlier_versions_switch_on_what_they_did() -> None:
     """Under their old names, and with defaults for those that are not there."""
     site = site_of(True)
-    assert parts_of("la", site, {"features": "hedgehog"}) == {"features": "Features", "hedgehog": "hedgehog"}
+    assert parts_of("la", site, {"features": "hedgehog"}) == {"features": "Features", "learned_maps": "learned_map"}
     assert present_options("mhla", {"features": "relu"}) == {"feature_map": "relu"}
-    assert parts_of("mhla", site, {}) == {"hedgehog": "hedgehog"}
-    assert parts_of("mhla", site, {"features": "relu"}) == {}
+    assert parts_of("mhla", site, {}) == {"learned_maps": "learned_map"}
+    assert parts_of("mhla", site, {"features": "elu"}) == {}
     assert {"gla", "features"} == parts_of("sla", site, {}).keys()
 
 

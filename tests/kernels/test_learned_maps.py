@@ -9,7 +9,7 @@ import torch
 from conftest import TOLERANCE, relative_error
 from triton_tools import gradients, interpreted
 
-from linearize_kernels.layers.features import Features, featured
+from linearize_kernels.layers.features import Features
 from linearize_kernels.layers.learned_maps import fits, map_op
 from linearize_kernels.mixer import Site
 
@@ -30,7 +30,10 @@ def mapped(kind: str, shape: tuple[int, ...], dtype: torch.dtype, weights: torch
         return out
 
     def plain(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return featured(y, kind, D**-0.5, weight, bias)
+        z = torch.einsum("bthd,hed->bthe", y * D**-0.25, weight)
+        if bias is not None:
+            return (z + bias).relu() * (2 / D) ** 0.5
+        return torch.cat([z.softmax(-1), (-z).softmax(-1)], -1) * (D / 2) ** 0.5
 
     turned = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # as q comes from a model, tokens behind heads
     ours = gradients(kernels, [turned, *inputs[1:]], df)
@@ -56,6 +59,22 @@ def taken(dtype: torch.dtype, weights: torch.dtype) -> bool:
 def test_kernels_take_weights_in_the_dtype_of_y_or_in_fp32(dtype: torch.dtype, weights: torch.dtype) -> None:
     """A product of fp32 and bf16 does not compile, as of a q that was rotated in fp32 in a model in bf16."""
     assert interpreted(taken, dtype, weights) == (weights in (dtype, FULL))
+
+
+def of_no_tokens(kind: str) -> tuple[int, ...]:
+    """The shape of features of no tokens; their weights get a gradient, too."""
+    site = Site(0, "", "", 32, 2, 1, 16, 16, 0.2, True)
+    features = Features.at(site, kind)
+    features.reset_parameters()
+    out = features(torch.randn(1, 0, 2, 16), "query")
+    out.sum().backward()
+    assert features.query_map.grad is not None
+    return tuple(out.shape)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("relu", 16), ("hedgehog", 32)])
+def test_no_tokens_have_no_features(kind: str, size: int) -> None:
+    assert interpreted(of_no_tokens, kind) == (1, 0, 2, size)
 
 
 def check_operator() -> None:

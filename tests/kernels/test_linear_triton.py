@@ -5,7 +5,10 @@ bf16 is garbage in the interpreter; it is proved on a GPU (test_linear_gpu.py).
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -147,6 +150,33 @@ def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:
 
 def test_fp32_is_exact_in_the_kernels_unless_torch_may_round_to_tf32() -> None:
     assert interpreted(precisions) == ["bf16x6", "tf32", "bf16x6", "tf32", True]
+    assert interpreted(passed_on) == ["bf16x6", "tf32"] * 3
+
+
+@pytest.mark.parametrize(
+    ("capability", "wide", "reason"),
+    [
+        ((9, 0), 128, ""),
+        ((9, 0), 256, "exact fp32 of head dim 256 needs more registers than there are"),
+        ((7, 5), 64, "a GPU of compute capability below 8.0 has no tensor cores for bf16, which exact fp32 needs"),
+    ],
+)
+def test_exact_fp32_is_left_to_pytorch_where_six_products_do_not_fit(
+    capability: tuple[int, int], wide: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linearize_kernels.gpu.target import Target
+    from linearize_kernels.linear import launch
+
+    monkeypatch.setattr(launch, "target", lambda device: Target(capability, 232448, 132))
+    assert launch.six_products(torch.device("cuda"), wide) == reason
+
+
+@pytest.mark.parametrize("name", ["la", "retnet"])
+def test_an_unknown_precision_is_refused(name: str) -> None:
+    op = getattr(importlib.import_module(f"linearize_kernels.{name}.{name}"), name)
+    q, more = torch.rand(1, 5, 2, 16), {"log_decay": torch.full((2,), -0.1)} if name == "retnet" else {}
+    with pytest.raises(ValueError, match="precision='ieee': must be one of auto, tf32, bf16x6"):
+        op(q, q, q, precision="ieee", **more)
 
 
 # ---------------------------------------------------------------- compiled for real, without a GPU
@@ -328,9 +358,9 @@ def check_operators() -> None:
     made = build({"T": 9, "state": True})["leaves"]
     q, k, v, a, b, S, z, u = (y.requires_grad_() for y in made.values())
     first = torch.cat([S.flatten(2), z, u, torch.ones(1, 1, 4)], -1).detach().requires_grad_()
-    rest = (None, None, None, 1.0, False, "ieee", None, None, None, first, True)
+    rest = (None, None, None, 1.0, False, "bf16x6", None, None, None, first, True)
     torch.library.opcheck(chunked_op, (q, k, v, a, b, *rest))
-    torch.library.opcheck(both_op, (q, k, v, a, b, True, "ieee", None))
+    torch.library.opcheck(both_op, (q, k, v, a, b, True, "bf16x6", None))
     one = [y[:, :1].detach() for y in (q, k, v)]
     state = (S.detach(), z.detach(), u.detach(), torch.zeros(1, dtype=torch.long))
     torch.library.opcheck(step_op, (*one, a.detach(), b.detach(), None, None, None, 1.0, False, None, *state))
@@ -357,4 +387,29 @@ def precisions() -> list[Any]:
             found.append(settled_precision("auto"))
     finally:
         torch.set_float32_matmul_precision(kept)
-    return [*found, settled_precision("tf32"), use_triton("auto", q, q, 2)]
+    return [*found, settled_precision("tf32"), use_triton("auto", "auto", q, q, 2)]
+
+
+def passed_on() -> list[str]:
+    """The precision that kernels get, by default and as asked for: la's, la's both ways, retnet's."""
+    from linearize_kernels.la import la as of_la
+    from linearize_kernels.retnet import retnet as of_retnet
+
+    found: list[str] = []
+    q, log_decay = torch.rand(1, 20, 2, 16), torch.full((2,), -0.1)
+    ways: list[tuple[Any, str, int, Any]] = [
+        (of_la, "chunked_op", 10, of_la.la),
+        (of_la, "both_op", 6, partial(of_la.la, causal=False)),
+        (of_retnet, "chunked_op", 10, partial(of_retnet.retnet, log_decay=log_decay)),
+    ]
+    for module, name, index, op in ways:
+        real = getattr(module, name)
+
+        def spy(*values: Any, index: int = index, real: Any = real) -> Any:
+            found.append(values[index])
+            return real(*values)
+
+        with patch.object(module, name, spy):
+            op(q, q, q, backend="triton")
+            op(q, q, q, backend="triton", precision="tf32")
+    return found

@@ -75,6 +75,26 @@ def test_summaries_of_bf16_are_bf16_where_no_gradients_are_wanted() -> None:
     kinds = [room(GridCall(q, k, v, w, *place, keep))[2].dtype for keep in (False, True)]
     kinds += [room(GridCall(q.half(), k.half(), v.half(), w, *place, False))[2].dtype]
     assert kinds == [torch.bfloat16, torch.float32, torch.float32]
+    assert interpreted(kept) == [False, True, False]
+
+
+def kept() -> list[bool]:
+    """Whether kernels keep summaries: nothing wants a gradient, the weights alone do, and again in no_grad."""
+    from linearize_kernels.mhla import mhla as paths
+
+    (q, k, v, w), arguments = build({"size": [5, 8], "blocks": [1, 2, 2]})
+    found: list[bool] = []
+
+    def spy(*values: Any) -> Any:
+        found.append(values[-1])
+        return grid_op(*values)
+
+    grid_op = paths.grid_op
+    with patch.object(paths, "grid_op", spy):
+        for weights, wanted in ((w, True), (w.clone().requires_grad_(), True), (w.clone().requires_grad_(), False)):
+            with torch.set_grad_enabled(wanted):
+                paths.mix_bidirectional(q, k, v, weights, arguments["places"], True, "triton")
+    return found
 
 
 def test_cpu_tensors_take_pytorch_unless_told_otherwise() -> None:

@@ -57,15 +57,20 @@ def test_kernels_make_rows_of_length_1_as_pytorch_does(shape: tuple[int, ...], d
 
 
 def of_nothing() -> list[float]:
-    """Rows of zeros, by the kernel and by PyTorch, and whether none and float64 pass."""
-    y = torch.zeros(1, 2, 1, 16)
-    empty = head_norm(y[:, :0], torch.ones(1, 16))
-    exact = unit_rows(y.double() + 1.0, False, torch.float64)
-    return [float(unit_rows(y, True, y.dtype).abs().sum()), empty.numel(), float(exact.square().sum())]
+    """What rows of zeros become, what no rows give their weight, the length of two rows in float64, and the error with
+    a weight that all heads share, which is PyTorch's."""
+    y, weight = torch.zeros(1, 2, 3, 16), torch.rand(3, 16, requires_grad=True)
+    head_norm(y[:, :0], weight).sum().backward()
+    assert weight.grad is not None
+    exact = unit_rows(y[:, :, :1].double() + 1.0, False, torch.float64)
+    y, shared = torch.randn(1, 2, 3, 16), weight[:1].detach()
+    differs = (head_norm(y, shared) - head_norm(y, shared, plain=True)).abs().max()
+    zeros = unit_rows(torch.zeros(1, 2, 3, 16), True, y.dtype)
+    return [float(x) for x in (zeros.abs().sum(), weight.grad.abs().sum(), exact.square().sum(), differs)]
 
 
-def test_rows_of_zeros_and_no_rows_stay_what_they_are() -> None:
-    assert interpreted(of_nothing) == [0.0, 0, pytest.approx(2.0)]
+def test_rows_of_zeros_no_rows_and_weights_of_other_shapes() -> None:
+    assert interpreted(of_nothing) == [0.0, 0.0, pytest.approx(2.0), 0.0]
 
 
 def check_operator() -> None:
