@@ -1,5 +1,5 @@
-"""Norms of rows and learned feature maps on a GPU: against float64, no worse than the PyTorch path in the same dtype,
-and the same bits twice.
+"""Norms of rows, learned feature maps and rotations on a GPU: against float64, no worse than the PyTorch path in the
+same dtype, and the same bits twice.
 
 Skipped without a GPU. `python tests/gpu/test_layers_gpu.py` prints the errors and needs no pytest.
 """
@@ -14,6 +14,7 @@ from gpu_errors import checked
 from linearize_kernels.layers.features import featured
 from linearize_kernels.layers.learned_maps import learned_map
 from linearize_kernels.layers.norm import head_norm, unit_rows
+from linearize_kernels.layers.rotary import Rotation, rotated
 
 BASE: dict[str, Any] = {"of": "norm", "B": 2, "T": 300, "H": 4, "D": 64, "dtype": "bfloat16", "weights": "float32"}
 KINDS = ("bfloat16", "float16", "float32")
@@ -26,6 +27,8 @@ CASES: list[dict[str, Any]] = [
     *({"of": "relu", "D": D, "slack": 40} for D in (64, 80, 128)),
     *({"of": "hedgehog", "D": D, "factor": 4} for D in (64, 80, 128)),
     *({"of": of, "dtype": "float32", "factor": 4} for of in ("relu", "hedgehog")),
+    *({"of": "rotary", "D": D, "dtype": kind} for D in (64, 80, 256) for kind in KINDS),
+    {"of": "rotary", "T": 5000},
 ]
 
 
@@ -46,6 +49,11 @@ def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str
     plain = backend == "torch"
     if of in ("norm", "gated"):
         o = head_norm(*leaves, plain=plain)
+    elif of == "rotary":  # half of the channels, and of two blocks of features
+        angle = torch.arange(T, device="cuda", dtype=leaves[0].dtype if exact else torch.float32)[:, None] / (
+            1.0 + torch.arange(D // 8, device="cuda")
+        )
+        o = rotated(leaves[0], Rotation(angle.cos()[None], angle.sin()[None]), D // 2, plain=plain)
     elif of == "unit":
         o = unit_rows(*leaves, True, leaves[0].dtype, plain=plain)
     elif plain:

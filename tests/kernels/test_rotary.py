@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import relative_error
+from conftest import TOLERANCE, relative_error
 from models import load, logits, save_source, small_config, tokens
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from triton_tools import compile_kernel, gradients, interpreted
 
 from linearize.convert import convert, plan_conversion
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize.plan.plan import make_steps, settle_rotation
 from linearize.probe.probe import probe
-from linearize_kernels.layers.rotary import Rotation, rotated, rotation_of, settled
+from linearize_kernels.layers.rotary import Rotation, rotary_kernel, rotary_op, rotated, rotation_of, settled
 
 MOVED = ("gla", "retnet")
 
@@ -38,6 +39,42 @@ def test_products_depend_on_the_distance_alone(R: int, F: int) -> None:
     torch.testing.assert_close(scores[0], scores[1])
     assert relative_error(scores[0], scores[2]) > 0.1
     torch.testing.assert_close(near[0].norm(dim=-1), q.norm(dim=-1))
+
+
+def rotations(R: int, F: int, rows: int, dtype: torch.dtype) -> float:
+    """The largest difference of features, and of their gradients, from PyTorch's; angles of one row or of two."""
+    D = 8 if F % 8 == 0 else 5
+    y = torch.randn(2, 3, 9, F).to(dtype).transpose(1, 2)  # tokens behind heads, as q comes from a model
+    rotation = Rotation(*(x.float().expand(rows, -1, -1).clone() for x in angles(9, R, 5)))
+    if rows == 2:
+        rotation = Rotation(rotation.cos.cumsum(0), rotation.sin.cumsum(0))
+    do = torch.randn(2, 9, 3, F)
+    ours = gradients(lambda x: rotated(x, rotation, D), [y], do)
+    plain = gradients(lambda x: rotated(x, rotation, D, plain=True), [y], do)
+    return max(relative_error(a, b.float()) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize(("R", "F"), [(8, 8), (8, 16), (4, 8), (4, 10), (4, 5)])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_kernel_rotates_as_pytorch_does(R: int, F: int, rows: int, dtype: torch.dtype) -> None:
+    assert interpreted(rotations, R, F, rows, dtype) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_compiles_for_a_gpu(capability: int) -> None:
+    kinds = dict.fromkeys(("p_y", "p_out"), "*bf16") | {"sign": "fp32"}
+    kernel = compile_kernel(rotary_kernel, capability, {"D": 128, "F": 256, "BR": 32, "BD": 64}, kinds, 4)
+    assert kernel.metadata.shared < 48 * 1024
+
+
+def check_operator() -> None:
+    y = torch.randn(2, 9, 3, 16, requires_grad=True)
+    torch.library.opcheck(rotary_op, (y, *(x.float() for x in angles(9, 4)), 8, False))
+
+
+def test_the_operator_is_registered_as_it_should_be() -> None:
+    interpreted(check_operator)
 
 
 def test_every_form_of_a_rotation_is_read() -> None:
