@@ -121,7 +121,7 @@ def test_options_of_earlier_versions_switch_on_what_they_did() -> None:
     assert present_options("mhla", {"features": "relu"}) == {"feature_map": "relu"}
     assert parts_of("mhla", site, {}) == {"learned_maps": "learned_map"}
     assert parts_of("mhla", site, {"features": "elu"}) == {}
-    assert {"gla", "features"} == parts_of("sla", site, {}).keys()
+    assert {"gla", "features", "learned_maps"} == parts_of("sla", site, {}).keys()
 
 
 BASES = {"gla", "gdn", "retnet"}
