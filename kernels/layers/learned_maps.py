@@ -43,8 +43,8 @@ def learned_map(y: Tensor, weight: Tensor, bias: Tensor | None, scale: float) ->
 
 def fits(y: Tensor, weight: Tensor) -> bool:
     """Whether the kernels take y [B,T,H,D] and weights [H,D,D]; of other dtypes they would multiply what differs."""
-    known = weight.dtype in (y.dtype, torch.float32) and y.numel() > 0
-    if unavailable(y.device, y.dtype) or not known or not 16 <= y.shape[-1] <= LARGEST:
+    known = weight.dtype in (y.dtype, torch.float32)
+    if unavailable(y.device, y.dtype) or not known or y.numel() == 0 or not 16 <= y.shape[-1] <= LARGEST:
         return False
     return not _obstacle(y.device, y.dtype, weight.dtype, y.shape[-1])
 

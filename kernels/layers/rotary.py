@@ -66,9 +66,9 @@ TILE = 4096
 def rotated(y: Tensor, rotation: Rotation, dim: int, *, plain: bool = False) -> Tensor:
     """Features y [B,T,heads,F] with the first R/2 pairs of each `dim` D channels rotated, in y's dtype. `plain` keeps to
     PyTorch."""
-    given = [part.shape[:2] in ((1, y.shape[1]), y.shape[:2]) and not part.requires_grad for part in rotation]
+    fixed = all(part.shape[:2] in ((1, y.shape[1]), y.shape[:2]) and not part.requires_grad for part in rotation)
     usable = y.numel() > 0 and not any(unavailable(y.device, x.dtype) for x in (y, *rotation))
-    if usable and all(given) and not plain:
+    if usable and fixed and not plain:
         out: Tensor = rotary_op(y, *rotation, dim, False)
         return out
     cos, sin = (part[:, :, None, None].to(torch.promote_types(y.dtype, torch.float32)) for part in rotation)
