@@ -8,10 +8,10 @@ that tests run in processes of their own, clean loads and the demo in CI start n
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -37,16 +37,22 @@ def hub_settings(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith("HF_") and name != "HF_MODULES_CACHE"}
 
 
-def serve(listener: socket.socket) -> None:
-    """Fork a child for each connection, until this process is killed, or the one that started it ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def serve(listener: socket.socket, alive: int) -> None:
+    """Fork a child for each connection, until this process is killed, or `alive` ends with the one that started it.
+
+    PR_SET_PDEATHSIG would kill this process when the thread ends that started it, which may be one of a command.
+    """
     while True:
+        ready, _, _ = select.select([listener, alive], [], [])
+        if alive in ready:
+            return
         connection, _ = listener.accept()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if os.fork() == 0:
             listener.close()
+            os.close(alive)
             watch(connection)
             os._exit(0)
         connection.close()
@@ -139,6 +145,7 @@ class Zygotes:
 
     def __init__(self) -> None:
         self.servers: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
+        self.alive, self.held = os.pipe()  # the second end is held open for as long as this process lives
         self.environment = {**os.environ, **WARM_ENVIRONMENT}  # before any test changes it
         self.environment.pop("PYTHONPATH", None)
 
@@ -165,9 +172,9 @@ class Zygotes:
                 paths = [path for path in sys.path if path and not is_code_cache(path)]
                 text = f"import sys\nsys.path[:0] = {paths!r}\n{prelude}{WARM}"
                 text += f"import socket\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport zygote\n"
-                text += f"del sys.path[0]\nzygote.serve(socket.socket(fileno={listener.fileno()}))\n"
+                text += f"del sys.path[0]\nzygote.serve(socket.socket(fileno={listener.fileno()}), {self.alive})\n"
                 command = [sys.executable, "-I", "-c", text]
-                process = subprocess.Popen(command, env=self.environment, pass_fds=[listener.fileno()])
+                process = subprocess.Popen(command, env=self.environment, pass_fds=[listener.fileno(), self.alive])
             self.servers[prelude] = place, process
         return self.servers[prelude][0]
 
