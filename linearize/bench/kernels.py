@@ -11,6 +11,7 @@ product in the same precision, whichever is longer.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -134,9 +135,12 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
     except Exception as error:  # of peers, of compilers, of a full GPU
-        if here() == "cuda":
-            torch.cuda.empty_cache()
-        return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+        failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    # Only now is the error gone, whose frames hold all that was computed, often in cycles.
+    gc.collect()
+    if here() == "cuda":
+        torch.cuda.empty_cache()
+    return {"failed": failed}
 
 
 # ---------------------------------------------------------------- speed

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import types
+import weakref
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,26 @@ def test_a_result_has_a_folder_to_go_to(linearize: Command, tmp_path: Path, opti
     code, out, err = linearize("bench", "kernels", "--mechanism", "la", "--tokens", 8, option, tmp_path / "no" / "x")
     assert (code, out) == (Exit.USAGE, "")
     assert f"no such folder '{tmp_path / 'no'}'" in err
+
+
+def test_what_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a row did not fit a GPU, the next one found what the failed one had computed still there."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def work() -> dict[str, Any]:
+        activations = torch.ones(3)
+        made.append(weakref.ref(activations))
+        try:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        except torch.cuda.OutOfMemoryError as error:
+            held = error  # a frame that holds its own error, as those of checkpointed layers do
+            raise held from None
+
+    seen: list[bool] = []
+    monkeypatch.setattr(bench, "here", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(made[0]() is None))
+    assert bench.attempt(work) == {"failed": "OutOfMemoryError: CUDA out of memory"}
+    assert seen == [True]
 
 
 def test_what_fails_leaves_the_rest_of_the_table(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
