@@ -37,7 +37,7 @@ from .chunks import Read
 from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
 )  # fmt: skip
-from ..layout import TokenLayout
+from ..layout import TokenLayout, once
 from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, full_precision, positions
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.scan import document_tokens, each_sequence, numbered
@@ -155,7 +155,8 @@ def _gsa_triton(
     if padding is not None:
         g = torch.where(padding[:, :, None, None], g, 0.0)
     if segments is not None:
-        segments = numbered(segments).int()
+        documents = segments
+        segments = once(documents, "numbered as int32", lambda: numbered(documents).int())
     o, K, V = chunked_op(q, k, v, g, scale, segments, cu, *((None, None) if state is None else state[:2]))
     if padding is not None:
         o = o * padding[:, :, None, None]

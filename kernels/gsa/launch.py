@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Walk, configure, obstacle
@@ -23,6 +24,7 @@ from .sweep import (
 from ..gpu.launch import Problem, dense, in_rows, launch, lay_out, scratch, strides, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import refusal
+from ..layout import once
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
@@ -224,6 +226,26 @@ def sweeps(x: GSAProblem) -> bool:
     return plain and bool(c.sweep) and all(x.M % walk.part == x.D % walk.part == 0 for walk in c.sweep)
 
 
+def tables(segments: Tensor, C: int) -> tuple[Tensor, Tensor]:
+    """Where the chunks of a row begin, C tokens of one document or what is left of it: for every chunk twice its first
+    token, and 1 more where a document begins with it behind another, then 2 T, [B,T+2]; and how many begin before each
+    C-th token, and in all, [B,N+1]. Both int32, of `segments` [B,T] that number documents, and made without a wait for
+    the GPU."""
+
+    def made() -> tuple[Tensor, Tensor]:
+        (B, T), place = segments.shape, torch.arange(segments.shape[1], device=segments.device)
+        new = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+        starts = (place - torch.where(new, place, 0).cummax(1).values) % C == 0
+        rank = starts.cumsum(1)
+        chunks = place.new_full((B, T + 2), 2 * T)
+        # What is no start goes to the last place, which nobody reads.
+        chunks.scatter_(1, torch.where(starts, rank - 1, T + 1), 2 * place + new.long())
+        first = torch.cat([F.pad(rank, (1, 0))[:, :T:C], rank[:, -1:]], 1)
+        return chunks.int(), first.int()
+
+    return once(segments, ("chunks", C), made)
+
+
 class Sweep:
     """A call whose programs walk along rows, cut into P pieces of L chunks, and its factors (sweep.py)."""
 
@@ -236,15 +258,18 @@ class Sweep:
         self.counts = x.T, N, self.L, self.P, x.E
         self.share = x.E // x.k.shape[2]
         self.d, self.W = x.new(x.B, x.T, x.E, x.M), self.parts()
-        self.steps = x.new(x.B, N, x.E, dtype=torch.int32)
+        steps = x.new(x.B, N if x.segments is None else x.T, x.E, dtype=torch.int32)
         strong = x.new(x.B, x.E, dtype=torch.int32).zero_()
+        self.tables: tuple[Tensor | None, Tensor | None] = None, None
+        if x.segments is not None:
+            self.tables = tables(x.segments, c.chunk)
         for several in (False, True):
             x.launch(
-                factors_kernel, (N, heads), x.g, self.d, *self.W, self.steps, strong, x.T, N, x.E, warps=4,
+                factors_kernel, (N if x.segments is None else 2 * N, heads), x.g, self.d, *self.W, steps, strong, *self.tables, x.T, N, x.E, warps=4,
                 STEPS=several,
             )  # fmt: skip
         # What every kernel takes of the gates.
-        self.decays = x.g, self.d, self.steps, strong, x.segments
+        self.decays = x.g, self.d, steps, strong, *self.tables
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Room for a computed factor [B,T,E,M] as its bf16 parts, or twice the same fp32."""
@@ -348,8 +373,8 @@ def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
     )  # fmt: skip
     dg, part = torch.empty_like(x.g), min(32, x.M)
     x.launch(
-        sums_kernel, (s.P * (x.M // part), x.B * x.E), dsv, dsk, db, s.d, *s.W, tail, dg, x.T, s.L, s.P, x.E, warps=4,
-        BX=part, SPLIT=x.M // part, CUT=cut,
+        sums_kernel, (s.P * (x.M // part), x.B * x.E), dsv, dsk, db, s.d, *s.W, tail, dg, *s.tables, x.T, s.counts[1], s.L, s.P, x.E,
+        warps=2, BX=part, SPLIT=x.M // part, CUT=cut,
     )  # fmt: skip
     return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *first
 

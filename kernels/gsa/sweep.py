@@ -24,6 +24,11 @@ With a memory S and b_end = d_last + b_mid, one chunk is, for tokens t >= i:
 so every operand of a product is loaded as it is, or is a memory. A chunk in which some slot decays by more than
 2^-RANGE is walked in steps of fewer tokens, a power of two, each with d and W of its own: the same code.
 
+Where rows hold several documents (SEGMENTS), each document has chunks of its own, so that no chunk needs a mask: masks
+and what they compare spill registers, and took as long as the products. A table (`tables` of launch.py) says where the
+chunks of a row begin. At the first one of a further document e^{b_mid} becomes 0: nothing enters it, and nothing goes
+back from it.
+
 b and d are kept in units of log 2. Letters as in gsa.py, with H = E. w~ is p~ for the value memory and dl~ for the key
 memory; x, y are do, v or q, k. P: pieces of a row; L: chunks of a piece; SPLIT: programs that share a memory, each with
 BX slots or columns; SHARE: gate heads of a key head.
@@ -33,7 +38,7 @@ BX slots or columns; SHARE: gate heads of a key head.
 
 from __future__ import annotations
 
-from ..gpu.triton_helpers import dot, dot_given, dot_given_left, dot_given_right, jit, segment_flow, tl
+from ..gpu.triton_helpers import dot, dot_given, dot_given_left, dot_given_right, jit, tl
 from .triton_helpers import softmax, write_strength
 
 # Log-gates are clamped to this: e^-20 is below any rounding, and three such gates still decay by less than 2^RANGE.
@@ -84,19 +89,43 @@ def store_parts(p_x, p_low, b_x, o_r, o_c, s_r, rows):
 
 
 @jit
-def place(T, L, P, SPLIT: tl.constexpr, C: tl.constexpr, E):
-    """Which part of the memory, piece, batch row and head a program has, and the piece's first token and its end."""
+def place(p_first, N, L, P, SPLIT: tl.constexpr, E, SEGMENTS: tl.constexpr):
+    """Which part of the memory, piece, batch row and head a program has, and the piece's first chunk and its end."""
     i_x, i_p = tl.program_id(0) % SPLIT, tl.program_id(0) // SPLIT
     i_b, i_e = (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
-    first = i_p * L * C
-    return i_x, i_p, i_b, i_e, first, tl.minimum(first + L * C, T)
+    first, end = i_p * L, tl.minimum(i_p * L + L, N)
+    if SEGMENTS:
+        p_first += i_b * (N + 1)
+        first, end = tl.load(p_first + first), tl.load(p_first + end)
+    return i_x, i_p, i_b, i_e, first, end
 
 
 @jit
-def step_edges(p_g, p_d, o_m, s_g, rows):
+def chunk_at(p_chunks, i_b, i_n, T, C: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Of chunk i_n of a row the first token, the tokens, and 1 where a document begins with it behind another, else 0."""
+    at, fresh = i_n * C, 0
+    rows = tl.minimum(C, T - at)
+    if SEGMENTS:
+        p_chunks += i_b * (T + 2) + i_n
+        entry = tl.load(p_chunks)
+        at, fresh = entry // 2, entry % 2
+        rows = tl.load(p_chunks + 1) // 2 - at
+    return at, rows, fresh
+
+
+@jit
+def step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS: tl.constexpr):
+    """Tokens of a step of chunk i_n."""
+    return tl.load(p_n + (i_b * (T if SEGMENTS else N) + i_n) * E + i_e)
+
+
+@jit
+def step_edges(p_g, p_d, o_m, s_g, rows, fresh, SEGMENTS: tl.constexpr):
     """e^{b_mid} and e^{d_last} of a step: [BX] each."""
     b_g = tl.maximum(tl.load(p_g + o_m).to(tl.float32), FLOOR)
     b_start = tl.exp2(b_g * 1.4426950408889634 - tl.load(p_d + o_m))
+    if SEGMENTS:
+        b_start = tl.where(fresh > 0, 0.0, b_start)
     return b_start, tl.exp2(tl.load(p_d + (rows - 1) * s_g + o_m))
 
 
@@ -115,19 +144,13 @@ def in_blocks(b_b, C: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, RANGE: 
 
 
 @jit
-def factors_kernel(p_g, p_d, p_W, p_W_low, p_n, p_strong, T: int, N: int, E, M: tl.constexpr, C: tl.constexpr,
-                   LEVELS: tl.constexpr, RANGE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """d [B,T,E,M], W [B,T,E,M] as parts, the tokens of a step of each chunk [B,N,E] (0: left to a second launch, with
-    STEPS), and whether a row has chunks of several steps [B,E]. Grid (N, B*E)."""
-    i_n, i_b, i_e = tl.program_id(0), (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
-    p_n += (i_b * N + i_n) * E + i_e
-    if STEPS:  # noqa: SIM102
-        if tl.load(p_n) > 0:
-            return
-    o_c, o_m, s_g, rows = tl.arange(0, C), tl.arange(0, M), E * M, tl.minimum(T - i_n * C, C)
-    p_gate = ((i_b * T + i_n * C) * E + i_e) * M
+def factor(p_g, p_d, p_W, p_W_low, p_n, gate, rows, s_g, M: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+           RANGE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """d and W of one chunk, and the tokens of a step of it: C or, where that decays by more than its range, 0; with STEPS
+    as few as need be."""
+    o_c, o_m = tl.arange(0, C), tl.arange(0, M)
     # [C, M]
-    b_g = tl.maximum(load_tile(p_g + p_gate, o_c, o_m, s_g, rows).to(tl.float32), FLOOR)
+    b_g = tl.maximum(load_tile(p_g + gate, o_c, o_m, s_g, rows).to(tl.float32), FLOOR)
     b_b = tl.cumsum(b_g, 0) * 1.4426950408889634
     if STEPS:
         b_d, step, done = b_b, C, 0
@@ -135,41 +158,65 @@ def factors_kernel(p_g, p_d, p_W, p_W_low, p_n, p_strong, T: int, N: int, E, M: 
             b_block, fits = in_blocks(b_b, C, M, C >> (i + 1), RANGE)
             if fits * (1 - done) > 0:
                 b_d, step, done = b_block, C >> (i + 1), 1
-        tl.store(p_strong + i_b * E + i_e, 1)
     else:
         b_d = b_b - tl.sum(tl.where((o_c == C // 2 - 1)[:, None], b_b, 0.0), 0)[None, :]
         step = tl.where(tl.min(tl.min(b_b, 0), 0) < -RANGE, 0, C)
     tl.store(p_n, step)
-    store_tile(p_d + p_gate, b_d, o_c, o_m, s_g, rows)
-    store_parts(p_W + p_gate, p_W_low + p_gate, write_strength(b_g) * tl.exp2(-b_d), o_c, o_m, s_g, rows)
+    store_tile(p_d + gate, b_d, o_c, o_m, s_g, rows)
+    store_parts(p_W + gate, p_W_low + gate, write_strength(b_g) * tl.exp2(-b_d), o_c, o_m, s_g, rows)
+
+
+@jit
+def factors_kernel(p_g, p_d, p_W, p_W_low, p_n, p_strong, p_chunks, p_first, T: int, N: int, E, M: tl.constexpr,
+                   C: tl.constexpr, LEVELS: tl.constexpr, RANGE: tl.constexpr, SEGMENTS: tl.constexpr,
+                   STEPS: tl.constexpr):  # fmt: skip
+    """d [B,T,E,M], W [B,T,E,M] as parts, the tokens of a step of each chunk [B,N,E] (0: left to a second launch, with
+    STEPS; with SEGMENTS [B,T,E]), and whether a row has chunks of several steps [B,E]. Grid (N, B*E), with SEGMENTS
+    (2 N, B*E) for rows of more chunks."""
+    i_n, i_b, i_e = tl.program_id(0), (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    p_strong += i_b * E + i_e
+    p_n += i_b * (T if SEGMENTS else N) * E + i_e
+    count, programs = N, tl.num_programs(0)
+    if SEGMENTS:
+        count = tl.load(p_first + i_b * (N + 1) + N)
+    if STEPS:
+        # Chunks beyond the first launch's, of many short documents, are left to this one.
+        for i in range(i_n, count, programs):
+            at, rows, _fresh = chunk_at(p_chunks, i_b, i, T, C, SEGMENTS)
+            gate = ((i_b * T + at) * E + i_e) * M
+            if i >= programs:
+                factor(p_g, p_d, p_W, p_W_low, p_n + i * E, gate, rows, E * M, M, C, LEVELS, RANGE, False)
+                tl.debug_barrier()
+            if tl.load(p_n + i * E) == 0:
+                factor(p_g, p_d, p_W, p_W_low, p_n + i * E, gate, rows, E * M, M, C, LEVELS, RANGE, True)
+                tl.store(p_strong, 1)
+    elif i_n < count:
+        at, rows, _fresh = chunk_at(p_chunks, i_b, i_n, T, C, SEGMENTS)
+        gate = ((i_b * T + at) * E + i_e) * M
+        factor(p_g, p_d, p_W, p_W_low, p_n + i_n * E, gate, rows, E * M, M, C, LEVELS, RANGE, False)
 
 
 # ---------------------------------------------------------------- where rows are cut into pieces
 
 
 @jit
-def carry_step(p_y, p_w, p_w_low, p_g, p_d, p_seg, b_S, b_decay, at, rows, o_c, o_m, o_x, s_t, i_b, i_e, T, E,
+def carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, o_m, o_x, s_t, i_b, i_e, T, E,
                M: tl.constexpr, REVERSE: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `carry_kernel`: the memory [M,BX] and the decay [M] with it."""
     row = i_b * T + at
     i_t, gate = row - i_b * T, (row * E + i_e) * M
-    b_before, b_after = step_edges(p_g + gate, p_d + gate, o_m, E * M, rows)
+    b_before, b_after = step_edges(p_g + gate, p_d + gate, o_m, E * M, rows, fresh, SEGMENTS)
     b_decay *= b_before * b_after
     if REVERSE:
         b_before, b_after = b_after, b_before
     b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, E * M, rows)
     b_y = load_tile(p_y + i_t * s_t, o_c, o_x, s_t, rows)
-    if SEGMENTS:
-        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
-        b_y = tl.where((b_seg == (entered if REVERSE else leaves))[:, None], b_y, 0.0)
-        b_S = tl.where(entered == leaves, b_S, 0.0)
-        b_decay = tl.where(entered == leaves, b_decay, 0.0)
     b_S = dot_given_right(tl.trans(b_w), tl.trans(b_w_low), b_y, PREC, b_S * b_before[:, None]) * b_after[:, None]
     return b_S, b_decay
 
 
 @jit
-def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_strong, p_seg, p_K, p_V, p_decay,
+def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V, p_decay,
                  s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr,
                  D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, REVERSE: tl.constexpr,
                  SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
@@ -177,7 +224,7 @@ def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_stro
 
     REVERSE: what its queries add to the gradients of both, in slot `piece`. Grid (P * SPLIT, B*E, 2).
     """
-    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    i_x, i_p, i_b, i_e, first, end = place(p_first, N, L, P, SPLIT, E, SEGMENTS)
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
         return
     if tl.program_id(2) == 0:
@@ -188,29 +235,23 @@ def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_stro
         p_S, s_t = p_V, s_vt
     o_c, o_m, o_x = tl.arange(0, C), tl.arange(0, M), i_x * BX + tl.arange(0, BX)
     b_S, b_decay = tl.zeros([M, BX], tl.float32), tl.zeros([M], tl.float32) + 1.0
-    if STEPS:
-        at = first
+    for i in range(first, end):
+        i_n = i
         if REVERSE:
-            at = end
-        while (at > first) if REVERSE else (at < end):
-            if REVERSE:
-                step = tl.load(p_n + (i_b * N + (at - 1) // C) * E + i_e)
-                start = (at - 1) // step * step
-                rows, following = at - start, start
-            else:
-                start, rows = at, tl.minimum(tl.load(p_n + (i_b * N + at // C) * E + i_e), end - at)
-                following = at + rows
-            b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, p_seg, b_S, b_decay, start, rows, o_c, o_m, o_x,
-                                      s_t, i_b, i_e, T, E, M, REVERSE, SEGMENTS, PREC)  # fmt: skip
-            at = following
-    else:
-        for i in range(0, end - first, C):
-            start = first + i
-            if REVERSE:
-                start = first + (end - first - 1) // C * C - i
-            b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, p_seg, b_S, b_decay, start,
-                                      tl.minimum(C, end - start), o_c, o_m, o_x, s_t, i_b, i_e, T, E, M, REVERSE,
-                                      SEGMENTS, PREC)  # fmt: skip
+            i_n = first + end - 1 - i
+        at, rows, fresh = chunk_at(p_chunks, i_b, i_n, T, C, SEGMENTS)
+        if STEPS:
+            step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
+            for i_s in range(0, rows, step):
+                start = i_s
+                if REVERSE:
+                    start = (rows - 1) // step * step - i_s
+                b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, at + start,
+                                          tl.minimum(step, rows - start), tl.where(start == 0, fresh, 0), o_c, o_m, o_x,
+                                          s_t, i_b, i_e, T, E, M, REVERSE, SEGMENTS, PREC)  # fmt: skip
+        else:
+            b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, o_m, o_x, s_t,
+                                      i_b, i_e, T, E, M, REVERSE, SEGMENTS, PREC)  # fmt: skip
     slot = i_b * (P + 1) + i_p + (0 if REVERSE else 1)
     store_tile(p_S + (slot * E + i_e) * (M * D), b_S, o_m, o_x, D, M)
     if not REVERSE:  # noqa: SIM102
@@ -222,12 +263,12 @@ def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_stro
 
 
 @jit
-def read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T, E,
+def read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T, E,
               M: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `read_kernel`: the memory S [BX,D] after it."""
     row = i_b * T + at
     i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
-    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows)
+    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows, fresh, SEGMENTS)
     b_x = load_tile(p_x + i_t * s_xt, o_c, o_d, s_xt, rows)
     b_y = load_tile(p_y + i_t * s_yt, o_c, o_d, s_yt, rows)
     b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
@@ -235,21 +276,14 @@ def read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c
     b_high, b_low = parts(b_S, b_y.dtype == tl.bfloat16)
     b_l = dot_given_left(b_x, tl.trans(b_high), tl.trans(b_low), PREC)
     m_seen = o_c[:, None] >= o_c[None, :]
-    if SEGMENTS:
-        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
-        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
-        b_l = tl.where((b_seg == entered)[:, None], b_l, 0.0)
     b_A, b_A_low = parts(tl.where(m_seen, dot_given(b_x, tl.trans(b_y), PREC), 0.0), b_y.dtype == tl.bfloat16)
     b_l = dot(b_A, b_A_low, b_W, b_W_low, PREC, b_l)
     store_tile(p_out + gate, b_l, o_c, o_m, s_g, rows)
-    if SEGMENTS:
-        b_y = tl.where((b_seg == leaves)[:, None], b_y, 0.0)
-        b_S = tl.where(entered == leaves, b_S, 0.0)
     return dot_given_right(tl.trans(b_W), tl.trans(b_W_low), b_y, PREC, b_S) * b_end[:, None]
 
 
 @jit
-def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_seg, p_K, p_V, p_K1, p_V1, p_l, p_dp,
+def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V, p_K1, p_V1, p_l, p_dp,
                 s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE,
                 M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
                 CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
@@ -259,7 +293,7 @@ def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_se
     CUT: the memories that enter the pieces are in p_K and p_V, else (START) the one that enters the row. LAST: what
     leaves the row goes to p_K1 and p_V1. Grid (P * SPLIT, B*E, 1 or 2).
     """
-    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    i_x, i_p, i_b, i_e, first, end = place(p_first, N, L, P, SPLIT, E, SEGMENTS)
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
         return
     if tl.program_id(2) == 0:
@@ -273,17 +307,16 @@ def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_se
     if CUT or START:
         slot = i_b * (P + 1 if CUT else 1) + i_p
         b_S += load_tile(p_S + (slot * E + i_e) * (M * D), o_m, o_d, D, M)
-    if STEPS:
-        at = first
-        while at < end:
-            rows = tl.minimum(tl.load(p_n + (i_b * N + at // C) * E + i_e), end - at)
-            b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_d, s_xt, s_yt,
-                            i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
-            at += rows
-    else:
-        for at in range(first, end, C):
-            rows = tl.minimum(C, end - at)
-            b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_d, s_xt, s_yt,
+    for i_n in range(first, end):
+        at, rows, fresh = chunk_at(p_chunks, i_b, i_n, T, C, SEGMENTS)
+        if STEPS:
+            step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
+            for i_s in range(0, rows, step):
+                b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, at + i_s, tl.minimum(step, rows - i_s),
+                                tl.where(i_s == 0, fresh, 0), o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T, E, M, SEGMENTS,
+                                PREC)  # fmt: skip
+        else:
+            b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt,
                             i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
     if LAST:  # noqa: SIM102
         if i_p == P - 1:
@@ -312,36 +345,28 @@ def attend_kernel(p_l, p_dp, p_d, p_p, p_p_low, p_dl, p_dl_low, p_db, scale, cou
 
 
 @jit
-def mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_x, s_yt, i_b, i_e, T,
+def mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_x, s_yt, i_b, i_e, T,
              E, M: tl.constexpr, D: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `mix_kernel`: the memory S [M,BX] after it."""
     row = i_b * T + at
     i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
-    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows)
+    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows, fresh, SEGMENTS)
     b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, s_g, rows)
     b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
     b_y = load_tile(p_y + i_t * s_yt, o_c, o_x, s_yt, rows)
     m_seen = o_c[:, None] >= o_c[None, :]
-    if SEGMENTS:
-        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
-        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
     b_A = tl.where(m_seen, dot(b_w, b_w_low, tl.trans(b_W), tl.trans(b_W_low), PREC), 0.0)
     b_S *= b_start[:, None]
     b_high, b_low = parts(b_S, b_y.dtype == tl.bfloat16)
     b_o = dot(b_w, b_w_low, b_high, b_low, PREC)
-    if SEGMENTS:
-        b_o = tl.where((b_seg == entered)[:, None], b_o, 0.0)
     b_A, b_A_low = parts(b_A, b_y.dtype == tl.bfloat16)
     b_o = dot_given_right(b_A, b_A_low, b_y, PREC, b_o)
     store_tile(p_out + (row * E + i_e) * D, b_o, o_c, o_x, E * D, rows)
-    if SEGMENTS:
-        b_y = tl.where((b_seg == leaves)[:, None], b_y, 0.0)
-        b_S = tl.where(entered == leaves, b_S, 0.0)
     return dot_given_right(tl.trans(b_W), tl.trans(b_W_low), b_y, PREC, b_S) * b_end[:, None]
 
 
 @jit
-def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_seg, p_S, p_S1, p_out, s_yb, s_yt, s_yh,
+def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_S, p_S1, p_out, s_yb, s_yt, s_yh,
                T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
                SPLIT: tl.constexpr, CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr,
                SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
@@ -349,7 +374,7 @@ def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_seg, 
 
     Grid (P * SPLIT, B*E).
     """
-    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    i_x, i_p, i_b, i_e, first, end = place(p_first, N, L, P, SPLIT, E, SEGMENTS)
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
         return
     o_c, o_m, o_x = tl.arange(0, C), tl.arange(0, M), i_x * BX + tl.arange(0, BX)
@@ -358,17 +383,16 @@ def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_seg, 
     if CUT or START:
         slot = i_b * (P + 1 if CUT else 1) + i_p
         b_S += load_tile(p_S + (slot * E + i_e) * (M * D), o_m, o_x, D, M)
-    if STEPS:
-        at = first
-        while at < end:
-            rows = tl.minimum(tl.load(p_n + (i_b * N + at // C) * E + i_e), end - at)
-            b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_x, s_yt,
-                           i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
-            at += rows
-    else:
-        for at in range(first, end, C):
-            rows = tl.minimum(C, end - at)
-            b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_out, b_S, at, rows, o_c, o_m, o_x, s_yt,
+    for i_n in range(first, end):
+        at, rows, fresh = chunk_at(p_chunks, i_b, i_n, T, C, SEGMENTS)
+        if STEPS:
+            step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
+            for i_s in range(0, rows, step):
+                b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, at + i_s,
+                               tl.minimum(step, rows - i_s), tl.where(i_s == 0, fresh, 0), o_c, o_m, o_x, s_yt, i_b,
+                               i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
+        else:
+            b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_x, s_yt,
                            i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
     if LAST:  # noqa: SIM102
         if i_p == P - 1:
@@ -379,36 +403,28 @@ def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_seg, 
 
 
 @jit
-def keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_dy, b_dS, at, rows, o_c, o_m, o_x, s_xt, i_b, i_e, T,
+def keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, at, rows, fresh, o_c, o_m, o_x, s_xt, i_b, i_e, T,
               E, M: tl.constexpr, D: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `keys_kernel`: dS [M,BX] before it."""
     row = i_b * T + at
     i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
-    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows)
+    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows, fresh, SEGMENTS)
     b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, s_g, rows)
     b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
     b_x = load_tile(p_x + i_t * s_xt, o_c, o_x, s_xt, rows)
     m_seen = o_c[:, None] <= o_c[None, :]
-    if SEGMENTS:
-        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
-        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
     b_A = tl.where(m_seen, dot(b_W, b_W_low, tl.trans(b_w), tl.trans(b_w_low), PREC), 0.0)
     b_dS *= b_end[:, None]
     b_high, b_low = parts(b_dS, b_x.dtype == tl.bfloat16)
     b_dy = dot(b_W, b_W_low, b_high, b_low, PREC)
-    if SEGMENTS:
-        b_dy = tl.where((b_seg == leaves)[:, None], b_dy, 0.0)
     b_A, b_A_low = parts(b_A, b_x.dtype == tl.bfloat16)
     b_dy = dot_given_right(b_A, b_A_low, b_x, PREC, b_dy)
     store_tile(p_dy + (row * E + i_e) * D, b_dy, o_c, o_x, E * D, rows)
-    if SEGMENTS:
-        b_x = tl.where((b_seg == entered)[:, None], b_x, 0.0)
-        b_dS = tl.where(entered == leaves, b_dS, 0.0)
     return dot_given_right(tl.trans(b_w), tl.trans(b_w_low), b_x, PREC, b_dS) * b_start[:, None]
 
 
 @jit
-def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_seg, p_dV, p_dK,
+def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_dV, p_dK,
                 p_dV0, p_dK0, p_dv, p_dk, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, T: int, N: int, L, P, E,
                 M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
                 CUT: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
@@ -417,7 +433,7 @@ def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d,
     CUT: p_dV and p_dK hold what comes back to the end of each piece, in the slot after its own. LAST: what is left at
     the start of the row goes to p_dV0 and p_dK0.
     """
-    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    i_x, i_p, i_b, i_e, first, end = place(p_first, N, L, P, SPLIT, E, SEGMENTS)
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
         return
     if tl.program_id(2) == 0:
@@ -431,19 +447,18 @@ def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d,
     if CUT:
         slot = i_b * (P + 1) + i_p + 1
         b_dS += load_tile(p_dS + (slot * E + i_e) * (M * D), o_m, o_x, D, M)
-    if STEPS:
-        at = end
-        while at > first:
-            step = tl.load(p_n + (i_b * N + (at - 1) // C) * E + i_e)
-            start = (at - 1) // step * step
-            rows, at = at - start, start
-            b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_dy, b_dS, at, rows, o_c, o_m, o_x,
-                             s_xt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
-    else:
-        for i in range(0, end - first, C):
-            at = first + (end - first - 1) // C * C - i
-            rows = tl.minimum(C, end - at)
-            b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_seg, p_dy, b_dS, at, rows, o_c, o_m, o_x,
+    for i in range(first, end):
+        i_n = first + end - 1 - i
+        at, rows, fresh = chunk_at(p_chunks, i_b, i_n, T, C, SEGMENTS)
+        if STEPS:
+            step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
+            for i_s in range(0, rows, step):
+                start = (rows - 1) // step * step - i_s
+                b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, at + start,
+                                 tl.minimum(step, rows - start), tl.where(start == 0, fresh, 0), o_c, o_m, o_x, s_xt,
+                                 i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
+        else:
+            b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, at, rows, fresh, o_c, o_m, o_x,
                              s_xt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
     if LAST:  # noqa: SIM102
         if i_p == 0:
@@ -451,12 +466,12 @@ def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d,
 
 
 @jit
-def gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_seg, p_ds, b_dS, at, rows, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T,
+def gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T,
                E, M: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `gates_kernel`: dS [BX,D] before it."""
     row = i_b * T + at
     i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
-    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows)
+    b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows, fresh, SEGMENTS)
     b_x = load_tile(p_x + i_t * s_xt, o_c, o_d, s_xt, rows)
     b_y = load_tile(p_y + i_t * s_yt, o_c, o_d, s_yt, rows)
     b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, s_g, rows)
@@ -464,28 +479,21 @@ def gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_seg, p_ds, b_dS, at, rows, o_
     b_high, b_low = parts(b_dS, b_y.dtype == tl.bfloat16)
     b_ds = dot_given_left(b_y, tl.trans(b_high), tl.trans(b_low), PREC)
     m_seen = o_c[:, None] <= o_c[None, :]
-    if SEGMENTS:
-        b_seg, entered, leaves = segment_flow(p_seg + i_b * T, o_c, i_t, rows)
-        m_seen = m_seen & (b_seg[:, None] == b_seg[None, :])
-        b_ds = tl.where((b_seg == leaves)[:, None], b_ds, 0.0)
     b_A, b_A_low = parts(tl.where(m_seen, dot_given(b_y, tl.trans(b_x), PREC), 0.0), b_y.dtype == tl.bfloat16)
     b_ds = dot(b_A, b_A_low, b_w, b_w_low, PREC, b_ds)
     store_tile(p_ds + gate, b_ds, o_c, o_m, s_g, rows)
-    if SEGMENTS:
-        b_x = tl.where((b_seg == entered)[:, None], b_x, 0.0)
-        b_dS = tl.where(entered == leaves, b_dS, 0.0)
     return dot_given_right(tl.trans(b_w), tl.trans(b_w_low), b_x, PREC, b_dS) * b_start[:, None]
 
 
 @jit
-def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_n, p_strong, p_seg, p_V, p_K,
+def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_V, p_K,
                  p_dV, p_dK, p_dsv, p_dsk, p_tail, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, s_vb, s_vt, s_vh, s_kb, s_kt,
                  s_kh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
                  BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, SEGMENTS: tl.constexpr,
                  STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """ds~ [B,T,E,M] of the values, or with program_id(2) of the keys; where rows are cut, S.dS at the end of a piece
     [2,B,P,E,M], which is the sum of the terms of dg over all later tokens. Grid (P * SPLIT, B*E, 2)."""
-    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    i_x, i_p, i_b, i_e, first, end = place(p_first, N, L, P, SPLIT, E, SEGMENTS)
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
         return
     if tl.program_id(2) == 0:
@@ -502,26 +510,32 @@ def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_
         b_tail = tl.sum(b_dS * load_tile(p_S + memory, o_m, o_d, D, M), 1)
         i_z = tl.program_id(2) * (tl.num_programs(1) // E) + i_b
         tl.store(p_tail + ((i_z * P + i_p) * E + i_e) * M + o_m, b_tail)
-    if STEPS:
-        at = end
-        while at > first:
-            step = tl.load(p_n + (i_b * N + (at - 1) // C) * E + i_e)
-            start = (at - 1) // step * step
-            rows, at = at - start, start
-            b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_seg, p_ds, b_dS, at, rows, o_c, o_m, o_d, s_xt,
-                              s_yt, i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
-    else:
-        for i in range(0, end - first, C):
-            at = first + (end - first - 1) // C * C - i
-            b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_seg, p_ds, b_dS, at, tl.minimum(C, end - at), o_c,
-                              o_m, o_d, s_xt, s_yt, i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
+    for i in range(first, end):
+        i_n = first + end - 1 - i
+        at, rows, fresh = chunk_at(p_chunks, i_b, i_n, T, C, SEGMENTS)
+        if STEPS:
+            step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
+            for i_s in range(0, rows, step):
+                start = (rows - 1) // step * step - i_s
+                b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, at + start,
+                                  tl.minimum(step, rows - start), tl.where(start == 0, fresh, 0), o_c, o_m, o_d, s_xt,
+                                  s_yt, i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
+        else:
+            b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt,
+                              i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
 
 
 @jit
-def sums_kernel(p_dsv, p_dsk, p_db, p_d, p_W, p_W_low, p_tail, p_dg, T: int, L, P, E, M: tl.constexpr,
-                C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr):  # fmt: skip
+def sums_kernel(p_dsv, p_dsk, p_db, p_d, p_W, p_W_low, p_tail, p_dg, p_chunks, p_first, T: int, N: int, L, P, E,
+                M: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr,
+                SEGMENTS: tl.constexpr):  # fmt: skip
     """dg_t = sum_{j>=t} (p dp + l dl - s ds)_j + S_end.dS_end - e^g ds, for BX slots. Grid (P * SPLIT, B*E)."""
-    i_x, i_p, i_b, i_e, first, end = place(T, L, P, SPLIT, C, E)
+    i_x, i_p, i_b, i_e, first, end = place(p_first, N, L, P, SPLIT, E, SEGMENTS)
+    if SEGMENTS:
+        p_chunks += i_b * (T + 2)
+        first, end = tl.load(p_chunks + first) // 2, tl.load(p_chunks + end) // 2
+    else:
+        first, end = first * C, tl.minimum(end * C, T)
     o_c, o_m, s_g = tl.arange(0, C), i_x * BX + tl.arange(0, BX), E * M
     b_tail = tl.zeros([BX], tl.float32)
     if CUT:

@@ -29,6 +29,15 @@ CASES: list[dict[str, Any]] = [
     {"cu": [0, 1, 1, 90, 200], "B": 1, "state": True},
     {"padding": True},
     {"gates": "bfloat16"},
+    # A memory for each query head, in programs that walk along rows (sweep.py).
+    *(
+        {"E": 4, "M": M, "D": D, "T": 1000, **more}
+        for M, D in ((128, 64), (128, 128), (64, 256), (128, 256))
+        for more in ({}, {"segments": 37}, {"segments": 150, "state": True})
+    ),
+    *({"E": 4, "M": 128, "D": 128, "B": 40, "segments": n, "state": True} for n in (1, 64, 90)),
+    *({"E": 4, "M": 128, "D": 128, "T": 700, "segments": n, "gate": gate} for n in (37, 300) for gate in (8.0, 30.0)),
+    {"E": 4, "M": 128, "D": 128, "T": 3000, "segments": 700, "padding": True},
 ]
 
 

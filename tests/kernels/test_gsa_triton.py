@@ -50,9 +50,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"sweep": 4, "E": 2, "T": 70, "state": True},
         {"sweep": 4, "E": 2, "T": 70, "state": True, "chunk": 16},
         {"sweep": 8, "E": 2, "T": 70, "segments": 33, "B": 2},
+        {"sweep": 1, "E": 2, "T": 70, "segments": 3, "B": 2, "state": True},
+        {"sweep": 8, "E": 2, "Hkv": 1, "T": 90, "segments": 20, "state": True, "chunk": 16},
     ],
     "sweep_in_steps": [
         {"sweep": 1, "E": 2, "gate": 40.0, "segments": 7},
+        {"sweep": 4, "E": 2, "T": 70, "gate": 40.0, "segments": 19, "state": True},
         # All of dg cancels: 2.9e-6 is left of terms of 10.
         {"sweep": 4, "H": 1, "E": 1, "T": 40, "special": "closed", "slack": 2},
         {"sweep": 4, "H": 1, "E": 1, "T": 70, "special": "infinite", "state": True},
@@ -148,7 +151,7 @@ def test_sweeps_of_hopper_fit_its_shared_memory(name: str, M: int, D: int) -> No
     size = M if name in ("read", "gates") else D
     constants = overrides_for(config, M, D) | {
         **dict.fromkeys(("CUT", "START", "LAST", "SEGMENTS", "STEPS"), False), "BX": part, "SPLIT": size // part,
-        "p_seg": None,
+        "p_chunks": None, "p_first": None,
     }  # fmt: skip
     factors = [f"p_{x}{low}" for x in ("W", "w", "p", "dl") for low in ("", "_low")]
     kinds = dict.fromkeys(("p_q", "p_k", "p_v", "p_do", "p_x", "p_y", "p_dv", "p_dk", "p_out", *factors), "*bf16")
@@ -293,3 +296,18 @@ def check_operators() -> None:
         return gsa(*inputs, backend="triton")[0].square().sum()
 
     assert flops_whichever_way(loss, (q, k, v, g)) == 4 * 9 * 2 * (2 * 64 * (16 + 16 + 2 * 16) + 4 * 16 * (16 + 16))
+
+
+def test_each_document_has_chunks_of_its_own() -> None:
+    from linearize_kernels.gsa.launch import tables
+
+    lengths = ([5, 11, 1, 3], [20], [1, 1, 18])
+    segments = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    chunks, first = tables(segments.int(), 8)
+    begun = [[(x // 2, x % 2) for x in row if x < 40] for row in chunks[:, :-1].tolist()]
+    assert begun[0] == [(0, 0), (5, 1), (13, 0), (16, 1), (17, 1)]
+    assert begun[1] == [(0, 0), (8, 0), (16, 0)]
+    assert begun[2] == [(0, 0), (1, 1), (2, 1), (10, 0), (18, 0)]
+    assert chunks.shape == (3, 22)
+    assert all(row[len(begun[i])] == 40 for i, row in enumerate(chunks.tolist()))
+    assert first.tolist() == [[0, 2, 3, 5], [0, 1, 2, 3], [0, 3, 4, 5]]
