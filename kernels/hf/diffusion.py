@@ -76,8 +76,11 @@ class Processor(nn.Module):
             bound[ROTATION] = None
         thread = this_thread()
         self.calls[thread] = bound["hidden_states"]
-        output = self.lead(self.native, attn, **bound)
-        if self.calls.pop(thread, None) is not None:
+        try:
+            output = self.lead(self.native, attn, **bound)
+        finally:
+            left = self.calls.pop(thread, None)
+        if left is not None:
             raise RuntimeError(f"{self.reader.__name__} of diffusers computed no softmax: its mixer was skipped")
         return output
 

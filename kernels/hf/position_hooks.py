@@ -26,6 +26,8 @@ class PositionHooks:
 
     def __init__(self) -> None:
         self.passes: dict[int, dict[str, Any]] = {}
+        # Of each mixer, the calls that are under way, by thread.
+        self.calls: list[dict[int, Any]] = []
         # Whether the mask of a call is its caller's own, which compiled passes note as well.
         self.own_masks: dict[int, bool] = {}
         # Whether the model runs as its softmax teacher, and the thread that switched it, to that or to transfer.
@@ -55,8 +57,12 @@ class PositionHooks:
         """Forward pre-hook of a model."""
         given = {**dict(zip(model.linearize_arguments, args, strict=False)), **kwargs}
         self.own_masks[this_thread()] = self.own_masks[LAST] = is_own_mask(given.get("attention_mask"))
-        if not torch.compiler.is_compiling():
-            self.passes[this_thread()] = self.passes[LAST] = places_in(given)
+        if torch.compiler.is_compiling():
+            return
+        self.passes[this_thread()] = self.passes[LAST] = places_in(given)
+        # A pass that failed has left a call, with its hidden states and so what autograd kept of all layers before.
+        for calls in self.calls:
+            calls.pop(this_thread(), None)
 
     def forget(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: behind the pass it means nothing, unless checkpointed layers run again."""

@@ -492,6 +492,10 @@ def test_what_a_linear_layer_cannot_do_is_refused(sources: dict[str, Path], tmp_
     block = transformer(SANA).transformer_blocks[0].attn1
     with pytest.raises(RuntimeError, match="computed no softmax"):
         Processor(native, Softmax())(block, torch.zeros(1, 4, 24))
+    processor = Processor(native, Softmax())
+    with pytest.raises(RuntimeError, match="shapes"):  # before softmax, as where memory is out
+        processor(block, torch.zeros(1, 4, 25))
+    assert not processor.calls
 
 
 def test_a_pipeline_is_not_converted_again_and_its_softmax_has_no_window(

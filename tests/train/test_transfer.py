@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import small_model as any_model
 from conftest import TOLERANCE, relative_error
-from models import ARCHITECTURES, HYBRID, Zoo, logits, small_model, tokens
+from models import ARCHITECTURES, HYBRID, Zoo, convert_folder, load, logits, small_model, tokens
 from torch import Tensor, nn
 
 from linearize.data import batches as samples
@@ -249,3 +253,29 @@ def test_a_step_does_not_read_the_signature_of_the_model_again(zoo: Zoo, monkeyp
     for _ in range(2):
         listen(student, Listener(student), batch)
     assert sum(name.endswith("LlamaForCausalLM.forward") for name in read) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_a_pass_that_fails_keeps_no_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A batch that does not fit a GPU is tried again with fewer rows, and needs the room of the first."""
+    any_model(name).save_pretrained(tmp_path / "source")
+    model = load(convert_folder(tmp_path / "source", tmp_path / "linear")).train()
+    seen: list[weakref.ref[Tensor]] = []
+    *_, last = mixers_of(model).values()
+
+    def fail(*arguments: Any) -> Any:
+        seen.append(weakref.ref(arguments[3]))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, contextlib.suppress(torch.OutOfMemoryError):
+        patch.setattr(last, "mix", fail)
+        model(tokens(2, 9))
+    there: list[bool] = []
+
+    def look(*_: Any) -> None:
+        gc.collect()
+        there.append(seen[0]() is not None)
+
+    model.get_input_embeddings().register_forward_hook(look)
+    model(tokens(1, 9))
+    assert there == [False]
