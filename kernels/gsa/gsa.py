@@ -32,7 +32,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
-from .launch import chunked_op, pool_op, runs_on, step_op
+from .launch import chunk_tables, chunked_op, pool_op, runs_on, step_op
 from .chunks import Read
 from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
@@ -154,10 +154,12 @@ def _gsa_triton(
         return o, GSAState(*last)
     if padding is not None:
         g = torch.where(padding[:, :, None, None], g, 0.0)
+    tables: tuple[Tensor | None, Tensor | None] = None, None
     if segments is not None:
-        documents = segments
+        documents, tables = segments, chunk_tables(q, v, g, segments, cu)
         segments = once(documents, "numbered as int32", lambda: numbered(documents).int())
-    o, K, V = chunked_op(q, k, v, g, scale, segments, cu, *((None, None) if state is None else state[:2]))
+    K0, V0 = (None, None) if state is None else state[:2]
+    o, K, V = chunked_op(q, k, v, g, scale, segments, cu, K0, V0, *tables)
     if padding is not None:
         o = o * padding[:, :, None, None]
     if cu is None:

@@ -48,6 +48,9 @@ class Call(NamedTuple):
     cu: Tensor | None
     K0: Tensor | None
     V0: Tensor | None
+    # Where chunks of documents begin (`chunk_tables`).
+    chunks: Tensor | None = None
+    first: Tensor | None = None
 
 
 class GSAProblem(Problem):
@@ -222,32 +225,46 @@ def sweeps(x: GSAProblem) -> bool:
     c = x.config
     if c.sweep_from > x.B * x.T * x.E:
         return False
-    plain = x.call.cu is None and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
+    whole = x.call.cu is None and (x.call.segments is None or x.call.chunks is not None)
+    plain = whole and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
     return plain and bool(c.sweep) and all(x.M % walk.part == x.D % walk.part == 0 for walk in c.sweep)
 
 
-def tables(segments: Tensor, C: int) -> tuple[Tensor, Tensor]:
-    """Where the chunks of a row begin, C tokens of one document or what is left of it: for every chunk twice its first
-    token, and 1 more where a document begins with it behind another, then 2 T, [B,T+2]; and how many begin before each
-    C-th token, and in all, [B,N+1]. Both int32, of `segments` [B,T] that number documents, and made without a wait for
-    the GPU."""
+def chunk_tables(
+    q: Tensor, v: Tensor, g: Tensor, documents: Tensor, cu: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """`tables` of a call whose rows hold `documents` [B,T], if sweep.py may take it; all layers of a pass share them.
 
-    def made() -> tuple[Tensor, Tensor]:
-        (B, T), place = segments.shape, torch.arange(segments.shape[1], device=segments.device)
-        new = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
-        starts = (place - torch.where(new, place, 0).cummax(1).values) % C == 0
-        rank = starts.cumsum(1)
-        chunks = place.new_full((B, T + 2), 2 * T)
-        # What is no start goes to the last place, which nobody reads.
-        chunks.scatter_(1, torch.where(starts, rank - 1, T + 1), 2 * place + new.long())
-        first = torch.cat([F.pad(rank, (1, 0))[:, :T:C], rank[:, -1:]], 1)
-        return chunks.int(), first.int()
+    The operator gets them as inputs: what it made for a tensor and kept would be of another one in a compiled graph,
+    which writes a second tensor into the memory, and the object, of a first."""
+    c = configure(q, v, g)
+    if not c.sweep or cu is not None:
+        return None, None
+    C = c.sweep_chunk or c.chunk
+    return once(documents, ("chunks", C), lambda: tables(documents, C))
 
-    return once(segments, ("chunks", C), made)
+
+def tables(documents: Tensor, C: int) -> tuple[Tensor, Tensor]:
+    """Where the chunks of documents begin, which have C tokens each or what is left; made without a wait for the GPU.
+
+    Of each row and chunk twice its first token, and 1 more where a document begins with it behind another; behind the
+    last one 2 T: [B,T+2] int32. And how many chunks begin before every C-th token, and in all: [B,N+1] int32.
+    `documents` [B,T] change their number where one begins.
+    """
+    (B, T), place = documents.shape, torch.arange(documents.shape[1], device=documents.device)
+    new = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    starts = (place - torch.where(new, place, 0).cummax(1).values) % C == 0
+    rank = starts.cumsum(1)
+    chunks = place.new_full((B, T + 2), 2 * T)
+    # What is no start goes to the last place, which nobody reads.
+    chunks.scatter_(1, torch.where(starts, rank - 1, T + 1), 2 * place + new.long())
+    first = torch.cat([F.pad(rank, (1, 0))[:, :T:C], rank[:, -1:]], 1)
+    return chunks.int(), first.int()
 
 
 class Sweep:
-    """A call whose programs walk along rows, cut into P pieces of L chunks, and its factors (sweep.py)."""
+    """A call whose programs walk along rows, and its factors (sweep.py). Rows are cut into P pieces of L chunks; beside
+    documents a piece has the chunks that begin within L * C tokens."""
 
     def __init__(self, x: GSAProblem) -> None:
         self.x, c = x, x.config
@@ -258,14 +275,13 @@ class Sweep:
         self.counts = x.T, N, self.L, self.P, x.E
         self.share = x.E // x.k.shape[2]
         self.d, self.W = x.new(x.B, x.T, x.E, x.M), self.parts()
-        steps = x.new(x.B, N if x.segments is None else x.T, x.E, dtype=torch.int32)
-        strong = x.new(x.B, x.E, dtype=torch.int32).zero_()
-        self.tables: tuple[Tensor | None, Tensor | None] = None, None
-        if x.segments is not None:
-            self.tables = tables(x.segments, c.chunk)
+        self.tables = x.call.chunks, x.call.first
+        # A row of documents has more chunks than N, and at most one for each token.
+        room, programs = (N, N) if x.segments is None else (x.T, 2 * N)
+        steps, strong = x.new(x.B, room, x.E, dtype=torch.int32), x.new(x.B, x.E, dtype=torch.int32).zero_()
         for several in (False, True):
             x.launch(
-                factors_kernel, (N if x.segments is None else 2 * N, heads), x.g, self.d, *self.W, steps, strong, *self.tables, x.T, N, x.E, warps=4,
+                factors_kernel, (programs, heads), x.g, self.d, *self.W, steps, strong, *self.tables, x.T, N, x.E, warps=4,
                 STEPS=several,
             )  # fmt: skip
         # What every kernel takes of the gates.

@@ -30,7 +30,8 @@ chunks of a row begin. At the first one of a further document e^{b_mid} becomes 
 back from it.
 
 b and d are kept in units of log 2. Letters as in gsa.py, with H = E. w~ is p~ for the value memory and dl~ for the key
-memory; x, y are do, v or q, k. P: pieces of a row; L: chunks of a piece; SPLIT: programs that share a memory, each with
+memory; x, y are do, v or q, k. N: chunks of a row of one document; P: pieces of a row; L: chunks of a piece, beside
+documents those that begin within L * C tokens; SPLIT: programs that share a memory, each with
 BX slots or columns; SHARE: gate heads of a key head.
 """
 
@@ -102,7 +103,7 @@ def place(p_first, N, L, P, SPLIT: tl.constexpr, E, SEGMENTS: tl.constexpr):
 
 @jit
 def chunk_at(p_chunks, i_b, i_n, T, C: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Of chunk i_n of a row the first token, the tokens, and 1 where a document begins with it behind another, else 0."""
+    """Of chunk i_n of a row the first token, the tokens, and 1 where a document begins behind another with it."""
     at, fresh = i_n * C, 0
     rows = tl.minimum(C, T - at)
     if SEGMENTS:
@@ -144,10 +145,10 @@ def in_blocks(b_b, C: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, RANGE: 
 
 
 @jit
-def factor(p_g, p_d, p_W, p_W_low, p_n, gate, rows, s_g, M: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+def factor(p_g, p_d, p_W, p_W_low, gate, rows, s_g, M: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
            RANGE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """d and W of one chunk, and the tokens of a step of it: C or, where that decays by more than its range, 0; with STEPS
-    as few as need be."""
+    """d and W of one chunk; returns the tokens of a step of it: C or, where that decays by more than its range, 0; with
+    STEPS as few as need be."""
     o_c, o_m = tl.arange(0, C), tl.arange(0, M)
     # [C, M]
     b_g = tl.maximum(load_tile(p_g + gate, o_c, o_m, s_g, rows).to(tl.float32), FLOOR)
@@ -161,9 +162,9 @@ def factor(p_g, p_d, p_W, p_W_low, p_n, gate, rows, s_g, M: tl.constexpr, C: tl.
     else:
         b_d = b_b - tl.sum(tl.where((o_c == C // 2 - 1)[:, None], b_b, 0.0), 0)[None, :]
         step = tl.where(tl.min(tl.min(b_b, 0), 0) < -RANGE, 0, C)
-    tl.store(p_n, step)
     store_tile(p_d + gate, b_d, o_c, o_m, s_g, rows)
     store_parts(p_W + gate, p_W_low + gate, write_strength(b_g) * tl.exp2(-b_d), o_c, o_m, s_g, rows)
+    return step
 
 
 @jit
@@ -184,16 +185,23 @@ def factors_kernel(p_g, p_d, p_W, p_W_low, p_n, p_strong, p_chunks, p_first, T: 
         for i in range(i_n, count, programs):
             at, rows, _fresh = chunk_at(p_chunks, i_b, i, T, C, SEGMENTS)
             gate = ((i_b * T + at) * E + i_e) * M
-            if i >= programs:
-                factor(p_g, p_d, p_W, p_W_low, p_n + i * E, gate, rows, E * M, M, C, LEVELS, RANGE, False)
+            step = tl.load(p_n + i * E)
+            if SEGMENTS:  # noqa: SIM102
+                if i >= programs:
+                    step = factor(p_g, p_d, p_W, p_W_low, gate, rows, E * M, M, C, LEVELS, RANGE, False)
+                    # The same places are written below, perhaps by other threads.
+                    tl.debug_barrier()
+                    tl.store(p_n + i * E, step)
+            if step == 0:
+                step = factor(p_g, p_d, p_W, p_W_low, gate, rows, E * M, M, C, LEVELS, RANGE, True)
                 tl.debug_barrier()
-            if tl.load(p_n + i * E) == 0:
-                factor(p_g, p_d, p_W, p_W_low, p_n + i * E, gate, rows, E * M, M, C, LEVELS, RANGE, True)
+                tl.store(p_n + i * E, step)
                 tl.store(p_strong, 1)
     elif i_n < count:
         at, rows, _fresh = chunk_at(p_chunks, i_b, i_n, T, C, SEGMENTS)
         gate = ((i_b * T + at) * E + i_e) * M
-        factor(p_g, p_d, p_W, p_W_low, p_n + i_n * E, gate, rows, E * M, M, C, LEVELS, RANGE, False)
+        step = factor(p_g, p_d, p_W, p_W_low, gate, rows, E * M, M, C, LEVELS, RANGE, False)
+        tl.store(p_n + i_n * E, step)
 
 
 # ---------------------------------------------------------------- where rows are cut into pieces
@@ -216,8 +224,8 @@ def carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, 
 
 
 @jit
-def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V, p_decay,
-                 s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr,
+def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V,
+                 p_decay, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr,
                  D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, REVERSE: tl.constexpr,
                  SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """What a piece adds to both memories, and its decay [slots,E,M], in slot `piece + 1`, as states_kernel writes them.
@@ -283,9 +291,9 @@ def read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c
 
 
 @jit
-def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V, p_K1, p_V1, p_l, p_dp,
-                s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE,
-                M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
+def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V, p_K1, p_V1,
+                p_l, p_dp, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, T: int, N: int, L, P,
+                E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
                 CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
                 PREC: tl.constexpr):  # fmt: skip
     """First pass: l~ = e^{-d} K_t q_t, or with program_id(2) the same of dp = V_t do_t, [B,T,E,M].
@@ -366,9 +374,9 @@ def mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fr
 
 
 @jit
-def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_S, p_S1, p_out, s_yb, s_yt, s_yh,
-               T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
-               SPLIT: tl.constexpr, CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr,
+def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_S, p_S1, p_out, s_yb,
+               s_yt, s_yh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+               BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr,
                SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """Second pass, half of the columns of S_t^T w_t [B,T,E,D]: o where w = p~ and y = v, dq where w = dl~ and y = k.
 
@@ -424,8 +432,8 @@ def keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, at, rows, f
 
 
 @jit
-def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_dV, p_dK,
-                p_dV0, p_dK0, p_dv, p_dk, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, T: int, N: int, L, P, E,
+def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_dV,
+                p_dK, p_dV0, p_dK0, p_dv, p_dk, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, T: int, N: int, L, P, E,
                 M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
                 CUT: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """Half of the columns of dv, or with program_id(2) of dk, [B,T,E,D]. Grid (P * SPLIT, B*E, 2).
@@ -486,11 +494,11 @@ def gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_
 
 
 @jit
-def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_V, p_K,
-                 p_dV, p_dK, p_dsv, p_dsk, p_tail, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, s_vb, s_vt, s_vh, s_kb, s_kt,
-                 s_kh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-                 BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, SEGMENTS: tl.constexpr,
-                 STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_V,
+                 p_K, p_dV, p_dK, p_dsv, p_dsk, p_tail, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, s_vb, s_vt, s_vh, s_kb,
+                 s_kt, s_kh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+                 BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
+                 PREC: tl.constexpr):  # fmt: skip
     """ds~ [B,T,E,M] of the values, or with program_id(2) of the keys; where rows are cut, S.dS at the end of a piece
     [2,B,P,E,M], which is the sum of the terms of dg over all later tokens. Grid (P * SPLIT, B*E, 2)."""
     i_x, i_p, i_b, i_e, first, end = place(p_first, N, L, P, SPLIT, E, SEGMENTS)

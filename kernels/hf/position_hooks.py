@@ -26,8 +26,7 @@ class PositionHooks:
 
     def __init__(self) -> None:
         self.passes: dict[int, dict[str, Any]] = {}
-        # Of each mixer, the calls that are under way, by thread.
-        self.calls: list[dict[int, Any]] = []
+        self.mixers: list[Any] = []
         # Whether the mask of a call is its caller's own, which compiled passes note as well.
         self.own_masks: dict[int, bool] = {}
         # Whether the model runs as its softmax teacher, and the thread that switched it, to that or to transfer.
@@ -60,9 +59,9 @@ class PositionHooks:
         if torch.compiler.is_compiling():
             return
         self.passes[this_thread()] = self.passes[LAST] = places_in(given)
-        # A pass that failed has left a call, with its hidden states and so what autograd kept of all layers before.
-        for calls in self.calls:
-            calls.pop(this_thread(), None)
+        # A pass that failed may have left a call, with hidden states and so what autograd kept of all layers before.
+        for mixer in self.mixers:
+            mixer.calls.pop(this_thread(), None)
 
     def forget(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: behind the pass it means nothing, unless checkpointed layers run again."""

@@ -310,7 +310,7 @@ def attach(
         if site.grid == "patches":
             mixer.patches = watch_patches(model.get_submodule(_own_path(model, site.grid_from)))
         module.mixer = mixer
-        position_hooks.calls.append(mixer.calls)
+        position_hooks.mixers.append(mixer)
         before, after = before_attention, after_attention
         if capture:
             before, after = torch.compiler.disable(before), torch.compiler.disable(after)

@@ -22,7 +22,7 @@ FACTOR, FLOOR, FLOOR_GATES = 1.5, 2e-6, 5e-5
 
 
 def masks(case: Case) -> dict[str, Tensor]:
-    """`segments` of so many tokens, elsewhere in each row, `cu_seqlens` from `cu`, left `padding` of the first row."""
+    """`segments` of so many tokens, of each row elsewhere, `cu_seqlens` from `cu`, left `padding` of the first row."""
     made, B, T = {}, case["B"], case["T"]
     if "segments" in case:
         place = torch.arange(T, device="cuda") + 7 * torch.arange(B, device="cuda")[:, None]

@@ -32,9 +32,13 @@ CASES: list[dict[str, Any]] = [
     # A memory for each query head, in programs that walk along rows (sweep.py).
     *(
         {"E": 4, "M": M, "D": D, "T": 1000, **more}
-        for M, D in ((128, 64), (128, 128), (64, 256), (128, 256))
+        for M, D in ((128, 64), (128, 128), (128, 256))
         for more in ({}, {"segments": 37}, {"segments": 150, "state": True})
     ),
+    # 64 slots of heads of 256 take it from 2^17 tokens of heads on.
+    *({"B": 8, "H": 8, "Hkv": 4, "E": 8, "M": 64, "D": 256, "T": 2100, "segments": n} for n in (37, 3000)),
+    # More chunks of a row than the first launch of `factors` has programs.
+    {"E": 4, "M": 128, "D": 128, "segments": 5, "gate": 30.0},
     *({"E": 4, "M": 128, "D": 128, "B": 40, "segments": n, "state": True} for n in (1, 64, 90)),
     *({"E": 4, "M": 128, "D": 128, "T": 700, "segments": n, "gate": gate} for n in (37, 300) for gate in (8.0, 30.0)),
     {"E": 4, "M": 128, "D": 128, "T": 3000, "segments": 700, "padding": True},

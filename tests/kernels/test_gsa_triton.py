@@ -5,6 +5,7 @@ bf16 is garbage in the interpreter; it is proved on a GPU (docs/measurements/ker
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -150,12 +151,11 @@ def test_sweeps_of_hopper_fit_its_shared_memory(name: str, M: int, D: int) -> No
     part, warps, stages = config.sweep[("read", "mix", "keys", "gates").index(name)]
     size = M if name in ("read", "gates") else D
     constants = overrides_for(config, M, D) | {
-        **dict.fromkeys(("CUT", "START", "LAST", "SEGMENTS", "STEPS"), False), "BX": part, "SPLIT": size // part,
-        "p_chunks": None, "p_first": None,
+        **dict.fromkeys(("CUT", "START", "LAST", "STEPS"), False), "SEGMENTS": True, "BX": part, "SPLIT": size // part,
     }  # fmt: skip
     factors = [f"p_{x}{low}" for x in ("W", "w", "p", "dl") for low in ("", "_low")]
     kinds = dict.fromkeys(("p_q", "p_k", "p_v", "p_do", "p_x", "p_y", "p_dv", "p_dk", "p_out", *factors), "*bf16")
-    kinds |= {"p_n": "*i32", "p_strong": "*i32"}
+    kinds |= dict.fromkeys(("p_n", "p_strong", "p_chunks", "p_first"), "*i32")
     kernel = compile_kernel(getattr(sweep, f"{name}_kernel"), 90, constants, kinds, warps, stages)
     assert kernel.metadata.shared <= 227 * 1024
 
@@ -172,7 +172,7 @@ def test_a_short_call_of_few_slots_does_not_sweep() -> None:
     from linearize_kernels.gsa import config, launch
 
     chosen = config.choose((9, 0), 227 * 1024, 64, 128, 128, torch.bfloat16)
-    whole = SimpleNamespace(cu=None)
+    whole = SimpleNamespace(cu=None, segments=None)
     for T, expected in ((2048, True), (2047, False)):
         call = SimpleNamespace(config=chosen, B=4, T=T, H=32, E=32, M=64, D=128, DV=128, call=whole)
         assert launch.sweeps(call) == expected
@@ -296,6 +296,32 @@ def check_operators() -> None:
         return gsa(*inputs, backend="triton")[0].square().sum()
 
     assert flops_whichever_way(loss, (q, k, v, g)) == 4 * 9 * 2 * (2 * 64 * (16 + 16 + 2 * 16) + 4 * 16 * (16 + 16))
+
+
+def check_compiled_documents() -> None:
+    """A compiled graph writes a second tensor of documents into the memory of a first, and keeps its object."""
+    from linearize_kernels.gsa import launch
+    from linearize_kernels.gsa.config import Walk
+    from linearize_kernels.gsa.gsa import gsa
+
+    configure, made = launch.configure, build({"T": 40, "E": 2})
+    q, k, v, g = made["inputs"][:4]
+
+    def both(*positions: torch.Tensor) -> torch.Tensor:
+        one, two = (gsa(q, k, v, g, segments=(p == 0).cumsum(1), backend="triton")[0] for p in positions)
+        return (one - two).sum()
+
+    place, walks = torch.arange(40).expand(len(q), -1), {"sweep": (Walk(16, 4, 1),) * 4, "sweep_programs": 1}
+    with mock.patch.object(launch, "configure", lambda *inputs: configure(*inputs)._replace(**walks)), torch.no_grad():
+        expected = both(place % 7, place % 11)
+        found = torch.compile(both, fullgraph=True)(place % 7, place % 11)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+def test_documents_of_one_compiled_pass_keep_apart() -> None:
+    interpreted(check_compiled_documents)
 
 
 def test_each_document_has_chunks_of_its_own() -> None:

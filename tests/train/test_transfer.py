@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
@@ -255,11 +256,15 @@ def test_a_step_does_not_read_the_signature_of_the_model_again(zoo: Zoo, monkeyp
     assert sum(name.endswith("LlamaForCausalLM.forward") for name in read) == 1
 
 
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gptj"])
-def test_a_pass_that_fails_keeps_no_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_pass_that_fails_keeps_no_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, copied: bool
+) -> None:
     """A batch that does not fit a GPU is tried again with fewer rows, and needs the room of the first."""
     any_model(name).save_pretrained(tmp_path / "source")
     model = load(convert_folder(tmp_path / "source", tmp_path / "linear")).train()
+    model = copy.deepcopy(model) if copied else model
     seen: list[weakref.ref[Tensor]] = []
     *_, last = mixers_of(model).values()
 
@@ -270,6 +275,7 @@ def test_a_pass_that_fails_keeps_no_activations(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch, contextlib.suppress(torch.OutOfMemoryError):
         patch.setattr(last, "mix", fail)
         model(tokens(2, 9))
+    copy.deepcopy(model)
     there: list[bool] = []
 
     def look(*_: Any) -> None:
