@@ -236,7 +236,8 @@ def chunk_tables(
     """`tables` of a call whose rows hold `documents` [B,T], if sweep.py may take it; all layers of a pass share them.
 
     The operator gets them as inputs: what it made for a tensor and kept would be of another one in a compiled graph,
-    which writes a second tensor into the memory, and the object, of a first."""
+    which writes a second tensor into the memory, and the object, of a first.
+    """
     c = configure(q, v, g)
     if not c.sweep or cu is not None:
         return None, None

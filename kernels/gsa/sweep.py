@@ -31,8 +31,8 @@ back from it.
 
 b and d are kept in units of log 2. Letters as in gsa.py, with H = E. w~ is p~ for the value memory and dl~ for the key
 memory; x, y are do, v or q, k. N: chunks of a row of one document; P: pieces of a row; L: chunks of a piece, beside
-documents those that begin within L * C tokens; SPLIT: programs that share a memory, each with
-BX slots or columns; SHARE: gate heads of a key head.
+documents those that begin within L * C tokens; SPLIT: programs that share a memory, each with BX slots or columns;
+SHARE: gate heads of a key head.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -118,6 +118,14 @@ def chunk_at(p_chunks, i_b, i_n, T, C: tl.constexpr, SEGMENTS: tl.constexpr):
 def step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS: tl.constexpr):
     """Tokens of a step of chunk i_n."""
     return tl.load(p_n + (i_b * (T if SEGMENTS else N) + i_n) * E + i_e)
+
+
+@jit
+def step_at(at, rows, fresh, step, i_s, REVERSE: tl.constexpr):
+    """`chunk_at` of one step of a chunk, i_s tokens from the chunk's first step or, with REVERSE, back from its last."""
+    if REVERSE:
+        i_s = (rows - 1) // step * step - i_s
+    return at + i_s, tl.minimum(step, rows - i_s), tl.where(i_s == 0, fresh, 0)
 
 
 @jit
@@ -251,11 +259,8 @@ def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_stro
         if STEPS:
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
-                start = i_s
-                if REVERSE:
-                    start = (rows - 1) // step * step - i_s
-                b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, at + start,
-                                          tl.minimum(step, rows - start), tl.where(start == 0, fresh, 0), o_c, o_m, o_x,
+                start, size, new = step_at(at, rows, fresh, step, i_s, REVERSE)
+                b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, start, size, new, o_c, o_m, o_x,
                                           s_t, i_b, i_e, T, E, M, REVERSE, SEGMENTS, PREC)  # fmt: skip
         else:
             b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, o_m, o_x, s_t,
@@ -320,9 +325,9 @@ def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_ch
         if STEPS:
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
-                b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, at + i_s, tl.minimum(step, rows - i_s),
-                                tl.where(i_s == 0, fresh, 0), o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T, E, M, SEGMENTS,
-                                PREC)  # fmt: skip
+                start, size, new = step_at(at, rows, fresh, step, i_s, False)
+                b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, start, size, new, o_c, o_m, o_d, s_xt,
+                                s_yt, i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
         else:
             b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt,
                             i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
@@ -396,9 +401,9 @@ def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunk
         if STEPS:
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
-                b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, at + i_s,
-                               tl.minimum(step, rows - i_s), tl.where(i_s == 0, fresh, 0), o_c, o_m, o_x, s_yt, i_b,
-                               i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
+                start, size, new = step_at(at, rows, fresh, step, i_s, False)
+                b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, start, size, new, o_c, o_m, o_x,
+                               s_yt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
         else:
             b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_x, s_yt,
                            i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
@@ -461,10 +466,9 @@ def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d,
         if STEPS:
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
-                start = (rows - 1) // step * step - i_s
-                b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, at + start,
-                                 tl.minimum(step, rows - start), tl.where(start == 0, fresh, 0), o_c, o_m, o_x, s_xt,
-                                 i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
+                start, size, new = step_at(at, rows, fresh, step, i_s, True)
+                b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, start, size, new, o_c, o_m,
+                                 o_x, s_xt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
         else:
             b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, at, rows, fresh, o_c, o_m, o_x,
                              s_xt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
@@ -524,9 +528,8 @@ def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_
         if STEPS:
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
-                start = (rows - 1) // step * step - i_s
-                b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, at + start,
-                                  tl.minimum(step, rows - start), tl.where(start == 0, fresh, 0), o_c, o_m, o_d, s_xt,
+                start, size, new = step_at(at, rows, fresh, step, i_s, True)
+                b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, start, size, new, o_c, o_m, o_d, s_xt,
                                   s_yt, i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
         else:
             b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt,
@@ -539,11 +542,9 @@ def sums_kernel(p_dsv, p_dsk, p_db, p_d, p_W, p_W_low, p_tail, p_dg, p_chunks, p
                 SEGMENTS: tl.constexpr):  # fmt: skip
     """dg_t = sum_{j>=t} (p dp + l dl - s ds)_j + S_end.dS_end - e^g ds, for BX slots. Grid (P * SPLIT, B*E)."""
     i_x, i_p, i_b, i_e, first, end = place(p_first, N, L, P, SPLIT, E, SEGMENTS)
-    if SEGMENTS:
-        p_chunks += i_b * (T + 2)
-        first, end = tl.load(p_chunks + first) // 2, tl.load(p_chunks + end) // 2
-    else:
-        first, end = first * C, tl.minimum(end * C, T)
+    first, _rows, _fresh = chunk_at(p_chunks, i_b, first, T, C, SEGMENTS)
+    end, _rows, _fresh = chunk_at(p_chunks, i_b, end, T, C, SEGMENTS)
+    end = tl.minimum(end, T)
     o_c, o_m, s_g = tl.arange(0, C), i_x * BX + tl.arange(0, BX), E * M
     b_tail = tl.zeros([BX], tl.float32)
     if CUT:

@@ -47,7 +47,7 @@ def safe(shared: int, D: int, DV: int, dtype: torch.dtype) -> Config:
     precision = {torch.bfloat16: "bf16x3", torch.float16: "bf16x3", torch.float32: "bf16x6"}[dtype]
     # Wider tiles in fp32 spill 10 KB a thread (triton 3.6).
     rows = (16 if wide > 128 else 32) if exact else 32 if narrow or wide > 128 else 64
-    for size, stages in ((rows, 3 if rows == 64 else 2), (rows, 2), (rows, 1), (min(rows, 32), 1), (16, 1)):
+    for size, stages in (*(((64, 3),) if rows == 64 else ()), (rows, 2), (rows, 1), (min(rows, 32), 1), (16, 1)):
         if shared_bytes(size, stages, D, DV, dtype) <= shared:
             one = Tiles(size, min(size, 32), 4, stages)
             keys = Tiles(min(size, 32), size, 4 if wide <= 64 or size == 64 else 8, stages)
