@@ -97,9 +97,9 @@ class GSAProblem(Problem):
         """Room for key and value memories: [count,E,M,D] and [count,E,M,Dv] in fp32."""
         return self.new(count, self.E, self.M, self.D), self.new(count, self.E, self.M, self.DV)
 
-    def key_gradients(self) -> tuple[Tensor, Tensor]:
+    def key_gradients(self, summands: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Room for dk and dv. Gate heads that share a key head each make their own part, summed by `per_key_head`."""
-        dtype = torch.float32 if self.k.shape[2] < self.E else self.k.dtype
+        dtype = summands if self.k.shape[2] < self.E else self.k.dtype
         dk = self.new(self.B, self.T, self.E, self.D, dtype=dtype)
         return dk, self.new(self.B, self.T, self.E, self.DV, dtype=dtype)
 
@@ -218,6 +218,11 @@ def _both(x: GSAProblem, *gradients: Tensor | None) -> list[Tensor | None]:
 
 # ---------------------------------------------------------------- a memory per query head: sweep.py
 
+# Slots of a program, and its warps, of the kernels that load and store more than they compute.
+SLOTS, WARPS = 32, 2
+# Programs of the second launch of `factors`, which finds nothing to do where gates are usual.
+MANY = 1024
+
 
 def sweeps(x: GSAProblem) -> bool:
     """Whether the kernels of sweep.py take this call: a memory per query head, in sizes that they were written for, and
@@ -275,25 +280,25 @@ class Sweep:
         self.P = -(-N // self.L)
         self.counts = x.T, N, self.L, self.P, x.E
         self.share = x.E // x.k.shape[2]
-        self.d, self.W = x.new(x.B, x.T, x.E, x.M), self.parts()
+        self.d, self.W = x.new(x.B, x.T, x.E, x.M), self.factor()
         self.tables = x.call.chunks, x.call.first
         # A row of documents has more chunks than N, and at most one for each token.
-        room, programs = (N, N) if x.segments is None else (x.T, 2 * N)
-        steps, strong = x.new(x.B, room, x.E, dtype=torch.int32), x.new(x.B, x.E, dtype=torch.int32).zero_()
-        for several in (False, True):
+        room, done = (N, N) if x.segments is None else (x.T, 2 * N)
+        steps = x.new(x.B, room, x.E, dtype=torch.int32).fill_(x.config.chunk)
+        strong = x.new(x.B, x.E, dtype=torch.int32).zero_()
+        few = min(N, max(1, MANY // heads))
+        for several, programs, part, warps in ((False, done, min(SLOTS, x.M), WARPS), (True, few, x.M, 4)):
             x.launch(
-                factors_kernel, (programs, heads), x.g, self.d, *self.W, steps, strong, *self.tables, x.T, N, x.E, warps=4,
-                STEPS=several,
+                factors_kernel, (programs * (x.M // part), heads), x.g, self.d, self.W, steps, strong, *self.tables, x.T, N,
+                x.E, warps=warps, BX=part, SPLIT=x.M // part, STEPS=several,
             )  # fmt: skip
         # What every kernel takes of the gates.
         self.decays = x.g, self.d, steps, strong, *self.tables
 
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """Room for a computed factor [B,T,E,M] as its bf16 parts, or twice the same fp32."""
+    def factor(self) -> Tensor:
+        """Room for a computed factor [B,T,E,M] as an operand of products: bf16 beside bf16 inputs, else fp32."""
         x = self.x
-        if x.q.dtype != torch.bfloat16:
-            return (whole := x.new(x.B, x.T, x.E, x.M)), whole
-        return x.new(x.B, x.T, x.E, x.M, dtype=x.q.dtype), x.new(x.B, x.T, x.E, x.M, dtype=x.q.dtype)
+        return x.new(x.B, x.T, x.E, x.M, dtype=x.q.dtype if x.q.dtype == torch.bfloat16 else torch.float32)
 
     def launch(self, kernel: Any, walk: Walk, size: int, *arguments: Any, both: int = 1, **constants: Any) -> None:
         """For memories of `size` slots or columns; `both`: keys and values in one launch. A second launch takes the
@@ -314,7 +319,7 @@ class Sweep:
         slots = x.B * (self.P + 1)
         m = Memories(self.d, x.new(slots, x.E, x.M), *x.memory_pair(slots))
         self.launch(
-            carry_kernel, self.mix, x.D, x.k, x.v, *self.W, *self.W, *self.decays, m.K, m.V, m.decay, *strides(x.k, x.v),
+            carry_kernel, self.mix, x.D, x.k, x.v, self.W, self.W, *self.decays, m.K, m.V, m.decay, *strides(x.k, x.v),
             *self.counts, self.share, both=2, REVERSE=False,
         )  # fmt: skip
         return m, [m.K, m.V]
@@ -327,21 +332,21 @@ def _sweep_forward(s: Sweep, o: Tensor, K1: Tensor, V1: Tensor) -> None:
     if m is not None:
         scan(x, m.decay, m.K, m.V, x.start, [K1, V1], reverse=False, pieces=s.P)
     carried = {"CUT": cut, "START": x.start[0] is not None, "LAST": not cut}
-    logits, p = x.new(x.B, x.T, x.E, x.M), s.parts()
+    logits, p = x.new(x.B, x.T, x.E, x.M), s.factor()
     s.launch(
-        read_kernel, s.read, x.M, x.q, x.k, x.q, x.k, *s.W, *s.decays, K, K, K1, K1, logits, logits, *strides(x.q, x.k, x.q, x.k),
+        read_kernel, s.read, x.M, x.q, x.k, x.q, x.k, s.W, *s.decays, K, K, K1, K1, logits, logits, *strides(x.q, x.k, x.q, x.k),
         *s.counts, s.share, **carried,
     )  # fmt: skip
     _attend(s, logits, None, p, None, None)
-    s.launch(mix_kernel, s.mix, x.D, x.v, *p, *s.W, *s.decays, V, V1, o, *strides(x.v), *s.counts, s.share, **carried)
+    s.launch(mix_kernel, s.mix, x.D, x.v, p, s.W, *s.decays, V, V1, o, *strides(x.v), *s.counts, s.share, **carried)
 
 
-def _attend(s: Sweep, logits: Tensor, dp: Tensor | None, p: Any, dl: Any, db: Tensor | None) -> None:
+def _attend(s: Sweep, logits: Tensor, dp: Tensor | None, p: Tensor, dl: Tensor | None, db: Tensor | None) -> None:
     """Run `attend_kernel`, 16 rows of slots a program; with dp for the backward."""
     x, rows = s.x, 16
     count = x.B * x.T * x.E
     x.launch(
-        attend_kernel, (-(-count // rows),), logits, dp, s.d, *p, *(dl or (None, None)), db, x.scale, count, warps=4,
+        attend_kernel, (-(-count // rows),), logits, dp, s.d, p, dl, db, x.scale, count, warps=4,
         R=rows, BACKWARD=dp is not None,
     )  # fmt: skip
 
@@ -358,14 +363,14 @@ def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
     carried = {"CUT": cut, "START": x.start[0] is not None, "LAST": False}
     logits, dp, db = (x.new(x.B, x.T, x.E, x.M) for _ in range(3))
     s.launch(
-        read_kernel, s.read, x.M, x.q, x.k, do, x.v, *s.W, *s.decays, K, V, K, V, logits, dp, *strides(x.q, x.k, do, x.v),
+        read_kernel, s.read, x.M, x.q, x.k, do, x.v, s.W, *s.decays, K, V, K, V, logits, dp, *strides(x.q, x.k, do, x.v),
         *s.counts, s.share, both=2, **carried,
     )  # fmt: skip
-    p, dl = s.parts(), s.parts()
+    p, dl = s.factor(), s.factor()
     _attend(s, logits, dp, p, dl, db)
     dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
     s.launch(
-        mix_kernel, s.mix, x.D, x.k, *dl, *s.W, *s.decays, K, None, dq, *strides(x.k), *s.counts, s.share, **carried
+        mix_kernel, s.mix, x.D, x.k, dl, s.W, *s.decays, K, None, dq, *strides(x.k), *s.counts, s.share, **carried
     )
 
     first: list[Tensor | None] = [None, None] if x.start[0] is None else [*x.memory_pair(x.layout.rows)]
@@ -373,25 +378,25 @@ def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
     if m is not None:
         dK, dV = torch.empty_like(m.K), torch.empty_like(m.V)
         s.launch(
-            carry_kernel, s.mix, x.D, x.q, do, *dl, *p, *s.decays, dK, dV, None, *strides(x.q, do), *s.counts, 1, both=2,
+            carry_kernel, s.mix, x.D, x.q, do, dl, p, *s.decays, dK, dV, None, *strides(x.q, do), *s.counts, 1, both=2,
             REVERSE=True,
         )  # fmt: skip
         scan(x, m.decay, dK, dV, end, first, reverse=True, pieces=s.P)
-    dk, dv = x.key_gradients()
+    dk, dv = x.key_gradients(x.k.dtype)
     s.launch(
-        keys_kernel, s.keys, x.D, do, x.q, *p, *dl, *s.W, *s.decays, dV, dK, *(s.d if y is None else y for y in first[::-1]), dv, dk, *strides(do, x.q),
+        keys_kernel, s.keys, x.D, do, x.q, p, dl, s.W, *s.decays, dV, dK, *(s.d if y is None else y for y in first[::-1]), dv, dk, *strides(do, x.q),
         *s.counts, both=2, CUT=cut, LAST=not cut and first[0] is not None,
     )  # fmt: skip
     dsv, dsk, tail = x.new(x.B, x.T, x.E, x.M), x.new(x.B, x.T, x.E, x.M), x.new(2, x.B, s.P, x.E, x.M)
     S = (s.d, s.d) if m is None else (m.V, m.K)
     s.launch(
-        gates_kernel, s.gates, x.M, do, x.q, x.v, x.k, *p, *dl, *s.decays, *S, dV, dK, dsv, dsk, tail,
+        gates_kernel, s.gates, x.M, do, x.q, x.v, x.k, p, dl, *s.decays, *S, dV, dK, dsv, dsk, tail,
         *strides(do, x.q, x.v, x.k), *s.counts, s.share, both=2, CUT=cut,
     )  # fmt: skip
-    dg, part = torch.empty_like(x.g), min(32, x.M)
+    dg, part = torch.empty_like(x.g), min(SLOTS, x.M)
     x.launch(
-        sums_kernel, (s.P * (x.M // part), x.B * x.E), dsv, dsk, db, s.d, *s.W, tail, dg, *s.tables, x.T, s.counts[1], s.L, s.P, x.E,
-        warps=2, BX=part, SPLIT=x.M // part, CUT=cut,
+        sums_kernel, (s.P * (x.M // part), x.B * x.E), dsv, dsk, db, s.d, s.W, tail, dg, *s.tables, x.T, s.counts[1], s.L, s.P, x.E,
+        warps=WARPS, BX=part, SPLIT=x.M // part, CUT=cut,
     )  # fmt: skip
     return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *first
 

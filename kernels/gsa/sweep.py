@@ -24,6 +24,11 @@ With a memory S and b_end = d_last + b_mid, one chunk is, for tokens t >= i:
 so every operand of a product is loaded as it is, or is a memory. A chunk in which some slot decays by more than
 2^-RANGE is walked in steps of fewer tokens, a power of two, each with d and W of its own: the same code.
 
+Beside bf16 inputs W, p~, dl~, the products inside a chunk and memories are rounded to bf16 once, as flash attention
+rounds its weights. dg is a sum over all later tokens of what nearly cancels: read from queries, less written by keys. So
+db and the sums take the factors as rounded, and what `read` and `gates` read from a memory they read from two parts of it.
+(From one, dg had an error of 1.7e-3 of its norm in place of 2.6e-4.)
+
 Where rows hold several documents (SEGMENTS), each document has chunks of its own, so that no chunk needs a mask: masks
 and what they compare spill registers, and took as long as the products. A table (`tables` of launch.py) says where the
 chunks of a row begin. At the first one of a further document e^{b_mid} becomes 0: nothing enters it, and nothing goes
@@ -39,8 +44,8 @@ SHARE: gate heads of a key head.
 
 from __future__ import annotations
 
-from ..gpu.triton_helpers import dot, dot_given, dot_given_left, dot_given_right, jit, tl
-from .triton_helpers import softmax, write_strength
+from ..gpu.triton_helpers import dot_given, dot_given_left, jit, tl
+from .triton_helpers import softmax
 
 # Log-gates are clamped to this: e^-20 is below any rounding, and three such gates still decay by less than 2^RANGE.
 FLOOR = tl.constexpr(-20.0) if tl is not None else -20.0
@@ -50,7 +55,7 @@ FLOOR = tl.constexpr(-20.0) if tl is not None else -20.0
 
 @jit
 def parts(b_x, SPLIT: tl.constexpr):
-    """As `parts` of gpu/triton_helpers.py, rounded by hand: conversions of what is exact go two at a time."""
+    """A memory as `parts` of gpu/triton_helpers.py, rounded by hand: conversions of what is exact go two at a time."""
     if SPLIT:
         b_round = ((b_x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
         b_high, b_low = b_round.to(tl.bfloat16), (b_x - b_round).to(tl.bfloat16)
@@ -66,27 +71,14 @@ def load_tile(p_x, o_r, o_c, s_r, rows):
 
 
 @jit
-def load_parts(p_x, p_low, o_r, o_c, s_r, rows):
-    """A computed factor as `store_parts` left it."""
-    b_x = load_tile(p_x, o_r, o_c, s_r, rows)
-    b_low = b_x
-    if p_x.dtype.element_ty == tl.bfloat16:
-        b_low = load_tile(p_low, o_r, o_c, s_r, rows)
-    return b_x, b_low
-
-
-@jit
 def store_tile(p_x, b_x, o_r, o_c, s_r, rows):
     tl.store(p_x + (o_r[:, None] * s_r + o_c[None, :]), b_x.to(p_x.dtype.element_ty), mask=(o_r < rows)[:, None])
 
 
 @jit
-def store_parts(p_x, p_low, b_x, o_r, o_c, s_r, rows):
-    """A computed factor as `parts` makes it: bf16 and what that leaves out, or fp32."""
-    b_high, b_low = parts(b_x, p_x.dtype.element_ty == tl.bfloat16)
-    store_tile(p_x, b_high, o_r, o_c, s_r, rows)
-    if p_x.dtype.element_ty == tl.bfloat16:
-        store_tile(p_low, b_low, o_r, o_c, s_r, rows)
+def given(b_x, p_w):
+    """A computed factor as operand, rounded once, of the type in which such factors are stored at p_w."""
+    return b_x.to(p_w.dtype.element_ty)
 
 
 @jit
@@ -142,81 +134,108 @@ def step_edges(p_g, p_d, o_m, s_g, rows, fresh, SEGMENTS: tl.constexpr):
 
 
 @jit
-def in_blocks(b_b, C: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, RANGE: tl.constexpr):
-    """b relative to the middle of each block of SIZE tokens [C,M], and whether none decays by more than 2^-RANGE."""
-    b_blocks = tl.reshape(b_b, [C // SIZE, SIZE, M])
+def in_blocks(b_b, C: tl.constexpr, BX: tl.constexpr, SIZE: tl.constexpr, RANGE: tl.constexpr):
+    """b relative to the middle of each block of SIZE tokens [C,BX], and whether none decays by more than 2^-RANGE."""
+    b_blocks = tl.reshape(b_b, [C // SIZE, SIZE, BX])
     b_span = tl.max(b_blocks, 1) - tl.min(b_blocks, 1)
     m_mid = (tl.arange(0, SIZE) == (SIZE - 1) // 2)[None, :, None]
     b_mid = tl.sum(tl.where(m_mid, b_blocks, 0.0), 1)
-    b_d = tl.reshape(b_blocks - b_mid[:, None, :], [C, M])
+    b_d = tl.reshape(b_blocks - b_mid[:, None, :], [C, BX])
     return b_d, (tl.max(tl.max(b_span, 1), 0) <= RANGE).to(tl.int32)
 
 
 @jit
-def factor(p_g, p_d, p_W, p_W_low, gate, rows, s_g, M: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-           RANGE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """d and W of one chunk; returns the tokens of a step of it: C or, where that decays by more than its range, 0; with
-    STEPS as few as need be."""
-    o_c, o_m = tl.arange(0, C), tl.arange(0, M)
-    # [C, M]
-    b_g = tl.maximum(load_tile(p_g + gate, o_c, o_m, s_g, rows).to(tl.float32), FLOOR)
-    b_b = tl.cumsum(b_g, 0) * 1.4426950408889634
-    if STEPS:
-        b_d, step, done = b_b, C, 0
-        for i in tl.static_range(LEVELS):
-            b_block, fits = in_blocks(b_b, C, M, C >> (i + 1), RANGE)
-            if fits * (1 - done) > 0:
-                b_d, step, done = b_block, C >> (i + 1), 1
+def sums_from_middle(b_g, C: tl.constexpr, HALF: tl.constexpr):
+    """b relative to the middle of the chunk [C,BX], as a product with a matrix of 0, 1 and -1; with HALF of three bf16
+    parts of g, which hold all of it."""
+    o_t, o_i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    b_m = (o_i <= o_t).to(tl.float32) - (o_i < C // 2).to(tl.float32)
+    if HALF:
+        b_m, b_high = b_m.to(tl.bfloat16), b_g.to(tl.bfloat16)
+        b_rest = b_g - b_high.to(tl.float32)
+        b_low = b_rest.to(tl.bfloat16)
+        b_d = tl.dot(b_m, b_low, tl.dot(b_m, (b_rest - b_low.to(tl.float32)).to(tl.bfloat16)))
+        b_d = tl.dot(b_m, b_high, b_d)
     else:
-        b_d = b_b - tl.sum(tl.where((o_c == C // 2 - 1)[:, None], b_b, 0.0), 0)[None, :]
-        step = tl.where(tl.min(tl.min(b_b, 0), 0) < -RANGE, 0, C)
-    store_tile(p_d + gate, b_d, o_c, o_m, s_g, rows)
-    store_parts(p_W + gate, p_W_low + gate, write_strength(b_g) * tl.exp2(-b_d), o_c, o_m, s_g, rows)
-    return step
+        b_d = tl.dot(b_m, b_g, input_precision="ieee")
+    return b_d * 1.4426950408889634
 
 
 @jit
-def factors_kernel(p_g, p_d, p_W, p_W_low, p_n, p_strong, p_chunks, p_first, T: int, N: int, E, M: tl.constexpr,
-                   C: tl.constexpr, LEVELS: tl.constexpr, RANGE: tl.constexpr, SEGMENTS: tl.constexpr,
-                   STEPS: tl.constexpr):  # fmt: skip
-    """d [B,T,E,M], W [B,T,E,M] as parts, the tokens of a step of each chunk [B,N,E] (0: left to a second launch, with
-    STEPS; with SEGMENTS [B,T,E]), and whether a row has chunks of several steps [B,E]. Grid (N, B*E), with SEGMENTS
-    (2 N, B*E) for rows of more chunks."""
-    i_n, i_b, i_e = tl.program_id(0), (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+def strength(b_g):
+    """-expm1(g) for g <= 0 up to 2e-6 of it, in fewer steps than `write_strength`."""
+    b_small = tl.maximum(b_g, -0.03125)
+    b_series = 1.0 + b_small * 0.5 * (1.0 + b_small * (1.0 / 3.0) * (1.0 + b_small * 0.25))
+    return tl.where(b_g > -0.03125, -b_small * b_series, 1.0 - tl.exp2(b_g * 1.4426950408889634))
+
+
+@jit
+def factor(p_g, p_d, p_W, p_n, p_strong, o_m, rows, s_g, C: tl.constexpr, BX: tl.constexpr, LEVELS: tl.constexpr,
+           RANGE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """d and W of BX slots of one chunk. Where that decays by more than its range, its tokens of a step become 0, and its
+    row has chunks of several steps; with STEPS, which takes all slots, they become as few as need be."""
+    o_c = tl.arange(0, C)
+    # [C, BX]
+    b_g = tl.maximum(load_tile(p_g, o_c, o_m, s_g, rows).to(tl.float32), FLOOR)
+    if STEPS:
+        b_b = tl.cumsum(b_g, 0) * 1.4426950408889634
+        b_d, step, done = b_b, C, 0
+        for i in tl.static_range(LEVELS):
+            b_block, fits = in_blocks(b_b, C, BX, C >> (i + 1), RANGE)
+            if fits * (1 - done) > 0:
+                b_d, step, done = b_block, C >> (i + 1), 1
+        tl.store(p_n, step)
+    else:
+        b_d = sums_from_middle(b_g, C, p_W.dtype.element_ty == tl.bfloat16)
+        if tl.min(tl.sum(b_g, 0), 0) * 1.4426950408889634 < -RANGE:
+            tl.store(p_n, 0)
+            tl.store(p_strong, 1)
+    store_tile(p_d, b_d, o_c, o_m, s_g, rows)
+    store_tile(p_W, strength(b_g) * tl.exp2(-b_d), o_c, o_m, s_g, rows)
+
+
+@jit
+def factors_kernel(p_g, p_d, p_W, p_n, p_strong, p_chunks, p_first, T: int, N: int, E, M: tl.constexpr,
+                   C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, LEVELS: tl.constexpr, RANGE: tl.constexpr,
+                   SEGMENTS: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """d and W [B,T,E,M], the tokens of a step of each chunk [B,N,E], which come as C, and whether a row has chunks of
+    several steps [B,E], which comes as 0. With SEGMENTS rows have more chunks, and steps [B,T,E].
+
+    Two launches. The first takes N chunks of each row, or 2 N with SEGMENTS; grid (chunks * SPLIT, B*E). The second
+    (STEPS) takes those of several steps, and of many short documents the chunks that are left; grid (any, B*E).
+    """
+    i_n, i_b, i_e = tl.program_id(0) // SPLIT, (tl.program_id(1) // E).to(tl.int64), tl.program_id(1) % E
+    o_m = tl.program_id(0) % SPLIT * BX + tl.arange(0, BX)
     p_strong += i_b * E + i_e
     p_n += i_b * (T if SEGMENTS else N) * E + i_e
-    count, programs = N, tl.num_programs(0)
+    count, done = N, N
     if SEGMENTS:
-        count = tl.load(p_first + i_b * (N + 1) + N)
+        count, done = tl.load(p_first + i_b * (N + 1) + N), 2 * N
     if STEPS:
-        # Chunks beyond the first launch's, of many short documents, are left to this one.
-        for i in range(i_n, count, programs):
-            at, rows, _fresh = chunk_at(p_chunks, i_b, i, T, C, SEGMENTS)
-            gate = ((i_b * T + at) * E + i_e) * M
-            step = tl.load(p_n + i * E)
-            if SEGMENTS:  # noqa: SIM102
-                if i >= programs:
-                    step = factor(p_g, p_d, p_W, p_W_low, gate, rows, E * M, M, C, LEVELS, RANGE, False)
-                    # The same places are written below, perhaps by other threads.
+        if (tl.load(p_strong) > 0) | (count > done):
+            for i in range(i_n, count, tl.num_programs(0)):
+                at, rows, _fresh = chunk_at(p_chunks, i_b, i, T, C, SEGMENTS)
+                gate = ((i_b * T + at) * E + i_e) * M
+                if i >= done:
+                    factor(p_g + gate, p_d + gate, p_W + gate, p_n + i * E, p_strong, o_m, rows, E * M, C, BX, LEVELS,
+                           RANGE, False)  # fmt: skip
+                    # What one thread stored others load, and the same places are written below.
                     tl.debug_barrier()
-                    tl.store(p_n + i * E, step)
-            if step == 0:
-                step = factor(p_g, p_d, p_W, p_W_low, gate, rows, E * M, M, C, LEVELS, RANGE, True)
-                tl.debug_barrier()
-                tl.store(p_n + i * E, step)
-                tl.store(p_strong, 1)
+                if tl.load(p_n + i * E) == 0:
+                    tl.debug_barrier()
+                    factor(p_g + gate, p_d + gate, p_W + gate, p_n + i * E, p_strong, o_m, rows, E * M, C, BX, LEVELS,
+                           RANGE, True)  # fmt: skip
     elif i_n < count:
         at, rows, _fresh = chunk_at(p_chunks, i_b, i_n, T, C, SEGMENTS)
         gate = ((i_b * T + at) * E + i_e) * M
-        step = factor(p_g, p_d, p_W, p_W_low, gate, rows, E * M, M, C, LEVELS, RANGE, False)
-        tl.store(p_n + i_n * E, step)
+        factor(p_g + gate, p_d + gate, p_W + gate, p_n + i_n * E, p_strong, o_m, rows, E * M, C, BX, LEVELS, RANGE, False)
 
 
 # ---------------------------------------------------------------- where rows are cut into pieces
 
 
 @jit
-def carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, o_m, o_x, s_t, i_b, i_e, T, E,
+def carry_step(p_y, p_w, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, o_m, o_x, s_t, i_b, i_e, T, E,
                M: tl.constexpr, REVERSE: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `carry_kernel`: the memory [M,BX] and the decay [M] with it."""
     row = i_b * T + at
@@ -225,14 +244,14 @@ def carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, 
     b_decay *= b_before * b_after
     if REVERSE:
         b_before, b_after = b_after, b_before
-    b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, E * M, rows)
+    b_w = load_tile(p_w + gate, o_c, o_m, E * M, rows)
     b_y = load_tile(p_y + i_t * s_t, o_c, o_x, s_t, rows)
-    b_S = dot_given_right(tl.trans(b_w), tl.trans(b_w_low), b_y, PREC, b_S * b_before[:, None]) * b_after[:, None]
+    b_S = dot_given(tl.trans(b_w), b_y, PREC, b_S * b_before[:, None]) * b_after[:, None]
     return b_S, b_decay
 
 
 @jit
-def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V,
+def carry_kernel(p_k, p_v, p_wk, p_wv, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V,
                  p_decay, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr,
                  D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, REVERSE: tl.constexpr,
                  SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
@@ -244,10 +263,10 @@ def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_stro
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
         return
     if tl.program_id(2) == 0:
-        p_y, p_w, p_w_low = p_k + i_b * s_kb + i_e // SHARE * s_kh, p_wk, p_wk_low
+        p_y, p_w = p_k + i_b * s_kb + i_e // SHARE * s_kh, p_wk
         p_S, s_t = p_K, s_kt
     else:
-        p_y, p_w, p_w_low = p_v + i_b * s_vb + i_e // SHARE * s_vh, p_wv, p_wv_low
+        p_y, p_w = p_v + i_b * s_vb + i_e // SHARE * s_vh, p_wv
         p_S, s_t = p_V, s_vt
     o_c, o_m, o_x = tl.arange(0, C), tl.arange(0, M), i_x * BX + tl.arange(0, BX)
     b_S, b_decay = tl.zeros([M, BX], tl.float32), tl.zeros([M], tl.float32) + 1.0
@@ -260,10 +279,10 @@ def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_stro
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
                 start, size, new = step_at(at, rows, fresh, step, i_s, REVERSE)
-                b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, start, size, new, o_c, o_m, o_x,
+                b_S, b_decay = carry_step(p_y, p_w, p_g, p_d, b_S, b_decay, start, size, new, o_c, o_m, o_x,
                                           s_t, i_b, i_e, T, E, M, REVERSE, SEGMENTS, PREC)  # fmt: skip
         else:
-            b_S, b_decay = carry_step(p_y, p_w, p_w_low, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, o_m, o_x, s_t,
+            b_S, b_decay = carry_step(p_y, p_w, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, o_m, o_x, s_t,
                                       i_b, i_e, T, E, M, REVERSE, SEGMENTS, PREC)  # fmt: skip
     slot = i_b * (P + 1) + i_p + (0 if REVERSE else 1)
     store_tile(p_S + (slot * E + i_e) * (M * D), b_S, o_m, o_x, D, M)
@@ -276,7 +295,7 @@ def carry_kernel(p_k, p_v, p_wk, p_wk_low, p_wv, p_wv_low, p_g, p_d, p_n, p_stro
 
 
 @jit
-def read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T, E,
+def read_step(p_x, p_y, p_W, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T, E,
               M: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `read_kernel`: the memory S [BX,D] after it."""
     row = i_b * T + at
@@ -284,19 +303,19 @@ def read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c
     b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows, fresh, SEGMENTS)
     b_x = load_tile(p_x + i_t * s_xt, o_c, o_d, s_xt, rows)
     b_y = load_tile(p_y + i_t * s_yt, o_c, o_d, s_yt, rows)
-    b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
+    b_W = load_tile(p_W + gate, o_c, o_m, s_g, rows)
     b_S *= b_start[:, None]
     b_high, b_low = parts(b_S, b_y.dtype == tl.bfloat16)
     b_l = dot_given_left(b_x, tl.trans(b_high), tl.trans(b_low), PREC)
     m_seen = o_c[:, None] >= o_c[None, :]
-    b_A, b_A_low = parts(tl.where(m_seen, dot_given(b_x, tl.trans(b_y), PREC), 0.0), b_y.dtype == tl.bfloat16)
-    b_l = dot(b_A, b_A_low, b_W, b_W_low, PREC, b_l)
+    b_A = given(tl.where(m_seen, dot_given(b_x, tl.trans(b_y), PREC), 0.0), p_W)
+    b_l = dot_given(b_A, b_W, PREC, b_l)
     store_tile(p_out + gate, b_l, o_c, o_m, s_g, rows)
-    return dot_given_right(tl.trans(b_W), tl.trans(b_W_low), b_y, PREC, b_S) * b_end[:, None]
+    return dot_given(tl.trans(b_W), b_y, PREC, b_S) * b_end[:, None]
 
 
 @jit
-def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V, p_K1, p_V1,
+def read_kernel(p_q, p_k, p_do, p_v, p_W, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V, p_K1, p_V1,
                 p_l, p_dp, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, T: int, N: int, L, P,
                 E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
                 CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
@@ -326,10 +345,10 @@ def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_ch
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
                 start, size, new = step_at(at, rows, fresh, step, i_s, False)
-                b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, start, size, new, o_c, o_m, o_d, s_xt,
+                b_S = read_step(p_x, p_y, p_W, p_g, p_d, p_out, b_S, start, size, new, o_c, o_m, o_d, s_xt,
                                 s_yt, i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
         else:
-            b_S = read_step(p_x, p_y, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt,
+            b_S = read_step(p_x, p_y, p_W, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt,
                             i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
     if LAST:  # noqa: SIM102
         if i_p == P - 1:
@@ -337,9 +356,9 @@ def read_kernel(p_q, p_k, p_do, p_v, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_ch
 
 
 @jit
-def attend_kernel(p_l, p_dp, p_d, p_p, p_p_low, p_dl, p_dl_low, p_db, scale, count, M: tl.constexpr,
+def attend_kernel(p_l, p_dp, p_d, p_p, p_dl, p_db, scale, count, M: tl.constexpr,
                   R: tl.constexpr, BACKWARD: tl.constexpr):  # fmt: skip
-    """p~ = e^{d} softmax(scale l) as parts; BACKWARD: scale dl~ as parts and p dp + l dl, too. All [tokens*E,M].
+    """p~ = e^{d} softmax(scale l); BACKWARD: scale dl~ and p dp + l dl, too. All [tokens*E,M].
 
     Grid (rows / R).
     """
@@ -347,39 +366,40 @@ def attend_kernel(p_l, p_dp, p_d, p_p, p_p_low, p_dl, p_dl_low, p_db, scale, cou
     first = tl.program_id(0).to(tl.int64) * R
     rows, first = tl.minimum(count - first, R), first * M
     b_Q = tl.exp2(load_tile(p_d + first, o_r, o_m, M, rows))
-    b_l = load_tile(p_l + first, o_r, o_m, M, rows) * b_Q * scale
-    b_p = softmax(b_l, o_m, M)
-    store_parts(p_p + first, p_p_low + first, b_p * b_Q, o_r, o_m, M, rows)
+    b_l = load_tile(p_l + first, o_r, o_m, M, rows)
+    b_p = softmax(b_l * b_Q * scale, o_m, M)
+    b_sent = given(b_p * b_Q, p_p)
+    store_tile(p_p + first, b_sent, o_r, o_m, M, rows)
     if BACKWARD:
-        b_dp = load_tile(p_dp + first, o_r, o_m, M, rows) * b_Q
-        b_dl = b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None])
-        store_parts(p_dl + first, p_dl_low + first, b_dl * b_Q * scale, o_r, o_m, M, rows)
-        store_tile(p_db + first, b_p * b_dp + b_l * b_dl, o_r, o_m, M, rows)
+        b_dp = load_tile(p_dp + first, o_r, o_m, M, rows)
+        # By the factors as they are stored: the sums of dg cancel against what those make elsewhere.
+        b_db = b_sent.to(tl.float32) * b_dp
+        b_dp *= b_Q
+        b_sent = given(b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None]) * b_Q * scale, p_dl)
+        store_tile(p_dl + first, b_sent, o_r, o_m, M, rows)
+        store_tile(p_db + first, b_db + b_sent.to(tl.float32) * b_l, o_r, o_m, M, rows)
 
 
 @jit
-def mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_x, s_yt, i_b, i_e, T,
+def mix_step(p_y, p_w, p_W, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_x, s_yt, i_b, i_e, T,
              E, M: tl.constexpr, D: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `mix_kernel`: the memory S [M,BX] after it."""
     row = i_b * T + at
     i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
     b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows, fresh, SEGMENTS)
-    b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, s_g, rows)
-    b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
+    b_w = load_tile(p_w + gate, o_c, o_m, s_g, rows)
+    b_W = load_tile(p_W + gate, o_c, o_m, s_g, rows)
     b_y = load_tile(p_y + i_t * s_yt, o_c, o_x, s_yt, rows)
     m_seen = o_c[:, None] >= o_c[None, :]
-    b_A = tl.where(m_seen, dot(b_w, b_w_low, tl.trans(b_W), tl.trans(b_W_low), PREC), 0.0)
+    b_A = given(tl.where(m_seen, dot_given(b_w, tl.trans(b_W), PREC), 0.0), p_W)
     b_S *= b_start[:, None]
-    b_high, b_low = parts(b_S, b_y.dtype == tl.bfloat16)
-    b_o = dot(b_w, b_w_low, b_high, b_low, PREC)
-    b_A, b_A_low = parts(b_A, b_y.dtype == tl.bfloat16)
-    b_o = dot_given_right(b_A, b_A_low, b_y, PREC, b_o)
+    b_o = dot_given(b_A, b_y, PREC, dot_given(b_w, given(b_S, p_W), PREC))
     store_tile(p_out + (row * E + i_e) * D, b_o, o_c, o_x, E * D, rows)
-    return dot_given_right(tl.trans(b_W), tl.trans(b_W_low), b_y, PREC, b_S) * b_end[:, None]
+    return dot_given(tl.trans(b_W), b_y, PREC, b_S) * b_end[:, None]
 
 
 @jit
-def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_S, p_S1, p_out, s_yb,
+def mix_kernel(p_y, p_w, p_W, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_S, p_S1, p_out, s_yb,
                s_yt, s_yh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
                BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr,
                SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
@@ -402,10 +422,10 @@ def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunk
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
                 start, size, new = step_at(at, rows, fresh, step, i_s, False)
-                b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, start, size, new, o_c, o_m, o_x,
+                b_S = mix_step(p_y, p_w, p_W, p_g, p_d, p_out, b_S, start, size, new, o_c, o_m, o_x,
                                s_yt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
         else:
-            b_S = mix_step(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_x, s_yt,
+            b_S = mix_step(p_y, p_w, p_W, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_x, s_yt,
                            i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
     if LAST:  # noqa: SIM102
         if i_p == P - 1:
@@ -416,28 +436,25 @@ def mix_kernel(p_y, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunk
 
 
 @jit
-def keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, at, rows, fresh, o_c, o_m, o_x, s_xt, i_b, i_e, T,
+def keys_step(p_x, p_w, p_W, p_g, p_d, p_dy, b_dS, at, rows, fresh, o_c, o_m, o_x, s_xt, i_b, i_e, T,
               E, M: tl.constexpr, D: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `keys_kernel`: dS [M,BX] before it."""
     row = i_b * T + at
     i_t, gate, s_g = row - i_b * T, (row * E + i_e) * M, E * M
     b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows, fresh, SEGMENTS)
-    b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, s_g, rows)
-    b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
+    b_w = load_tile(p_w + gate, o_c, o_m, s_g, rows)
+    b_W = load_tile(p_W + gate, o_c, o_m, s_g, rows)
     b_x = load_tile(p_x + i_t * s_xt, o_c, o_x, s_xt, rows)
     m_seen = o_c[:, None] <= o_c[None, :]
-    b_A = tl.where(m_seen, dot(b_W, b_W_low, tl.trans(b_w), tl.trans(b_w_low), PREC), 0.0)
+    b_A = given(tl.where(m_seen, dot_given(b_W, tl.trans(b_w), PREC), 0.0), p_W)
     b_dS *= b_end[:, None]
-    b_high, b_low = parts(b_dS, b_x.dtype == tl.bfloat16)
-    b_dy = dot(b_W, b_W_low, b_high, b_low, PREC)
-    b_A, b_A_low = parts(b_A, b_x.dtype == tl.bfloat16)
-    b_dy = dot_given_right(b_A, b_A_low, b_x, PREC, b_dy)
+    b_dy = dot_given(b_A, b_x, PREC, dot_given(b_W, given(b_dS, p_W), PREC))
     store_tile(p_dy + (row * E + i_e) * D, b_dy, o_c, o_x, E * D, rows)
-    return dot_given_right(tl.trans(b_w), tl.trans(b_w_low), b_x, PREC, b_dS) * b_start[:, None]
+    return dot_given(tl.trans(b_w), b_x, PREC, b_dS) * b_start[:, None]
 
 
 @jit
-def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_dV,
+def keys_kernel(p_do, p_q, p_p, p_dl, p_W, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_dV,
                 p_dK, p_dV0, p_dK0, p_dv, p_dk, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, T: int, N: int, L, P, E,
                 M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
                 CUT: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
@@ -450,10 +467,10 @@ def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d,
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
         return
     if tl.program_id(2) == 0:
-        p_x, p_w, p_w_low = p_do + i_b * s_ob + i_e * s_oh, p_p, p_p_low
+        p_x, p_w = p_do + i_b * s_ob + i_e * s_oh, p_p
         p_dS, p_dS0, p_dy, s_xt = p_dV, p_dV0, p_dv, s_ot
     else:
-        p_x, p_w, p_w_low = p_q + i_b * s_qb + i_e * s_qh, p_dl, p_dl_low
+        p_x, p_w = p_q + i_b * s_qb + i_e * s_qh, p_dl
         p_dS, p_dS0, p_dy, s_xt = p_dK, p_dK0, p_dk, s_qt
     o_c, o_m, o_x = tl.arange(0, C), tl.arange(0, M), i_x * BX + tl.arange(0, BX)
     b_dS = tl.zeros([M, BX], tl.float32)
@@ -467,10 +484,10 @@ def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d,
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
                 start, size, new = step_at(at, rows, fresh, step, i_s, True)
-                b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, start, size, new, o_c, o_m,
+                b_dS = keys_step(p_x, p_w, p_W, p_g, p_d, p_dy, b_dS, start, size, new, o_c, o_m,
                                  o_x, s_xt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
         else:
-            b_dS = keys_step(p_x, p_w, p_w_low, p_W, p_W_low, p_g, p_d, p_dy, b_dS, at, rows, fresh, o_c, o_m, o_x,
+            b_dS = keys_step(p_x, p_w, p_W, p_g, p_d, p_dy, b_dS, at, rows, fresh, o_c, o_m, o_x,
                              s_xt, i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
     if LAST:  # noqa: SIM102
         if i_p == 0:
@@ -478,7 +495,7 @@ def keys_kernel(p_do, p_q, p_p, p_p_low, p_dl, p_dl_low, p_W, p_W_low, p_g, p_d,
 
 
 @jit
-def gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T,
+def gates_step(p_x, p_y, p_w, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt, i_b, i_e, T,
                E, M: tl.constexpr, SEGMENTS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """One step of `gates_kernel`: dS [BX,D] before it."""
     row = i_b * T + at
@@ -486,19 +503,19 @@ def gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_
     b_start, b_end = step_edges(p_g + gate, p_d + gate, o_m, s_g, rows, fresh, SEGMENTS)
     b_x = load_tile(p_x + i_t * s_xt, o_c, o_d, s_xt, rows)
     b_y = load_tile(p_y + i_t * s_yt, o_c, o_d, s_yt, rows)
-    b_w, b_w_low = load_parts(p_w + gate, p_w_low + gate, o_c, o_m, s_g, rows)
+    b_w = load_tile(p_w + gate, o_c, o_m, s_g, rows)
     b_dS *= b_end[:, None]
     b_high, b_low = parts(b_dS, b_y.dtype == tl.bfloat16)
     b_ds = dot_given_left(b_y, tl.trans(b_high), tl.trans(b_low), PREC)
     m_seen = o_c[:, None] <= o_c[None, :]
-    b_A, b_A_low = parts(tl.where(m_seen, dot_given(b_y, tl.trans(b_x), PREC), 0.0), b_y.dtype == tl.bfloat16)
-    b_ds = dot(b_A, b_A_low, b_w, b_w_low, PREC, b_ds)
+    b_A = given(tl.where(m_seen, dot_given(b_y, tl.trans(b_x), PREC), 0.0), p_w)
+    b_ds = dot_given(b_A, b_w, PREC, b_ds)
     store_tile(p_ds + gate, b_ds, o_c, o_m, s_g, rows)
-    return dot_given_right(tl.trans(b_w), tl.trans(b_w_low), b_x, PREC, b_dS) * b_start[:, None]
+    return dot_given(tl.trans(b_w), b_x, PREC, b_dS) * b_start[:, None]
 
 
 @jit
-def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_V,
+def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_dl, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_V,
                  p_K, p_dV, p_dK, p_dsv, p_dsk, p_tail, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, s_vb, s_vt, s_vh, s_kb,
                  s_kt, s_kh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
                  BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
@@ -510,10 +527,10 @@ def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_
         return
     if tl.program_id(2) == 0:
         p_x, p_y = p_do + i_b * s_ob + i_e * s_oh, p_v + i_b * s_vb + i_e // SHARE * s_vh
-        p_w, p_w_low, p_S, p_dS, p_ds, s_xt, s_yt = p_p, p_p_low, p_V, p_dV, p_dsv, s_ot, s_vt
+        p_w, p_S, p_dS, p_ds, s_xt, s_yt = p_p, p_V, p_dV, p_dsv, s_ot, s_vt
     else:
         p_x, p_y = p_q + i_b * s_qb + i_e * s_qh, p_k + i_b * s_kb + i_e // SHARE * s_kh
-        p_w, p_w_low, p_S, p_dS, p_ds, s_xt, s_yt = p_dl, p_dl_low, p_K, p_dK, p_dsk, s_qt, s_kt
+        p_w, p_S, p_dS, p_ds, s_xt, s_yt = p_dl, p_K, p_dK, p_dsk, s_qt, s_kt
     o_c, o_m, o_d = tl.arange(0, C), i_x * BX + tl.arange(0, BX), tl.arange(0, D)
     b_dS = tl.zeros([BX, D], tl.float32)
     if CUT:
@@ -529,15 +546,15 @@ def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_p_low, p_dl, p_dl_low, p_g, p_d, p_
             step = step_of(p_n, i_b, i_n, i_e, T, N, E, SEGMENTS)
             for i_s in range(0, rows, step):
                 start, size, new = step_at(at, rows, fresh, step, i_s, True)
-                b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, start, size, new, o_c, o_m, o_d, s_xt,
+                b_dS = gates_step(p_x, p_y, p_w, p_g, p_d, p_ds, b_dS, start, size, new, o_c, o_m, o_d, s_xt,
                                   s_yt, i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
         else:
-            b_dS = gates_step(p_x, p_y, p_w, p_w_low, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt,
+            b_dS = gates_step(p_x, p_y, p_w, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt,
                               i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
 
 
 @jit
-def sums_kernel(p_dsv, p_dsk, p_db, p_d, p_W, p_W_low, p_tail, p_dg, p_chunks, p_first, T: int, N: int, L, P, E,
+def sums_kernel(p_dsv, p_dsk, p_db, p_d, p_W, p_tail, p_dg, p_chunks, p_first, T: int, N: int, L, P, E,
                 M: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr,
                 SEGMENTS: tl.constexpr):  # fmt: skip
     """dg_t = sum_{j>=t} (p dp + l dl - s ds)_j + S_end.dS_end - e^g ds, for BX slots. Grid (P * SPLIT, B*E)."""
@@ -555,10 +572,7 @@ def sums_kernel(p_dsv, p_dsk, p_db, p_d, p_W, p_W_low, p_tail, p_dg, p_chunks, p
         at = first + (end - first - 1) // C * C - i
         rows, gate = tl.minimum(C, end - at), ((i_b * T + at) * E + i_e) * M
         b_ds = load_tile(p_dsv + gate, o_c, o_m, s_g, rows) + load_tile(p_dsk + gate, o_c, o_m, s_g, rows)
-        b_W, b_W_low = load_parts(p_W + gate, p_W_low + gate, o_c, o_m, s_g, rows)
-        b_sds = b_W.to(tl.float32) * b_ds
-        if p_W.dtype.element_ty == tl.bfloat16:
-            b_sds += b_W_low.to(tl.float32) * b_ds
+        b_sds = load_tile(p_W + gate, o_c, o_m, s_g, rows).to(tl.float32) * b_ds
         b_sums = load_tile(p_db + gate, o_c, o_m, s_g, rows) - b_sds
         b_dg = b_tail[None, :] + tl.cumsum(b_sums, 0, reverse=True) + b_sds
         b_dg -= b_ds * tl.exp2(-load_tile(p_d + gate, o_c, o_m, s_g, rows))

@@ -19,6 +19,9 @@ Results = Callable[[Case, Any, bool], dict[str, Tensor]]
 # The kernels' error over the PyTorch path's; a floor for what fp32 sums cost in another order, in units of the
 # reference's norm; gates in fp32 beside inputs in half precision, where 16 bits of each factor are kept.
 FACTOR, FLOOR, FLOOR_GATES = 1.5, 2e-6, 5e-5
+# With `rounded`: kernels that round computed factors to bf16 once, several in a row. SDPA's flash kernel, which
+# rounds its weights, has 2.0e-3 for o and 2.3e-3 to 2.5e-3 for gradients (T 1000 and 2048, heads of 64 and 128, H100).
+ROUNDED = 3.5e-3
 
 
 def masks(case: Case) -> dict[str, Tensor]:
@@ -72,11 +75,12 @@ def errors(results: Results, case: Case) -> dict[str, tuple[float, float]]:
 
 
 def allowed(case: Case, name: str, torchs: float) -> float:
-    """`case` with its dtype; one with `gates` has them in its own dtype; `slack` and `factor` are for hard ones."""
+    """`case` with its dtype; one with `gates` has them in its own dtype; `rounded` (above), `slack` and `factor`."""
     mixed = (
         case["dtype"] != "float32" and name not in ("o", "dq", "dk", "dv") and not (name == "dg" and "gates" in case)
     )
-    return case.get("factor", FACTOR) * torchs + (FLOOR_GATES * case.get("slack", 1) if mixed else FLOOR)
+    bound: float = case.get("factor", FACTOR) * torchs + (FLOOR_GATES * case.get("slack", 1) if mixed else FLOOR)
+    return max(bound, ROUNDED) if case.get("rounded") else bound
 
 
 def complaints(results: Results, base: Case, case: Case) -> list[str]:

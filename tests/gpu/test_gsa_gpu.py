@@ -14,6 +14,24 @@ from torch.nn.functional import logsigmoid
 from linearize_kernels.gsa.gsa import GSAState, gsa
 
 BASE: dict[str, Any] = {"B": 2, "T": 200, "H": 4, "Hkv": 2, "E": 2, "D": 64, "M": 64, "dtype": "bfloat16"}
+# A memory for each query head, in programs that walk along rows (sweep.py).
+SWEPT: list[dict[str, Any]] = [
+    *(
+        {"E": 4, "M": M, "D": D, "T": 1000, **more}
+        for M, D in ((128, 64), (128, 128), (128, 256))
+        for more in ({}, {"segments": 37}, {"segments": 150, "state": True})
+    ),
+    # 64 slots of heads of 256 take it from 2^17 tokens of heads on, of heads of 128 from 2^18.
+    *({"B": 8, "H": 8, "Hkv": 4, "E": 8, "M": 64, "D": 256, "T": 2100, "segments": n} for n in (37, 3000)),
+    {"B": 8, "H": 16, "Hkv": 4, "E": 16, "M": 64, "D": 128, "T": 2100},
+    # More chunks of a row than the first launch of `factors` has programs.
+    {"E": 4, "M": 128, "D": 128, "segments": 5, "gate": 30.0},
+    *({"E": 4, "M": 128, "D": 128, "B": 40, "segments": n, "state": True} for n in (1, 64, 90)),
+    *({"E": 4, "M": 128, "D": 128, "T": 700, "segments": n, "gate": gate} for n in (37, 300) for gate in (8.0, 30.0)),
+    {"E": 4, "M": 128, "D": 128, "T": 3000, "segments": 700, "padding": True},
+    # In a long row what rounding leaves of dg could add up.
+    *({"E": 4, "M": 128, "D": 128, "B": 1, "T": 8192, "gate": gate} for gate in (0.02, 1.0, 30.0)),
+]
 CASES: list[dict[str, Any]] = [
     *({"D": D, "M": M} for D in (64, 80, 96, 128, 256) for M in (16, 32, 64, 128)),
     *({"D": D, "M": 64, "dtype": kind} for D in (64, 128, 256) for kind in ("float16", "float32")),
@@ -29,19 +47,7 @@ CASES: list[dict[str, Any]] = [
     {"cu": [0, 1, 1, 90, 200], "B": 1, "state": True},
     {"padding": True},
     {"gates": "bfloat16"},
-    # A memory for each query head, in programs that walk along rows (sweep.py).
-    *(
-        {"E": 4, "M": M, "D": D, "T": 1000, **more}
-        for M, D in ((128, 64), (128, 128), (128, 256))
-        for more in ({}, {"segments": 37}, {"segments": 150, "state": True})
-    ),
-    # 64 slots of heads of 256 take it from 2^17 tokens of heads on.
-    *({"B": 8, "H": 8, "Hkv": 4, "E": 8, "M": 64, "D": 256, "T": 2100, "segments": n} for n in (37, 3000)),
-    # More chunks of a row than the first launch of `factors` has programs.
-    {"E": 4, "M": 128, "D": 128, "segments": 5, "gate": 30.0},
-    *({"E": 4, "M": 128, "D": 128, "B": 40, "segments": n, "state": True} for n in (1, 64, 90)),
-    *({"E": 4, "M": 128, "D": 128, "T": 700, "segments": n, "gate": gate} for n in (37, 300) for gate in (8.0, 30.0)),
-    {"E": 4, "M": 128, "D": 128, "T": 3000, "segments": 700, "padding": True},
+    *({**case, "rounded": True} for case in SWEPT),
 ]
 
 
