@@ -135,7 +135,10 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
     except Exception as error:  # of peers, of compilers, of a full GPU
-        failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        reason = (str(error).splitlines() or [""])[0]
+        if isinstance(error, torch.OutOfMemoryError):  # what follows is about other processes and settings
+            reason = ". ".join(reason.split(". ")[:2])
+        failed = f"{type(error).__name__}: {reason[:200]}"
     # Only now is the error gone, whose frames hold all that was computed, often in cycles.
     gc.collect()
     if here() == "cuda":

@@ -172,10 +172,16 @@ def markdown(result: dict[str, Any]) -> str:
         if table not in result:
             continue
         lines += ["", f"| {table} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        lines += [
-            f"| {one['name']} | {' | '.join(_cell(one, column) for column in columns)} |" for one in result[table]
-        ]
+        lines += [f"| {' | '.join([one['name'], *_cells(one, columns)])} |" for one in result[table]]
     return "\n".join(lines)
+
+
+def _cells(record: dict[str, Any], columns: tuple[str, ...]) -> list[str]:
+    """A row without its name; of what could not run the reason, once."""
+    cells = ["" if "failed" in record and column not in WHAT else _cell(record, column) for column in columns]
+    if "failed" in record:
+        cells[next(i for i, column in enumerate(columns) if column not in WHAT)] = record["failed"]
+    return cells
 
 
 def line(table: str, record: dict[str, Any]) -> str:
@@ -189,8 +195,6 @@ def _cell(record: dict[str, Any], column: str) -> str:
     if column in WHAT:
         value = record.get(column, "")
         return ("on" if value else "off") if isinstance(value, bool) else f"{value:,}" if value != "" else ""
-    if "failed" in record:
-        return record["failed"]
     units = {"ms/token": "ms", "peak GiB": "peak_mib", FASTER: "faster"}
     value = record.get(units.get(column, column.replace("/", "_").replace(" ", "_").lower()))
     if value is None:

@@ -165,7 +165,8 @@ def test_what_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> No
         activations = torch.ones(3)
         made.append(weakref.ref(activations))
         try:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            told = "Tried to allocate 2.50 MiB. GPU 0 has a total capacity of 79.18 GiB of which little is free."
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. {told}")
         except torch.cuda.OutOfMemoryError as error:
             held = error  # a frame that holds its own error, as those of checkpointed layers do
             raise held from None
@@ -173,7 +174,8 @@ def test_what_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> No
     seen: list[bool] = []
     monkeypatch.setattr(bench, "here", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(made[0]() is None))
-    assert bench.attempt(work) == {"failed": "OutOfMemoryError: CUDA out of memory"}
+    failed = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 MiB"
+    assert bench.attempt(work) == {"failed": failed}
     assert seen == [True]
 
 
@@ -494,8 +496,11 @@ def test_the_device_is_told_from_python(monkeypatch: pytest.MonkeyPatch) -> None
     assert row == "prefill, gsa: context 2,048, ms 10.00, device ms 6.00, device waits 40%, " + (
         "speed of ours / of this 2.00, peak GiB 1.00"
     )
-    failed = bench_model.line("decode", {"name": "gsa", "context": 8, "batch": 1, "failed": "why"})
-    assert failed == "decode, gsa: context 8, batch 1, why"
+    failed = {"name": "gsa", "context": 8, "batch": 1, "failed": "why"}
+    assert bench_model.line("decode", failed) == "decode, gsa: context 8, batch 1, why"
+    about = {"mechanism": "gsa", "preset": None, "options": {}, "name": "8b", "architecture": "Llama", "layers": 1}
+    result = {"machine": {}, "model": {**about, "parameters": 1, "dtype": "bfloat16"}, "decode": [failed]}
+    assert bench_model.markdown(result).endswith("\n| gsa | 8 | 1 | why |  |  |  |  |  |  |")
 
 
 @pytest.mark.parametrize(
