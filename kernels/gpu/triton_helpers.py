@@ -1,7 +1,8 @@
 """What Triton kernels of several mechanisms share: the guarded import, products, and rows of heads.
 
 Precision with bf16 inputs: factors that the caller gave multiply exactly. Others are computed in fp32 and go in as two
-bf16 parts, 16 bits of them: the error of a bf16 result is that of its own rounding.
+bf16 parts, 16 bits of them: the error of a bf16 result is that of its own rounding. gsa/sweep.py rounds them once, and
+passes them as given.
 
 Letters: R rows of queries, C tokens of a chunk, `BD` a head dim D rounded up to a power of two.
 """

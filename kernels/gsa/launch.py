@@ -98,7 +98,8 @@ class GSAProblem(Problem):
         return self.new(count, self.E, self.M, self.D), self.new(count, self.E, self.M, self.DV)
 
     def key_gradients(self, summands: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Room for dk and dv. Gate heads that share a key head each make their own part, summed by `per_key_head`."""
+        """Room for dk and dv. Gate heads that share a key head each make their own part, of dtype `summands`, summed by
+        `per_key_head`."""
         dtype = summands if self.k.shape[2] < self.E else self.k.dtype
         dk = self.new(self.B, self.T, self.E, self.D, dtype=dtype)
         return dk, self.new(self.B, self.T, self.E, self.DV, dtype=dtype)

@@ -24,7 +24,7 @@ SWEPT: list[dict[str, Any]] = [
     # 64 slots of heads of 256 take it from 2^17 tokens of heads on, of heads of 128 from 2^18.
     *({"B": 8, "H": 8, "Hkv": 4, "E": 8, "M": 64, "D": 256, "T": 2100, "segments": n} for n in (37, 3000)),
     {"B": 8, "H": 16, "Hkv": 4, "E": 16, "M": 64, "D": 128, "T": 2100},
-    # More chunks of a row than the first launch of `factors` has programs.
+    # More chunks of a row than the first launch of `factors` takes.
     {"E": 4, "M": 128, "D": 128, "segments": 5, "gate": 30.0},
     *({"E": 4, "M": 128, "D": 128, "B": 40, "segments": n, "state": True} for n in (1, 64, 90)),
     *({"E": 4, "M": 128, "D": 128, "T": 700, "segments": n, "gate": gate} for n in (37, 300) for gate in (8.0, 30.0)),

@@ -173,7 +173,7 @@ def test_a_short_call_of_few_slots_does_not_sweep() -> None:
     chosen = config.choose((9, 0), 227 * 1024, 64, 128, 128, torch.bfloat16)
     whole = SimpleNamespace(cu=None, segments=None)
     for T, expected in ((2048, True), (2047, False)):
-        call = SimpleNamespace(config=chosen, B=1, T=T, H=32, E=32, M=64, D=128, DV=128, call=whole)
+        call = SimpleNamespace(config=chosen, B=4, T=T, H=32, E=32, M=64, D=128, DV=128, call=whole)
         assert launch.sweeps(call) == expected
 
 
