@@ -25,9 +25,10 @@ so every operand of a product is loaded as it is, or is a memory. A chunk in whi
 2^-RANGE is walked in steps of fewer tokens, a power of two, each with d and W of its own: the same code.
 
 Beside bf16 inputs W, p~, dl~, the products inside a chunk and memories are rounded to bf16 once, as flash attention
-rounds its weights, and so are dk and dv of the query heads that share a key head. dg is a sum over all later tokens of what nearly cancels: read from queries, less written by keys. So
-db and the sums take the factors as rounded, and what `read` and `gates` read from a memory they read from two parts of it.
-(From one part, dg had errors of 1.7e-3 to 3.2e-3 of its norm in place of 2.5e-4 to 1.1e-3.)
+rounds its weights, and so are dk and dv of the query heads that share a key head. dg is a sum over all later tokens of
+what nearly cancels: read from queries, less written by keys. So db and the sums take the factors as rounded, and what
+`read` and `gates` read from a memory they read from two parts of it. (From one part, dg had errors of 1.7e-3 to 3.2e-3 of
+its norm in place of 2.5e-4 to 1.1e-3.)
 
 Where rows hold several documents (SEGMENTS), each document has chunks of its own, so that no chunk needs a mask: masks
 and what they compare spill registers, and took as long as the products. A table (`tables` of launch.py) says where the

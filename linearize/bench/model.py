@@ -177,11 +177,11 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _cells(record: dict[str, Any], columns: tuple[str, ...]) -> list[str]:
-    """A row without its name; of what could not run the reason, once."""
-    cells = ["" if "failed" in record and column not in WHAT else _cell(record, column) for column in columns]
-    if "failed" in record:
-        cells[next(i for i, column in enumerate(columns) if column not in WHAT)] = record["failed"]
-    return cells
+    """A row without its name; of what could not run the reason, once, behind what was to be measured."""
+    if "failed" not in record:
+        return [_cell(record, column) for column in columns]
+    told = [*(_cell(record, column) for column in columns if column in WHAT), record["failed"]]
+    return told + [""] * (len(columns) - len(told))
 
 
 def line(table: str, record: dict[str, Any]) -> str:
