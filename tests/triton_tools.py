@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 # ---------------------------------------------------------------- the interpreter
@@ -21,6 +22,7 @@ def _interpret() -> None:
     from triton.runtime import interpreter
 
     make_quick(interpreter)
+    multiply_bf16(interpreter)
 
 
 def make_quick(interpreter: Any) -> None:
@@ -66,6 +68,30 @@ def _interpreter() -> ProcessPoolExecutor:
 def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments) where Triton's interpreter runs kernels on the CPU, in a process that these tests share."""
     return _interpreter().submit(function, *arguments).result(500)
+
+
+def multiply_bf16(interpreter: Any) -> None:
+    """Let the interpreter multiply bf16, and round to it: it keeps bf16 as integers, multiplies those, and cuts digits
+    off. What else a kernel computes in bf16 stays wrong."""
+    from triton.language import bfloat16, float32
+
+    convert, multiply = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def converted(x: Any, source: Any, target: Any, *mode: Any) -> Any:
+        if (source, target) == (bfloat16, float32):
+            return (x.astype(np.uint32) << 16).view(np.float32)
+        if (source, target) != (float32, bfloat16):
+            return convert(x, source, target, *mode)
+        bits = x.view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(x), 0x7FFF, nearest).astype(np.uint16)
+
+    def product(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = [self.cast_impl(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b)]
+        return multiply(self, *wide, *rest)
+
+    interpreter._convert_float = converted
+    interpreter.InterpreterBuilder.create_dot = product
 
 
 # ---------------------------------------------------------------- cases

@@ -220,7 +220,7 @@ def _both(x: GSAProblem, *gradients: Tensor | None) -> list[Tensor | None]:
 # ---------------------------------------------------------------- a memory per query head: sweep.py
 
 # Slots of a program, and its warps, of the kernels that load and store more than they compute.
-SLOTS, WARPS = 32, 2
+SLOTS, WARPS = 64, 4
 # Programs of the second launch of `factors`, which finds nothing to do where gates are usual.
 MANY = 1024
 
@@ -396,7 +396,7 @@ def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
     )  # fmt: skip
     dg, part = torch.empty_like(x.g), min(SLOTS, x.M)
     x.launch(
-        sums_kernel, (s.P * (x.M // part), x.B * x.E), dsv, dsk, db, s.d, s.W, tail, dg, *s.tables, x.T, s.counts[1], s.L, s.P, x.E,
+        sums_kernel, (s.P * (x.M // part), x.B * x.E), dsv, dsk, db, x.g, s.d, s.W, tail, dg, *s.tables, x.T, s.counts[1], s.L, s.P, x.E,
         warps=WARPS, BX=part, SPLIT=x.M // part, CUT=cut,
     )  # fmt: skip
     return dq, x.per_key_head(dk), x.per_key_head(dv), dg, *first

@@ -556,7 +556,7 @@ def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_dl, p_g, p_d, p_n, p_strong, p_chun
 
 
 @jit
-def sums_kernel(p_dsv, p_dsk, p_db, p_d, p_W, p_tail, p_dg, p_chunks, p_first, T: int, N: int, L, P, E,
+def sums_kernel(p_dsv, p_dsk, p_db, p_g, p_d, p_W, p_tail, p_dg, p_chunks, p_first, T: int, N: int, L, P, E,
                 M: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr,
                 SEGMENTS: tl.constexpr):  # fmt: skip
     """dg_t = sum_{j>=t} (p dp + l dl - s ds)_j + S_end.dS_end - e^g ds, for BX slots. Grid (P * SPLIT, B*E)."""
@@ -576,7 +576,9 @@ def sums_kernel(p_dsv, p_dsk, p_db, p_d, p_W, p_tail, p_dg, p_chunks, p_first, T
         b_ds = load_tile(p_dsv + gate, o_c, o_m, s_g, rows) + load_tile(p_dsk + gate, o_c, o_m, s_g, rows)
         b_sds = load_tile(p_W + gate, o_c, o_m, s_g, rows).to(tl.float32) * b_ds
         b_sums = load_tile(p_db + gate, o_c, o_m, s_g, rows) - b_sds
-        b_dg = b_tail[None, :] + tl.cumsum(b_sums, 0, reverse=True) + b_sds
-        b_dg -= b_ds * tl.exp2(-load_tile(p_d + gate, o_c, o_m, s_g, rows))
+        # e^{g-d}, and not e^{-d} - W: where a slot is overwritten, what rounding left out of W is a part of it.
+        b_g = tl.maximum(load_tile(p_g + gate, o_c, o_m, s_g, rows).to(tl.float32), FLOOR) * 1.4426950408889634
+        b_dg = b_ds * tl.exp2(b_g - load_tile(p_d + gate, o_c, o_m, s_g, rows))
+        b_dg = b_tail[None, :] + tl.cumsum(b_sums, 0, reverse=True) - b_dg
         store_tile(p_dg + gate, b_dg, o_c, o_m, s_g, rows)
         b_tail += tl.sum(b_sums, 0)

@@ -76,13 +76,15 @@ def errors(results: Results, case: Case) -> dict[str, tuple[float, float]]:
 
 
 def allowed(case: Case, name: str, torchs: float) -> float:
-    """`case` with its dtype; one with `gates` has them in its own dtype; `rounded` (above), `slack` and `factor`."""
+    """`case` with its dtype; one with `gates` has them in its own dtype; `rounded` (above, or a bound for all), `slack`
+    and `factor`."""
     mixed = (
         case["dtype"] != "float32" and name not in ("o", "dq", "dk", "dv") and not (name == "dg" and "gates" in case)
     )
     bound: float = case.get("factor", FACTOR) * torchs + (FLOOR_GATES * case.get("slack", 1) if mixed else FLOOR)
-    if not case.get("rounded"):
-        return bound
+    rounded = case.get("rounded")
+    if rounded is not True:
+        return max(bound, rounded or 0.0)
     return max(bound, {"dg": ROUNDED_GATES}.get(name, ROUNDED if name in ("o", "dq", "dk", "dv") else ROUNDED_MEMORIES))
 
 

@@ -1,6 +1,6 @@
 """The Triton kernels of GLA against the token-by-token reference, in Triton's interpreter.
 
-bf16 is garbage in the interpreter; it is proved on a GPU (docs/measurements/kernel-notes.md).
+Few cases have bf16 (see triton_tools.py); the rest of it is proved on a GPU (docs/measurements/kernel-notes.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton_tools import (
 )
 
 # Largest error over the largest reference value.
-TOLERANCE = {"float32": 2e-5, "float16": 2e-3}
+TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 # group -> cases; unset sizes are B1 T40 H2 Hkv1 E1 D16 Dv16
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -31,6 +31,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"H": 3, "D": 20, "DV": 24},
         {"H": 4, "E": 2, "DV": 40},
         {"B": 2, "Hkv": 2, "E": 2, "DV": 40, "T": 99},
+        {"dtype": "bfloat16"},
         {"dtype": "float16"},
         {"dtype": "float16", "H": 4, "Hkv": 2, "E": 2, "T": 99, "heads": True},
     ],
