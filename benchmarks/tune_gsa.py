@@ -28,7 +28,7 @@ CANDIDATES: list[dict[str, Any]] = [
 ]
 
 # For memories of query heads, by the kernels of sweep.py.
-SWEEPS = [{"sweep": (gsa_config.Walk(*walk),) * 4} for walk in ((64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 8, 2))]
+SWEEPS = [{"sweep": (gsa_config.Walk(*walk),) * 4} for walk in ((64, 4, 1), (64, 4, 2), (64, 4, 3))]
 
 
 def main() -> None:

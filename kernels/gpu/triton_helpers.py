@@ -46,6 +46,15 @@ def parts(b_x, SPLIT: tl.constexpr):
     return b_high, b_low
 
 
+@jit
+def three_parts(b_x):
+    """x in fp32 as three bf16 parts, which hold all of it: products with 0, 1 and -1 are exact."""
+    b_high = b_x.to(tl.bfloat16)
+    b_rest = b_x - b_high.to(tl.float32)
+    b_mid = b_rest.to(tl.bfloat16)
+    return b_high, b_mid, (b_rest - b_mid.to(tl.float32)).to(tl.bfloat16)
+
+
 # Each takes what its product is added to, b_z: a sum of separate products would hold both in registers.
 
 

@@ -222,7 +222,7 @@ def _both(x: GSAProblem, *gradients: Tensor | None) -> list[Tensor | None]:
 # Slots of a program, and its warps, of the kernels that load and store more than they compute.
 SLOTS, WARPS = 64, 4
 # Programs of the second launch of `factors`, which finds nothing to do where gates are usual.
-MANY = 1024
+SECOND = 1024
 
 
 def sweeps(x: GSAProblem) -> bool:
@@ -287,8 +287,8 @@ class Sweep:
         room, done = (N, N) if x.segments is None else (x.T, 2 * N)
         steps = x.new(x.B, room, x.E, dtype=torch.int32).fill_(x.config.chunk)
         strong = x.new(x.B, x.E, dtype=torch.int32).zero_()
-        few = min(N, max(1, MANY // heads))
-        for several, programs, part, warps in ((False, done, min(SLOTS, x.M), WARPS), (True, few, x.M, 4)):
+        second = min(N, max(1, SECOND // heads))
+        for several, programs, part, warps in ((False, done, min(SLOTS, x.M), WARPS), (True, second, x.M, 4)):
             x.launch(
                 factors_kernel, (programs * (x.M // part), heads), x.g, self.d, self.W, steps, strong, *self.tables, x.T, N,
                 x.E, warps=warps, BX=part, SPLIT=x.M // part, STEPS=several,
@@ -305,7 +305,7 @@ class Sweep:
         """For memories of `size` slots or columns; `both`: keys and values in one launch. A second launch takes the
         rows of which some chunks have several steps; there tiles cannot be loaded ahead."""
         for several in (False, True):
-            part, warps, stages = (min(64, walk.part), 4, 1) if several else walk
+            part, warps, stages = (walk.part, 4, 1) if several else walk
             self.x.launch(
                 kernel, (self.P * (size // part), self.x.B * self.x.E, both), *arguments, warps=warps,
                 num_stages=stages, BX=part, SPLIT=size // part, STEPS=several, **constants,

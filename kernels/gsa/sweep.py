@@ -45,7 +45,7 @@ SHARE: gate heads of a key head.
 
 from __future__ import annotations
 
-from ..gpu.triton_helpers import dot_given, dot_given_left, jit, tl
+from ..gpu.triton_helpers import dot_given, dot_given_left, jit, three_parts, tl
 from .triton_helpers import softmax
 
 # Log-gates are clamped to this: e^-20 is below any rounding, and three such gates still decay by less than 2^RANGE.
@@ -147,16 +147,13 @@ def in_blocks(b_b, C: tl.constexpr, BX: tl.constexpr, SIZE: tl.constexpr, RANGE:
 
 @jit
 def sums_from_middle(b_g, C: tl.constexpr, HALF: tl.constexpr):
-    """b relative to the middle of the chunk [C,BX], as a product with a matrix of 0, 1 and -1. HALF: g as three bf16
-    parts, exact."""
+    """b relative to the middle of the chunk [C,BX], as a product with a matrix of 0, 1 and -1, exact with HALF, too."""
     o_t, o_i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     b_m = (o_i <= o_t).to(tl.float32) - (o_i < C // 2).to(tl.float32)
     if HALF:
-        b_m, b_high = b_m.to(tl.bfloat16), b_g.to(tl.bfloat16)
-        b_rest = b_g - b_high.to(tl.float32)
-        b_low = b_rest.to(tl.bfloat16)
-        b_d = tl.dot(b_m, b_low, tl.dot(b_m, (b_rest - b_low.to(tl.float32)).to(tl.bfloat16)))
-        b_d = tl.dot(b_m, b_high, b_d)
+        b_m = b_m.to(tl.bfloat16)
+        b_high, b_mid, b_low = three_parts(b_g)
+        b_d = tl.dot(b_m, b_high, tl.dot(b_m, b_mid, tl.dot(b_m, b_low)))
     else:
         b_d = tl.dot(b_m, b_g, input_precision="ieee")
     return b_d * 1.4426950408889634
