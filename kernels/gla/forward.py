@@ -53,7 +53,7 @@ def gate_ahead(p_r, o_t, s_r, T):
 def running_sums(b_g, o_c, PREC: tl.constexpr):
     """Along a row of g [BK,C]: sums over the tokens up to and with each, and over those after it."""
     if PREC == "parts":
-        # Faster than a scan in a loop.
+        # This product is faster than a scan in a loop.
         b_m = (o_c[:, None] <= o_c[None, :]).to(tl.bfloat16)
         b_high, b_mid, b_low = three_parts(b_g)
         b_sum = tl.dot(b_high, b_m, tl.dot(b_mid, b_m, tl.dot(b_low, b_m)))

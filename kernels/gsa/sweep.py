@@ -26,9 +26,9 @@ so every operand of a product is loaded as it is, or is a memory. A chunk in whi
 
 Beside bf16 inputs W, p~, dl~, the products inside a chunk and memories are rounded to bf16 once, as flash attention
 rounds its weights, and so are dk and dv of the query heads that share a key head. dg is a sum over all later tokens of
-what nearly cancels: read from queries, less written by keys. So db and the sums take the factors as rounded, and what
-`read` and `gates` read from a memory they read from two parts of it. (From one part, dg had errors of 1.7e-3 to 3.2e-3 of
-its norm in place of 2.5e-4 to 1.1e-3.)
+what nearly cancels: read from queries, less written by keys. So db and s ds take the factors as rounded, and what `read`
+and `gates` read from a memory they read from two parts of it. (From one part, dg had errors of 1.7e-3 to 3.2e-3 of its
+norm in place of 2.5e-4 to 1.1e-3.) But e^g ds = e^{g-d} ds~ takes g itself.
 
 Where rows hold several documents (SEGMENTS), each document has chunks of its own, so that no chunk needs a mask: masks
 and what they compare spill registers, and took as long as the products. A table (`tables` of launch.py) says where the
@@ -147,7 +147,8 @@ def in_blocks(b_b, C: tl.constexpr, BX: tl.constexpr, SIZE: tl.constexpr, RANGE:
 
 @jit
 def sums_from_middle(b_g, C: tl.constexpr, HALF: tl.constexpr):
-    """b relative to the middle of the chunk [C,BX], as a product with a matrix of 0, 1 and -1, exact with HALF, too."""
+    """b relative to the middle of the chunk [C,BX], as a product with a matrix of 0, 1 and -1. HALF: each product is
+    one of bf16, and exact."""
     o_t, o_i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     b_m = (o_i <= o_t).to(tl.float32) - (o_i < C // 2).to(tl.float32)
     if HALF:
@@ -573,7 +574,7 @@ def sums_kernel(p_dsv, p_dsk, p_db, p_g, p_d, p_W, p_tail, p_dg, p_chunks, p_fir
         b_ds = load_tile(p_dsv + gate, o_c, o_m, s_g, rows) + load_tile(p_dsk + gate, o_c, o_m, s_g, rows)
         b_sds = load_tile(p_W + gate, o_c, o_m, s_g, rows).to(tl.float32) * b_ds
         b_sums = load_tile(p_db + gate, o_c, o_m, s_g, rows) - b_sds
-        # e^{g-d}, and not e^{-d} - W: where a slot is overwritten, what rounding left out of W is a part of it.
+        # Not e^{-d} - W: where a slot is overwritten the two nearly cancel, and the rounding of W stays.
         b_g = tl.maximum(load_tile(p_g + gate, o_c, o_m, s_g, rows).to(tl.float32), FLOOR) * 1.4426950408889634
         b_dg = b_ds * tl.exp2(b_g - load_tile(p_d + gate, o_c, o_m, s_g, rows))
         b_dg = b_tail[None, :] + tl.cumsum(b_sums, 0, reverse=True) - b_dg

@@ -23,6 +23,7 @@ FACTOR, FLOOR, FLOOR_GATES = 1.5, 2e-6, 5e-5
 # rounds its weights, has 2.0e-3 for o and 2.3e-3 to 2.5e-3 for gradients (T 1000 and 2048, heads of 64 and 128, H100).
 # Gradients of gates, whose sums cancel, and memories have bounds of their own (measured 1.1e-3 and 1.8e-3 at most).
 ROUNDED, ROUNDED_GATES, ROUNDED_MEMORIES = 3.5e-3, 1.5e-3, 2.5e-3
+MEMORIES = ("keys", "values", "dkeys", "dvalues")
 
 
 def masks(case: Case) -> dict[str, Tensor]:
@@ -76,16 +77,16 @@ def errors(results: Results, case: Case) -> dict[str, tuple[float, float]]:
 
 
 def allowed(case: Case, name: str, torchs: float) -> float:
-    """`case` with its dtype; one with `gates` has them in its own dtype; `rounded` (above, or a bound for all), `slack`
-    and `factor`."""
+    """`case` with its dtype; one with `gates` has them in its own dtype; `rounded` (above, or a bound for all but
+    memories), `slack` and `factor`."""
     mixed = (
         case["dtype"] != "float32" and name not in ("o", "dq", "dk", "dv") and not (name == "dg" and "gates" in case)
     )
     bound: float = case.get("factor", FACTOR) * torchs + (FLOOR_GATES * case.get("slack", 1) if mixed else FLOOR)
-    rounded = case.get("rounded")
-    if rounded is not True:
-        return max(bound, rounded or 0.0)
-    return max(bound, {"dg": ROUNDED_GATES}.get(name, ROUNDED if name in ("o", "dq", "dk", "dv") else ROUNDED_MEMORIES))
+    rounded = case.get("rounded", 0.0)
+    if rounded is True:
+        rounded = ROUNDED_GATES if name == "dg" else ROUNDED
+    return max(bound, min(rounded, ROUNDED_MEMORIES) if name in MEMORIES else rounded)
 
 
 def complaints(results: Results, base: Case, case: Case) -> list[str]:

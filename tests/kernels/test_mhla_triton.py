@@ -70,7 +70,7 @@ def test_operators_compile_checkpoint_and_count() -> None:
 
 
 def test_summaries_of_bf16_are_bf16_where_no_gradients_are_wanted() -> None:
-    """Their errors are in tests/gpu: Triton's interpreter has no products of bf16."""
+    """Their errors are in tests/gpu."""
     from linearize_kernels.mhla.bidirectional_launch import GridCall
     from linearize_kernels.mhla.bidirectional_launch import results as room
 
