@@ -100,7 +100,9 @@ class TokenLayout(NamedTuple):
     a mixer that asks (None: on a line). `rotation` is the rotary embedding that was taken away from q and k: rotary.py's
     Rotation, for a mixer that puts it elsewhere. `scores` is what the source's softmax does to its scores:
     softmax_heads.py's ScoreOptions, where some heads keep it. With `rows` [B] int the state is a pool, of which those
-    rows are the call's; they are changed in place (layers/pool.py).
+    rows are the call's; they are changed in place (layers/pool.py). With `cu_seqlens` [S+1] int32 the one row (B=1) is S
+    sequences laid end to end, and the state has S rows. `places` [B,T] int64 is the index of each token in its document,
+    where the caller knows it. `plain` leaves steps without a state to PyTorch, for torch.compile to fuse.
     """
 
     padding: Tensor | None = None
@@ -110,6 +112,9 @@ class TokenLayout(NamedTuple):
     rotation: Any = None
     scores: Any = None
     rows: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    places: Tensor | None = None
+    plain: bool = False
 
 
 def part_of(layout: TokenLayout, start: int, stop: int) -> TokenLayout:

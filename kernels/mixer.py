@@ -78,6 +78,10 @@ class Bounds:
     high: float
 
 
+# What one part of a mixer hands to the next.
+Tensors = tuple[Tensor | None, ...]
+
+
 class WindowedState(NamedTuple):
     """What a mechanism remembers, and the tokens of the window beside it."""
 
@@ -87,7 +91,9 @@ class WindowedState(NamedTuple):
 
 class Mixer(nn.Module):
     """Base class of every mechanism. A subclass has a `title`, a `paper` and a `state_formula`, and writes
-    `state_bytes` and `mix` or `mix_with_mass`; the rest is optional.
+    `state_bytes` and either `mix` (`mix_with_mass`) or its three parts: `project`, what each token gives by itself;
+    `scan`, which alone reads and writes the state; `finish`, what becomes of each token's output. A server compiles the
+    first and the last, and runs the one in the middle on the states of many sequences. The rest is optional.
 
     Options are the keyword-only arguments of `__init__`, with types (`int`, `float`, `bool`, `Literal`) and,
     for numbers, `Bounds`: that signature is the single description that `--set`, recipes and docs read. A
@@ -205,7 +211,9 @@ class Mixer(nn.Module):
                 f"{self.site.path}: the heads that keep softmax hold every token, and a row of a pool has one size. Hand "
                 "in the states of the batch, without rows"
             )
-        check_pool(layout.rows, state, q.shape[0], layout.segments)
+        check_pool(layout.rows, state, q.shape[0], layout.segments, layout.cu_seqlens)
+        if layout.cu_seqlens is not None and self.softmax is not None:
+            raise ValueError(f"{self.site.path}: sequences laid end to end, and some heads keep softmax. Pass segments")
         q, k, v = as_autocast(q, k, v)
         if self.softmax is None:
             return self._linear(q, k, v, x, layout, state)
@@ -248,7 +256,77 @@ class Mixer(nn.Module):
 
         `state` is None or what an earlier call returned.
         """
-        raise NotImplementedError(f"{type(self).__name__} writes neither mix nor mix_with_mass")
+        inputs, beside = self.project(q, k, v, x, layout)
+        outputs, state = self.scan(inputs, layout, state)
+        return self.finish(outputs, beside, layout)[0], state
+
+    def project(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensors, Tensors]:
+        """What `scan` takes and what `finish` takes beside its results, [B,T,..] each, token by token: of `layout` it
+        reads the rotation, and whether to be plain."""
+        return (q, k, v, x), ()
+
+    def scan(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """The output o [B,T,H,Dv], the normaliser [B,T,H] beside it where there is one, and the new state."""
+        q, k, v, x = inputs
+        if self.normalised:
+            o, mass, state = self.mix_with_mass(q, k, v, x, layout, state)
+            return (o, mass), state
+        if type(self).mix is Mixer.mix:
+            raise NotImplementedError(f"{type(self).__name__} writes neither mix nor mix_with_mass nor scan")
+        o, state = self.mix(q, k, v, x, layout, state)  # type: ignore[arg-type]
+        return (o,), state
+
+    def finish(
+        self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        """o [B,T,H,Dv] and the normaliser of what `scan` returned, token by token."""
+        return outputs[0], outputs[1] if len(outputs) > 1 else None
+
+    # ------------------------------------------------------------ a whole call in three parts, as a server makes it
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensors, Tensors]:
+        """`project` of a whole call: what `core` takes, and what `complete` takes beside its results."""
+        inputs, beside = self.project(q, k, v, x, layout)
+        if self.near is None:
+            return inputs, beside
+        return (*inputs, q, k, v), (*beside, self.near.gate(x))
+
+    def core(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """`scan` and the window's attention, with `rows` or `cu_seqlens` in the layout. Results as `room` makes them, and
+        the state; a pool is changed in place."""
+        if self.near is None:
+            return self._scanned(inputs, layout, state)
+        far, near = (None, None) if state is None else state
+        q, k, v = inputs[-3:]
+        outputs, far = self._scanned(inputs[:-3], layout, far)
+        o, mass, near = self.near.attend(q, k, v, layout, near)
+        return (*outputs, o, mass), WindowedState(far, near)
+
+    def room(self, inputs: Tensors, v: Tensor) -> tuple[Tensor, ...]:
+        """Uninitialised tensors as `core` returns them for its inputs and values v [B,T,Hkv,Dv]."""
+        B, T, H = *v.shape[:2], self.site.heads
+        o, number = (B, T, H, v.shape[-1]), v.new_empty(B, T, H, dtype=torch.float32)
+        first: Any = inputs[0]
+        found = (first.new_empty(o), torch.empty_like(number)) if self.normalised else (first.new_empty(o),)
+        return found if self.near is None else (*found, v.new_empty(o), number)
+
+    def complete(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> Tensor:
+        """The whole call's o [B,T,H,Dv]."""
+        if self.near is None:
+            return self.finish(outputs, beside, layout)[0]
+        o, mass = self.finish(outputs[:-2], beside[:-1], layout)
+        return self.near.blended(o, mass, *outputs[-2:], beside[-1], layout.plain)
+
+    def _scanned(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """`scan`, also of mechanisms that update no pool in place."""
+        if layout.rows is None or self.pools:
+            return self.scan(inputs, layout, state)
+
+        def copied(state: Any, padding: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+            return self.scan(inputs, layout._replace(padding=padding, rows=None), state)
+
+        outputs, state = on_rows(copied, state, layout.rows, layout.padding, inputs[0].shape[1])  # type: ignore[union-attr]
+        return outputs, state
 
     @classmethod
     def obstacle(cls, site: Site) -> str | None:

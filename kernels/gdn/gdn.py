@@ -33,7 +33,7 @@ from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site
+from ..mixer import Bounds, Mixer, Site, Tensors
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows, put, take
 
@@ -263,43 +263,50 @@ class GatedDeltaNet(Recurrent, Mixer):
         g = -self.A_log.float().exp() * F.softplus(self.decay(x).float())
         return g, torch.sigmoid(self.strength(x).float())
 
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: GDNState | None,
-        read_gate: Tensor | None = None, write_gate: Tensor | None = None,
-    ) -> tuple[Tensor, GDNState]:  # fmt: skip
-        """`Mixer.mix`, with SLA's gates (`recur`)."""
+    def project(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, read_gate: Tensor | None = None,
+        write_gate: Tensor | None = None,
+    ) -> tuple[Tensors, Tensors]:  # fmt: skip
+        """`Mixer.project`, with SLA's gates. Behind a convolution, which looks back, features are `scan`'s business."""
         g, beta = self.gates(x)
-        memory, *tails = (None,) * 4 if state is None else state
-        held = tails if layout.rows is None else [take(tail, layout.rows) for tail in tails]
-        q, queries = self._features(q, "query", held[0], layout)
-        k, keys = self._features(k, "key", held[1], layout)
-        v, values = self._convolved(v, "value", held[2], layout)
-        v = F.silu(v) if self.value_act == "swish" else v
-        before = None if memory is None else DeltaState(memory)
-        o, (memory,) = self.recur(gdn, layout, before, read_gate, write_gate, q, k, v, g, beta, scale=1.0)
-        if hasattr(self, "output_gate"):
-            o = o * F.silu(self.output_gate(x)).unflatten(-1, o.shape[2:])
-        if layout.rows is not None and state is not None:
-            put(tails, layout.rows, (queries, keys, values))
-            return o, state
-        return o, GDNState(memory, queries, keys, values)
-
-    def _convolved(self, y: Tensor, role: str, tail: Tensor | None, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-        """The convolution, where there is one, and its tail."""
         if self.taps == 1:
-            return y, y[:, :0].float()
-        out, tail = self.short_conv(y, getattr(self, f"{role}_taps"), tail, layout.padding, layout.segments)
-        return out, tail
+            q, k, v = self._features(q, k, v, layout.plain)
+        gate = F.silu(self.output_gate(x)).unflatten(-1, (self.site.heads, -1)) if hasattr(self, "output_gate") else None
+        return (q, k, v, g, beta, None if self.norm else read_gate, write_gate), (read_gate if self.norm else None, gate)
 
-    def _features(
-        self, y: Tensor, role: Literal["query", "key"], tail: Tensor | None, layout: TokenLayout
-    ) -> tuple[Tensor, Tensor]:
-        """Queries or keys as the memory sees them: features of length 1 in y's dtype, zero where they vanish."""
-        dtype = y.dtype
-        y, tail = self._convolved(y, role, tail, layout)
-        if self.features is not None:
-            y = self.features(y, role)
-        return unit_rows(y, self.feature_map == "swish", dtype), tail
+    def scan(self, inputs: Tensors, layout: TokenLayout, state: GDNState | None) -> tuple[tuple[Tensor], GDNState]:
+        q, k, v, g, beta, read_gate, write_gate = inputs
+        assert q is not None and k is not None and v is not None
+        memory, *tails = (None,) * 4 if state is None else state
+        if self.taps == 1:
+            sequences = len(q) if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
+            ends = [y.new_empty(sequences, 0, *y.shape[2:], dtype=torch.float32) for y in (q, k, v)]
+        else:
+            held = tails if layout.rows is None else [take(tail, layout.rows) for tail in tails]
+            taps, places = (self.query_taps, self.key_taps, self.value_taps), (layout.padding, layout.segments)
+            made = [self.short_conv(*each, *places, layout.cu_seqlens) for each in zip((q, k, v), taps, held, strict=True)]
+            (q, k, v), ends = zip(*made, strict=True)
+            q, k, v = self._features(q, k, v, False)
+        before = None if memory is None else DeltaState(memory)
+        gates = {"read_gate": read_gate, "write_gate": write_gate}
+        o, (memory,) = self.recur(gdn, layout, before, q, k, v, g, beta, scale=1.0, **gates)
+        if layout.rows is not None and state is not None:
+            put(tails, layout.rows, ends)
+            return (o,), state
+        return (o,), GDNState(memory, *ends)
+
+    def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
+        read_gate, gate = beside
+        o = self.normed(outputs[0], read_gate, layout)
+        return o if gate is None else o * gate, None
+
+    def _features(self, q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as the memory sees them: features of q and k of length 1 in their dtype, zero where they vanish."""
+        swish, found = self.feature_map == "swish", []
+        for y, role in ((q, "query"), (k, "key")):
+            z = y if self.features is None else self.features(y, role)
+            found.append(unit_rows(z, swish, y.dtype, plain=plain))
+        return found[0], found[1], F.silu(v) if self.value_act == "swish" else v
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         site = self.site

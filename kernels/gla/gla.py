@@ -37,7 +37,7 @@ from ..layers.rotary import Rope, settled
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import GLAState, Inputs, fresh_state, gla_chunked, gla_step
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, gated, output_gate_at
+from ..mixer import Bounds, Mixer, Site, Tensors, gated, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
 
@@ -210,18 +210,28 @@ class GatedLinearAttention(Recurrent, Mixer):
     def start_from(self, name: str, values: list[tuple[float, float]]) -> None:
         self.forget.bias.copy_(torch.cat([self._spread(value) for value in values]).to(self.forget.bias))
 
-    def gates(self, x: Tensor) -> Tensor:
+    def gates(self, x: Tensor, plain: bool = False) -> Tensor:
         """Log-decays g = log sigmoid(W_2 W_1 x + bias) / damping, [B,T,E,F] fp32, <= 0."""
-        return log_decays(self.forget(self.narrow(x)).unflatten(-1, (self.state_count, self.key_dim)), self.damping)
+        f = self.forget(self.narrow(x)).unflatten(-1, (self.state_count, self.key_dim))
+        return log_decays(f, self.damping, plain=plain)
 
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: GLAState | None,
-        read_gate: Tensor | None = None, write_gate: Tensor | None = None,
-    ) -> tuple[Tensor, GLAState]:  # fmt: skip
-        """`Mixer.mix`, with SLA's gates (`recur`)."""
-        g, scale = self.gates(x), self.site.scale
+    def project(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, read_gate: Tensor | None = None,
+        write_gate: Tensor | None = None,
+    ) -> tuple[Tensors, Tensors]:  # fmt: skip
+        """`Mixer.project`, with SLA's gates."""
+        g = self.gates(x, layout.plain)
         if self.features is not None:
-            q, k, scale = self.features(q, "query").to(v.dtype), self.features(k, "key").to(v.dtype), 1.0
-        q, k = self.turn(q, layout), self.turn(k, layout)
-        o, state = self.recur(gla, layout, state, read_gate, write_gate, q, k, v, g, scale=scale)
-        return gated(o, x, self.output_gate), state
+            q, k = self.features(q, "query").to(v.dtype), self.features(k, "key").to(v.dtype)
+        inputs = self.turn(q, layout), self.turn(k, layout), v, g, None if self.norm else read_gate, write_gate
+        return inputs, (read_gate if self.norm else None, x)
+
+    def scan(self, inputs: Tensors, layout: TokenLayout, state: GLAState | None) -> tuple[tuple[Tensor], GLAState]:
+        *x, read_gate, write_gate = inputs
+        scale = self.site.scale if self.features is None else 1.0
+        o, state = self.recur(gla, layout, state, *x, scale=scale, read_gate=read_gate, write_gate=write_gate)
+        return (o,), state
+
+    def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
+        read_gate, x = beside
+        return gated(self.normed(outputs[0], read_gate, layout), x, self.output_gate), None

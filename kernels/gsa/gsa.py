@@ -38,9 +38,10 @@ from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
 )  # fmt: skip
 from ..layout import TokenLayout, once
-from ..mixer import Bounds, Mixer, Site, check_half_lives, check_power_of_two, full_precision, positions
+from ..mixer import Bounds, Mixer, Site, Tensors, check_half_lives, check_power_of_two, full_precision, positions
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.scan import document_tokens, each_sequence, numbered
+from ..layers.sequences import sequence_places
 from ..layers.pool import check_pool, on_rows, put, take
 
 
@@ -253,7 +254,7 @@ class GatedSlotAttention(Mixer):
         self.decay, self.read = decay, read
         if decay == "none":
             abc = import_module(".abc_gates", __package__)
-            self.abc_gates, self.abc_state = abc.abc_gates, abc.ABCState
+            self.abc_gates, self.abc_state, self.nothing = abc.abc_gates, abc.ABCState, abc.NOTHING
         if decay == "fixed":
             self.forget_bias = nn.Parameter(torch.empty(self.gate_count * slots))
         else:
@@ -291,12 +292,15 @@ class GatedSlotAttention(Mixer):
         bias = F.pad(biases(self.half_lives, free, self.damping), (self.clock, 0))
         return bias.repeat(self.gate_count)
 
-    def gates(self, x: Tensor, padding: Tensor | None, segments: Tensor | None, seen: Tensor | int) -> Tensor:
-        """Log-decays g = log sigmoid(W_f x + bias) / tau, [B,T,E,M] fp32, <= 0."""
-        f = self._before_gates(x)
+    def gates(self, f: Tensor, layout: TokenLayout, seen: Tensor | int) -> Tensor:
+        """Log-decays g = log sigmoid(f) / tau, f = W x + bias, [B,T,E,M] fp32, <= 0; `seen` as for `positions`."""
         if not self.clock:
             return log_decays(f, self.damping)
-        place = positions(padding, segments, seen, (x.shape[0], x.shape[1])).to(x.device)
+        place = layout.places
+        if place is None and layout.cu_seqlens is not None:
+            place = sequence_places(layout.cu_seqlens, f.shape[1], seen)
+        elif place is None:
+            place = positions(layout.padding, layout.segments, seen, (f.shape[0], f.shape[1])).to(f.device)
         return log_decays(f, self.damping, self.clock_strength, place)
 
     def _before_gates(self, x: Tensor) -> Tensor:
@@ -307,20 +311,26 @@ class GatedSlotAttention(Mixer):
             f = self.forget(x if self.narrow is None else self.narrow(x))
         return f.unflatten(-1, (self.gate_count, self.slots))
 
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
-    ) -> tuple[Tensor, Any]:
+    def project(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensors, Tensors]:
+        f = self._before_gates(x)
+        return (_act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act), f), ()
+
+    def scan(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor], Any]:
+        q, k, v, f = inputs
+        assert q is not None and k is not None and v is not None and f is not None
         padding, segments, rows, total, pool = layout.padding, layout.segments, layout.rows, None, None
+        cu, seen = layout.cu_seqlens, None
         if self.decay == "none":
             state, pool = (None, None) if state is None else state
-            f = self._before_gates(x)
-            g, total = self.abc_gates(f, padding, segments, pool if rows is None else take(pool, rows))
-        seen = None if state is None else state.seen
-        if rows is not None:
-            seen = take(seen, rows)
-        if total is None:
-            g = self.gates(x, padding, segments, 0 if seen is None else seen)
-        q, k, v = _act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act)
+        if state is not None and (layout.places is None or self.decay == "none"):
+            seen = state.seen if rows is None else take(state.seen, rows)
+        if self.decay == "none":
+            before = None
+            if seen is not None:  # a row of zeros stands for a state that has seen nothing
+                before = torch.where(seen[:, None, None] > 0, pool if rows is None else take(pool, rows), self.nothing)
+            g, total = self.abc_gates(f, padding, segments, before, cu)
+        else:
+            g = self.gates(f, layout, 0 if seen is None else seen)
         # Autocast would run the fp32 memories' products in half precision.
         with full_precision(q.device):
             o, state = gsa(
@@ -331,6 +341,7 @@ class GatedSlotAttention(Mixer):
                 scale=self.scale,
                 padding=padding,
                 segments=segments,
+                cu_seqlens=cu,
                 state=state,
                 rows=rows,
                 read=self.read,
@@ -341,17 +352,18 @@ class GatedSlotAttention(Mixer):
             total = pool
         if segments is not None:  # the clock counts the tokens of one document
             seen = torch.zeros_like(state.seen) if seen is None else seen
-            state = state._replace(seen=document_tokens(seen, padding, segments, (x.shape[0], x.shape[1])))
-        return self._normalise(_act(o, self.output_act)), state if total is None else self.abc_state(state, total)
+            state = state._replace(seen=document_tokens(seen, padding, segments, (q.shape[0], q.shape[1])))
+        return (o,), state if total is None else self.abc_state(state, total)
 
-    def _normalise(self, o: Tensor) -> Tensor:
-        """RMS norm of o [B,T,H,Dv] over one head or over all of them."""
+    def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
+        """The RMS norm of o [B,T,H,Dv] over one head or over all of them, where there is one."""
+        o = _act(outputs[0], self.output_act)
         if self.norm == "none":
-            return o
+            return o, None
         if self.norm == "head":
-            return head_norm(o, self.norm_weight)
+            return head_norm(o, self.norm_weight, plain=layout.plain), None
         all_heads, weight = o.flatten(2).unsqueeze(2), self.norm_weight.flatten()[None]
-        return head_norm(all_heads, weight).view_as(o)
+        return head_norm(all_heads, weight, plain=layout.plain).view_as(o), None
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         return (

@@ -30,7 +30,7 @@ from ..layout import TokenLayout
 from ..linear.linear import linear_attention, linear_attention_bidirectional
 from ..linear.bidirectional_launch import both_op
 from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, settled_precision, step_op, use_triton
-from ..mixer import Bounds, Mixer, Site, check_power_of_two, feature_parts, full_precision
+from ..mixer import Bounds, Mixer, Site, Tensors, check_power_of_two, feature_parts, full_precision
 from ..layers.pool import check_pool, on_rows
 from ..layers.scan import document_tokens, each_sequence, numbered
 
@@ -80,8 +80,6 @@ def la(
     if state is not None and not causal:
         raise ValueError("a state has no meaning where every token sees all others; pass causal=True")
     way: Any = {"causal": causal, "unit": unit, "backend": backend, "precision": precision, "chunk_size": chunk_size}
-    if cu_seqlens is not None and not (causal and use_triton(backend, precision, q, v, k.shape[2])):
-        return each_sequence(partial(la, a=a, b=b, **way), cu_seqlens, state, q=q, k=k, v=v)
     o, _, last = la_with_mass(q, k, v, a, b, padding, segments, cu_seqlens, state, rows=rows, **way)
     return o, fresh_state(q, k, v) if last is None else last
 
@@ -99,6 +97,8 @@ def la_with_mass(
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3]), state
     obstacle = "" if causal or segments is None else "documents in one row, and every token sees its own"
     kernels = use_triton(backend, precision, q, v, k.shape[2], obstacle)
+    if cu is not None and not (kernels and causal):
+        return _each_with_mass(q, k, v, a, b, cu, state, causal, unit, chunk_size)
     slopes = [y for y in (a, b) if isinstance(y, Tensor)]
     apart = not kernels or q.shape[1] != 1 or wants_gradients(q, k, v, *slopes, *(state or ())[:3])
     if rows is not None and state is not None and apart:
@@ -130,6 +130,21 @@ def la_with_mass(
     if padding is not None:
         o = o * padding[:, :, None, None]
     return o.to(dtype), g[..., 0], last
+
+
+def _each_with_mass(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor | float, b: Tensor | float, cu: Tensor, state: LAState | None, causal: bool,
+    unit: bool, chunk_size: int,
+)-> tuple[Tensor, Tensor, LAState | None]:  # fmt: skip
+    """`la_with_mass` of sequences laid end to end, one after the other in PyTorch."""
+    way: Any = {"causal": causal, "unit": unit, "backend": "torch", "precision": "auto", "chunk_size": chunk_size}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, state: LAState | None) -> tuple[Tensor, Any]:
+        o, g, last = la_with_mass(q, k, v, a, b, None, None, None, state if causal else None, **way)
+        return torch.cat([o.to(g.dtype), g[..., None]], -1), fresh_state(q, k, v) if last is None else last
+
+    both, last = each_sequence(run, cu, state, q=q, k=k, v=v)
+    return both[..., :-1].to(q.dtype), both[..., -1], last
 
 
 def _la_triton(
@@ -316,15 +331,34 @@ class LinearAttention(Mixer):
     def mix_with_mass(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: LAState | None
     ) -> tuple[Tensor, Tensor, LAState | None]:
+        inputs, _ = self.project(q, k, v, x, layout)
+        (o, g), state = self.scan(inputs, layout, state)
+        return o.to(v.dtype), g, state
+
+    def project(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensors, Tensors]:
+        with full_precision(q.device):
+            return (self.feature_map(q, "query"), self.feature_map(k, "key"), v), (v,)
+
+    def scan(
+        self, inputs: Tensors, layout: TokenLayout, state: LAState | None
+    ) -> tuple[tuple[Tensor, Tensor], LAState | None]:
+        q, k, v = inputs
+        assert q is not None and k is not None and v is not None
         a, b = self.kernel()
         # Autocast would run the fp32 sums in half precision.
         with full_precision(q.device):
-            q, k = self.feature_map(q, "query"), self.feature_map(k, "key")
             o, g, state = la_with_mass(
-                q, k, v, a, b, layout.padding, layout.segments, None, state, causal=layout.causal, unit=self.unit,
-                backend="auto", precision="auto", chunk_size=self.chunk_size, rows=layout.rows,
+                q, k, v, a, b, layout.padding, layout.segments, layout.cu_seqlens, state, causal=layout.causal,
+                unit=self.unit, backend="auto", precision="auto", chunk_size=self.chunk_size, rows=layout.rows,
             )  # fmt: skip
-        return o.to(v.dtype), g.clamp_min(GUARD), state
+        return (o, g.clamp_min(GUARD)), state
+
+    def finish(
+        self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        o, g = outputs
+        (v,) = beside
+        return o.to(v.dtype), g
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         D, Dv = self.site.key_dim if self.features is None else self.features.size, self.site.value_dim

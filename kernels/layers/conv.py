@@ -14,16 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .scan import numbered
+from .sequences import splice
 
 
 def short_conv(
-    y: Tensor, taps: Tensor, tail: Tensor | None, padding: Tensor | None, segments: Tensor | None
+    y: Tensor, taps: Tensor, tail: Tensor | None, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out [B,T,heads,Y] in y's dtype, and the last K-1 tokens [B,K-1,heads,Y] fp32, zero where a document had fewer.
 
     y [B,T,heads,Y]; `taps` [heads,Y,K]; `tail` as an earlier call returned it, of a row's first document; `padding`
     [B,T] bool is True at real tokens (the output elsewhere means nothing); `segments` [B,T] int numbers documents.
+    `cu` [S+1] int with B=1: S sequences laid end to end, of which `tail` has a row each, and so has the last K-1 tokens.
     """
+    if cu is not None:
+        return _sequences(y, taps, tail, cu)
     (B, T), K = y.shape[:2], taps.shape[-1]
     dtype, y = y.dtype, y.to(torch.promote_types(y.dtype, torch.float32))
     tail = y.new_zeros(B, K - 1, *y.shape[2:]) if tail is None else tail
@@ -44,3 +48,16 @@ def short_conv(
     place = end + torch.arange(K - 1, device=y.device)
     kept = (owner.take_along_dim(place, 1) == final)[:, :, None, None]
     return out.to(dtype), rows.take_along_dim(place[:, :, None, None], 1) * kept
+
+
+def _sequences(y: Tensor, taps: Tensor, tail: Tensor | None, cu: Tensor) -> tuple[Tensor, Tensor]:
+    """`short_conv` of sequences laid end to end."""
+    K, dtype, y = taps.shape[-1], y.dtype, y.to(torch.promote_types(y.dtype, torch.float32))
+    tail = y.new_zeros(len(cu) - 1, K - 1, *y.shape[2:]) if tail is None else tail
+    at = splice(cu, y.shape[1], K - 1)
+    rows = at.join(tail, y)[0]
+    out = torch.zeros_like(y[0])
+    for i in range(K):
+        out = out + rows[at.tokens - (K - 1 - i)] * taps[..., i].to(y.dtype)
+    last = rows[at.ends[:, None] - (K - 1) + torch.arange(K - 1, device=y.device)]
+    return out[None].to(dtype), last

@@ -96,8 +96,8 @@ class HeadNorm(nn.Module):
     def reset_parameters(self) -> None:
         init.ones_(self.weight)
 
-    def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
-        return head_norm(o, self.weight, gate)
+    def forward(self, o: Tensor, gate: Tensor | None = None, *, plain: bool = False) -> Tensor:
+        return head_norm(o, self.weight, gate, plain=plain)
 
     def calibrate(self, o_teacher: Tensor) -> None:
         give_size(self.weight, o_teacher)

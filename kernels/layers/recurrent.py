@@ -50,21 +50,37 @@ class Recurrent(Mixer):
     def turn(self, y: Tensor, layout: TokenLayout) -> Tensor:
         """Queries or keys [B,T,heads,F] as the memory sees them: rotated here, where that comes after the features."""
         rotation = layout.rotation
-        return y if self.rope != "after" or rotation is None else rotated(y, rotation, self.site.key_dim)
+        if self.rope != "after" or rotation is None:
+            return y
+        return rotated(y, rotation, self.site.key_dim, plain=layout.plain)
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any, read_gate: Tensor | None =
+        None, write_gate: Tensor | None = None,
+    )-> tuple[Tensor, Any]:  # fmt: skip
+        """`Mixer.mix`, with SLA's gates: `read_gate` [B,T,H] on the output, after the norm, which would cancel it;
+        `write_gate` [B,T,E] on what is written."""
+        inputs, beside = self.project(q, k, v, x, layout, read_gate, write_gate)
+        outputs, state = self.scan(inputs, layout, state)
+        return self.finish(outputs, beside, layout)[0], state
 
     def recur(
-        self, op: Callable[..., tuple[Tensor, Any]], layout: TokenLayout, state: Any, read_gate: Tensor | None,
-        write_gate: Tensor | None, *inputs: Tensor, **gates: Any,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
-        """`op` and the norm of its output, with SLA's gates: `read_gate` [B,T,H] on the output, after the norm, which
-        would cancel it; `write_gate` [B,T,E] on what is written."""
+        self, op: Callable[..., tuple[Tensor, Any]], layout: TokenLayout, state: Any, *inputs: Tensor | None, **gates: Any
+    ) -> tuple[Tensor, Any]:
+        """`op` on what `project` made."""
         # Autocast would run the fp32 memories' products in half precision.
-        with full_precision(inputs[0].device):
-            o, state = op(
-                *inputs, **gates, padding=layout.padding, segments=layout.segments, state=state, rows=layout.rows,
-                write_gate=write_gate, read_gate=None if self.norm else read_gate, chunk_size=self.chunk_size,
+        with full_precision(inputs[0].device):  # type: ignore[union-attr]
+            return op(
+                *inputs, **gates, padding=layout.padding, segments=layout.segments, cu_seqlens=layout.cu_seqlens,
+                state=state, rows=layout.rows, chunk_size=self.chunk_size,
             )  # fmt: skip
-            return o if self.norm is None else self.norm(o, read_gate), state
+
+    def normed(self, o: Tensor, read_gate: Tensor | None, layout: TokenLayout) -> Tensor:
+        """The norm of each head's output, where there is one, with SLA's gate behind it."""
+        if self.norm is None:
+            return o
+        with full_precision(o.device):
+            return self.norm(o, read_gate, plain=layout.plain)
 
     def starts(self) -> dict[str, tuple[Any, ...]]:
         """What `calibrate` tries with the options that this one has."""

@@ -470,7 +470,7 @@ class MultiHeadLinearAttention(Mixer):
             w = self.weights(q.device)
             if layout.causal:
                 padding, segments, *_ = layout
-                given = q, k, v, w, self.block_size, self.normalise, padding, segments, None, state
+                given = q, k, v, w, self.block_size, self.normalise, padding, segments, layout.cu_seqlens, state
                 o, g, state = mix_causal(*given, rows=layout.rows)
             else:
                 if self.site.causal:  # a decoder called as bidirectional: what it has is weights by distance

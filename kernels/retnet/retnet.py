@@ -31,7 +31,7 @@ from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention
 from ..linear.launch import Precision, chunked_op, pool_op, settled_precision, step_op, use_triton
-from ..mixer import Bounds, Mixer, Site, full_precision, gated, output_gate_at
+from ..mixer import Bounds, Mixer, Site, Tensors, full_precision, gated, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
 
@@ -266,16 +266,24 @@ class RetNet(Recurrent, Mixer):
         y = self.log_half_life if self.decay == "learned" else self._spread(device)
         return -math.log(2.0) * torch.exp2(-y.to(state_dtype(y)))
 
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: RetNetState | None,
-        read_gate: Tensor | None = None, write_gate: Tensor | None = None,
-    ) -> tuple[Tensor, RetNetState]:  # fmt: skip
-        """`Mixer.mix`, with SLA's gates (`recur`)."""
-        dtype, scale, log_decay = v.dtype, self.site.scale, self.log_decay(q.device)
+    def project(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, read_gate: Tensor | None = None,
+        write_gate: Tensor | None = None,
+    ) -> tuple[Tensors, Tensors]:  # fmt: skip
+        """`Mixer.project`, with SLA's gates."""
         if self.features is not None:
             with full_precision(q.device):
-                q, k, scale = self.features(q, "query"), self.features(k, "key"), 1.0
-        q, k = self.turn(q, layout), self.turn(k, layout)
-        o, state = self.recur(retnet, layout, state, read_gate, write_gate, q, k, v, log_decay=log_decay, scale=scale)
-        o = o.to(dtype)
-        return gated(o, x, self.output_gate), state
+                q, k = self.features(q, "query"), self.features(k, "key")
+        inputs = self.turn(q, layout), self.turn(k, layout), v, None if self.norm else read_gate, write_gate
+        return inputs, (read_gate if self.norm else None, x, v)
+
+    def scan(self, inputs: Tensors, layout: TokenLayout, state: RetNetState | None) -> tuple[tuple[Tensor], RetNetState]:
+        *x, read_gate, write_gate = inputs
+        form: Any = {"read_gate": read_gate, "write_gate": write_gate}
+        form |= {"log_decay": self.log_decay(inputs[0].device), "scale": self.site.scale if self.features is None else 1.0}
+        o, state = self.recur(retnet, layout, state, *x, **form)
+        return (o,), state
+
+    def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
+        read_gate, x, v = beside
+        return gated(self.normed(outputs[0], read_gate, layout).to(v.dtype), x, self.output_gate), None

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layout import TokenLayout
-from ..mixer import Mixer, Site, as_autocast, option_types, own_mixer
+from ..mixer import Mixer, Site, Tensors, as_autocast, option_types, own_mixer
 from ..layers.rotary import settled
 from ..layers.row_softmax import row_softmax
 
@@ -63,9 +63,10 @@ def sla(
     return op_of(base)(q, k, v, **arguments, **gates)
 
 
-def head_softmax(scores: Tensor, rescale: bool) -> Tensor:
-    """Softmax in fp32 over the heads of each token, [B,T,heads], times their number with `rescale`."""
-    return row_softmax(scores, float(scores.shape[-1]) if rescale else 1.0)
+def head_softmax(scores: Tensor, rescale: bool, *, plain: bool = False) -> Tensor:
+    """Softmax in fp32 over the heads of each token, [B,T,heads], times their number with `rescale`. `plain` keeps to
+    PyTorch."""
+    return row_softmax(scores, float(scores.shape[-1]) if rescale else 1.0, plain=plain)
 
 
 def sla_reference(
@@ -145,14 +146,22 @@ class SoftmaxLinearAttention(Mixer):
         for scores in (self.read, self.write):
             init.zeros_(scores.weight)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
-        return self.base.mix(q, k, v, x, layout, state, *self.gates(q, k, x))
+    def project(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensors, Tensors]:
+        return self.base.project(q, k, v, x, layout, *self.gates(q, k, x, layout.plain))
 
-    def gates(self, q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def scan(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
+        return self.base.scan(inputs, layout, state)
+
+    def finish(
+        self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.base.finish(outputs, beside, layout)
+
+    def gates(self, q: Tensor, k: Tensor, x: Tensor, plain: bool = False) -> tuple[Tensor, Tensor]:
         """What heads read [B,T,H] and what memories take in [B,T,E]."""
         inputs = (x, x) if self.from_hidden else (q.flatten(2), k.flatten(2))
-        scores = self.read(inputs[0]), self.write(inputs[1])
-        return head_softmax(scores[0], self.gate_rescale), head_softmax(scores[1], self.gate_rescale)
+        scores, rescale = (self.read(inputs[0]), self.write(inputs[1])), self.gate_rescale
+        return head_softmax(scores[0], rescale, plain=plain), head_softmax(scores[1], rescale, plain=plain)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         return super().state_bytes(tokens, item) + self.base.state_bytes(tokens, item)

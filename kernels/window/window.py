@@ -36,7 +36,8 @@ from ..layers.arguments import Backend, use_kernels, wants_gradients
 from ..layers.pool import check_pool, on_rows
 from ..layout import TokenLayout, once
 from ..mixer import Bounds, Mixer, Site, full_precision
-from ..layers.scan import numbered
+from ..layers.scan import each_sequence, numbered
+from ..layers.sequences import splice
 from .blend import blend
 from .launch import runs_on, window_op
 from .step import pool_op, step_op
@@ -74,6 +75,7 @@ def window(
     scale: float,
     padding: Tensor | None = None,
     segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state: Ring | None = None,
     rows: Tensor | None = None,
     backend: Backend = "auto",
@@ -83,16 +85,23 @@ def window(
 
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `scale` multiplies q.k; `padding` [B,T] bool is True at real tokens,
     the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
-    first one. `rows` [B] int: `state` is a pool, of which those rows are the call's (below 0: padding); they are changed
-    in place. Time grows with T * window, and so does the memory of the PyTorch path. `backend`: `auto` runs the Triton
-    kernels on a GPU where no state goes in, and for one token after a state; else PyTorch. The others insist.
+    first one. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `rows` [B] int:
+    `state` is a pool, of which those rows are the call's (below 0: padding); they are changed in place. Time grows with
+    T * window, and so does the memory of the PyTorch path. `backend`: `auto` runs the Triton kernels on a GPU where no
+    state goes in, for one token after a state, and for sequences laid end to end without gradients; else PyTorch. The
+    others insist.
     """
-    check_pool(rows, state, q.shape[0], segments)
+    check_pool(rows, state, q.shape[0], segments, cu_seqlens)
     (B, T, H, D), W = q.shape, window
     if T == 0:
         ring = empty_ring(k, v, sink + W) if state is None else state
         return q.new_zeros(B, 0, H, v.shape[-1]), q.new_zeros(B, 0, H, dtype=torch.float32), ring
     obstacle = runs_on(q.device, (q.dtype, k.dtype, v.dtype), D, v.shape[-1])
+    if cu_seqlens is not None:
+        if wants_gradients(q, k, v, *(() if state is None else state[:2])):
+            obstacle = obstacle or "sequences laid end to end, and gradients are wanted"
+        sequences = _spliced if use_kernels(backend, obstacle) else _each
+        return sequences(q, k, v, cu_seqlens, state, (sink, W), scale)
     if state is not None:
         obstacle = _step_obstacle(q, k, v, segments, state)
         if use_kernels(backend, obstacle and f"a state goes in, and {obstacle}"):
@@ -129,6 +138,52 @@ def _whole(
         o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
         o = o * padding[:, :, None, None]
     return o, mass, ring
+
+
+def _each(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, state: Ring | None, sizes: tuple[int, int], scale: float
+) -> tuple[Tensor, Tensor, Ring]:
+    """`window` of sequences that begin at `cu` [n+1], one after the other; `sizes` are S, W."""
+    sink, W = sizes
+
+    def run(q: Tensor, k: Tensor, v: Tensor, state: Ring | None) -> tuple[Tensor, Ring]:
+        o, mass, ring = _whole(q, k, v, (sink, W, q.shape[1]), scale, None, None, state)
+        return torch.cat([o.to(mass.dtype), mass[..., None]], -1), ring
+
+    both, ring = each_sequence(run, cu, state, q=q, k=k, v=v)
+    return both[..., :-1].to(v.dtype), both[..., -1], ring
+
+
+def _spliced(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, state: Ring | None, sizes: tuple[int, int], scale: float
+) -> tuple[Tensor, Tensor, Ring]:
+    """`_each` in one launch, on a row in which each sequence stands behind what its ring holds."""
+    (sink, W), T, device = sizes, q.shape[1], q.device
+    R = 0 if state is None else sink + W
+    at, index = splice(cu, T, R), torch.arange(R, device=device)
+    held = cu.new_zeros(len(cu) - 1, dtype=torch.long) if state is None else state.held
+    # Of each ring the real tokens, moved to the right: what only the sink holds, then the window.
+    real = held.clamp_max(R)
+    lacking = (R - real)[:, None]
+    begin = at.held[:, :1] + lacking if R else at.ends[:, None] - cu.long().diff()[:, None]
+    if state is not None:
+        own = index - lacking  # [n,R] place among the real ones, below 0 for none
+        source = torch.where(own < real[:, None] - held.clamp_max(W)[:, None], own, index).clamp_min(0)
+        none = (own < 0)[:, :, None, None]
+        before = [y.take_along_dim(source[:, :, None, None], 1).masked_fill(none, 0.0) for y in state[:2]]
+        k, v = at.join(before[0], k), at.join(before[1], v)
+        q = at.join(q.new_zeros(len(real), R, *q.shape[2:]), q)
+    # Where the document of each place begins; places that hold nothing are documents of their own.
+    starts = torch.arange(q.shape[1], device=device)
+    starts[at.tokens] = begin[at.numbers, 0]
+    starts[at.held] = torch.where(index >= lacking, begin, at.held)
+    o, mass, _ = window_op(q, k, v, starts.int()[None], None, W, sink, scale)
+    recent = at.ends[:, None] - W + torch.arange(W, device=device)
+    places = torch.cat([begin + torch.arange(sink, device=device), recent], 1)
+    reached = ((places >= begin) & (places < at.ends[:, None]))[:, :, None, None]
+    places = places.clamp(0, q.shape[1] - 1)
+    keys, values = (y[0, places].masked_fill(~reached, 0.0) for y in (k, v))
+    return o[:, at.tokens], mass[:, at.tokens], Ring(keys, values, held + cu.long().diff())
 
 
 def _step(*inputs: Any) -> tuple[Tensor, Tensor, Ring]:
@@ -392,25 +447,37 @@ class Window(nn.Module):
 
         `mass` [B,T,H]: the mechanism's normaliser, where it has one; `x` [B,T,hidden].
         """
-        gate = F.linear(x, self.far_gate.to(x.dtype))
+        gate = self.gate(x)
         if state is not None and not wants_gradients(far, gate) and not _step_obstacle(q, k, v, layout.segments, state):
             share = None if self.shared else self.near_share
             beside: Any = far, gate, self.far_logit, share, mass, layout.padding
             o, _, ring = _step(q, k, v, *state, *beside, self.window, self.sink, self.scale, layout.rows)
             return o, ring
-        near, own_mass, ring = self._near(q, k, v, layout, state)
-        logit = self.far_logit.float() + gate.float()
-        logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass.log() - own_mass
-        o = blend(far, near, torch.sigmoid(logit))
+        near, own_mass, ring = self.attend(q, k, v, layout, state)
+        o = self.blended(far, mass, near, own_mass, gate)
         if layout.rows is not None:  # of padding log Z may be anything
             o = torch.where((layout.rows >= 0)[:, None, None, None], o, 0.0)
         return o, ring
 
-    def _near(
+    def gate(self, x: Tensor) -> Tensor:
+        """u.x [B,T,H] of hidden states x [B,T,hidden]."""
+        return F.linear(x, self.far_gate.to(x.dtype))
+
+    def blended(
+        self, far: Tensor, mass: Tensor | None, near: Tensor, own_mass: Tensor, gate: Tensor, plain: bool = False
+    ) -> Tensor:
+        """w far + (1 - w) near; `mass` [B,T,H] the mechanism's normaliser, `own_mass` log Z of the window."""
+        logit = self.far_logit.float() + gate.float()
+        logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass.log() - own_mass
+        return blend(far, near, torch.sigmoid(logit), plain=plain)
+
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None
     ) -> tuple[Tensor, Tensor, Ring]:
+        """Exact attention to the window: o [B,T,H,Dv], log Z [B,T,H] fp32, and the ring."""
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
         places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
+        places["cu_seqlens"] = layout.cu_seqlens
         # Autocast would round the scores to half precision.
         with full_precision(q.device):
             return window(q, k, v, **sizes, **places, state=state)
@@ -424,7 +491,7 @@ class Window(nn.Module):
 
         Arguments as for `forward`, u taken for 0. Returns what to multiply `far` with, [H]: 1 unless it is `free`.
         """
-        near, own_mass, _ = self._near(q, k, v, layout, None)
+        near, own_mass, _ = self.attend(q, k, v, layout, None)
         far, near, target = far.float(), near.float(), target.float()
         thetas, found, factors = torch.linspace(*THETAS, device=q.device), [], []
         pairs = ((far, far), (far, near), (far, target), (near, near), (near, target))
@@ -481,6 +548,7 @@ class SinkWindow(Mixer):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
         places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
+        places["cu_seqlens"] = layout.cu_seqlens
         # Autocast would round the scores to half precision.
         with full_precision(q.device):
             o, _, state = window(q, k, v, **sizes, **places, state=state)

@@ -77,7 +77,7 @@ class OneGraph(nn.Module):
                 else:
                     mixer.mix = window_alone(mixer)
                 if mixer.near is not None:
-                    mixer.near._near = window_beside(mixer.near)
+                    mixer.near.attend = window_beside(mixer.near)
                 mixer.forward = self.with_state(mixer.forward, slot.state, str(number))
             else:
                 self.add(f"{number}_keys", slot.keys, True)
@@ -186,7 +186,7 @@ def filled(example: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def window_beside(near: Any) -> Callable[..., Any]:
-    """What takes the place of `_near` in the window beside a mechanism."""
+    """What takes the place of `attend` in the window beside a mechanism."""
     sizes = {"window": near.window, "sink": near.sink, "scale": near.scale}
     return lambda q, k, v, layout, state: ring_attention(q, k, v, **sizes, padding=layout.padding, state=state)
 
@@ -203,11 +203,11 @@ def window_alone(mixer: Any) -> Callable[..., Any]:
 
 
 def recurrence(mixer: Any, rule: str) -> Callable[..., Any]:
-    """What takes the place of a mixer's `recur`: the operator, and the norm of its output."""
+    """What takes the place of a mixer's `recur`, the operator."""
 
     def recur(
-        op: Any, layout: Any, state: Any, read: None, write: None, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor,
-        scale: float, log_decay: Tensor | None = None,
+        op: Any, layout: Any, state: Any, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, scale: float, log_decay:
+        Tensor | None = None, **of_sla: None,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         (B, T, H, _), E = q.shape, mixer.state_count
         real = layout.padding
@@ -222,8 +222,7 @@ def recurrence(mixer: Any, rule: str) -> Callable[..., Any]:
             "::LinearAttention", inputs if beta is not None else inputs[:5], attributes, dtypes=(v.dtype, past.dtype),
             shapes=((B, T, H * v.shape[3]), tuple(past.shape)),
         )  # fmt: skip
-        o = o.unflatten(2, (H, v.shape[3]))
-        return (o if mixer.norm is None else mixer.norm(o)), type(state)(after)
+        return o.unflatten(2, (H, v.shape[3])), type(state)(after)
 
     return recur
 

@@ -545,14 +545,14 @@ def mix(
 
 def gates_at_rest(m: GatedSlotAttention) -> Tensor:
     """Log-decays of a token whose hidden state is zero: [E,M]."""
-    return m.gates(torch.zeros(1, 1, 24), None, None, 0)[0, 0].detach()
+    return m.gates(m._before_gates(torch.zeros(1, 1, 24)), TokenLayout(), 0)[0, 0].detach()
 
 
 def test_gates_are_damped_log_sigmoids_in_fp32() -> None:
     m, x = mixer(damping=4.0, clock=0), torch.randn(2, 5, 24)
     expected = F.logsigmoid(m.forget(x)).unflatten(-1, (2, 64)) / 4.0
-    assert relative_error(m.gates(x, None, None, 0), expected) <= TOLERANCE[torch.float32]
-    assert m.bfloat16().gates(x.bfloat16(), None, None, 0).dtype == torch.float32
+    assert relative_error(m.gates(m._before_gates(x), TokenLayout(), 0), expected) <= TOLERANCE[torch.float32]
+    assert m.bfloat16().gates(m._before_gates(x.bfloat16()), TokenLayout(), 0).dtype == torch.float32
 
 
 def test_half_lives_are_spread_from_2_to_2048_tokens() -> None:
@@ -580,7 +580,7 @@ def test_gate_rank_splits_the_map_and_keeps_its_deviation() -> None:
     assert product.shape == (2 * 64, 24)
     assert float(product.std()) == pytest.approx(0.5, rel=0.15)
     expected = F.logsigmoid(x @ product.T + m.forget.bias).unflatten(-1, (2, 64)) / 4.0
-    assert relative_error(m.gates(x, None, None, 0), expected) <= 2e-6
+    assert relative_error(m.gates(m._before_gates(x), TokenLayout(), 0), expected) <= 2e-6
     assert sum(p.numel() for p in m.parameters()) == 8 * 24 + 2 * 64 * 9
     with pytest.raises(ValueError, match="gate_rank=8: with decay=fixed no map makes the gates"):
         mixer(gate_rank=8, decay="fixed")
@@ -611,7 +611,7 @@ def test_activations_and_scale(feature_map: str, value_act: str, output_act: str
     m = mixer(feature_map=feature_map, value_act=value_act, output_act=output_act, unit_scale=unit_scale, slots=16)
     q, k, v, x = tokens(9)
     phi, scale = ACTIVATIONS[feature_map], 1.0 if unit_scale else SITE.scale
-    o, _ = gsa_reference(phi(q), phi(k), ACTIVATIONS[value_act](v), m.gates(x, None, None, 0), scale=scale)
+    o, _ = gsa_reference(phi(q), phi(k), ACTIVATIONS[value_act](v), m.gates(m._before_gates(x), TokenLayout(), 0), scale=scale)
     assert relative_error(mix(m, (q, k, v, x))[0], ACTIVATIONS[output_act](o)) <= TOLERANCE[torch.float32]
 
 
@@ -713,7 +713,7 @@ def test_the_clock_keeps_its_turns_across_decode_padding_and_documents() -> None
 
 def test_a_fresh_clock_writes_mostly_its_turn_and_has_gradients() -> None:
     m = mixer(slots=20, clock=4)
-    g = m.gates(torch.zeros(1, 8, 24), None, None, 0)[0, :, 0, :4]
+    g = m.gates(m._before_gates(torch.zeros(1, 8, 24)), TokenLayout(), 0)[0, :, 0, :4]
     turn = (torch.arange(8) % 4)[:, None] == torch.arange(4)
     assert float(g[turn].max()) < -2.9
     assert float(g[~turn].min()) > -1e-6
