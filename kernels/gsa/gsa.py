@@ -149,6 +149,8 @@ def _gsa_triton(
     state: GSAState | None,
 ) -> tuple[Tensor, GSAState]:
     """Run the Triton kernels (launch.py): one launch for a single token without gradients, else the chunk form."""
+    if cu is not None and len(cu) == 2:
+        cu = None  # one sequence is a row, which sweep.py takes
     single = q.shape[1] == 1 and segments is None and cu is None
     if single and not wants_gradients(q, k, v, g, *(state or ())):
         o, *last = step_op(q, k, v, g, scale, padding, *(fresh_state(q, k, v, g) if state is None else state))

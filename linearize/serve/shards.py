@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..verify.limits import DIVIDED
-from .states import code_of, token_layout
+from .states import code_of, layout_class
 
 # Tokens of the trial.
 TOKENS = 5
@@ -76,7 +76,7 @@ def divides(kind: Any, record: dict[str, Any], options: dict[str, Any], size: in
         q, k = torch.randn(2, TOKENS, site.heads, site.key_dim), torch.randn(2, TOKENS, site.kv_heads, site.key_dim)
         v, x = torch.randn(2, TOKENS, site.kv_heads, site.value_dim), torch.randn(2, TOKENS, site.hidden)
         x /= site.hidden**0.5
-        layout = token_layout(whole, None)
+        layout = layout_class(whole)()
         expected: Tensor = whole(q, k, v, x, layout)[0]
         try:
             parts = [shard(whole, options, rank, size) for rank in range(size)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from linearize_kernels.hf.cache import map_state
+from linearize_kernels.layers.pool import take
 
 # Every tensor of a state begins at a multiple of this many bytes, so that a row can be viewed in its dtype.
 ALIGNMENT = 16
@@ -64,8 +65,8 @@ class StateLayout:
         return map_state(tensor, self.example)
 
     def read(self, pool: Tensor, rows: Tensor) -> Any:
-        """The states of rows [n] of a pool, as a mixer takes them; a copy."""
-        return map_state(lambda part: part.index_select(0, rows), self.views(pool))
+        """The states of rows [n] of a pool, as a mixer takes them; a copy. Of a row below 0 it is that of no token."""
+        return take(self.views(pool), rows)
 
     def write(self, pool: Tensor, rows: Tensor, state: Any) -> None:
         """Store a state of n sequences in rows [n] of a pool."""
@@ -91,9 +92,16 @@ def code_of(mechanism: type) -> str:
     return next(kind.__module__ for kind in mechanism.__mro__ if kind.__name__ == "Mixer").rpartition(".")[0]
 
 
-def token_layout(mixer: Any, padding: Tensor | None) -> Any:
-    """What a mixer is told of its tokens, in the class of its own copy of the kernels."""
-    return importlib.import_module(f"{code_of(type(mixer))}.layout").TokenLayout(padding=padding)
+def layout_class(mixer: Any) -> Any:
+    """TokenLayout in a mixer's own copy of the kernels."""
+    return importlib.import_module(f"{code_of(type(mixer))}.layout").TokenLayout
+
+
+def rotation_class(mixer: Any) -> Any:
+    """Rotation in a mixer's own copy of the kernels."""
+    code = code_of(type(mixer))
+    found = importlib.import_module(f"{code}.layers.rotary" if code == "linearize_kernels" else f"{code}.rotary")
+    return found.Rotation
 
 
 def softmax_of(mixer: Any) -> Any:
@@ -113,7 +121,7 @@ def example_state(mixer: Any, dtype: torch.dtype) -> Any:
         return torch.zeros(1, 1, *shape, dtype=dtype)
 
     q, k = zeros(site.heads, site.key_dim), zeros(site.kv_heads, site.key_dim)
-    return mixer(q, k, zeros(site.kv_heads, site.value_dim), zeros(site.hidden), token_layout(mixer, None))[1]
+    return mixer(q, k, zeros(site.kv_heads, site.value_dim), zeros(site.hidden), layout_class(mixer)())[1]
 
 
 def state_layouts(mechanisms: dict[str, Any], spec: dict[str, Any], dtype: torch.dtype) -> dict[int, StateLayout]:
@@ -203,7 +211,7 @@ def run_call(
     is for mixers that rotate q and k themselves, else None.
     """
     q, k, v, x = (tensor[call.tokens] for tensor in inputs)
-    told = token_layout(mixer, call.padding)
+    told = layout_class(mixer)(padding=call.padding)
     if rotation is not None:
         told = told._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
     # Code of checkpoints from before 2026-11-23 knows no rows.

@@ -8,53 +8,128 @@ sequence's state to the module's mixer. Only vLLM imports this file, through vll
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import re
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import Library
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.linear_attn import (
-    LinearAttentionBackend,
-    LinearAttentionMetadata,
-    LinearAttentionMetadataBuilder,
-)
+from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
+from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.utils import (
+    NULL_BLOCK_ID,
+    PAD_SLOT_ID,
+    mamba_get_block_table_tensor,
+    split_decodes_and_prefills,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from linearize_kernels.hf.seam import bind, hidden_name, without_rotation
+from linearize_kernels.layers.sequences import sequence_places
 
+from .batch import Batch, run
 from .folder import layers_of
 from .shards import shard, shard_spec
-from .states import StateLayout, calls_of, code_of, run_call, softmax_of, state_layouts
+from .states import StateLayout, calls_of, code_of, layout_class, rotation_class, run_call, softmax_of, state_layouts
+from .vllm_plugin import OPERATOR
 
 # ---------------------------------------------------------------- one layer
 
 
 class StateMetadataBuilder(LinearAttentionMetadataBuilder):
-    """vLLM's description of a batch, and beside it the calls that the batch becomes, the same for all layers."""
+    """Makes of vLLM's description of a step the `Batch` that all layers of a group share.
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        made: LinearAttentionMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        common = common_attn_metadata
-        starts = common.query_start_loc_cpu.tolist()
-        # A bound from above that is exact for sequences without a state; it saves waiting for the GPU.
-        total = common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
-        seen = [length - (end - start) for length, start, end in zip(total.tolist(), starts, starts[1:], strict=False)]
-        made.calls = calls_of(starts, seen, made.state_indices_tensor)
+    What decode steps read lies in tensors of fixed address, so that a CUDA graph of a step can be replayed.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        self.layers: list[StateAttention] = [layers[name] for name in layer_names]
+        # Groups differ in rows alone; vLLM's second model runner also shares a step's metadata when it records graphs.
+        self.supports_update_block_table = vllm_config.use_v2_model_runner and device.type == "cuda"
+        most = vllm_config.scheduler_config.max_num_seqs
+        self.rows = torch.empty(most, dtype=torch.int32, device=device)
+        self.places = torch.zeros(most, 1, dtype=torch.long, device=device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+        m = common_attn_metadata
+        rows = self.rows_of(m.block_table_tensor, m.seq_lens)
+        starts = m.query_start_loc_cpu
+        lengths = starts[1:] - starts[:-1]
+        # A bound from above that is exact for prompts; it saves waiting for the GPU.
+        total = m.seq_lens.cpu() if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound
+        seen = total[: len(lengths)] - lengths
+        if self.layers[0].earlier:
+            calls = calls_of(starts.tolist(), seen.tolist(), rows)
+            return Batch(self.rows[:0], self.places[:0], calls=calls)
+        n, S, decoded, tokens = split_decodes_and_prefills(m, decode_threshold=1)
+        if S:
+            S -= int((lengths[n:] == 0).sum())
+            tokens = int(starts[n + S]) - decoded
+        made = Batch(self.decode_rows(rows[:n]), self.places[:n], tokens=tokens, lengths=m.seq_lens)
+        made.places[:, 0].copy_(m.seq_lens[:n] - 1)
+        # A prompt of one token is a step, too; it starts from a state of zeros.
+        fresh = ((lengths[:n] == 1) & (seen[:n] <= 0)).nonzero()[:, 0]
+        if len(fresh):
+            self.clear(rows[fresh.to(rows.device)])
+        if S:
+            made.starts = (m.query_start_loc[n : n + S + 1] - decoded).int()
+            before = m.compute_num_computed_tokens()[n : n + S]
+            made.prompt_places = sequence_places(made.starts, tokens, before.long())
+            made.came = None if bool((seen[n : n + S] <= 0).all()) else before > 0
+            self.prompts(made, rows[n : n + S])
         return made
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Batch:
+        """Steps of no sequence: none of their rows is read or written."""
+        n = common_attn_metadata.num_reqs
+        return Batch(self.rows[:n].fill_(PAD_SLOT_ID), self.places[:n], lengths=common_attn_metadata.seq_lens)
+
+    def update_block_table(self, metadata: Batch, blk_table: Tensor, slot_mapping: Tensor) -> Batch:
+        """A group's batch, given that of another group in the same step."""
+        rows = self.rows_of(blk_table, metadata.lengths)
+        made = dataclasses.replace(metadata, rows=self.decode_rows(rows[: metadata.decodes]))
+        if metadata.prompt_rows is not None:
+            self.prompts(made, rows[metadata.decodes : metadata.decodes + len(metadata.prompt_rows)])
+        return made
+
+    def rows_of(self, table: Tensor, lengths: Tensor) -> Tensor:
+        """The row of each sequence, below 0 where there is none: vLLM's block 0 is no sequence's."""
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        rows = mamba_get_block_table_tensor(table, lengths, self.kv_cache_spec, mode)[:, 0]
+        return torch.where((rows == NULL_BLOCK_ID) | (lengths == 0), PAD_SLOT_ID, rows)
+
+    def decode_rows(self, rows: Tensor) -> Tensor:
+        """Rows of decode steps, at their fixed address."""
+        return self.rows[: len(rows)].copy_(rows)
+
+    def clear(self, rows: Tensor) -> None:
+        for layer in self.layers:
+            layer.kv_cache[0].index_fill_(0, rows.clamp_min(NULL_BLOCK_ID).long(), 0)
+
+    @staticmethod
+    def prompts(made: Batch, rows: Tensor) -> None:
+        """Rows of prompts, and those of them to read."""
+        made.prompt_rows = rows.long().clamp_min(NULL_BLOCK_ID)
+        made.before = None if made.came is None else torch.where(made.came, made.prompt_rows, PAD_SLOT_ID)
 
 
 class StateBackend(LinearAttentionBackend):
@@ -67,6 +142,29 @@ class StateBackend(LinearAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[StateMetadataBuilder]:
         return StateMetadataBuilder
+
+
+def state_core(inputs: list[Tensor | None], outputs: list[Tensor], layer_name: LayerNameType) -> None:
+    """What one layer's states give and become: the one operator at which vLLM splits its graph. Everything around it is
+    compiled. `inputs` [1,tokens,..] and `outputs`, which it fills, are those of `Mixer.core`."""
+    context = get_forward_context()
+    layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    described = context.attn_metadata
+    if described is None:  # vLLM measures how much memory a batch takes
+        for out in outputs:
+            out.zero_()
+    else:
+        layer.on_states(described[layer.prefix], inputs, outputs)
+
+
+def no_core(inputs: list[Tensor | None], outputs: list[Tensor], layer_name: LayerNameType) -> None:
+    """`state_core` where vLLM traces."""
+
+
+# Its name is in vllm_plugin.py, which tells vLLM to split graphs there.
+LIBRARY = Library(OPERATOR.partition("::")[0], "FRAGMENT")
+direct_register_custom_op(OPERATOR.partition("::")[2], state_core, ["outputs"], no_core, LIBRARY)
+operator = getattr(torch.ops, OPERATOR.partition("::")[0]).state_core
 
 
 class StateAttention(nn.Module, MambaBase):
@@ -91,6 +189,8 @@ class StateAttention(nn.Module, MambaBase):
         self.hidden: Tensor | None = None
         self.rotation: Any = None
         self.kv_cache = (torch.tensor([]),)
+        self.tokens = layout_class(module.mixer)
+        self.earlier = not hasattr(module.mixer, "core")
         get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
         module.register_forward_pre_hook(self.before, with_kwargs=True)
 
@@ -103,6 +203,14 @@ class StateAttention(nn.Module, MambaBase):
     def get_attn_backend(self) -> type[StateBackend]:
         return StateBackend
 
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """vLLM asks for it when weights are loaded and nothing has run: now a mixer of some heads can be made."""
+        module: Any = self.__dict__["module"]
+        if not self.divided:
+            module.mixer = shard(module.mixer, self.options, get_tensor_model_parallel_rank(), self.processes)
+            self.divided = True
+        return super().get_kv_cache_spec(vllm_config)
+
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pre-hook of the attention module: keep the hidden states, which gates read; take rotation away if asked, and
         keep it for mixers that rotate behind their feature map."""
@@ -113,20 +221,12 @@ class StateAttention(nn.Module, MambaBase):
         self.rotation = without_rotation(bound, True)
         return (), bound
 
-    def own_mixer(self) -> Any:
-        """The mixer of this process's heads, which is made of the whole one when that has its weights."""
-        module: Any = self.__dict__["module"]
-        if not self.divided:
-            module.mixer = shard(module.mixer, self.options, get_tensor_model_parallel_rank(), self.processes)
-            self.divided = True
-        return module.mixer
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """q [T,H*D], k [T,Hkv*D], v [T,Hkv*Dv] -> [1,T,H,Dv], which is what modules of transformers expect.
 
         Where Dv < D, vLLM fills v up to D, and expects o so.
         """
-        mixer = self.own_mixer()
+        mixer = self.__dict__["module"].mixer
         site, T, heads = mixer.site, query.shape[0], self.heads
         hidden, rotation, self.hidden, self.rotation = self.hidden, self.rotation, None, None
         assert hidden is not None, f"{site.path}: its attention ran outside its module"
@@ -135,20 +235,41 @@ class StateAttention(nn.Module, MambaBase):
             raise ValueError(
                 f"{site.path}: vLLM hands over {query.shape[1]} numbers of q for {H} heads of {site.key_dim}"
             )
-        q, k, v = query.view(T, H, -1), key.view(T, Hkv, -1), value.view(T, Hkv, -1)
+        q, k, v = query.view(1, T, H, -1), key.view(1, T, Hkv, -1), value.view(1, T, Hkv, -1)
         if heads is not None:
-            (q, own_q), (k, own_k), (v, own_v) = ((part[0] for part in heads.split(y[None])) for y in (q, k, v))
-        out = q.new_zeros(T, site.heads, v.shape[-1])
-        described = get_forward_context().attn_metadata
-        if described is not None:  # else vLLM measures how much memory a batch takes
-            inputs = q, k, v[..., : site.value_dim], hidden.reshape(T, -1)
-            for call in described[self.prefix].calls:
-                run_call(mixer, self.layout, self.kv_cache[0], call, inputs, rotation, out[..., : site.value_dim])
+            (q, own_q), (k, own_k), (v, own_v) = (heads.split(y) for y in (q, k, v))
+        o = self.mixed(mixer, q, k, v[..., : site.value_dim], hidden.reshape(1, T, -1), rotation)
+        if v.shape[-1] != site.value_dim:
+            o = F.pad(o, (0, v.shape[-1] - site.value_dim))
         if heads is None:
-            return out[None]
+            return o
         assert self.softmax is not None
-        kept = self.softmax(own_q.flatten(1), own_k.flatten(1), own_v.flatten(1))
-        return heads.join(out[None], kept.view(1, T, -1, out.shape[-1]))
+        kept = self.softmax(own_q[0].flatten(1), own_k[0].flatten(1), own_v[0].flatten(1))
+        return heads.join(o, kept.view(1, T, -1, o.shape[-1]))
+
+    def mixed(self, mixer: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotation: Any) -> Tensor:
+        """o [1,T,H,Dv] in v's dtype, by what vLLM compiles and the operator between."""
+        name = _encode_layer_name(self.prefix)
+        if self.earlier:
+            out = v.new_zeros(*v.shape[:2], mixer.site.heads, v.shape[-1])
+            operator([q, k, v, x, *(rotation or ())], [out], name)
+            return out
+        layout = self.tokens(rotation=rotation, plain=True)
+        inputs, beside = mixer.prepare(q, k, v, x, layout)
+        outputs = mixer.room(inputs, v)
+        operator([*inputs], [*outputs], name)
+        return mixer.complete(outputs, beside, layout).to(v.dtype)
+
+    def on_states(self, batch: Batch, inputs: list[Tensor | None], outputs: list[Tensor]) -> None:
+        """`state_core` on the states of a batch."""
+        mixer, pool = self.__dict__["module"].mixer, self.kv_cache[0]
+        if not self.earlier:
+            run(mixer, self.tokens, self.layout, pool, batch, inputs, outputs)
+            return
+        q, k, v, x, *turned = (y[0] for y in inputs if y is not None)
+        rotation = rotation_class(mixer)(*(y[None] for y in turned)) if turned else None
+        for call in batch.calls or ():
+            run_call(mixer, self.layout, pool, call, (q, k, v, x), rotation, outputs[0][0])
 
 
 class ClearedAttention(Attention):
@@ -240,7 +361,8 @@ class Linearized:
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> Any:
-        raise NotImplementedError("vLLM copies states for prefix caching alone, which is off for converted models")
+        """How vLLM copies states, for prefix caching: row by row."""
+        return MambaStateCopyFuncCalculator.linear_attention_state_copy_func()
 
     def _patch_config(self) -> None:
         self.config = source_config(self.config)

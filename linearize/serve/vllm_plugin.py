@@ -22,6 +22,8 @@ NAMES = {
     (True, False): "LinearizedHybridForCausalLM",
     (True, True): "LinearizedHybridMoEForCausalLM",
 }
+# The operator of vllm_models.py at which vLLM splits graphs, as it does at attention.
+OPERATOR = "linearize::state_core"
 # Projections of q, k and v in a plan of tensor parallelism, as transformers names them.
 PROJECTION = re.compile(r"\.([qkv]|qkv)_proj$|query_key_value$|c_attn$")
 # What the engine is asked for that linear layers do not do, and why.
@@ -30,15 +32,23 @@ CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that pro
 SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
 LORA = "LoRA adapters: vLLM's LoRA does not know mixers, which an adapter may change. Merge it into the weights first"
 PREFIX_CACHING = (
-    "Prefix caching is off: it needs the state at the end of every cached block, which vLLM keeps by kernels for GPUs. "
-    "Those were not tried with converted models"
+    "Prefix caching is off: it needs the state at the end of every cached block, which vLLM keeps by kernels for GPUs, of "
+    "folders with the code of this version of linearize"
 )
-QUANTIZATION = "quantization: quantized projections in front of a mixer were not tried. Serve the float weights"
+QUANTIZATION = (
+    "quantization {}: of the ways to quantize, fp8 of the engine was tried (--quantization fp8). Take that, or serve the "
+    "float weights"
+)
+EARLIER = (
+    "The code in this folder is of an earlier version of linearize, whose layers vLLM can neither compile nor record as "
+    "CUDA graphs. Bring it up to date with `linearize upgrade DIR`"
+)
 
 
 def register() -> None:
     """Teach vLLM's registry converted models; calling it again changes nothing."""
     from vllm import ModelRegistry
+    from vllm.config import CompilationConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
@@ -50,6 +60,8 @@ def register() -> None:
     registry: Any = ModelRegistry
     registry.inspect_model_cls = renaming(registry.inspect_model_cls)
     registry.resolve_model_cls = renaming(registry.resolve_model_cls)
+    if OPERATOR not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append(OPERATOR)
     arguments: Any = EngineArgs
     arguments.create_engine_config = telling(arguments.create_engine_config)
     registry.serves_linearized = True
@@ -66,14 +78,14 @@ def renaming(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def telling(create: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.create_engine_config` that says why a converted model has no prefix caching, where it was asked for:
-    vLLM's own default is on, and is off without a word."""
+    """`EngineArgs.create_engine_config` that says why a converted model has no prefix caching, where it was asked for and
+    is off: vLLM's own default is on, and goes off without a word."""
 
     @functools.wraps(create)
     def call(arguments: Any, *args: Any, **kwargs: Any) -> Any:
         asked = arguments.enable_prefix_caching
         made = create(arguments, *args, **kwargs)
-        if asked and is_converted(made.model_config.hf_config):
+        if asked and is_converted(made.model_config.hf_config) and not made.cache_config.enable_prefix_caching:
             logging.getLogger("vllm.linearize").warning(PREFIX_CACHING)  # below the logger that vLLM prints
         return made
 
@@ -109,29 +121,34 @@ class Settings:
         """
         from vllm.model_executor.models.config import MambaModelConfig
 
+        from vllm.platforms import current_platform
+
         reasons = refusals(vllm_config)
         if reasons:
             raise ValueError("vLLM does not serve this converted model with " + "; ".join(reasons))
-        vllm_config.cache_config.enable_prefix_caching = False  # PREFIX_CACHING
+        earlier = not all(hasattr(kind, "core") for kind in class_of(vllm_config).mechanisms.values())
+        if earlier or not current_platform.is_cuda():
+            vllm_config.cache_config.enable_prefix_caching = False  # PREFIX_CACHING
         # A sliding window that every layer of the source has. vLLM looks for one where no layer is of another kind.
         own = getattr(vllm_config.model_config.hf_config, "source_layer_types", None) or ()
         if all(kind == "sliding_attention" for kind in own):
             vllm_config.cache_config.sliding_window = vllm_config.model_config.get_sliding_window()
-        # Which calls a batch becomes is decided in Python for each batch, so nothing of it is compiled or recorded.
-        vllm_config.model_config.enforce_eager = True
+        if earlier:
+            logging.getLogger("vllm.linearize").warning(EARLIER)
+            vllm_config.model_config.enforce_eager = True
         MambaModelConfig.verify_and_update_config(vllm_config)
 
 
 def refusals(vllm_config: Any) -> list[str]:
     """Why an engine cannot be what it was asked to be; empty where it can."""
-    parallel = vllm_config.parallel_config
+    parallel, quantization = vllm_config.parallel_config, vllm_config.model_config.quantization
     asked = {
         PIPELINE_PARALLEL: parallel.pipeline_parallel_size > 1,
         CONTEXT_PARALLEL: getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         SPECULATION: vllm_config.speculative_config is not None,
         LORA: vllm_config.lora_config is not None,
-        QUANTIZATION: vllm_config.model_config.quantization is not None,
+        QUANTIZATION.format(quantization): quantization not in (None, "fp8"),
     }
     reasons = [reason for reason, found in asked.items() if found]
     size = parallel.tensor_parallel_size
@@ -142,14 +159,21 @@ def refusals(vllm_config: Any) -> list[str]:
     return reasons
 
 
-def undivided(vllm_config: Any, size: int) -> str:
-    """Why the heads of a converted model cannot be divided among `size` processes; empty where they can."""
+def class_of(vllm_config: Any) -> Any:
+    """The model class of a converted folder's own code."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+    asked = vllm_config.model_config
+    named = asked.hf_config.auto_map
+    code = named.get("AutoModelForCausalLM") or named["AutoModel"]
+    return get_class_from_dynamic_module(code, asked.model, revision=asked.revision)
+
+
+def undivided(vllm_config: Any, size: int) -> str:
+    """Why the heads of a converted model cannot be divided among `size` processes; empty where they can."""
     from .shards import divides
 
-    asked = vllm_config.model_config
-    config = asked.hf_config
+    config = vllm_config.model_config.hf_config
     plan = getattr(config, "base_model_tp_plan", None) or {}
     gathered = next((name for name, how in plan.items() if PROJECTION.search(name) and how != "colwise"), None)
     if gathered is not None:
@@ -157,8 +181,7 @@ def undivided(vllm_config: Any, size: int) -> str:
             f"the architecture hands the whole of {gathered} to every process ({plan[gathered]}), and a mixer takes "
             "the heads of its own"
         )
-    code = config.auto_map.get("AutoModelForCausalLM") or config.auto_map["AutoModel"]
-    kind: Any = get_class_from_dynamic_module(code, asked.model, revision=asked.revision)
+    kind = class_of(vllm_config)
     tried: dict[str, str] = {}
     for layer in config.linearize["layers"]:
         site, options = layer["site"], layer["options"]

@@ -1,0 +1,94 @@
+"""One engine of `linearize bench serve`, a script of its own: python serve_engine.py '{"model": .., "loads": ..}'.
+
+It imports nothing of linearize, since its source may be served by it, and vLLM loads the plugin by itself.
+"""
+
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def fitting(worker: Any, tokens: int) -> float:
+    """How many sequences of so many tokens the memory of a worker holds."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    config = copy.copy(worker.vllm_config)
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.max_model_len = tokens
+    return float(get_max_concurrency_for_kv_cache_config(config, worker.model_runner.kv_cache_config))
+
+
+def measure(llm: Any, requests: int, tokens: int, steps: int, seed: int) -> dict[str, float]:
+    """Seconds to read all prompts, and of `steps` steps after the last of them was read."""
+    import torch
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    chance = torch.Generator().manual_seed(seed)
+    # The first request goes on writing while the last is read.
+    sampling = SamplingParams(max_tokens=engine.model_config.max_model_len - tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    vocabulary = engine.model_config.get_vocab_size()
+    names = [f"{seed}-{i}" for i in range(requests)]
+    prompts = torch.randint(10, vocabulary - 10, (requests, tokens), generator=chance).tolist()
+    start, first, written = time.perf_counter(), {}, dict.fromkeys(names, 0)
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    begin: float = 0.0
+    base: dict[str, int] = {}
+    while True:
+        for output in engine.step():
+            written[output.request_id] = len(output.outputs[0].token_ids)
+            first.setdefault(output.request_id, time.perf_counter())
+        if begin and min(written[name] - base[name] for name in names) >= steps:
+            break
+        if not begin and len(first) == requests:
+            begin, base = time.perf_counter(), dict(written)
+    end = time.perf_counter()
+    total = sum(written[name] - base[name] for name in names)
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    read = max(first.values()) - start
+    return {
+        "read_tokens_s": requests * tokens / read,
+        "first_token_s": min(first.values()) - start,
+        "written_tokens_s": total / (end - begin),
+        "step_ms": (end - begin) / (total / requests) * 1e3,
+    }
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    try:
+        import vllm
+    except ImportError:
+        print("bench serve needs vLLM: pip install vllm")
+        sys.exit(4)
+    import torch
+
+    start, loads = time.perf_counter(), asked["loads"]
+    longest = max([tokens for _, tokens in loads] + [asked["held"]]) + 2 * asked["steps"] + 64
+    settings: dict[str, Any] = {
+        "trust_remote_code": True, "skip_tokenizer_init": True, "max_model_len": longest, "enable_prefix_caching": False,
+        "disable_log_stats": True, **asked["options"],
+    }  # fmt: skip
+    llm = vllm.LLM(asked["model"], **settings)
+    result: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 1), "loads": {}}
+    # What the first requests of a server pay beside the tenth.
+    times = [measure(llm, 1, 64, 4, 1000 + i)["first_token_s"] for i in range(10)]
+    result["first_request_s"], result["tenth_request_s"] = round(times[0], 4), round(times[-1], 4)
+    for number, (requests, tokens) in enumerate(loads):
+        measure(llm, requests, tokens, 8, 100 + number)  # shapes that were not seen yet
+        figures = measure(llm, requests, tokens, asked["steps"], number)
+        result["loads"][f"{requests} x {tokens}"] = {name: round(value, 4) for name, value in figures.items()}
+    result["fits"] = {str(asked["held"]): round(llm.collective_rpc(fitting, args=(asked["held"],))[0], 2)}
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    result["machine"] = {"device": name, "vllm": vllm.__version__, "torch": torch.__version__}
+    Path(asked["result"]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
