@@ -289,7 +289,7 @@ class Mixer(nn.Module):
         inputs, beside = self.project(q, k, v, x, layout)
         if self.near is None:
             return inputs, beside
-        return (*inputs, q, k, v), (*beside, self.near.gate(x))
+        return (*inputs, q, k, v), (*beside, self.near.logit(x))
 
     def core(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
         """`scan` and the window's attention, with `rows` or `cu_seqlens` in the layout. Results as `room` makes them, and

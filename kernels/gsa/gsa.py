@@ -315,6 +315,8 @@ class GatedSlotAttention(Mixer):
 
     def project(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensors, Tensors]:
         f = self._before_gates(x)
+        if layout.plain:  # what torch.compile makes of a product alone may have strides of its own
+            f = f.float()
         return (_act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act), f), ()
 
     def scan(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor], Any]:

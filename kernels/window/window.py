@@ -454,7 +454,7 @@ class Window(nn.Module):
             o, _, ring = _step(q, k, v, *state, *beside, self.window, self.sink, self.scale, layout.rows)
             return o, ring
         near, own_mass, ring = self.attend(q, k, v, layout, state)
-        o = self.blended(far, mass, near, own_mass, gate)
+        o = self.blended(far, mass, near, own_mass, self.far_logit.float() + gate.float())
         if layout.rows is not None:  # of padding log Z may be anything
             o = torch.where((layout.rows >= 0)[:, None, None, None], o, 0.0)
         return o, ring
@@ -463,11 +463,15 @@ class Window(nn.Module):
         """u.x [B,T,H] of hidden states x [B,T,hidden]."""
         return F.linear(x, self.far_gate.to(x.dtype))
 
+    def logit(self, x: Tensor) -> Tensor:
+        """theta + u.x [B,T,H] fp32."""
+        return self.far_logit.float() + self.gate(x).float()
+
     def blended(
-        self, far: Tensor, mass: Tensor | None, near: Tensor, own_mass: Tensor, gate: Tensor, plain: bool = False
+        self, far: Tensor, mass: Tensor | None, near: Tensor, own_mass: Tensor, logit: Tensor, plain: bool = False
     ) -> Tensor:
-        """w far + (1 - w) near; `mass` [B,T,H] the mechanism's normaliser, `own_mass` log Z of the window."""
-        logit = self.far_logit.float() + gate.float()
+        """w far + (1 - w) near; `mass` [B,T,H] the mechanism's normaliser, `own_mass` log Z of the window, `logit` that
+        of w but for both."""
         logit = logit - self.near_share.float() * own_mass if mass is None else logit + mass.log() - own_mass
         return blend(far, near, torch.sigmoid(logit), plain=plain)
 

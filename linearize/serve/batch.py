@@ -1,21 +1,45 @@
 """One batch of a server: decode steps first, then prompts laid end to end, each with its row of a pool of states.
 
 Nothing here waits for the device. Decode steps run on the pool itself, and can be recorded as a CUDA graph. Prompts go
-on from states that are copied out of their rows, all in one call, and their last states are copied back.
+on from states that are copied out of their rows, several in one call, and their last states are copied back.
 
-Letters: N rows of a pool, n decode steps, S prompts, T tokens of them.
+Letters: N rows of a pool, n decode steps, S prompts of a call, T tokens of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from linearize_kernels.layers.sequences import sequence_places
+
 from .states import Call, StateLayout
+
+# A prompt of so many tokens fills a GPU by itself; as the only sequence of a call it has the choice of all kernels.
+LONG = 1024
+
+
+class Prompts(NamedTuple):
+    """Prompts that one call reads: tokens `first` to `first + tokens` of the batch."""
+
+    first: int
+    tokens: int
+    rows: Tensor  # [S] int64
+    starts: Tensor  # [S+1] int32, from 0
+    before: Tensor  # [S] tokens that came before
+    fresh: bool  # whether none came before any of them
+
+    def read(self, layout: StateLayout, pool: Tensor) -> Any:
+        """The states that they go on from; None where there are none."""
+        return None if self.fresh else layout.read(pool, torch.where(self.before > 0, self.rows, -1))
+
+    def places(self) -> Tensor:
+        """The index of each token in its document, [1,T] int64."""
+        return sequence_places(self.starts, self.tokens, self.before.long())
 
 
 @dataclasses.dataclass
@@ -25,41 +49,81 @@ class Batch:
     # Decode steps: rows [n] int32, below 0 for places that no sequence has, and the index of each token [n,1] int64.
     rows: Tensor
     places: Tensor
-    # Prompts: rows [S] int64; the rows to read, below 0 where nothing came before, and where something came [S] bool
-    # (None: nowhere); where they begin [S+1] int32; the index of each token [1,T] int64.
-    prompt_rows: Tensor | None = None
-    before: Tensor | None = None
-    came: Tensor | None = None
-    starts: Tensor | None = None
-    prompt_places: Tensor | None = None
-    tokens: int = 0
+    prompts: list[Prompts] = dataclasses.field(default_factory=list)
+    # Which steps are prompts of one token, whose states begin as zeros; None: none.
+    fresh: Tensor | None = None
     # Tokens of each sequence, those of the step among them, [sequences].
     lengths: Tensor | None = None
     # All tokens instead, for the code of earlier checkpoints, which takes no prompts laid end to end.
     calls: list[Call] | None = None
 
-    @property
-    def decodes(self) -> int:
-        return len(self.rows)
+
+def grouped(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Prompts of these lengths as ranges of them, one for each call: a long one has a call of its own."""
+    ranges: list[tuple[int, int]] = []
+    for i, length in enumerate(lengths):
+        if ranges and length < LONG and lengths[i - 1] < LONG:
+            ranges[-1] = ranges[-1][0], i + 1
+        else:
+            ranges.append((i, i + 1))
+    return ranges
+
+
+def prompts_of(
+    lengths: Sequence[int], seen: Sequence[int], first: int, starts: Tensor, before: Tensor, rows: Tensor
+) -> list[Prompts]:
+    """Prompts of these lengths, of which `seen` tokens came before, as calls. `starts` [S+1], `before` and `rows` [S] are
+    on the device; `first` is the first token of the first prompt, from which `starts` count."""
+    found = []
+    for begin, end in grouped(lengths):
+        tokens = sum(lengths[begin:end])
+        own = (starts[begin : end + 1] - starts[begin]).int()
+        fresh = not any(n > 0 for n in seen[begin:end])
+        found.append(Prompts(first, tokens, rows[begin:end].long(), own, before[begin:end], fresh))
+        first += tokens
+    return found
 
 
 def run(
     mixer: Any, kind: Any, layout: StateLayout, pool: Tensor, batch: Batch, inputs: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """`mixer.core` on a batch: `inputs` [1,tokens,..] as `prepare` made them, results into `outputs` [1,tokens,..], the
     states in `pool` [N,bytes] changed. `kind` is TokenLayout in the mixer's own copy of the kernels."""
-    n = batch.decodes
+    n = len(batch.rows)
     if n:
         steps = tuple(None if y is None else y[0, :n, None] for y in inputs)
         made, _ = mixer.core(steps, kind(rows=batch.rows, places=batch.places), layout.views(pool))
         for out, y in zip(outputs, made, strict=True):
             out[0, :n].copy_(y[:, 0])
-    if batch.prompt_rows is not None:
-        prompts = tuple(None if y is None else y[:, n : n + batch.tokens] for y in inputs)
-        places = kind(cu_seqlens=batch.starts, places=batch.prompt_places)
-        state = None if batch.before is None else layout.read(pool, batch.before)
-        made, state = mixer.core(prompts, places, state)
-        layout.write(pool, batch.prompt_rows, state)
+    for one in batch.prompts:
+        own = slice(one.first, one.first + one.tokens)
+        given = tuple(None if y is None else y[:, own] for y in inputs)
+        places = kind(cu_seqlens=one.starts, places=one.places())
+        made, state = mixer.core(given, places, one.read(layout, pool))
+        layout.write(pool, one.rows, state)
         for out, y in zip(outputs, made, strict=True):
-            out[:, n : n + batch.tokens].copy_(y)
+            out[:, own].copy_(y)
+
+
+def rehearse(
+    mixer: Any, kind: Any, layout: StateLayout, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]
+) -> None:
+    """Run batches of every form on tokens of no sequence, so that kernels are compiled before the first request, and the
+    memory that prompts take is known. Outputs mean nothing."""
+    given = inputs[0]
+    assert given is not None
+    device, total = given.device, given.shape[1]
+    pool = torch.zeros(4, layout.bytes, dtype=torch.uint8, device=device)
+    rows = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
+    for n in (1, 2, 3):
+        if n <= total:
+            run(mixer, kind, layout, pool, Batch(rows[:n], rows.new_zeros(n, 1).long()), inputs, outputs)
+    # One prompt and several; a multiple of 16 tokens, for which triton compiles apart, and not; as many as there may be.
+    for lengths in ((total,), (min(LONG, total),), (16, 16), (17, 20), (19,), (2,)):
+        for seen in (0, 5):
+            if sum(lengths) <= total:
+                starts = torch.tensor([0, *lengths], device=device).cumsum(0)
+                before = torch.full((len(lengths),), seen, device=device)
+                prompts = prompts_of(lengths, [seen] * len(lengths), 0, starts, before, rows[: len(lengths)])
+                run(mixer, kind, layout, pool, Batch(rows[:0], rows.new_zeros(0, 1).long(), prompts), inputs, outputs)

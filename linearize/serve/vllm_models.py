@@ -42,9 +42,8 @@ from vllm.v1.attention.backends.utils import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from linearize_kernels.hf.seam import bind, hidden_name, without_rotation
-from linearize_kernels.layers.sequences import sequence_places
 
-from .batch import Batch, run
+from .batch import Batch, prompts_of, rehearse, run
 from .folder import layers_of
 from .shards import shard, shard_spec
 from .states import StateLayout, calls_of, code_of, layout_class, rotation_class, run_call, softmax_of, state_layouts
@@ -80,22 +79,18 @@ class StateMetadataBuilder(LinearAttentionMetadataBuilder):
         if self.layers[0].earlier:
             calls = calls_of(starts.tolist(), seen.tolist(), rows)
             return Batch(self.rows[:0], self.places[:0], calls=calls)
-        n, S, decoded, tokens = split_decodes_and_prefills(m, decode_threshold=1)
-        if S:
-            S -= int((lengths[n:] == 0).sum())
-            tokens = int(starts[n + S]) - decoded
-        made = Batch(self.decode_rows(rows[:n]), self.places[:n], tokens=tokens, lengths=m.seq_lens)
+        n, _, first, _ = split_decodes_and_prefills(m, decode_threshold=1)
+        made = Batch(self.decode_rows(rows[:n]), self.places[:n], lengths=m.seq_lens)
         made.places[:, 0].copy_(m.seq_lens[:n] - 1)
-        # A prompt of one token is a step, too; it starts from a state of zeros.
+        # A prompt of one token is a step, too.
         fresh = ((lengths[:n] == 1) & (seen[:n] <= 0)).nonzero()[:, 0]
-        if len(fresh):
-            self.clear(rows[fresh.to(rows.device)])
-        if S:
-            made.starts = (m.query_start_loc[n : n + S + 1] - decoded).int()
-            before = m.compute_num_computed_tokens()[n : n + S]
-            made.prompt_places = sequence_places(made.starts, tokens, before.long())
-            made.came = None if bool((seen[n : n + S] <= 0).all()) else before > 0
-            self.prompts(made, rows[n : n + S])
+        made.fresh = fresh.to(rows.device) if len(fresh) else None
+        self.clear(made)
+        prompts = [length for length in lengths[n:].tolist() if length]  # behind them stands padding
+        if prompts:
+            own = slice(n, n + len(prompts))
+            came, begun = m.compute_num_computed_tokens()[own], m.query_start_loc[n : n + len(prompts) + 1]
+            made.prompts = prompts_of(prompts, seen[own].tolist(), first, begun, came, rows[own].clamp_min(NULL_BLOCK_ID))
         return made
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Batch:
@@ -106,9 +101,13 @@ class StateMetadataBuilder(LinearAttentionMetadataBuilder):
     def update_block_table(self, metadata: Batch, blk_table: Tensor, slot_mapping: Tensor) -> Batch:
         """A group's batch, given that of another group in the same step."""
         rows = self.rows_of(blk_table, metadata.lengths)
-        made = dataclasses.replace(metadata, rows=self.decode_rows(rows[: metadata.decodes]))
-        if metadata.prompt_rows is not None:
-            self.prompts(made, rows[metadata.decodes : metadata.decodes + len(metadata.prompt_rows)])
+        n = len(metadata.rows)
+        prompts, own = [], rows[n:].long().clamp_min(NULL_BLOCK_ID)
+        for one in metadata.prompts:
+            prompts.append(one._replace(rows=own[: len(one.rows)]))
+            own = own[len(one.rows) :]
+        made = dataclasses.replace(metadata, rows=self.decode_rows(rows[:n]), prompts=prompts)
+        self.clear(made)
         return made
 
     def rows_of(self, table: Tensor, lengths: Tensor) -> Tensor:
@@ -121,15 +120,12 @@ class StateMetadataBuilder(LinearAttentionMetadataBuilder):
         """Rows of decode steps, at their fixed address."""
         return self.rows[: len(rows)].copy_(rows)
 
-    def clear(self, rows: Tensor) -> None:
-        for layer in self.layers:
-            layer.kv_cache[0].index_fill_(0, rows.clamp_min(NULL_BLOCK_ID).long(), 0)
-
-    @staticmethod
-    def prompts(made: Batch, rows: Tensor) -> None:
-        """Rows of prompts, and those of them to read."""
-        made.prompt_rows = rows.long().clamp_min(NULL_BLOCK_ID)
-        made.before = None if made.came is None else torch.where(made.came, made.prompt_rows, PAD_SLOT_ID)
+    def clear(self, made: Batch) -> None:
+        """Zeros in the rows of steps that nothing came before."""
+        if made.fresh is not None:
+            rows = made.rows[made.fresh].clamp_min(NULL_BLOCK_ID).long()
+            for layer in self.layers:
+                layer.kv_cache[0].index_fill_(0, rows, 0)
 
 
 class StateBackend(LinearAttentionBackend):
@@ -151,6 +147,7 @@ def state_core(inputs: list[Tensor | None], outputs: list[Tensor], layer_name: L
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
     described = context.attn_metadata
     if described is None:  # vLLM measures how much memory a batch takes
+        layer.rehearse(inputs, outputs)
         for out in outputs:
             out.zero_()
     else:
@@ -165,6 +162,10 @@ def no_core(inputs: list[Tensor | None], outputs: list[Tensor], layer_name: Laye
 LIBRARY = Library(OPERATOR.partition("::")[0], "FRAGMENT")
 direct_register_custom_op(OPERATOR.partition("::")[2], state_core, ["outputs"], no_core, LIBRARY)
 operator = getattr(torch.ops, OPERATOR.partition("::")[0]).state_core
+
+
+# What `StateAttention.rehearse` has seen in this process.
+REHEARSED: set[str] = set()
 
 
 class StateAttention(nn.Module, MambaBase):
@@ -259,6 +260,16 @@ class StateAttention(nn.Module, MambaBase):
         outputs = mixer.room(inputs, v)
         operator([*inputs], [*outputs], name)
         return mixer.complete(outputs, beside, layout).to(v.dtype)
+
+    def rehearse(self, inputs: list[Tensor | None], outputs: list[Tensor]) -> None:
+        """Compile kernels for batches of every form, once for all layers that are alike."""
+        mixer = self.__dict__["module"].mixer
+        shapes = [None if y is None else (y.shape[2:], y.dtype, y.stride()[2:]) for y in inputs]
+        alike = repr((type(mixer), sorted(self.options.items()), shapes))
+        if self.earlier or inputs[0] is None or not inputs[0].is_cuda or alike in REHEARSED:
+            return
+        REHEARSED.add(alike)
+        rehearse(mixer, self.tokens, self.layout, inputs, outputs)
 
     def on_states(self, batch: Batch, inputs: list[Tensor | None], outputs: list[Tensor]) -> None:
         """`state_core` on the states of a batch."""
