@@ -460,8 +460,12 @@ def as_autocast(*inputs: Tensor) -> list[Tensor]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast off, which would run float32 sums in half precision; the meta device has no autocast."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    """Autocast off where it is on, which would run float32 sums in half precision; the meta device has no autocast.
+
+    Where it is off nothing is entered: vLLM cannot split a graph at a context.
+    """
+    inside = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if inside else nullcontext()
 
 
 def mixer_at(kind: type[Mixer], site: Site, options: dict[str, Any]) -> Mixer:

@@ -291,7 +291,8 @@ class GatedDeltaNet(Recurrent, Mixer):
         gates = {"read_gate": read_gate, "write_gate": write_gate}
         o, (memory,) = self.recur(gdn, layout, before, q, k, v, g, beta, scale=1.0, **gates)
         if layout.rows is not None and state is not None:
-            put(tails, layout.rows, ends)
+            if self.taps > 1:
+                put(tails, layout.rows, ends)
             return (o,), state
         return (o,), GDNState(memory, *ends)
 

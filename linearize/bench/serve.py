@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from ..errors import Exit, LinearizeError
 
-CHILD = Path(__file__).with_name("serve_engine.py")
-
 
 class Load(NamedTuple):
     """So many requests at a time, each with a prompt of so many tokens."""
@@ -72,7 +70,7 @@ def run_engine(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
     """What one engine measured, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         log, out = Path(folder) / "log", Path(folder) / "result.json"
-        command = [sys.executable, str(CHILD), json.dumps(asked | {"result": str(out)})]
+        command = [sys.executable, "-m", f"{__package__}.serve_engine", json.dumps(asked | {"result": str(out)})]
         # Sampling by FlashInfer compiles for minutes on a machine that has a compiler.
         environment = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_USE_FLASHINFER_SAMPLER": "0", **os.environ}
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the child asks its own engine how much fits

@@ -1,7 +1,4 @@
-"""One engine of `linearize bench serve`, a script of its own: python serve_engine.py '{"model": .., "loads": ..}'.
-
-It imports nothing of linearize, since its source may be served by it, and vLLM loads the plugin by itself.
-"""
+"""One engine of `linearize bench serve`: python -m linearize.bench.serve_engine '{"model": .., "loads": ..}'."""
 
 import copy
 import json

@@ -45,6 +45,7 @@ from linearize_kernels.hf.seam import bind, hidden_name, without_rotation
 
 from .batch import Batch, prompts_of, rehearse, run
 from .folder import layers_of
+from .merge import merged
 from .shards import shard, shard_spec
 from .states import StateLayout, calls_of, code_of, layout_class, rotation_class, run_call, softmax_of, state_layouts
 from .vllm_plugin import OPERATOR
@@ -190,6 +191,9 @@ class StateAttention(nn.Module, MambaBase):
         self.hidden: Tensor | None = None
         self.rotation: Any = None
         self.kv_cache = (torch.tensor([]),)
+        # One map for the small ones that the mixer has of hidden states, and what it made of them.
+        self.maps: tuple[Tensor, Tensor | None] | None = None
+        self.made: Tensor | None = None
         self.tokens = layout_class(module.mixer)
         self.earlier = not hasattr(module.mixer, "core")
         get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
@@ -210,6 +214,8 @@ class StateAttention(nn.Module, MambaBase):
         if not self.divided:
             module.mixer = shard(module.mixer, self.options, get_tensor_model_parallel_rank(), self.processes)
             self.divided = True
+        if self.maps is None and not self.earlier:
+            self.maps = merged(self, module.mixer)
         return super().get_kv_cache_spec(vllm_config)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,11 +261,15 @@ class StateAttention(nn.Module, MambaBase):
             out = v.new_zeros(*v.shape[:2], mixer.site.heads, v.shape[-1])
             operator([q, k, v, x, *(rotation or ())], [out], name)
             return out
+        if self.maps is not None:
+            self.made = F.linear(x, *self.maps)
         layout = self.tokens(rotation=rotation, plain=True)
         inputs, beside = mixer.prepare(q, k, v, x, layout)
         outputs = mixer.room(inputs, v)
         operator([*inputs], [*outputs], name)
-        return mixer.complete(outputs, beside, layout).to(v.dtype)
+        o = mixer.complete(outputs, beside, layout).to(v.dtype)
+        self.made = None
+        return o
 
     def rehearse(self, inputs: list[Tensor | None], outputs: list[Tensor]) -> None:
         """Compile kernels for batches of every form, once for all layers that are alike."""

@@ -1,7 +1,8 @@
 """Converted models in vLLM on a GPU, beside transformers: `PYTHONPATH=tests:tests/serve python tests/gpu/serving.py`.
 
 One model has every causal mechanism, layer by layer, so that few engines are started: all linear, and with kept layers
-and heads. 32 ragged requests come in random order, memory full of NaN; prompts whole and in parts; alone; some preempted.
+and heads. 32 ragged requests come in random order, memory full of NaN; long prompts in parts (`whole`: another engine
+reads them at once); three of them alone.
 The log-probabilities that an engine writes in bf16 may be as far from float32 as transformers' own in bf16 are.
 """
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 # All heads of 64, as kernels for GPUs take them.
 WIDE = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.05}
+WHOLE = "whole" in sys.argv
 ALL: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gsa", {}), ("gdn", {}), ("gla", {}), ("retnet", {}), ("la", {}), ("mhla", {"block_size": 16, "blocks": 4}),
     ("sla", {"base": "gla"}), ("sla", {"base": "gdn"}), ("sla", {"base": "retnet"}), ("gdn", {"faithful": True}),
@@ -83,22 +85,19 @@ def check(name: str, place: Path, eager: bool) -> dict[str, Any]:
     prompts = prompts_of((1, 1, 2, 300, *(chance.randint(1, 200) for _ in range(28))))
     chance.shuffle(prompts)
     result: dict[str, Any] = {"case": name, "eager": eager, "bad": []}
-    for way, settings in (
-        ("whole", {"max_num_batched_tokens": 1024}),
-        ("parts", {"max_num_batched_tokens": 64}),
-        ("preempted", {"max_num_batched_tokens": 128, "max_num_seqs": 8, "num_gpu_blocks_override": 40}),
-    ):
-        if way == "preempted" and None not in CASES[name]:
+    # Prompts are read in parts where they are long, whole where they are short, and some requests give way to others.
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
+    for way, settings in (("parts", {"max_num_batched_tokens": 128}), ("whole", {"max_num_batched_tokens": 1024})):
+        if way == "whole" and not WHOLE:
             continue
         start = time.time()
-        with engine(folder, dtype="bfloat16", enforce_eager=eager, max_num_seqs=16, **settings) as llm:
+        with engine(folder, dtype="bfloat16", enforce_eager=eager, max_num_seqs=16, **settings, **graphs) as llm:
             result[f"{way}: start"] = round(time.time() - start, 1)
             assert len(state_layers(llm)) == sum(layer is not None for layer in CASES[name])
             fill_with_nan(llm)
             outputs = write(llm, prompts, 24)
-            if way == "whole":
-                fill_with_nan(llm)
-                outputs += [one for prompt in prompts[:3] for one in write(llm, [prompt], 24)]
+            fill_with_nan(llm)
+            outputs += [one for prompt in prompts[:3] for one in write(llm, [prompt], 24)]
         reference = judged(exact, outputs)
         ours, own = off(written(outputs), reference), off(judged(half, outputs), reference)
         result[way] = [round(ours, 5), round(own, 5)]
@@ -108,7 +107,8 @@ def check(name: str, place: Path, eager: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    names, eager = [name for name in sys.argv[1:] if name != "eager"] or list(CASES), "eager" in sys.argv
+    names = [name for name in sys.argv[1:] if name in CASES] or list(CASES)
+    eager = "eager" in sys.argv
     bad = False
     for name in names:
         with tempfile.TemporaryDirectory() as place:
