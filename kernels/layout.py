@@ -45,9 +45,19 @@ def once(tensor: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made
     """What `make` gives, made once while `tensor` lives unchanged: all layers of a pass see the same documents.
 
     It must follow from `tensor` and `key` alone, hold no reference to `tensor`, and be changed by nobody. None, graphs
-    that are being recorded and tensors that do not tell when they change make it anew.
+    that are being recorded and tensors that do not tell when they change make it anew. A tensor with a dict `memo` keeps
+    there what was made: a server's promise that it stays, and that all layers of a step call with it after the same
+    number of tokens.
     """
-    if tensor is None or is_tracing(tensor) or tensor.is_inference() or torch.is_inference_mode_enabled():
+    if tensor is None or is_tracing(tensor):
+        return make()
+    memo = getattr(tensor, "memo", None)
+    if memo is not None:
+        if key not in memo:
+            memo[key] = make()
+        found: Made = memo[key]
+        return found
+    if tensor.is_inference() or torch.is_inference_mode_enabled():
         return make()
     version, made = made_of.get(tensor, (None, {}))
     if version != tensor._version:

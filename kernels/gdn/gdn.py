@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
+from ..layers.arguments import Backend, several, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.norm import unit_rows
 from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
@@ -72,6 +72,7 @@ def gdn(
     gates = {"g": (g, "BTE"), "beta": (beta, "BTE"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
     check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, **gates)
     check_pool(rows, state, q.shape[0], cu_seqlens, segments)
+    cu_seqlens = several(cu_seqlens)
     x = Inputs(q, k, v, g, beta, read_gate, write_gate)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernels = q.shape[1] > 0 and use_kernels(backend, runs_on(q, v, g))

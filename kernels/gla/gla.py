@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..layers.arguments import Backend, check_shapes, use_kernels, wants_gradients
+from ..layers.arguments import Backend, several, check_shapes, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
 from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
@@ -75,6 +75,7 @@ def gla(
     gates = {"g": (g, "BTED"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
     check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, **gates)
     check_pool(rows, state, q.shape[0], cu_seqlens, segments)
+    cu_seqlens = several(cu_seqlens)
     x = Inputs(q, k, v, g, read_gate, write_gate)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernels = q.shape[1] > 0 and use_kernels(backend, runs_on(q, v))

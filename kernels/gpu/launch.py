@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..layout import once
 from .triton_helpers import load_rows, triton
 
 # Calls and launches that were seen; past this number all are forgotten, so that lengths that never repeat cost little.
@@ -220,16 +221,21 @@ def lay_out(q: Tensor, cu: Tensor | None, C: int) -> ChunkLayout:
     if cu is None:
         N = -(-T // C)
         return ChunkLayout(N, B, B * (N + 1), None, None)
+    return once(cu, ("chunks", T, C), lambda: _chunks(cu, T, C))
+
+
+def _chunks(cu: Tensor, T: int, C: int) -> ChunkLayout:
+    """`lay_out` of sequences."""
     S, N = cu.shape[0] - 1, T // C + cu.shape[0] - 1
     cu = cu.long()
     counts = (cu[1:] - cu[:-1] + C - 1) // C
     ends = counts.cumsum(0)
-    index = torch.arange(N, device=q.device)
+    index = torch.arange(N, device=cu.device)
     row = torch.searchsorted(ends, index, right=True).clamp(max=S - 1)
     token = cu[row] + (index - (ends - counts)[row]) * C
     size = torch.where(index < ends[-1], (cu[row + 1] - token).clamp(max=C), 0)
     per_chunk = torch.stack([token, size, index + row], -1).int()
-    per_row = torch.stack([ends - counts + torch.arange(S, device=q.device), counts], -1).int()
+    per_row = torch.stack([ends - counts + torch.arange(S, device=cu.device), counts], -1).int()
     return ChunkLayout(N, S, N + S, per_chunk, per_row)
 
 

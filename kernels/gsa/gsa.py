@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..layers.arguments import Backend, check_shapes, to_gate_heads, use_kernels, wants_gradients
+from ..layers.arguments import Backend, several, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
 from .launch import chunk_tables, chunked_op, pool_op, runs_on, step_op
 from .chunks import Read
@@ -75,6 +75,7 @@ def gsa(
     """
     check_shapes(q, k, v, g.shape[2], padding, segments, cu_seqlens, g=(g, "BTEM"))
     check_pool(rows, state, q.shape[0], cu_seqlens, segments)
+    cu_seqlens = several(cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     obstacle = runs_on(q, v, g) if read == "softmax" else f"slots are read by {read}"
     kernels = q.shape[1] > 0 and use_kernels(backend, obstacle)
@@ -149,8 +150,6 @@ def _gsa_triton(
     state: GSAState | None,
 ) -> tuple[Tensor, GSAState]:
     """Run the Triton kernels (launch.py): one launch for a single token without gradients, else the chunk form."""
-    if cu is not None and len(cu) == 2:
-        cu = None  # one sequence is a row, which sweep.py takes
     single = q.shape[1] == 1 and segments is None and cu is None
     if single and not wants_gradients(q, k, v, g, *(state or ())):
         o, *last = step_op(q, k, v, g, scale, padding, *(fresh_state(q, k, v, g) if state is None else state))
@@ -300,7 +299,8 @@ class GatedSlotAttention(Mixer):
             return log_decays(f, self.damping)
         place = layout.places
         if place is None and layout.cu_seqlens is not None:
-            place = sequence_places(layout.cu_seqlens, f.shape[1], seen)
+            cu = layout.cu_seqlens
+            place = once(cu, ("places", f.shape[1]), lambda: sequence_places(cu, f.shape[1], seen))
         elif place is None:
             place = positions(layout.padding, layout.segments, seen, (f.shape[0], f.shape[1])).to(f.device)
         return log_decays(f, self.damping, self.clock_strength, place)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..layers.arguments import Backend, check_shapes, state_dtype, wants_gradients
+from ..layers.arguments import Backend, several, check_shapes, state_dtype, wants_gradients
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention, linear_attention_bidirectional
 from ..linear.bidirectional_launch import both_op
@@ -90,7 +90,7 @@ def la_with_mass(
     chunk_size: int, rows: Tensor | None = None,
 )-> tuple[Tensor, Tensor, LAState | None]:  # fmt: skip
     """`la`, and the normaliser g [B,T,H] beside its results; without `causal` the state is what came."""
-    entered, dtype = state, q.dtype
+    entered, dtype, cu = state, q.dtype, several(cu)
     if causal and state is None:
         state = fresh_state(q, k, v, None if cu is None else cu.shape[0] - 1)
     if q.shape[1] == 0:

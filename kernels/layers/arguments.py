@@ -36,6 +36,11 @@ def check_shapes(
         raise ValueError(f"cu_seqlens needs B=1 and neither padding nor segments, found B={B}")
 
 
+def several(cu: Tensor | None) -> Tensor | None:
+    """cu_seqlens where there are several sequences: one alone is a row like any other."""
+    return None if cu is None or len(cu) == 2 else cu
+
+
 def to_gate_heads(y: Tensor, E: int) -> Tensor:
     """[B,T,Hkv,D] -> [B,T,E,D]: memories of one key head share its keys."""
     return y if y.shape[2] == E else y.repeat_interleave(E // y.shape[2], dim=2)

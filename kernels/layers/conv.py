@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layout import once
 from .scan import numbered
 from .sequences import splice
 
@@ -54,7 +55,7 @@ def _sequences(y: Tensor, taps: Tensor, tail: Tensor | None, cu: Tensor) -> tupl
     """`short_conv` of sequences laid end to end."""
     K, dtype, y = taps.shape[-1], y.dtype, y.to(torch.promote_types(y.dtype, torch.float32))
     tail = y.new_zeros(len(cu) - 1, K - 1, *y.shape[2:]) if tail is None else tail
-    at = splice(cu, y.shape[1], K - 1)
+    at = once(cu, ("spliced", y.shape[1], K - 1), lambda: splice(cu, y.shape[1], K - 1))
     rows = at.join(tail, y)[0]
     out = torch.zeros_like(y[0])
     for i in range(K):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads, wants_gradients
+from ..layers.arguments import Backend, several, check_shapes, state_dtype, to_gate_heads, wants_gradients
 from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
 from ..layout import TokenLayout
@@ -76,6 +76,7 @@ def retnet(
     fixed = {"log_decay": (log_decay, "E"), "read_gate": (read_gate, "BTH"), "write_gate": (write_gate, "BTE")}
     check_shapes(q, k, v, log_decay.shape[0], padding, segments, cu_seqlens, **fixed)
     check_pool(rows, state, q.shape[0], cu_seqlens, segments)
+    cu_seqlens = several(cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     gates = read_gate, write_gate
     form: Any = {"scale": scale, "chunk_size": chunk_size, "backend": backend, "precision": precision}

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from ..layers.arguments import Backend, use_kernels, wants_gradients
+from ..layers.arguments import Backend, several, use_kernels, wants_gradients
 from ..layers.pool import check_pool, on_rows
 from ..layout import TokenLayout, once
 from ..mixer import Bounds, Mixer, Site, full_precision
 from ..layers.scan import each_sequence, numbered
-from ..layers.sequences import splice
+from ..layers.sequences import Spliced, splice
 from .blend import blend
 from .launch import runs_on, window_op
 from .step import pool_op, step_op
@@ -97,6 +97,8 @@ def window(
         ring = empty_ring(k, v, sink + W) if state is None else state
         return q.new_zeros(B, 0, H, v.shape[-1]), q.new_zeros(B, 0, H, dtype=torch.float32), ring
     obstacle = runs_on(q.device, (q.dtype, k.dtype, v.dtype), D, v.shape[-1])
+    if several(cu_seqlens) is None and state is None:
+        cu_seqlens = None
     if cu_seqlens is not None:
         if wants_gradients(q, k, v, *(() if state is None else state[:2])):
             obstacle = obstacle or "sequences laid end to end, and gradients are wanted"
@@ -154,36 +156,62 @@ def _each(
     return both[..., :-1].to(v.dtype), both[..., -1], ring
 
 
+class _Ends(NamedTuple):
+    """Where the kernel and the rings of sequences laid end to end look, in a row in which each of them stands behind what
+    its ring holds; n sequences, R places of a ring."""
+
+    at: Spliced
+    source: Tensor  # [n,R] of the ring's places, its real tokens moved to the right: what only the sink holds, the window
+    none: Tensor  # [n,R] places before them
+    starts: Tensor  # [1,N] int32 where the document of each token begins
+    places: Tensor  # [n,S+W] of the tokens that the ring holds afterwards
+    reached: Tensor  # [n,S+W] the document reached them
+    held: Tensor  # [n] its tokens then
+
+
+def _ends_of(cu: Tensor, T: int, held: Tensor, R: int, sizes: tuple[int, int]) -> _Ends:
+    """For sequences that begin at `cu` [n+1], whose rings of R places have seen `held` [n] tokens (R=0: none)."""
+    (sink, W), at, index = sizes, splice(cu, T, R), torch.arange(R, device=cu.device)
+    length = cu.long().diff()
+    real = held.clamp_max(R)[:, None]
+    own = index - (R - real)  # place among the real ones, below 0 for none
+    source = torch.where(own < real - held.clamp_max(W)[:, None], own, index).clamp_min(0)
+    begin = at.ends[:, None] - length[:, None] - real
+    # Places that hold nothing are documents of their own.
+    starts = torch.arange(T + at.held.numel(), device=cu.device)
+    starts[at.tokens] = begin[at.numbers, 0]
+    starts[at.held] = torch.where(own >= 0, begin, at.held)
+    recent = at.ends[:, None] - W + torch.arange(W, device=cu.device)
+    places = torch.cat([begin + torch.arange(sink, device=cu.device), recent], 1)
+    reached = (places >= begin) & (places < at.ends[:, None])
+    return _Ends(at, source, own < 0, starts.int()[None], places.clamp(0, len(starts) - 1), reached, held + length)
+
+
 def _spliced(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, state: Ring | None, sizes: tuple[int, int], scale: float
 ) -> tuple[Tensor, Tensor, Ring]:
-    """`_each` in one launch, on a row in which each sequence stands behind what its ring holds."""
-    (sink, W), T, device = sizes, q.shape[1], q.device
+    """`_each` in one launch."""
+    (sink, W), T = sizes, q.shape[1]
     R = 0 if state is None else sink + W
-    at, index = splice(cu, T, R), torch.arange(R, device=device)
-    held = cu.new_zeros(len(cu) - 1, dtype=torch.long) if state is None else state.held
-    # Of each ring the real tokens, moved to the right: what only the sink holds, then the window.
-    real = held.clamp_max(R)
-    lacking = (R - real)[:, None]
-    begin = at.held[:, :1] + lacking if R else at.ends[:, None] - cu.long().diff()[:, None]
+
+    def made() -> _Ends:
+        held = cu.new_zeros(len(cu) - 1, dtype=torch.long) if state is None else state.held
+        return _ends_of(cu, T, held, R, sizes)
+
+    ends = once(cu, ("window", T, R, sizes), made)
     if state is not None:
-        own = index - lacking  # [n,R] place among the real ones, below 0 for none
-        source = torch.where(own < real[:, None] - held.clamp_max(W)[:, None], own, index).clamp_min(0)
-        none = (own < 0)[:, :, None, None]
-        before = [y.take_along_dim(source[:, :, None, None], 1).masked_fill(none, 0.0) for y in state[:2]]
-        k, v = at.join(before[0], k), at.join(before[1], v)
-        q = at.join(q.new_zeros(len(real), R, *q.shape[2:]), q)
-    # Where the document of each place begins; places that hold nothing are documents of their own.
-    starts = torch.arange(q.shape[1], device=device)
-    starts[at.tokens] = begin[at.numbers, 0]
-    starts[at.held] = torch.where(index >= lacking, begin, at.held)
-    o, mass, _ = window_op(q, k, v, starts.int()[None], None, W, sink, scale)
-    recent = at.ends[:, None] - W + torch.arange(W, device=device)
-    places = torch.cat([begin + torch.arange(sink, device=device), recent], 1)
-    reached = ((places >= begin) & (places < at.ends[:, None]))[:, :, None, None]
-    places = places.clamp(0, q.shape[1] - 1)
-    keys, values = (y[0, places].masked_fill(~reached, 0.0) for y in (k, v))
-    return o[:, at.tokens], mass[:, at.tokens], Ring(keys, values, held + cu.long().diff())
+        source, none = ends.source[:, :, None, None], ends.none[:, :, None, None]
+        k, v = (
+            ends.at.join(ring.take_along_dim(source, 1).masked_fill(none, 0.0), y)
+            for ring, y in zip(state[:2], (k, v), strict=True)
+        )
+        q = ends.at.join(q.new_zeros(len(cu) - 1, R, *q.shape[2:]), q)
+    o, mass, _ = window_op(q, k, v, ends.starts, None, W, sink, scale)
+    if R:
+        o, mass = o[:, ends.at.tokens], mass[:, ends.at.tokens]
+    reached = ends.reached[:, :, None, None]
+    keys, values = (y[0, ends.places] * reached for y in (k, v))
+    return o, mass, Ring(keys, values, ends.held)
 
 
 def _step(*inputs: Any) -> tuple[Tensor, Tensor, Ring]:

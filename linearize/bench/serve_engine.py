@@ -22,11 +22,13 @@ def measure(llm: Any, requests: int, tokens: int, steps: int, seed: int) -> dict
     """Seconds to read all prompts, and of `steps` steps after the last of them was read."""
     import torch
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     engine = llm.llm_engine
     chance = torch.Generator().manual_seed(seed)
     # The first request goes on writing while the last is read.
-    sampling = SamplingParams(max_tokens=engine.model_config.max_model_len - tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(max_tokens=engine.model_config.max_model_len - tokens, temperature=0.0, ignore_eos=True,
+        detokenize=False, output_kind=RequestOutputKind.DELTA)
     vocabulary = engine.model_config.get_vocab_size()
     names = [f"{seed}-{i}" for i in range(requests)]
     prompts = torch.randint(10, vocabulary - 10, (requests, tokens), generator=chance).tolist()
@@ -37,7 +39,7 @@ def measure(llm: Any, requests: int, tokens: int, steps: int, seed: int) -> dict
     base: dict[str, int] = {}
     while True:
         for output in engine.step():
-            written[output.request_id] = len(output.outputs[0].token_ids)
+            written[output.request_id] += len(output.outputs[0].token_ids)
             first.setdefault(output.request_id, time.perf_counter())
         if begin and min(written[name] - base[name] for name in names) >= steps:
             break

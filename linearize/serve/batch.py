@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize_kernels.layers.sequences import sequence_places
+from linearize_kernels.layers.pool import take
 
-from .states import Call, StateLayout
+from .states import Call, StateLayout, store
 
 # A prompt of so many tokens fills a GPU by itself; as the only sequence of a call it has the choice of all kernels.
 LONG = 1024
@@ -33,13 +33,9 @@ class Prompts(NamedTuple):
     before: Tensor  # [S] tokens that came before
     fresh: bool  # whether none came before any of them
 
-    def read(self, layout: StateLayout, pool: Tensor) -> Any:
+    def read(self, pool: Any) -> Any:
         """The states that they go on from; None where there are none."""
-        return None if self.fresh else layout.read(pool, torch.where(self.before > 0, self.rows, -1))
-
-    def places(self) -> Tensor:
-        """The index of each token in its document, [1,T] int64."""
-        return sequence_places(self.starts, self.tokens, self.before.long())
+        return None if self.fresh else take(pool, torch.where(self.before > 0, self.rows, -1))
 
 
 @dataclasses.dataclass
@@ -78,6 +74,7 @@ def prompts_of(
     for begin, end in grouped(lengths):
         tokens = sum(lengths[begin:end])
         own = (starts[begin : end + 1] - starts[begin]).int()
+        own.memo = {}  # type: ignore[attr-defined]  # all layers of the step see these sequences (layout.py's `once`)
         fresh = not any(n > 0 for n in seen[begin:end])
         found.append(Prompts(first, tokens, rows[begin:end].long(), own, before[begin:end], fresh))
         first += tokens
@@ -85,23 +82,21 @@ def prompts_of(
 
 
 def run(
-    mixer: Any, kind: Any, layout: StateLayout, pool: Tensor, batch: Batch, inputs: Sequence[Tensor | None],
-    outputs: Sequence[Tensor],
-) -> None:  # fmt: skip
+    mixer: Any, kind: Any, pool: Any, batch: Batch, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]
+) -> None:
     """`mixer.core` on a batch: `inputs` [1,tokens,..] as `prepare` made them, results into `outputs` [1,tokens,..], the
-    states in `pool` [N,bytes] changed. `kind` is TokenLayout in the mixer's own copy of the kernels."""
+    states in `pool` (`StateLayout.views`) changed. `kind` is TokenLayout in the mixer's own copy of the kernels."""
     n = len(batch.rows)
     if n:
         steps = tuple(None if y is None else y[0, :n, None] for y in inputs)
-        made, _ = mixer.core(steps, kind(rows=batch.rows, places=batch.places), layout.views(pool))
+        made, _ = mixer.core(steps, kind(rows=batch.rows, places=batch.places), pool)
         for out, y in zip(outputs, made, strict=True):
             out[0, :n].copy_(y[:, 0])
     for one in batch.prompts:
         own = slice(one.first, one.first + one.tokens)
         given = tuple(None if y is None else y[:, own] for y in inputs)
-        places = kind(cu_seqlens=one.starts, places=one.places())
-        made, state = mixer.core(given, places, one.read(layout, pool))
-        layout.write(pool, one.rows, state)
+        made, state = mixer.core(given, kind(cu_seqlens=one.starts), one.read(pool))
+        store(pool, one.rows, state)
         for out, y in zip(outputs, made, strict=True):
             out[:, own].copy_(y)
 
@@ -114,11 +109,11 @@ def rehearse(
     given = inputs[0]
     assert given is not None
     device, total = given.device, given.shape[1]
-    pool = torch.zeros(4, layout.bytes, dtype=torch.uint8, device=device)
+    pool = layout.views(torch.zeros(4, layout.bytes, dtype=torch.uint8, device=device))
     rows = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
     for n in (1, 2, 3):
         if n <= total:
-            run(mixer, kind, layout, pool, Batch(rows[:n], rows.new_zeros(n, 1).long()), inputs, outputs)
+            run(mixer, kind, pool, Batch(rows[:n], rows.new_zeros(n, 1).long()), inputs, outputs)
     # One prompt and several; a multiple of 16 tokens, for which triton compiles apart, and not; as many as there may be.
     for lengths in ((total,), (min(LONG, total),), (16, 16), (17, 20), (19,), (2,)):
         for seen in (0, 5):
@@ -126,4 +121,4 @@ def rehearse(
                 starts = torch.tensor([0, *lengths], device=device).cumsum(0)
                 before = torch.full((len(lengths),), seen, device=device)
                 prompts = prompts_of(lengths, [seen] * len(lengths), 0, starts, before, rows[: len(lengths)])
-                run(mixer, kind, layout, pool, Batch(rows[:0], rows.new_zeros(0, 1).long(), prompts), inputs, outputs)
+                run(mixer, kind, pool, Batch(rows[:0], rows.new_zeros(0, 1).long(), prompts), inputs, outputs)

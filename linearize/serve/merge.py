@@ -52,7 +52,7 @@ def merged(owner: nn.Module, mixer: Any) -> tuple[Tensor, Tensor | None] | None:
 
 def of_hidden(mixer: Any) -> list[tuple[nn.Module, str, nn.Linear]]:
     """The Linear layers that `project` applies to hidden states themselves, with their parents: found by a token."""
-    site, some = mixer.site, next(mixer.parameters())
+    site, some = mixer.site, next(mixer.parameters(), torch.empty(0))
 
     def token(*shape: int) -> Tensor:
         return some.new_zeros(1, 1, *shape)

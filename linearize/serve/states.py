@@ -70,11 +70,13 @@ class StateLayout:
 
     def write(self, pool: Tensor, rows: Tensor, state: Any) -> None:
         """Store a state of n sequences in rows [n] of a pool."""
-        held = (
-            tensor for tensor, like in zip(tensors_of(state), tensors_of(self.example), strict=True) if like.numel()
-        )
-        for part, tensor in zip(self.parts, held, strict=True):
-            view = part.view(pool)
+        store(self.views(pool), rows, state)
+
+
+def store(pool: Any, rows: Tensor, state: Any) -> None:
+    """Write a state of n sequences into rows [n] of a pool that `StateLayout.views` made."""
+    for view, tensor in zip(tensors_of(pool), tensors_of(state), strict=True):
+        if view.numel():
             view.index_copy_(0, rows, tensor.to(view.dtype).reshape(-1, *view.shape[1:]))
 
 

@@ -24,7 +24,6 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
@@ -191,6 +190,8 @@ class StateAttention(nn.Module, MambaBase):
         self.hidden: Tensor | None = None
         self.rotation: Any = None
         self.kv_cache = (torch.tensor([]),)
+        # The memory that vLLM gave, and its rows as states.
+        self.bound: tuple[Tensor | None, Any] = (None, None)
         # One map for the small ones that the mixer has of hidden states, and what it made of them.
         self.maps: tuple[Tensor, Tensor | None] | None = None
         self.made: Tensor | None = None
@@ -285,7 +286,9 @@ class StateAttention(nn.Module, MambaBase):
         """`state_core` on the states of a batch."""
         mixer, pool = self.__dict__["module"].mixer, self.kv_cache[0]
         if not self.earlier:
-            run(mixer, self.tokens, self.layout, pool, batch, inputs, outputs)
+            if self.bound[0] is not pool:
+                self.bound = pool, self.layout.views(pool)
+            run(mixer, self.tokens, self.bound[1], batch, inputs, outputs)
             return
         q, k, v, x, *turned = (y[0] for y in inputs if y is not None)
         rotation = rotation_class(mixer)(*(y[None] for y in turned)) if turned else None
@@ -382,8 +385,7 @@ class Linearized:
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> Any:
-        """How vLLM copies states, for prefix caching: row by row."""
-        return MambaStateCopyFuncCalculator.linear_attention_state_copy_func()
+        raise NotImplementedError("vLLM copies states for prefix caching alone, which is off for converted models")
 
     def _patch_config(self) -> None:
         self.config = source_config(self.config)

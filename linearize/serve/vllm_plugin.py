@@ -32,13 +32,10 @@ CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that pro
 SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
 LORA = "LoRA adapters: vLLM's LoRA does not know mixers, which an adapter may change. Merge it into the weights first"
 PREFIX_CACHING = (
-    "Prefix caching is off: it needs the state at the end of every cached block, which vLLM keeps by kernels for GPUs, of "
-    "folders with the code of this version of linearize"
+    "Prefix caching is off: it needs the state at the end of every cached block, which vLLM keeps by kernels for GPUs. "
+    "Those were not tried with converted models"
 )
-QUANTIZATION = (
-    "quantization {}: of the ways to quantize, fp8 of the engine was tried (--quantization fp8). Take that, or serve the "
-    "float weights"
-)
+QUANTIZATION = "quantization: quantized projections in front of a mixer were not tried. Serve the float weights"
 EARLIER = (
     "The code in this folder is of an earlier version of linearize, whose layers vLLM can neither compile nor record as "
     "CUDA graphs. Bring it up to date with `linearize upgrade DIR`"
@@ -78,14 +75,14 @@ def renaming(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def telling(create: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.create_engine_config` that says why a converted model has no prefix caching, where it was asked for and
-    is off: vLLM's own default is on, and goes off without a word."""
+    """`EngineArgs.create_engine_config` that says why a converted model has no prefix caching, where it was asked for:
+    vLLM's own default is on, and is off without a word."""
 
     @functools.wraps(create)
     def call(arguments: Any, *args: Any, **kwargs: Any) -> Any:
         asked = arguments.enable_prefix_caching
         made = create(arguments, *args, **kwargs)
-        if asked and is_converted(made.model_config.hf_config) and not made.cache_config.enable_prefix_caching:
+        if asked and is_converted(made.model_config.hf_config):
             logging.getLogger("vllm.linearize").warning(PREFIX_CACHING)  # below the logger that vLLM prints
         return made
 
@@ -121,14 +118,11 @@ class Settings:
         """
         from vllm.model_executor.models.config import MambaModelConfig
 
-        from vllm.platforms import current_platform
-
         reasons = refusals(vllm_config)
         if reasons:
             raise ValueError("vLLM does not serve this converted model with " + "; ".join(reasons))
+        vllm_config.cache_config.enable_prefix_caching = False  # PREFIX_CACHING
         earlier = not all(hasattr(kind, "core") for kind in class_of(vllm_config).mechanisms.values())
-        if earlier or not current_platform.is_cuda():
-            vllm_config.cache_config.enable_prefix_caching = False  # PREFIX_CACHING
         # A sliding window that every layer of the source has. vLLM looks for one where no layer is of another kind.
         own = getattr(vllm_config.model_config.hf_config, "source_layer_types", None) or ()
         if all(kind == "sliding_attention" for kind in own):
@@ -141,14 +135,14 @@ class Settings:
 
 def refusals(vllm_config: Any) -> list[str]:
     """Why an engine cannot be what it was asked to be; empty where it can."""
-    parallel, quantization = vllm_config.parallel_config, vllm_config.model_config.quantization
+    parallel = vllm_config.parallel_config
     asked = {
         PIPELINE_PARALLEL: parallel.pipeline_parallel_size > 1,
         CONTEXT_PARALLEL: getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         SPECULATION: vllm_config.speculative_config is not None,
         LORA: vllm_config.lora_config is not None,
-        QUANTIZATION.format(quantization): quantization not in (None, "fp8"),
+        QUANTIZATION: vllm_config.model_config.quantization is not None,
     }
     reasons = [reason for reason, found in asked.items() if found]
     size = parallel.tensor_parallel_size

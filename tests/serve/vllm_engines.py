@@ -83,6 +83,17 @@ def test_an_engine_writes_what_generate_writes(name: str, tmp_path: Path) -> Non
         assert differences(alone, references[:3]) == []
 
 
+def test_a_compiled_engine_writes_what_generate_writes(tmp_path: Path) -> None:
+    """vLLM compiles what is around the operator of each layer: small maps as one product, features, gates, blends."""
+    layers = (("gdn", {"window": 8}), ("gsa", {"norm": "hidden"}), None, ("la", {"feature_map": "hedgehog"}))
+    folder, prompts = converted(tmp_path, Case("llama", layers)), prompts_of(LENGTHS)
+    references = expected(load(folder), prompts, NEW)
+    with engine(folder, enforce_eager=False, **CHUNK) as llm:
+        assert [layer.maps is not None for layer in engines.state_layers(llm)] == [True, False, False]
+        fill_with_nan(llm)
+        assert differences(write(llm, prompts, NEW), references) == []
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model, a trained one with a tokenizer, as a hybrid of kept layers and kept heads."""
@@ -273,7 +284,7 @@ def greedy(folder: Path, new: int, messages: list[dict[str, str]] | None = None)
 
 
 def test_vllm_over_http_streams_and_survives_a_request_that_is_cancelled(demo: Path, tmp_path: Path) -> None:
-    options = ("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "1024")
+    options = ("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "1024", "--enforce-eager")
     wanted = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     with serving(demo, tmp_path / "log", "--server", "vllm", "--", *options) as server:
         reference = greedy(demo, 16)
