@@ -78,8 +78,8 @@ class Bounds:
     high: float
 
 
-# What one part of a mixer hands to the next.
-Tensors = tuple[Tensor | None, ...]
+# What one part of a mixer hands to the next: tensors, or None.
+Tensors = tuple[Any, ...]
 
 
 class WindowedState(NamedTuple):
@@ -273,7 +273,7 @@ class Mixer(nn.Module):
             return (o, mass), state
         if type(self).mix is Mixer.mix:
             raise NotImplementedError(f"{type(self).__name__} writes neither mix nor mix_with_mass nor scan")
-        o, state = self.mix(q, k, v, x, layout, state)  # type: ignore[arg-type]
+        o, state = self.mix(q, k, v, x, layout, state)
         return (o,), state
 
     def finish(
@@ -306,8 +306,8 @@ class Mixer(nn.Module):
         """Uninitialised tensors as `core` returns them for its inputs and values v [B,T,Hkv,Dv]."""
         B, T, H = *v.shape[:2], self.site.heads
         o, number = (B, T, H, v.shape[-1]), v.new_empty(B, T, H, dtype=torch.float32)
-        first: Any = inputs[0]
-        found = (first.new_empty(o), torch.empty_like(number)) if self.normalised else (first.new_empty(o),)
+        far = inputs[0].new_empty(o)
+        found = (far, torch.empty_like(number)) if self.normalised else (far,)
         return found if self.near is None else (*found, v.new_empty(o), number)
 
     def complete(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> Tensor:
@@ -325,7 +325,7 @@ class Mixer(nn.Module):
         def copied(state: Any, padding: Tensor) -> tuple[tuple[Tensor, ...], Any]:
             return self.scan(inputs, layout._replace(padding=padding, rows=None), state)
 
-        outputs, state = on_rows(copied, state, layout.rows, layout.padding, inputs[0].shape[1])  # type: ignore[union-attr]
+        outputs, state = on_rows(copied, state, layout.rows, layout.padding, inputs[0].shape[1])
         return outputs, state
 
     @classmethod

@@ -277,7 +277,6 @@ class GatedDeltaNet(Recurrent, Mixer):
 
     def scan(self, inputs: Tensors, layout: TokenLayout, state: GDNState | None) -> tuple[tuple[Tensor], GDNState]:
         q, k, v, g, beta, read_gate, write_gate = inputs
-        assert q is not None and k is not None and v is not None
         memory, *tails = (None,) * 4 if state is None else state
         if self.taps == 1:
             sequences = len(q) if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1

@@ -321,7 +321,6 @@ class GatedSlotAttention(Mixer):
 
     def scan(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor], Any]:
         q, k, v, f = inputs
-        assert q is not None and k is not None and v is not None and f is not None
         padding, segments, rows, total, pool = layout.padding, layout.segments, layout.rows, None, None
         cu, seen = layout.cu_seqlens, None
         if self.decay == "none":

@@ -343,7 +343,6 @@ class LinearAttention(Mixer):
         self, inputs: Tensors, layout: TokenLayout, state: LAState | None
     ) -> tuple[tuple[Tensor, Tensor], LAState | None]:
         q, k, v = inputs
-        assert q is not None and k is not None and v is not None
         a, b = self.kernel()
         # Autocast would run the fp32 sums in half precision.
         with full_precision(q.device):

@@ -65,11 +65,11 @@ class Recurrent(Mixer):
         return self.finish(outputs, beside, layout)[0], state
 
     def recur(
-        self, op: Callable[..., tuple[Tensor, Any]], layout: TokenLayout, state: Any, *inputs: Tensor | None, **gates: Any
+        self, op: Callable[..., tuple[Tensor, Any]], layout: TokenLayout, state: Any, *inputs: Any, **gates: Any
     ) -> tuple[Tensor, Any]:
         """`op` on what `project` made."""
         # Autocast would run the fp32 memories' products in half precision.
-        with full_precision(inputs[0].device):  # type: ignore[union-attr]
+        with full_precision(inputs[0].device):
             return op(
                 *inputs, **gates, padding=layout.padding, segments=layout.segments, cu_seqlens=layout.cu_seqlens,
                 state=state, rows=layout.rows, chunk_size=self.chunk_size,

@@ -45,7 +45,9 @@ from .eager import (
     GUARD, MHLAState, after, divided, fresh_state, may_wait, mhla_bidirectional, mhla_causal, mhla_step, recomputed,
     with_one,
 )  # fmt: skip
-from ..mixer import LEARNED, Bounds, Mixer, Site, check_power_of_two, full_precision, gated, output_gate_at
+from ..mixer import (
+    LEARNED, Bounds, Mixer, Site, Tensors, check_power_of_two, full_precision, gated, output_gate_at,
+)  # fmt: skip
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.pool import check_pool, on_rows
 from ..layers.rotary import rotated, settled
@@ -464,30 +466,67 @@ class MultiHeadLinearAttention(Mixer):
         """`mix`, and the normaliser beside its results."""
         if layout.causal and not self.site.causal:
             raise ValueError(f"{self.site.path}: converted as bidirectional attention, called as causal")
-        # Autocast would run the fp32 sums in half precision.
+        (q, k, _), beside = self.project(q, k, v, x, layout)
+        if layout.causal:
+            o, g, state = self._causal(q, k, v, layout, state)
+        else:
+            o, g = self._bidirectional(q, k, v, layout)
+        return self._finished(o, beside, layout), g, state
+
+    def project(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensors, Tensors]:
         with full_precision(q.device):
             q, k = self._turned(self.features(q, "query"), layout), self._turned(self.features(k, "key"), layout)
+        return (q, k, v), (x, v)
+
+    def scan(
+        self, inputs: Tensors, layout: TokenLayout, state: MHLAState | None
+    ) -> tuple[tuple[Tensor, ...], MHLAState]:
+        o, g, state = self._causal(*inputs, layout, state)
+        o = o.to(inputs[0].dtype)
+        return (o, g) if self.normalised else (o,), state
+
+    def finish(
+        self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        o = outputs[0].to(beside[1].dtype)
+        return self._finished(o, beside, layout), outputs[1] if self.normalised else None
+
+    def _causal(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: MHLAState | None
+    ) -> tuple[Tensor, Tensor, MHLAState]:
+        """`mix_causal` of features."""
+        # Autocast would run the fp32 sums in half precision.
+        with full_precision(q.device):
+            way: Any = {"C": self.block_size, "normalise": self.normalise, "rows": layout.rows}
+            places: Any = {"padding": layout.padding, "segments": layout.segments, "cu": layout.cu_seqlens}
+            return mix_causal(q, k, v, self.weights(q.device), **way, **places, state=state)
+
+    def _bidirectional(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
+        """`mix_bidirectional` of features."""
+        with full_precision(q.device):
             w = self.weights(q.device)
-            if layout.causal:
-                padding, segments, *_ = layout
-                given = q, k, v, w, self.block_size, self.normalise, padding, segments, layout.cu_seqlens, state
-                o, g, state = mix_causal(*given, rows=layout.rows)
-            else:
-                if self.site.causal:  # a decoder called as bidirectional: what it has is weights by distance
-                    index = torch.arange(self.blocks, device=q.device)
-                    w = w[:, -1, (index[:, None] - index).abs()]
-                places, K = self._places(q, layout)
-                o, g = mix_bidirectional(q, k, v, w[:, :K, :K], places, self.normalise)
+            if self.site.causal:  # a decoder called as bidirectional: what it has is weights by distance
+                index = torch.arange(self.blocks, device=q.device)
+                w = w[:, -1, (index[:, None] - index).abs()]
+            places, K = self._places(q, layout)
+            return mix_bidirectional(q, k, v, w[:, :K, :K], places, self.normalise)
+
+    def _finished(self, o: Tensor, beside: Tensors, layout: TokenLayout) -> Tensor:
+        """The norm, the convolution and the gate of o [B,T,H,Dv], where there are any."""
+        x, v = beside
+        with full_precision(o.device):
             if self.norm == "head":
-                o = head_norm(o, self.norm_weight)
+                o = head_norm(o, self.norm_weight, plain=layout.plain)
             if hasattr(self, "taps"):
                 o = o + self._local(v, layout)
-        return gated(o, x, self.output_gate), g, state
+        return gated(o, x, self.output_gate)
 
     def _turned(self, y: Tensor, layout: TokenLayout) -> Tensor:
         """Features [B,T,heads,F], rotated here where that comes after them."""
         rotation = layout.rotation
-        return y if self.rope != "after" or rotation is None else rotated(y, rotation, self.site.key_dim)
+        if self.rope != "after" or rotation is None:
+            return y
+        return rotated(y, rotation, self.site.key_dim, plain=layout.plain)
 
     def _local(self, v: Tensor, layout: TokenLayout) -> Tensor:
         """DWC(V), [B,T,H,Dv], nothing at padding."""

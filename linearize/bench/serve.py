@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from ..errors import Exit, LinearizeError
 
 
@@ -42,6 +44,20 @@ def parse_loads(text: str) -> tuple[Load, ...]:
             raise LinearizeError(f"--loads: {part!r} is not REQUESTSxTOKENS, for example 64x512", Exit.USAGE)
         found.append(Load(int(requests), int(tokens)))
     return tuple(found)
+
+
+def parse_options(given: Sequence[str]) -> dict[str, Any]:
+    """Options of vLLM's engine: key=value, values as YAML reads them.
+
+    Raises LinearizeError (2) for one without a value.
+    """
+    found = {}
+    for one in given:
+        key, equals, value = one.partition("=")
+        if not (equals and key.isidentifier()):
+            raise LinearizeError(f"--engine: {one!r} is not key=value, for example dtype=bfloat16", Exit.USAGE)
+        found[key] = yaml.safe_load(value)
+    return found
 
 
 def bench_serve(
@@ -76,7 +92,8 @@ def run_engine(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the child asks its own engine how much fits
         try:
             with log.open("w") as stream:
-                done = subprocess.run(command, stdout=stream, stderr=stream, env=environment, timeout=timeout, check=False)
+                written = {"stdout": stream, "stderr": stream, "env": environment}
+                done = subprocess.run(command, **written, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
             message = f"{asked['model']}: no result after {timeout:.0f} s. Its log ends:\n{log.read_text()[-3000:]}"
             raise LinearizeError(message, Exit.CHECK_FAILED) from None
@@ -86,3 +103,45 @@ def run_engine(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
         if done.returncode == Exit.RESOURCE:
             raise LinearizeError(end.strip(), Exit.RESOURCE)
         raise LinearizeError(f"{asked['model']}: its engine failed. Its log ends:\n{end}", Exit.CHECK_FAILED)
+
+
+# Of a load: the figure, its title, whether it is a number of tokens.
+FIGURES = (
+    ("step_ms", "ms a step", False),
+    ("written_tokens_s", "tokens/s written", True),
+    ("read_tokens_s", "read", True),
+)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table: a row for each load and model, beside the first model."""
+    models, machine = result["models"], result["machine"]
+    first = next(iter(models.values()))
+    lines = [
+        f"{machine['device']}, vLLM {machine['vllm']}, torch {machine['torch']}; {result['steps']} steps after the "
+        "last prompt is read.",
+        "",
+        "| requests x tokens | model | " + " | ".join(title for _, title, _ in FIGURES) + " |",
+        "|---|---|" + "--:|" * len(FIGURES),
+    ]
+    for load in result["loads"]:
+        for name, measured in models.items():
+            cells = [_beside(measured["loads"][load], first["loads"][load], *figure) for figure in FIGURES]
+            lines.append(f"| {load} | {Path(name).name} | {' | '.join(cells)} |")
+    titles = "| model | ready after | first request | tenth | sequences of 32,768 that fit |"
+    lines += ["", titles, "|---|--:|--:|--:|--:|"]
+    for name, measured in models.items():
+        fits, base = (one["fits"][str(HELD)] for one in (measured, first))
+        share = "" if measured is first else f" ({fits / base:.2f}x)"
+        first_ms, tenth_ms = (f"{measured[f'{which}_request_s'] * 1e3:.0f} ms" for which in ("first", "tenth"))
+        cells = [Path(name).name, f"{measured['start_s']:.0f} s", first_ms, tenth_ms, f"{fits:.0f}{share}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _beside(ours: dict[str, float], first: dict[str, float], name: str, title: str, tokens: bool) -> str:
+    """A figure, and how many times the first model's it is."""
+    value = f"{ours[name]:,.0f}" if tokens else f"{ours[name]:.2f}"
+    if ours is first:
+        return value
+    return f"{value} ({ours[name] / first[name]:.2f}x)"

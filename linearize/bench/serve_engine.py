@@ -27,8 +27,10 @@ def measure(llm: Any, requests: int, tokens: int, steps: int, seed: int) -> dict
     engine = llm.llm_engine
     chance = torch.Generator().manual_seed(seed)
     # The first request goes on writing while the last is read.
-    sampling = SamplingParams(max_tokens=engine.model_config.max_model_len - tokens, temperature=0.0, ignore_eos=True,
-        detokenize=False, output_kind=RequestOutputKind.DELTA)
+    room = engine.model_config.max_model_len - tokens
+    sampling = SamplingParams(
+        max_tokens=room, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
     vocabulary = engine.model_config.get_vocab_size()
     names = [f"{seed}-{i}" for i in range(requests)]
     prompts = torch.randint(10, vocabulary - 10, (requests, tokens), generator=chance).tolist()
@@ -71,8 +73,8 @@ def main() -> None:
     start, loads = time.perf_counter(), asked["loads"]
     longest = max([tokens for _, tokens in loads] + [asked["held"]]) + 2 * asked["steps"] + 64
     settings: dict[str, Any] = {
-        "trust_remote_code": True, "skip_tokenizer_init": True, "max_model_len": longest, "enable_prefix_caching": False,
-        "disable_log_stats": True, **asked["options"],
+        "trust_remote_code": True, "skip_tokenizer_init": True, "max_model_len": longest,
+        "enable_prefix_caching": False, "disable_log_stats": True, **asked["options"],
     }  # fmt: skip
     llm = vllm.LLM(asked["model"], **settings)
     result: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 1), "loads": {}}

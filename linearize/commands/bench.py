@@ -123,6 +123,38 @@ def bench_model(
         show(markdown(result))
 
 
+@bench.command("serve")
+def bench_serve(
+    model: Annotated[str, typer.Argument(help="Folder of a converted model, or any model that vLLM serves.")],
+    source: Annotated[
+        str, typer.Option(help="Model to measure first, in the same way: the source, or another converted one.")
+    ] = "",
+    loads: Annotated[
+        str, typer.Option(help="Requests at a time x tokens of each prompt. Default: 1x128,64x512,32x16384,8x65536.")
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps that are timed after the last prompt is read.")] = 256,
+    options: Annotated[
+        list[str] | None, typer.Option("--engine", help="Option of vLLM's engine as key=value. Repeatable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a converted model beside its source in vLLM: tokens/s written and read, time of a token, sequences that fit.
+
+    Each engine has a process of its own. Weights may be random; tokens are not compared.
+    """
+    with starting():
+        from ..bench.serve import LOADS, markdown, parse_loads, parse_options
+        from ..bench.serve import bench_serve as measure
+
+    models = [name for name in (source, model) if name]
+    wanted = parse_loads(loads) if loads else LOADS
+    result = measure(models, wanted, steps=steps, options=parse_options(options or []), tell=say)
+    if as_json:
+        print_json(result)
+    else:
+        show(markdown(result))
+
+
 @bench.command("paper")
 def bench_paper(
     paper: Annotated[str, typer.Argument(help="Paper: gsa, la, mhla, saga or sla.")],

@@ -68,8 +68,8 @@ def grouped(lengths: Sequence[int]) -> list[tuple[int, int]]:
 def prompts_of(
     lengths: Sequence[int], seen: Sequence[int], first: int, starts: Tensor, before: Tensor, rows: Tensor
 ) -> list[Prompts]:
-    """Prompts of these lengths, of which `seen` tokens came before, as calls. `starts` [S+1], `before` and `rows` [S] are
-    on the device; `first` is the first token of the first prompt, from which `starts` count."""
+    """Prompts of these lengths, of which `seen` tokens came before, as calls. `starts` [S+1], `before` and `rows` [S]
+    are on the device; `first` is the first token of the first prompt, from which `starts` count."""
     found = []
     for begin, end in grouped(lengths):
         tokens = sum(lengths[begin:end])
@@ -104,7 +104,7 @@ def run(
 def rehearse(
     mixer: Any, kind: Any, layout: StateLayout, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]
 ) -> None:
-    """Run batches of every form on tokens of no sequence, so that kernels are compiled before the first request, and the
+    """Run batches of every form on tokens of no sequence. So kernels are compiled before the first request, and the
     memory that prompts take is known. Outputs mean nothing."""
     given = inputs[0]
     assert given is not None
@@ -114,7 +114,7 @@ def rehearse(
     for n in (1, 2, 3):
         if n <= total:
             run(mixer, kind, pool, Batch(rows[:n], rows.new_zeros(n, 1).long()), inputs, outputs)
-    # One prompt and several; a multiple of 16 tokens, for which triton compiles apart, and not; as many as there may be.
+    # One prompt and several; multiples of 16 tokens, for which triton compiles apart, and others; the longest batch.
     for lengths in ((total,), (min(LONG, total),), (16, 16), (17, 20), (19,), (2,)):
         for seen in (0, 5):
             if sum(lengths) <= total:

@@ -1,4 +1,4 @@
-"""The small maps of hidden states in a mixer as one product: at one token a request each of them is a launch of its own."""
+"""The small maps of hidden states in a mixer as one product: in a decode step each would be a launch of its own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Part(nn.Module):
 
 @torch.no_grad()
 def merged(owner: nn.Module, mixer: Any) -> tuple[Tensor, Tensor | None] | None:
-    """The weight [outputs,hidden] and the bias of one map in place of those that `mixer` has of hidden states; None where
-    it has fewer than two. `owner.made` has to be the product whenever the mixer runs."""
+    """The weight [outputs,hidden] and the bias of one map in place of those that `mixer` has of hidden states; None
+    where it has fewer than two. `owner.made` has to be the product whenever the mixer runs."""
     maps: list[tuple[nn.Module, str, nn.Linear]] = []
     weights, biases, near = [], [], mixer.near
     for parent, name, linear in of_hidden(mixer):

@@ -90,7 +90,8 @@ class StateMetadataBuilder(LinearAttentionMetadataBuilder):
         if prompts:
             own = slice(n, n + len(prompts))
             came, begun = m.compute_num_computed_tokens()[own], m.query_start_loc[n : n + len(prompts) + 1]
-            made.prompts = prompts_of(prompts, seen[own].tolist(), first, begun, came, rows[own].clamp_min(NULL_BLOCK_ID))
+            named = rows[own].clamp_min(NULL_BLOCK_ID)
+            made.prompts = prompts_of(prompts, seen[own].tolist(), first, begun, came, named)
         return made
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Batch:

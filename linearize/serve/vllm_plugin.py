@@ -37,8 +37,8 @@ PREFIX_CACHING = (
 )
 QUANTIZATION = "quantization: quantized projections in front of a mixer were not tried. Serve the float weights"
 EARLIER = (
-    "The code in this folder is of an earlier version of linearize, whose layers vLLM can neither compile nor record as "
-    "CUDA graphs. Bring it up to date with `linearize upgrade DIR`"
+    "The code in this folder is of an earlier version of linearize, whose layers vLLM can neither compile nor record "
+    "as CUDA graphs. Bring it up to date with `linearize upgrade DIR`"
 )
 
 

@@ -26,7 +26,8 @@ from engines import Case, converted, engine, fill_with_nan, prompts_of, state_la
 from torch import Tensor
 
 # All heads of 64, as kernels for GPUs take them.
-WIDE = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.05}
+WIDE = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE |= {"initializer_range": 0.05}
 WHOLE = "whole" in sys.argv
 ALL: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gsa", {}), ("gdn", {}), ("gla", {}), ("retnet", {}), ("la", {}), ("mhla", {"block_size": 16, "blocks": 4}),
@@ -63,10 +64,11 @@ def judged(model: Any, outputs: list[Any]) -> list[Tensor]:
 
 
 def written(outputs: list[Any]) -> list[Tensor]:
-    return [
-        torch.tensor([step[token].logprob for step, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)])
-        for o in outputs
-    ]
+    found = []
+    for one in (output.outputs[0] for output in outputs):
+        steps = zip(one.logprobs, one.token_ids, strict=True)
+        found.append(torch.tensor([step[token].logprob for step, token in steps]))
+    return found
 
 
 def off(found: list[Tensor], exact: list[Tensor]) -> float:

@@ -611,7 +611,8 @@ def test_activations_and_scale(feature_map: str, value_act: str, output_act: str
     m = mixer(feature_map=feature_map, value_act=value_act, output_act=output_act, unit_scale=unit_scale, slots=16)
     q, k, v, x = tokens(9)
     phi, scale = ACTIVATIONS[feature_map], 1.0 if unit_scale else SITE.scale
-    o, _ = gsa_reference(phi(q), phi(k), ACTIVATIONS[value_act](v), m.gates(m._before_gates(x), TokenLayout(), 0), scale=scale)
+    g = m.gates(m._before_gates(x), TokenLayout(), 0)
+    o, _ = gsa_reference(phi(q), phi(k), ACTIVATIONS[value_act](v), g, scale=scale)
     assert relative_error(mix(m, (q, k, v, x))[0], ACTIVATIONS[output_act](o)) <= TOLERANCE[torch.float32]
 
 

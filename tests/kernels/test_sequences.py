@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
 from triton_tools import interpreted
 
 from linearize.plan.mechanisms import build_mixer, resolve_options
@@ -121,7 +120,7 @@ def test_three_parts_are_the_whole(case: str) -> None:
         expected, after = apart(mixer, rows, cu, states)
         layout = TokenLayout(cu_seqlens=torch.tensor(cu, dtype=torch.int32))
         inputs, beside = mixer.prepare(*rows, layout._replace(plain=True))
-        outputs, state = mixer.core(inputs, layout, stacked(states))
+        outputs, _ = mixer.core(inputs, layout, stacked(states))
         room = mixer.room(inputs, rows[2])
         assert [(x.shape, x.dtype) for x in outputs] == [(x.shape, x.dtype) for x in room]
         close(mixer.complete(outputs, beside, layout._replace(plain=True)), expected, 1e-4)
@@ -157,12 +156,13 @@ def window_in_one_launch(held: int, sink: int) -> list[tuple[Tensor, Tensor]]:
     o, mass, ring = window(*rows, **sizes, cu_seqlens=starts, state=stacked(states), backend="triton")
     # Whatever reads the rings next sees what they hold.
     again = tokens(1, torch.float32, B=len(NEW))[:3]
-    steps = [window(*(y[i : i + 1] for y in again), **sizes, state=x[2], backend="torch")[0] for i, x in enumerate(found)]
+    sizes["backend"] = "torch"
+    steps = [window(*(y[i : i + 1] for y in again), **sizes, state=x[2])[0] for i, x in enumerate(found)]
     pairs = [(o, torch.cat([x[0] for x in found], 1)), (mass, torch.cat([x[1] for x in found], 1))]
-    pairs.append((window(*again, **sizes, state=ring, backend="torch")[0], torch.cat(steps)))
+    pairs.append((window(*again, **sizes, state=ring)[0], torch.cat(steps)))
     if held == 0:  # without a state that goes in
-        first = [window(*(y[:, start:end] for y in rows), **sizes, backend="torch") for start, end in pairwise(cu)]
-        o, mass, ring = window(*rows, **sizes, cu_seqlens=starts, backend="triton")
+        first = [window(*(y[:, start:end] for y in rows), **sizes) for start, end in pairwise(cu)]
+        o, mass, ring = window(*rows, **(sizes | {"backend": "triton"}), cu_seqlens=starts)
         pairs += [(o, torch.cat([x[0] for x in first], 1)), (ring.held, torch.cat([x[2].held for x in first]))]
     return [*pairs, (ring.held, torch.cat([x[2].held for x in (first if held == 0 else found)]))]
 
@@ -189,5 +189,6 @@ def test_places() -> None:
     cu = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
     assert sequence_places(cu, 6, torch.tensor([4, 0, 1])).tolist() == [[4, 5, 0, 1, 2, 3]]
     at = splice(cu, 6, 2)
-    assert at.tokens.tolist() == [2, 3, 6, 9, 10, 11] and at.held.tolist() == [[0, 1], [4, 5], [7, 8]]
+    assert at.tokens.tolist() == [2, 3, 6, 9, 10, 11]
+    assert at.held.tolist() == [[0, 1], [4, 5], [7, 8]]
     assert at.ends.tolist() == [4, 7, 12]

@@ -284,7 +284,8 @@ def greedy(folder: Path, new: int, messages: list[dict[str, str]] | None = None)
 
 
 def test_vllm_over_http_streams_and_survives_a_request_that_is_cancelled(demo: Path, tmp_path: Path) -> None:
-    options = ("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "1024", "--enforce-eager")
+    options = ("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "1024")
+    options += ("--enforce-eager",)
     wanted = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     with serving(demo, tmp_path / "log", "--server", "vllm", "--", *options) as server:
         reference = greedy(demo, 16)

@@ -1,0 +1,79 @@
+"""`linearize bench serve` without vLLM: what it asks an engine, the table of the answers, messages of failures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Command
+
+from linearize.bench import serve
+from linearize.errors import Exit, LinearizeError
+
+# What stands for serve_engine.py: it writes the result that its arguments ask for.
+ENGINE = """
+import json, sys
+asked = json.loads(sys.argv[1])
+if asked["options"].get("fail"):
+    print("the card is full"); sys.exit(1)
+quick = 2.0 if "linear" in asked["model"] else 1.0
+figures = {"step_ms": 3.0 / quick, "written_tokens_s": 1000 * quick, "read_tokens_s": 5e4}
+result = {"start_s": 60.0, "first_request_s": 0.02, "tenth_request_s": 0.01, "fits": {"32768": 100 * quick}}
+result["loads"] = {f"{n} x {t}": figures for n, t in asked["loads"]}
+result["machine"] = {"device": "a card", "vllm": "0", "torch": "2"}
+open(asked["result"], "w").write(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run ENGINE in place of vLLM."""
+    script, run = tmp_path / "engine.py", serve.subprocess.run
+    script.write_text(ENGINE)
+    monkeypatch.setattr(
+        serve.subprocess, "run", lambda command, **more: run([sys.executable, str(script), command[-1]], **more)
+    )
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_model_stands_beside_its_source(linearize: Command) -> None:
+    asked = ("bench", "serve", "a/linear", "--source", "a/source", "--loads", "2x16,1x8", "--engine", "dtype=bfloat16")
+    shown = linearize(*asked)[1]
+    assert "| 2 x 16 | source | 3.00 | 1,000 | 50,000 |" in shown
+    assert "| 2 x 16 | linear | 1.50 (0.50x) | 2,000 (2.00x) | 50,000 (1.00x) |" in shown
+    assert "| linear | 60 s | 20 ms | 10 ms | 200 (2.00x) |" in shown
+    result = json.loads(linearize(*asked, "--steps", "8", "--json")[1])
+    assert result["steps"] == 8
+    assert list(result["models"]) == ["a/source", "a/linear"]
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_failed_engine_says_how_its_log_ends() -> None:
+    with pytest.raises(LinearizeError) as raised:
+        serve.bench_serve(["m"], options={"fail": True})
+    assert raised.value.code == Exit.CHECK_FAILED
+    assert "the card is full" in raised.value.message
+
+
+def test_without_vllm_the_message_names_it(linearize: Command) -> None:
+    code, _, message = linearize("bench", "serve", "m")
+    assert code == Exit.RESOURCE
+    assert "vLLM" in message
+
+
+@pytest.mark.parametrize("given", ["64", "64x", "0x5", "ax5"])
+def test_loads_are_requests_by_tokens(given: str) -> None:
+    assert serve.parse_loads("64x512, 1x8") == (serve.Load(64, 512), serve.Load(1, 8))
+    with pytest.raises(LinearizeError) as raised:
+        serve.parse_loads(given)
+    assert raised.value.code == Exit.USAGE
+
+
+@pytest.mark.parametrize("given", ["dtype", "=1", "a b=1"])
+def test_options_of_the_engine_are_key_and_value(given: str) -> None:
+    assert serve.parse_options(["a=1", "b=x", "c={d: 2}"]) == {"a": 1, "b": "x", "c": {"d": 2}}
+    with pytest.raises(LinearizeError) as raised:
+        serve.parse_options([given])
+    assert raised.value.code == Exit.USAGE
