@@ -278,6 +278,7 @@ class GatedDeltaNet(Recurrent, Mixer):
     def scan(self, inputs: Tensors, layout: TokenLayout, state: GDNState | None) -> tuple[tuple[Tensor], GDNState]:
         q, k, v, g, beta, read_gate, write_gate = inputs
         memory, *tails = (None,) * 4 if state is None else state
+        ends: Any
         if self.taps == 1:
             sequences = len(q) if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
             ends = [y.new_empty(sequences, 0, *y.shape[2:], dtype=torch.float32) for y in (q, k, v)]

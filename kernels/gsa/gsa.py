@@ -330,7 +330,8 @@ class GatedSlotAttention(Mixer):
         if self.decay == "none":
             before = None
             if seen is not None:  # a row of zeros stands for a state that has seen nothing
-                before = torch.where(seen[:, None, None] > 0, pool if rows is None else take(pool, rows), self.nothing)
+                held: Any = pool if rows is None else take(pool, rows)
+                before = torch.where(seen[:, None, None] > 0, held, self.nothing)
             g, total = self.abc_gates(f, padding, segments, before, cu)
         else:
             g = self.gates(f, layout, 0 if seen is None else seen)

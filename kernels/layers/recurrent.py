@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layout import TokenLayout
-from ..mixer import Mixer, Site, as_autocast, check_half_lives, check_power_of_two, feature_parts, full_precision
+from ..mixer import Mixer, Site, Tensors, as_autocast, check_half_lives, check_power_of_two, feature_parts, full_precision
 from .arguments import to_gate_heads
 from .norm import HeadNorm, fit_size
 from .rotary import rotated
@@ -53,6 +53,9 @@ class Recurrent(Mixer):
         if self.rope != "after" or rotation is None:
             return y
         return rotated(y, rotation, self.site.key_dim, plain=layout.plain)
+
+    # With SLA's gates behind the arguments of `Mixer.project`.
+    project: Callable[..., tuple[Tensors, Tensors]]
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any, read_gate: Tensor | None =

@@ -481,7 +481,8 @@ class MultiHeadLinearAttention(Mixer):
     def scan(
         self, inputs: Tensors, layout: TokenLayout, state: MHLAState | None
     ) -> tuple[tuple[Tensor, ...], MHLAState]:
-        o, g, state = self._causal(*inputs, layout, state)
+        q, k, v = inputs
+        o, g, state = self._causal(q, k, v, layout, state)
         o = o.to(inputs[0].dtype)
         return (o, g) if self.normalised else (o,), state
 

@@ -92,7 +92,7 @@ def run_engine(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the child asks its own engine how much fits
         try:
             with log.open("w") as stream:
-                written = {"stdout": stream, "stderr": stream, "env": environment}
+                written: dict[str, Any] = {"stdout": stream, "stderr": stream, "env": environment}
                 done = subprocess.run(command, **written, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
             message = f"{asked['model']}: no result after {timeout:.0f} s. Its log ends:\n{log.read_text()[-3000:]}"

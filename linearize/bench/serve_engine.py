@@ -34,7 +34,8 @@ def measure(llm: Any, requests: int, tokens: int, steps: int, seed: int) -> dict
     vocabulary = engine.model_config.get_vocab_size()
     names = [f"{seed}-{i}" for i in range(requests)]
     prompts = torch.randint(10, vocabulary - 10, (requests, tokens), generator=chance).tolist()
-    start, first, written = time.perf_counter(), {}, dict.fromkeys(names, 0)
+    start, written = time.perf_counter(), dict.fromkeys(names, 0)
+    first: dict[str, float] = {}
     for name, prompt in zip(names, prompts, strict=True):
         engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
     begin: float = 0.0

@@ -28,7 +28,9 @@ def merged(owner: nn.Module, mixer: Any) -> tuple[Tensor, Tensor | None] | None:
     """The weight [outputs,hidden] and the bias of one map in place of those that `mixer` has of hidden states; None
     where it has fewer than two. `owner.made` has to be the product whenever the mixer runs."""
     maps: list[tuple[nn.Module, str, nn.Linear]] = []
-    weights, biases, near = [], [], mixer.near
+    weights: list[Tensor] = []
+    biases: list[Tensor | None] = []
+    near = mixer.near
     for parent, name, linear in of_hidden(mixer):
         maps.append((parent, name, linear))
         weights.append(linear.weight)
@@ -57,10 +59,11 @@ def of_hidden(mixer: Any) -> list[tuple[nn.Module, str, nn.Linear]]:
     def token(*shape: int) -> Tensor:
         return some.new_zeros(1, 1, *shape)
 
-    x, seen, hooks = token(site.hidden), [], []
+    x, hooks = token(site.hidden), []
+    seen: list[tuple[nn.Module, str, nn.Linear]] = []
     places = {id(child): (parent, name) for parent in mixer.modules() for name, child in parent.named_children()}
 
-    def note(linear: nn.Module, given: tuple[Any, ...]) -> None:
+    def note(linear: Any, given: tuple[Any, ...]) -> None:
         if given[0] is x:
             seen.append((*places[id(linear)], linear))
 

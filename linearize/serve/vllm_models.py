@@ -101,6 +101,7 @@ class StateMetadataBuilder(LinearAttentionMetadataBuilder):
 
     def update_block_table(self, metadata: Batch, blk_table: Tensor, slot_mapping: Tensor) -> Batch:
         """A group's batch, given that of another group in the same step."""
+        assert metadata.lengths is not None
         rows = self.rows_of(blk_table, metadata.lengths)
         n = len(metadata.rows)
         prompts, own = [], rows[n:].long().clamp_min(NULL_BLOCK_ID)
