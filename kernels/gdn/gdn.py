@@ -231,6 +231,9 @@ class GatedDeltaNet(Recurrent, Mixer):
         super().__init__(site, rope, **near)
         self.native = self.raw = native
         self.ones: Tensor | None = None  # while `calibrate` runs: hidden states times it are about 1
+        if native:
+            constant = import_module("..layers.constant", __package__)
+            self.ones_direction, self.open = constant.ones_direction, constant.OPEN
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.taps, self.feature_map, self.value_act = taps, feature_map, value_act
         self.write, self.gate_std = write, gate_std
@@ -296,9 +299,8 @@ class GatedDeltaNet(Recurrent, Mixer):
     ) -> None:  # fmt: skip
         """As for others. Gates without a bias become about the same for all tokens first: swish(W x) about 1."""
         if self.native:
-            constant = import_module("..layers.constant", __package__)
-            self.ones = constant.ones_direction(x)
-            self.output_gate.weight.copy_(constant.OPEN * self.ones.expand_as(self.output_gate.weight))
+            self.ones = self.ones_direction(x)
+            self.output_gate.weight.copy_(self.open * self.ones.expand_as(self.output_gate.weight))
         super().calibrate(q, k, v, x, o, o_teacher, layout, gates)
         self.ones = None
 
